@@ -16,6 +16,7 @@ from prejit.compiler.pipeline.plan import PlannedExecutable, plan_build, planned
 from prejit.compiler.pipeline.run import Built
 from prejit.compiler.pipeline.run import build as run_build
 from prejit.compiler.progress import Progress, Quiet, open_progress
+from prejit.compiler.reporting.files import report_build
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.settings import read_stores
 from prejit.compiler.store.directory import DirectoryStore
@@ -126,6 +127,9 @@ def build(
 ) -> Built:
     """Compile the programs of a manifest and write the bundle `output/NAME`, as `prejit build` does.
 
+    Beside it are `NAME.report.json` and `NAME.report.html`: what the build did, how long each step took, and
+    what changed since the last report. A build that changes nothing leaves them as they are.
+
     Args:
         manifest: a manifest, or the path of a TOML file; or programs, or one.
         output: directory of bundles.
@@ -157,7 +161,7 @@ def build(
         executor = WorkerPool(
             store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
         )
-        return run_build(
+        built = run_build(
             checked,
             Path(output),
             store=store,
@@ -168,6 +172,9 @@ def build(
             measure=measure,
             timeout_seconds=timeout_seconds,
         )
+    fetched = store.fetched if isinstance(store, LayeredStore) else {}
+    report_build(built, progress, fetched)
+    return built
 
 
 def _of_programs(

@@ -100,6 +100,23 @@ from prejit.runtime.machine.targets import Target
 from prejit.runtime.store.receipts import Receipts
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltProgram:
+    """A program of a bundle for one target.
+
+    Attributes:
+        program: its name.
+        target: name of the target.
+        key: digest of the key of its executable.
+        compile_milliseconds: time that the compiler took, now or in an earlier build.
+    """
+
+    program: str
+    target: str
+    key: str
+    compile_milliseconds: int
+
+
 @dataclass(frozen=True)
 class Built:
     """What a build did.
@@ -111,6 +128,7 @@ class Built:
         cached: number of those that were in the store.
         written: whether the directory was changed.
         accuracy: what the dtypes of weights and cache cost; None: all are float32.
+        programs: every program for every target.
     """
 
     path: Path
@@ -119,6 +137,7 @@ class Built:
     cached: int
     written: bool
     accuracy: Accuracy | None = None
+    programs: tuple[BuiltProgram, ...] = ()
 
 
 def build(
@@ -217,7 +236,12 @@ def build(
     path, written = write(bundle, output, progress)
     digest = digest_of(bundle.index)
     attach_descriptions(path, digest, partial(build_provenance, plan, digest))
-    return Built(path, digest, compiled, len(submitted) - compiled, written, accuracy)
+    built = tuple(
+        BuiltProgram(e.spec.name, e.job.target.name, e.job.key.digest, e.compiled.milliseconds)
+        for target in targets
+        for e in target.executables
+    )
+    return Built(path, digest, compiled, len(submitted) - compiled, written, accuracy, built)
 
 
 def _fetch(manifest: Manifest) -> Path | None:
