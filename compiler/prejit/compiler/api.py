@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
 from prejit.compiler.pipeline.plan import PlannedExecutable, plan_build, planned_executables
-from prejit.compiler.pipeline.run import Built
+from prejit.compiler.pipeline.run import Built, Failed
 from prejit.compiler.pipeline.run import build as run_build
+from prejit.compiler.pipeline.run import build_all as run_all
 from prejit.compiler.progress import Progress, Quiet, open_progress
 from prejit.compiler.reporting.files import report_build
 from prejit.compiler.sharing.layered import LayeredStore
@@ -172,9 +173,64 @@ def build(
             measure=measure,
             timeout_seconds=timeout_seconds,
         )
-    fetched = store.fetched if isinstance(store, LayeredStore) else {}
-    report_build(built, progress, fetched)
+    report_build(built, progress, _fetched(store))
     return built
+
+
+def build_all(
+    requests: Sequence[tuple[Manifest, tuple[str, ...]]],
+    output: str | os.PathLike[str] = "artifacts",
+    *,
+    done: Callable[[Built | Failed], None],
+    cache: str | os.PathLike[str] | None = None,
+    shared: str | None = None,
+    forms: Path | None = None,
+    measure: bool | None = None,
+    workers: int | None = None,
+    timeout_seconds: float = JOB_SECONDS,
+) -> None:
+    """Build several manifests with one pool of workers, as `prejit build` does.
+
+    Args:
+        requests: manifests with different bundle names, each with the names of its targets (empty: all).
+        output: directory of bundles.
+        done: called with each build as it ends. One that fails ends no other.
+        cache: see `build`.
+        shared: see `build`.
+        forms: see `build`.
+        measure: see `build`.
+        workers: see `build`.
+        timeout_seconds: see `build`.
+
+    Raises:
+        StoreError: the build cache cannot be opened.
+    """
+    with open_progress() as progress, _open_store(cache, shared, progress) as store:
+        executor = WorkerPool(
+            store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
+        )
+
+        def reported(result: Built | Failed) -> None:
+            if isinstance(result, Built):
+                report_build(result, progress, _fetched(store))
+            done(result)
+
+        run_all(
+            requests,
+            Path(output),
+            store=store,
+            executor=executor,
+            progress=progress,
+            forms=forms,
+            measure=measure,
+            timeout_seconds=timeout_seconds,
+            done=reported,
+        )
+
+
+def _fetched(store: Store) -> Mapping[str, str]:
+    """Return the shared store that each result came from, by the digest of its key."""
+    return store.fetched if isinstance(store, LayeredStore) else {}
 
 
 def _of_programs(

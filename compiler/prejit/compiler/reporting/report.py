@@ -17,7 +17,7 @@ from prejit.runtime.format.schema import Accuracy
 REPORT_VERSION = 1
 """The version of the fields of a report. It is the first value of the file."""
 
-COMPILED, LOCAL = "compiled", "this machine"
+COMPILED, EQUAL, LOCAL = "compiled", "equal to another program", "this machine"
 """Where an executable came from, beside the names of shared stores."""
 
 
@@ -28,7 +28,7 @@ class ReportedProgram:
     Attributes:
         program, kind, bucket: as in the program table.
         target: name of the target.
-        origin: COMPILED, LOCAL, or the name of the shared store that it came from.
+        origin: COMPILED, EQUAL, LOCAL, or the name of the shared store that it came from.
         compile_seconds: time that the compiler took, in this build or an earlier one.
         executable_bytes, portable_bytes: sizes in the bundle.
         temp_bytes, need_bytes: memory while it runs: for intermediate values, and in total.
@@ -153,18 +153,16 @@ def make_report(
         fetched: the shared store that a result came from, by the digest of its key.
         peak_memory: the most memory of its processes.
     """
-    compiled = {(step.program, step.target) for step in steps if step.program}
+    compiled = {each.key for each in built.programs if each.new}
     known = {(each.program, each.target): each for each in built.programs}
     programs = []
     for content in contents:
         target = content.config.target
         for entry in content.config.programs:
             of = known.get((entry.name, target))
-            origin = LOCAL
-            if (entry.name, target) in compiled:
-                origin = COMPILED
-            elif of is not None:
-                origin = fetched.get(of.key, LOCAL)
+            origin = LOCAL if of is None else fetched.get(of.key, LOCAL)
+            if of is not None and of.key in compiled:
+                origin = COMPILED if of.new else EQUAL
             programs.append(
                 ReportedProgram(
                     entry.name,
