@@ -383,7 +383,8 @@ def _finish(begun: _Begun, compiled: int, service: _Services) -> Built:
     bundle = pack_bundle(manifest.bundle.name, packed)
     path, written = write(bundle, service.output, progress)
     digest = digest_of(bundle.index)
-    attach_descriptions(path, digest, partial(build_provenance, plan, digest))
+    files = () if begun.published is None else begun.published.files
+    attach_descriptions(path, digest, partial(build_provenance, plan, targets, files, digest))
     built = tuple(
         BuiltProgram(
             each.spec.name,
