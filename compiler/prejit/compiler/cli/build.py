@@ -62,6 +62,12 @@ if TYPE_CHECKING:
 )
 @CACHE
 @SHARED
+@click.option(
+    "--shard",
+    metavar="I/N",
+    help="Share the build with N - 1 other processes that use the same --store, on any machines; one of them "
+    "packs. I is 1 to N.",
+)
 @JSON
 def build(
     manifests: tuple[Path, ...],
@@ -74,6 +80,7 @@ def build(
     measure: bool | None,
     cache: Path | None,
     shared: str | None,
+    shard: str | None,
     as_json: bool,
 ) -> int:
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
@@ -95,9 +102,12 @@ def build(
             measure=measure,
             workers=jobs,
             timeout_seconds=timeout,
+            shard=shard,
         )
         seconds = time.perf_counter() - started
         built.append({**asdict(result), "path": str(result.path), "seconds": round(seconds, 3)})
+        if shard is not None:
+            built[-1]["shard"] = shard
         if not as_json:
             _print_built(result, seconds)
     if as_json:
@@ -134,6 +144,12 @@ def _print_built(result: Built, seconds: float) -> None:
     from prejit.compiler.progress import tell
     from prejit.runtime.cli.tables import accuracy_table
 
+    if result.packed_by is not None and not result.packed_here:
+        tell(
+            f"{result.path.name}: packed by shard {result.packed_by}; this one compiled {result.compiled} of "
+            f"{result.compiled + result.cached} programs, {seconds:.1f} s, {result.digest[:19]}"
+        )
+        return
     wrote = "wrote" if result.written else "up to date:"
     tell(
         f"{wrote} {result.path}: compiled {result.compiled}, cached {result.cached}, "

@@ -80,6 +80,7 @@ from prejit.compiler.pipeline.plan import (
     kernels_of,
     plan_build,
 )
+from prejit.compiler.pipeline.shards import Packing
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.environments import spec_for
@@ -111,6 +112,8 @@ class Built:
         cached: number of those that were in the store.
         written: whether the directory was changed.
         accuracy: what the dtypes of weights and cache cost; None: all are float32.
+        packed_by: number of the shard that packed the bundle; None: the build had no shards.
+        packed_here: whether the bundle is in `path`, and not in the directory of another shard.
     """
 
     path: Path
@@ -119,6 +122,8 @@ class Built:
     cached: int
     written: bool
     accuracy: Accuracy | None = None
+    packed_by: int | None = None
+    packed_here: bool = True
 
 
 def build(
@@ -132,6 +137,7 @@ def build(
     forms: Path | None = None,
     measure: bool | None = None,
     timeout_seconds: float = JOB_SECONDS,
+    packing: Packing | None = None,
 ) -> Built:
     """Build the bundle of a manifest into `output/NAME`.
 
@@ -147,6 +153,7 @@ def build(
             none; None: large ones that no table has.
         timeout_seconds: time limit of measuring one product, of measuring an encoder's programs for a target,
             and of asking all programs for their golden answers.
+        packing: which shard of a build this is; None: the build has one machine.
 
     Raises:
         BuildError: a program does not compile, or its worker died or took too long. What was finished stays
@@ -194,16 +201,35 @@ def build(
 
         # First what the stores know: a shared one answers many questions at a time.
         ask = partial(submit_known, plan, tools=tools, store=store, executor=executor)
-        answers = list(store.map(ask, plan.programs))
-        submitted = [
-            each
-            for program, found in zip(plan.programs, answers, strict=True)
-            for each in (submit_new(program) if found is None else found)
-        ]
-        user = weights_of(code)
-        weights = pack_weights(plan, published, user, code.model, model, store, progress)
+        ordered = plan.programs if packing is None else packing.shard.ordered(plan.programs)
+        answers = list(store.map(ask, ordered))
+        found = {
+            program.spec.name: submit_new(program) if known is None else known
+            for program, known in zip(ordered, answers, strict=True)
+        }
+        submitted = [each for program in plan.programs for each in found[program.spec.name]]
+        weights_layer = cache(
+            partial(
+                pack_weights, plan, published, weights_of(code), code.model, model, store, progress
+            )
+        )
+        if packing is None:
+            weights_layer()  # while workers compile
         targets = compiled_targets(submitted, tools)
         compiled = executor.compiled - before
+    if packing is not None:
+        keys = to_json(sorted({each.job.key.digest for each in submitted}))
+        if (other := packing.wait(digest_of(keys), progress)) is not None:
+            return Built(
+                output / manifest.bundle.name,
+                other.digest,
+                compiled,
+                len(submitted) - compiled,
+                False,
+                packed_by=other.shard,
+                packed_here=False,
+            )
+    weights = weights_layer()
     programs = [each.lowered.portable.raw_digest for each in targets[0].executables]
     accuracy = measure_accuracy(
         plan, published, weights, code.model, programs, model, store, progress
@@ -217,7 +243,10 @@ def build(
     path, written = write(bundle, output, progress)
     digest = digest_of(bundle.index)
     attach_descriptions(path, digest, partial(build_provenance, plan, digest))
-    return Built(path, digest, compiled, len(submitted) - compiled, written, accuracy)
+    if packing is not None:
+        packing.finish(digest)
+    shard = None if packing is None else packing.shard.number
+    return Built(path, digest, compiled, len(submitted) - compiled, written, accuracy, shard)
 
 
 def _fetch(manifest: Manifest) -> Path | None:
