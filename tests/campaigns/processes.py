@@ -12,11 +12,13 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,9 @@ _PRELOADED = (
 )
 _UNEXPECTED = 70
 """Exit status after an exception that reached the top; `sysexits.h` calls it EX_SOFTWARE."""
+_one_reader = threading.Lock()
+"""The exit status of a process can be read once. `start` reads those of all others, in any thread, and
+whoever comes second gets 255."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +76,15 @@ def run(
         (directory / name).unlink(missing_ok=True)
     process = context.Process(target=_child, args=(function, argument, str(directory)))
     started = time.monotonic()
-    process.start()
-    process.join(limit_seconds)
+    with _one_reader:
+        process.start()
+    wait([process.sentinel], limit_seconds)
     seconds = time.monotonic() - started
-    status = process.exitcode
-    if status is None and process.pid is not None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.join()
+    with _one_reader:
+        status = process.exitcode
+        if status is None and process.pid is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
     growth = directory / "growth.json"
     return Outcome(
         status,
@@ -93,12 +100,14 @@ def until_the_end(function: Callable[[Any], int], argument: Any, directory: Path
     """Run a function in a fork for as long as a block lasts, then kill it. Arguments as of `run`."""
     context = fork_server()
     process = context.Process(target=_child, args=(function, argument, str(directory)))
-    process.start()
+    with _one_reader:
+        process.start()
     try:
         yield
     finally:
-        process.kill()
-        process.join()
+        with _one_reader:
+            process.kill()
+            process.join()
 
 
 def _child(function: Callable[[Any], int], argument: Any, directory: str) -> None:

@@ -15,7 +15,7 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
@@ -35,7 +35,8 @@ EXAMPLES = int(os.environ.get("PREJIT_CHAOS_EXAMPLES", "2"))
 """How many faults of each scenario are tried, at most."""
 WHOLE_EXAMPLES = 500
 """From this number on, the figures are written."""
-AT_ONCE = 2 if EXAMPLES >= 10 else 1
+AT_CALLS, AT_TIMES = "at every call", "at random times"
+AT_ONCE = 3 if EXAMPLES >= 10 else 1
 LIMIT_SECONDS = 120
 YEARS = (-20, 20) if EXAMPLES >= 10 else (20,)
 """By how much a command's clock is wrong."""
@@ -77,15 +78,11 @@ class Campaign:
 
     Attributes:
         directory: of everything.
-        calls: how often each scenario makes each call.
-        counts: of outcomes, by scenario.
-        failures: bad outcomes.
+        results: figures by scenario, then by when it breaks: `AT_CALLS` or `AT_TIMES`.
     """
 
     directory: Path
-    calls: dict[str, Counter[str]] = field(default_factory=dict)
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def run(self, scenario: str, name: str, fault: Fault) -> tuple[processes.Outcome, list[str]]:
         """Run a scenario in a directory of its own, which stays. Return the outcome, and its calls."""
@@ -100,8 +97,12 @@ class Campaign:
         outcome = processes.run(faults.broken, order, directory, limit_seconds=LIMIT_SECONDS)
         return outcome, (directory / "log").read_text().split()
 
-    def try_one(self, scenario: str, number: int, fault: Fault) -> None:
-        """Break a command, look at what is left, mend it, and judge both."""
+    def try_one(self, scenario: str, number: int, fault: Fault) -> tuple[str, str | None]:
+        """Break a command, look at what is left, mend it, and judge both.
+
+        Returns:
+            The outcome, and a description if it is a bad one.
+        """
         name = f"{scenario.replace(' ', '-')}-{number}"
         outcome, calls = self.run(scenario, name, fault)
         directory = self.directory / name
@@ -111,13 +112,12 @@ class Campaign:
         where = calls[fault.at - 1] if 0 < fault.at <= len(calls) else "no call"
         kind = "killed" if fault.error is None else fault.error
         ended = "by SIGKILL" if outcome.status == -9 else f"exit {outcome.status}"
-        self.counts.setdefault(scenario, Counter())[f"{kind}, {ended}"] += 1
         problem = self.problem(SCENARIOS[scenario], fault, outcome, healed)
         if problem is None:
             shutil.rmtree(directory)
-        else:
-            said = "\n".join((outcome.stdout, outcome.stderr, healed.stdout, healed.stderr))
-            self.failures.append(f"{scenario}, {fault}, {where}: {problem}\n{said[-2500:]}")
+            return f"{kind}, {ended}", None
+        said = "\n".join((outcome.stdout, outcome.stderr, healed.stdout, healed.stderr))
+        return f"{kind}, {ended}", f"{scenario}, {fault}, {where}: {problem}\n{said[-2500:]}"
 
     def problem(
         self,
@@ -159,31 +159,37 @@ class Campaign:
             return f"files were left: {said['left']}"
         return None
 
-    def check(self, scenario: str, tried: list[Fault]) -> None:
-        """Try faults, and fail if one had a bad outcome."""
-        before = len(self.failures)
+    def check(
+        self, scenario: str, when: str, tried: list[Fault], calls: Sequence[str] = ()
+    ) -> None:
+        """Try faults, keep their figures, and fail if one had a bad outcome."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(lambda each: self.try_one(scenario, *each), enumerate(tried)))
-        found = self.failures[before:]
-        assert not found, f"{len(found)} bad outcomes\n\n" + "\n\n".join(found[:20])
+            found = list(pool.map(lambda each: self.try_one(scenario, *each), enumerate(tried)))
+        bad = [problem for _, problem in found if problem is not None]
+        self.results.setdefault(scenario, {})[when] = {
+            "date": str(date.today()),
+            "bad outcomes": len(bad),
+            "faults": len(found),
+            **({"calls": dict(sorted(Counter(calls).items()))} if calls else {}),
+            "outcomes": dict(sorted(Counter(outcome for outcome, _ in found).items())),
+        }
+        assert not bad, f"{len(bad)} bad outcomes\n\n" + "\n\n".join(bad[:20])
         assert tried
 
-    def figures(self) -> dict[str, Any]:
-        """Return the content of chaos.json."""
-        return {
-            "date": str(date.today()),
+    def write_figures(self) -> None:
+        """Write the figures of this run, and keep those of scenarios that only an earlier run tried."""
+        scenarios = json.loads(RESULTS.read_text())["scenarios"] if RESULTS.exists() else {}
+        for name, results in self.results.items():
+            scenarios[name] = scenarios.get(name, {}) | results
+        parts = [part for results in scenarios.values() for part in results.values()]
+        figures = {
             "python": platform.python_version(),
             "kernel": platform.release(),
-            "bad outcomes": len(self.failures),
-            "faults": sum(map(Counter.total, self.counts.values())),
-            "scenarios": {
-                name: {
-                    "calls": dict(sorted(self.calls[name].items())),
-                    "outcomes": dict(sorted(counts.items())),
-                }
-                for name, counts in self.counts.items()
-            },
+            "bad outcomes": sum(part["bad outcomes"] for part in parts),
+            "faults": sum(part["faults"] for part in parts),
+            "scenarios": scenarios,
         }
+        RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +208,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
         _prepare(made)
         yield made
     if EXAMPLES >= WHOLE_EXAMPLES:
-        RESULTS.write_text(json.dumps(made.figures(), indent=1) + "\n")
+        made.write_figures()
 
 
 def _prepare(campaign: Campaign) -> None:
@@ -235,10 +241,9 @@ def test_a_command_that_breaks_at_any_call_leaves_nothing_wrong(
 ) -> None:
     outcome, calls = campaign.run(scenario, f"{scenario.replace(' ', '-')}-sound", Fault())
     assert outcome.status == 0, outcome.stderr
-    campaign.calls[scenario] = Counter(calls)
     tried = faults.every_fault(calls)
     random.Random(7).shuffle(tried)
-    campaign.check(scenario, tried[:EXAMPLES])
+    campaign.check(scenario, AT_CALLS, tried[:EXAMPLES], calls)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +255,7 @@ def test_a_command_killed_at_any_time_leaves_nothing_wrong(
     started = time.monotonic()
     campaign.run(scenario, f"{scenario.replace(' ', '-')}-timed", Fault())
     seconds = time.monotonic() - started
-    campaign.check(scenario, faults.random_kills(min(EXAMPLES, 250), seconds, seed=1))
+    campaign.check(scenario, AT_TIMES, faults.random_kills(min(EXAMPLES, 250), seconds, seed=1))
 
 
 @pytest.mark.parametrize("years", YEARS)

@@ -16,14 +16,16 @@ import pytest
 
 from prejit.compiler.compile.jobs import CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool
+from prejit.compiler.progress import Progress
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.key import Key
-from prejit.compiler.targets import environments
+from prejit.compiler.targets import environments, installing
 from prejit.compiler.targets.environments import EnvironmentSpec
 from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.listing import EXACT_JAX
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import toolchain_of
+from prejit.compiler.targets.uv import find_uv
 from prejit.runtime.errors import BuildError, NetworkError, PrejitError, StoreError
 from prejit.runtime.machine.targets import Target
 
@@ -64,6 +66,7 @@ def pip(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 
 @pytest.fixture
 def offline(pip: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv-cache"))
     for name, value in pip.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "environments"))
@@ -233,3 +236,50 @@ def test_a_worker_compiles_in_an_environment_with_another_jax(
     assert compiled.executable.raw_size > 0
     assert level.cpu_features is not None
     assert set(compiled.cpu_features) <= set(level.cpu_features), "exact: not the build host's"
+
+
+@pytest.fixture
+def uv() -> None:
+    """Skips a test where there is no uv."""
+    if find_uv() is None:
+        pytest.skip("uv is not installed")
+
+
+class Noting(Progress):
+    """Keeps the notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def _tell(self, text: str) -> None:
+        self.notes.append(text)
+
+    def _tell_finished(self, text: str) -> None:
+        pass
+
+
+def test_uv_installs_what_pip_does_and_two_environments_share_their_files(
+    offline: Path, uv: None
+) -> None:
+    progress = Noting()
+    first = make_environment(wanted(), progress)
+    second = make_environment(wanted(constraints=("numpy<9", "zstandard<10")), progress)
+    assert len(progress.notes) == 2, "no note that uv failed"
+    assert first.versions["numpy"] == second.versions["numpy"] == "8.0", "constrained"
+    files = [
+        next(each.path.glob("lib/python*/site-packages/jaxlib_*.py")) for each in (first, second)
+    ]
+    assert files[0].samefile(files[1]), "hard links of one file in uv's cache"
+    assert environments.find(wanted()) == first
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(installing, "find_uv", lambda: "/nonexistent/uv")  # no obstacle
+        by_pip = make_environment(wanted(constraints=("numpy<9", "zstandard<11")), progress)
+    assert by_pip.versions == first.versions
+
+
+def test_what_uv_cannot_install_is_reported_in_pips_words(offline: Path, uv: None) -> None:
+    progress = Noting()
+    with pytest.raises(BuildError, match=r"pip finds no jax==0\.10\.98 for this machine"):
+        make_environment(wanted("0.10.98"), progress)
+    assert progress.notes[-1] == "uv cannot make the environment for cuda-x: trying pip"

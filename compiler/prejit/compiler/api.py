@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
 from prejit.compiler.pipeline.plan import PlannedExecutable, plan_build, planned_executables
-from prejit.compiler.pipeline.run import Built
+from prejit.compiler.pipeline.run import Built, Failed
 from prejit.compiler.pipeline.run import build as run_build
-from prejit.compiler.pipeline.shards import Packing, Shard
+from prejit.compiler.pipeline.run import build_all as run_all
+from prejit.compiler.pipeline.shards import Shard
 from prejit.compiler.progress import Progress, Quiet, open_progress
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.leases import Leases
@@ -164,15 +165,8 @@ def build(
     part = None if shard is None else Shard.parse(shard)
     with (
         display as progress,
-        _open_store(cache, shared, progress, offers=True, shard=part) as store,
-        ExitStack() as stack,
+        _open_store(cache, shared, progress, builds=True, shard=part) as store,
     ):
-        packing = None
-        if part is not None:
-            packing = stack.enter_context(Packing(part, checked.bundle.name, store))
-            measure = bool(
-                measure
-            )  # what each machine measures for itself would make other programs
         executor = WorkerPool(
             store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
         )
@@ -184,9 +178,55 @@ def build(
             progress=progress,
             only=tuple(targets),
             forms=forms,
+            # What each shard measured for itself would make its programs differ from those of others.
+            measure=measure if part is None else bool(measure),
+            timeout_seconds=timeout_seconds,
+            shard=part,
+        )
+
+
+def build_all(
+    requests: Sequence[tuple[Manifest, tuple[str, ...]]],
+    output: str | os.PathLike[str] = "artifacts",
+    *,
+    done: Callable[[Built | Failed], None],
+    cache: str | os.PathLike[str] | None = None,
+    shared: str | None = None,
+    forms: Path | None = None,
+    measure: bool | None = None,
+    workers: int | None = None,
+    timeout_seconds: float = JOB_SECONDS,
+) -> None:
+    """Build several manifests with one pool of workers, as `prejit build` does.
+
+    Args:
+        requests: manifests with different bundle names, each with the names of its targets (empty: all).
+        output: directory of bundles.
+        done: called with each build as it ends. One that fails ends no other.
+        cache: see `build`.
+        shared: see `build`.
+        forms: see `build`.
+        measure: see `build`.
+        workers: see `build`.
+        timeout_seconds: see `build`.
+
+    Raises:
+        StoreError: the build cache cannot be opened.
+    """
+    with open_progress() as progress, _open_store(cache, shared, progress, builds=True) as store:
+        executor = WorkerPool(
+            store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
+        )
+        run_all(
+            requests,
+            Path(output),
+            store=store,
+            executor=executor,
+            progress=progress,
+            forms=forms,
             measure=measure,
             timeout_seconds=timeout_seconds,
-            packing=packing,
+            done=done,
         )
 
 
@@ -220,10 +260,14 @@ def _open_store(
     shared: str | None,
     progress: Progress,
     *,
-    offers: bool = False,
+    builds: bool = False,
     shard: Shard | None = None,
 ) -> Iterator[Store]:
-    """Yield the store of a build. At the end, what was made is sent to the shared ones."""
+    """Yield the store of a plan or build. A build sends what it has to the shared ones.
+
+    Raises:
+        UsageError: a shard has no shared store that it may write.
+    """
     stores = read_stores(shared)
     tiers = stores.tiers
     leading = next((each for each in tiers if each.writes), None)
@@ -241,7 +285,7 @@ def _open_store(
     if not tiers:
         yield local
         return
-    layered = LayeredStore(local, tiers, progress.note, offers=offers)
+    layered = LayeredStore(local, tiers, progress.note, offers=builds)
     if shard is not None and leading is not None:
         layered.share_with(Leases(leading, f"shard {shard}"), leading)
     try:

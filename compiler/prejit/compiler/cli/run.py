@@ -19,6 +19,7 @@ from prejit.compiler.cli.plan import plan
 from prejit.compiler.cli.record import record
 from prejit.compiler.cli.schema import schema
 from prejit.compiler.cli.sign import sign
+from prejit.compiler.cli.suggest import suggest
 from prejit.compiler.cli.targets import targets
 
 
@@ -27,7 +28,7 @@ def commands() -> None:
     """Compile JAX models ahead of time and package them."""
 
 
-for _each in (plan, build, check_model, targets, schema, record, sign, channel, gc):
+for _each in (plan, build, check_model, targets, schema, record, sign, channel, gc, suggest):
     commands.add_command(_each)
 
 

@@ -331,7 +331,7 @@ def file_digests(directory: Path, files: Iterable[Path]) -> tuple[tuple[str, str
 
 def file_digest(path: Path) -> str:
     """Return the digest of a file: from a receipt, if the file did not change since it was hashed."""
-    receipts = Receipts(path.parent)
+    receipts = Receipts(path)  # of this file alone: saving drops what it was not asked for
     digest = receipts.digest_of(path)
     receipts.save()
     return digest

@@ -1,6 +1,7 @@
-"""Make an environment with the standard library's venv and with pip.
+"""Make an environment with the standard library's venv, and with uv or pip.
 
-The user's own configuration of pip decides where packages come from.
+The user's own configuration of pip decides where packages come from. uv, where it is installed, links the
+files of its cache. What uv cannot do, pip does.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.environments import MARKER, Environment, EnvironmentSpec, write_error
 from prejit.compiler.targets.interpreters import find_interpreter
+from prejit.compiler.targets.uv import find_uv, install_command, translated
 from prejit.runtime.base.files import write_file
 from prejit.runtime.errors import BuildError, NetworkError, PrejitError, StoreError
 
@@ -61,7 +64,7 @@ def make_environment(spec: EnvironmentSpec, progress: Progress | None = None) ->
         progress.note(f"making an environment for {spec.target}, once: {packages}")
         with progress.phase(f"installing {packages}"):
             try:
-                _install(spec, path, python, lock)
+                _install(spec, path, python, lock, progress)
             except BaseException:
                 environments.remove(path)
                 raise
@@ -80,45 +83,26 @@ def obstacle(spec: EnvironmentSpec) -> BuildError | None:
     return None
 
 
-def _install(spec: EnvironmentSpec, path: Path, python: str, lock: int) -> None:
+def _install(spec: EnvironmentSpec, path: Path, python: str, lock: int, progress: Progress) -> None:
     """Make an environment. The caller holds its lock, and pip inherits it: pip outlives a killed build."""
     environments.remove(path)
     environ = {name: value for name, value in os.environ.items() if name not in _DEVIATING}
-
-    def run(command: Sequence[str]) -> str:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environ,
-            pass_fds=(lock,),
-            start_new_session=True,  # Ctrl-C is ours to handle; and a group can be killed whole
-            encoding="utf-8",
-            errors="replace",
-        )
-        try:
-            output, _ = process.communicate()
-        except BaseException:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
-        if process.returncode:
-            raise _pip_error(spec, path, output, process.returncode)
-        return output
-
+    run = partial(_run, spec, path, lock)
     try:
-        run([python, "-I", "-m", "venv", "--without-pip", str(path)])
+        run([python, "-I", "-m", "venv", "--without-pip", str(path)], environ)
         constraints = path / "constraints.txt"
         constraints.write_text("".join(f"{line}\n" for line in spec.constraints))
         inside = str(path / "bin" / "python")
-        run([inside, "-I", "-m", "ensurepip"])  # venv would do it, and hide why it failed
-        options = ["--no-user", "--no-input", "--only-binary=:all:", "--progress-bar=off"]
-        options += ["--disable-pip-version-check", f"--constraint={constraints}"]
-        options += ["--no-compile"]  # it takes half of the time, and workers import one file in ten
-        run([inside, "-I", "-m", "pip", "install", *options, *spec.requirements])
-        versions = json.loads(run([inside, "-I", "-c", _LIST]))
+        # venv would do it, and hide why it failed.
+        run([inside, "-I", "-m", "ensurepip"], environ)
+        if not _install_by_uv(spec, Path(inside), constraints, environ, run, progress):
+            options = ["--no-user", "--no-input", "--only-binary=:all:", "--progress-bar=off"]
+            options += ["--disable-pip-version-check", f"--constraint={constraints}"]
+            options += [
+                "--no-compile"
+            ]  # it takes half of the time, and workers import one file in ten
+            run([inside, "-I", "-m", "pip", "install", *options, *spec.requirements], environ)
+        versions = json.loads(run([inside, "-I", "-c", _LIST], environ))
         _sync(path)
     except OSError as error:
         raise write_error(path, error.errno, error.strerror) from error
@@ -129,6 +113,68 @@ def _install(spec: EnvironmentSpec, path: Path, python: str, lock: int) -> None:
         "versions": versions,
     }
     write_file(path / MARKER, json.dumps(marker, indent=2, sort_keys=True).encode() + b"\n")
+
+
+def _install_by_uv(
+    spec: EnvironmentSpec,
+    python: Path,
+    constraints: Path,
+    environ: Mapping[str, str],
+    run: Callable[..., str],
+    progress: Progress,
+) -> bool:
+    """Install the packages by uv, and return whether it did. Why it did not is for pip to say."""
+    if (uv := find_uv()) is None:
+        return False
+    settings = translated(run([str(python), "-I", "-m", "pip", "config", "list"], environ), environ)
+    if settings is None:
+        return False
+    command = install_command(uv, python, constraints, settings)
+    try:
+        # uv also reads the settings of the project in whose directory it runs.
+        run([*command, *spec.requirements], {**environ, **settings.environ}, cwd=constraints.parent)
+    except (PrejitError, OSError):
+        progress.note(f"uv cannot make the environment for {spec.target}: trying pip")
+        return False
+    return True
+
+
+def _run(
+    spec: EnvironmentSpec,
+    path: Path,
+    lock: int,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    cwd: Path | None = None,
+) -> str:
+    """Run a command to its end and return what it printed. It inherits the lock.
+
+    Raises:
+        PrejitError: it failed.
+        OSError: it cannot be started.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environ,
+        cwd=cwd,
+        pass_fds=(lock,),
+        start_new_session=True,  # Ctrl-C is ours to handle; and a group can be killed whole
+        encoding="utf-8",
+        errors="replace",
+    )
+    try:
+        output, _ = process.communicate()
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if process.returncode:
+        raise _pip_error(spec, path, output, process.returncode)
+    return output
 
 
 def _pip_error(spec: EnvironmentSpec, path: Path, output: str, code: int) -> PrejitError:

@@ -12,6 +12,7 @@ from typing import Any
 
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.plan import Plan
+from prejit.compiler.targets import cpu_count
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.format.names import REF_NAME
 from prejit.runtime.format.schema import Config, Index
@@ -43,7 +44,14 @@ def build_provenance(plan: Plan, digest: str, index: Index, configs: Sequence[Co
         configs: the configs of its targets.
     """
     parameters = _parameters(plan)
-    internal = {"keys": {config.target: _keys(config) for config in configs}}
+    internal = {
+        "keys": {config.target: _keys(config) for config in configs},
+        "cpus": {
+            target.name: cpu_count.seen_by_xla(target.cpus)
+            for target in plan.targets
+            if target.platform == "cpu"
+        },
+    }
     return _provenance(digest, index, configs, BUILD_TYPE, parameters, internal, _sources(plan))
 
 

@@ -1,0 +1,36 @@
+"""The files of a model are hashed once, and not at every build."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prejit.compiler.pipeline.model import file_digests
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.store import receipts
+
+
+def test_files_of_one_directory_are_not_hashed_again_at_each_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("config.json", "model-1.safetensors", "model-2.safetensors")
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode())
+    hashed = []
+    digest_file = receipts.digest_file
+
+    def counting(descriptor: int) -> str:
+        hashed.append(descriptor)
+        return digest_file(descriptor)
+
+    monkeypatch.setattr(receipts, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(receipts, "digest_file", counting)
+    expected = tuple((name, digest_of(name.encode())) for name in names)
+    for _ in range(3):
+        # A build asks for the configuration, and later for the weights.
+        assert file_digests(tmp_path, [tmp_path / names[0]]) == expected[:1]
+        assert file_digests(tmp_path, [tmp_path / name for name in names[1:]]) == expected[1:]
+    assert len(hashed) == len(names)
+    (tmp_path / names[1]).write_bytes(b"changed")
+    assert file_digests(tmp_path, [tmp_path / names[1]]) == ((names[1], digest_of(b"changed")),)

@@ -1,0 +1,78 @@
+"""uv installs what pip would: with its settings, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prejit.compiler.targets.uv import UvSettings, install_command, translated
+
+
+def settings(listed: str, **environ: str) -> UvSettings:
+    found = translated(listed, environ)
+    assert found is not None
+    return found
+
+
+def test_an_index_with_a_password_is_in_no_argument_that_others_see() -> None:
+    found = settings("global.index-url='https://me:secret@packages.example/simple'\n")
+    command = install_command("uv", Path("/env/bin/python"), Path("/env/constraints.txt"), found)
+    assert found.environ["UV_DEFAULT_INDEX"] == "https://me:secret@packages.example/simple"
+    assert "secret" not in " ".join(command)
+
+
+def test_pips_order_of_settings_holds() -> None:
+    listed = """
+:env:.find-links='https://c.example https://d.example'
+global.find-links='https://a.example'
+global.index-url='https://global.example'
+install.index-url='https://install.example'
+download.index-url='https://another-command.example'
+"""
+    found = settings(listed).environ
+    assert found["UV_FIND_LINKS"] == "https://c.example,https://d.example"
+    assert found["UV_DEFAULT_INDEX"] == "https://install.example"
+
+
+def test_all_indexes_are_searched_as_pip_does() -> None:
+    found = settings("global.extra-index-url='file:///one\\nfile:///two'\n").environ
+    assert found["UV_EXTRA_INDEX_URL"] == "file:///one file:///two"
+    assert found["UV_INDEX_STRATEGY"] == "unsafe-best-match"
+
+
+def test_what_a_machine_needs_to_reach_its_index_is_passed_on(tmp_path: Path) -> None:
+    listed = f"""
+global.cert='{tmp_path}/ca.pem'
+global.proxy='proxy.example:3128'
+global.trusted-host='one.example two.example:8080'
+global.timeout='5'
+"""
+    found = settings(listed).environ
+    assert found["SSL_CERT_FILE"] == f"{tmp_path}/ca.pem"
+    assert found["HTTPS_PROXY"] == "http://proxy.example:3128"
+    assert found["UV_INSECURE_HOST"] == "one.example two.example:8080"
+
+
+def test_a_relative_directory_of_wheels_is_found_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wheels").mkdir()
+    listed = ":env:.find-links='wheels'\n:env:.no-index='1'\n"
+    found = settings(listed)
+    assert found.environ["UV_FIND_LINKS"] == str(tmp_path / "wheels")
+    assert found.options == ("--no-index",)
+    assert settings(":env:.no-index='0'\n").options == ()
+
+
+def test_a_setting_without_a_counterpart_leaves_the_work_to_pip(tmp_path: Path) -> None:
+    assert translated("global.require-hashes='1'\n", {}) is None
+    assert translated("global.constraint='limits.txt'\n", {}) is None
+    assert translated(f"global.cert='{tmp_path}'\n", {}) is None
+    assert translated("global.find-links='https://x.example/a,b'\n", {}) is None
+
+
+def test_uvs_own_variables_win() -> None:
+    found = settings("global.index-url='https://pip.example'\n", UV_DEFAULT_INDEX="https://uv")
+    assert found.environ["UV_DEFAULT_INDEX"] == "https://uv"
