@@ -187,7 +187,8 @@ def build(
             timeout_seconds=timeout_seconds,
             shard=part,
         )
-    report_build(built, progress, _fetched(store))
+    if built.packed_here:
+        report_build(built, progress, _fetched(store))
     return built
 
 
