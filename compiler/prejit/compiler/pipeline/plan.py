@@ -57,7 +57,7 @@ from prejit.compiler.pipeline.traces import (
     function_section,
 )
 from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key, why
+from prejit.compiler.store.key import Key, nearest, why
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.build_host import can_build
 from prejit.compiler.targets.installing import obstacle
@@ -552,7 +552,7 @@ def known_native(lowered: Key | None, store: Store, forms: Mapping[Product, str]
 
 
 def _why(key: Key, store: Store) -> str:
-    return why(store.last_key(key.kind, key.name), key)
+    return why(nearest(store.last_keys(key.kind, key.name), key), key)
 
 
 def reasons(executables: Sequence[PlannedExecutable]) -> dict[str, int]:
