@@ -141,11 +141,12 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the programs to build")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    scale: float = options.scale
     use_two_cores()
-    facts = begin(options.rounds, scale=options.scale)
+    facts = begin(options.rounds, scale=scale)
 
     def share(count: int) -> int:
-        return max(1, round(options.scale * count))
+        return max(1, round(scale * count))
 
     found: dict[str, Noop] = {}
     with tempfile.TemporaryDirectory(prefix="noop-") as root:

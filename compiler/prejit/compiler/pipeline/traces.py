@@ -28,7 +28,7 @@ from prejit.compiler.pipeline.model import cache_dtype, longest_context, longest
 from prejit.compiler.store.code import USER_DECODERS, USER_FUNCTIONS, code_digest
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.jax_settings import jax_configuration
-from prejit.compiler.store.key import Key, why
+from prejit.compiler.store.key import Key, nearest, why
 
 Ingredients = tuple[tuple[str, str], ...]
 
@@ -61,10 +61,11 @@ class Known:
         if self.never:
             return f"it is traced at every build: {self.never}"
         new = _trace_key(self.name, self.section, self.inputs)
-        old = store.last_key(new.kind, new.name)
-        if old is not None and not self.inputs:
-            kept = tuple(pair for pair in old.ingredients if not is_input(pair[0]))
-            old = None if kept == new.ingredients else Key(old.kind, old.name, kept)
+        old = nearest(store.last_keys(new.kind, new.name), new)
+        if old is not None:  # a look-up that ends early knows fewer inputs
+            names = {name for name, _ in new.ingredients}
+            kept = (pair for pair in old.ingredients if pair[0] in names or not is_input(pair[0]))
+            old = Key(old.kind, old.name, tuple(kept))
         return why(old, new)
 
 
