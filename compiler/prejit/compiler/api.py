@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from prejit.compiler.pipeline.run import build as run_build
 from prejit.compiler.pipeline.run import build_all as run_all
 from prejit.compiler.pipeline.shards import Shard
 from prejit.compiler.progress import Progress, Quiet, open_progress
+from prejit.compiler.reporting.files import report_build
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.patient import Patient
@@ -132,6 +133,9 @@ def build(
 ) -> Built:
     """Compile the programs of a manifest and write the bundle `output/NAME`, as `prejit build` does.
 
+    Beside it are `NAME.report.json` and `NAME.report.html`: what the build did, how long each step took, and
+    what changed since the last report. A build that changes nothing leaves them as they are.
+
     Args:
         manifest: a manifest, or the path of a TOML file; or programs, or one.
         output: directory of bundles.
@@ -170,7 +174,7 @@ def build(
         executor = WorkerPool(
             store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
         )
-        return run_build(
+        built = run_build(
             checked,
             Path(output),
             store=store,
@@ -183,6 +187,9 @@ def build(
             timeout_seconds=timeout_seconds,
             shard=part,
         )
+    if built.packed_here:
+        report_build(built, progress, _fetched(store))
+    return built
 
 
 def build_all(
@@ -217,6 +224,12 @@ def build_all(
         executor = WorkerPool(
             store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
         )
+
+        def reported(result: Built | Failed) -> None:
+            if isinstance(result, Built):
+                report_build(result, progress, _fetched(store))
+            done(result)
+
         run_all(
             requests,
             Path(output),
@@ -226,8 +239,13 @@ def build_all(
             forms=forms,
             measure=measure,
             timeout_seconds=timeout_seconds,
-            done=done,
+            done=reported,
         )
+
+
+def _fetched(store: Store) -> Mapping[str, str]:
+    """Return the shared store that each result came from, by the digest of its key."""
+    return store.fetched if isinstance(store, LayeredStore) else {}
 
 
 def _of_programs(

@@ -114,6 +114,25 @@ if TYPE_CHECKING:
 _Step = TypeVar("_Step")
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltProgram:
+    """A program of a bundle for one target.
+
+    Attributes:
+        program: its name.
+        target: name of the target.
+        key: digest of the key of its executable.
+        compile_milliseconds: time that the compiler took, now or in an earlier build.
+        new: whether it was compiled now, for this program.
+    """
+
+    program: str
+    target: str
+    key: str
+    compile_milliseconds: int
+    new: bool
+
+
 @dataclass(frozen=True)
 class Built:
     """What a build did.
@@ -125,6 +144,7 @@ class Built:
         cached: number of those that were in the store.
         written: whether the directory was changed.
         accuracy: what the dtypes of weights and cache cost; None: all are float32.
+        programs: every program for every target.
         packed_by: number of the shard that packed the bundle; None: the build had no shards.
         packed_here: whether the bundle is in `path`, and not in the directory of another shard.
     """
@@ -135,6 +155,7 @@ class Built:
     cached: int
     written: bool
     accuracy: Accuracy | None = None
+    programs: tuple[BuiltProgram, ...] = ()
     packed_by: int | None = None
     packed_here: bool = True
 
@@ -387,7 +408,15 @@ def _finish(begun: _Begun, compiled: int, service: _Services) -> Built:
             return replace(built, packed_by=packing.shard.number)
     path = service.output / begun.plan.manifest.bundle.name
     cached = len(begun.submitted) - compiled
-    return Built(path, other.digest, compiled, cached, False, None, other.shard, packed_here=False)
+    return Built(
+        path,
+        other.digest,
+        compiled,
+        cached,
+        written=False,
+        packed_by=other.shard,
+        packed_here=False,
+    )
 
 
 def _pack(
@@ -412,8 +441,19 @@ def _pack(
     bundle = pack_bundle(manifest.bundle.name, packed)
     path, written = write(bundle, service.output, progress)
     digest = digest_of(bundle.index)
-    attach_descriptions(path, digest, partial(build_provenance, plan, digest))
-    return Built(path, digest, compiled, len(begun.submitted) - compiled, written, accuracy)
+    files = () if begun.published is None else begun.published.files
+    attach_descriptions(path, digest, partial(build_provenance, plan, targets, files, digest))
+    built = tuple(
+        BuiltProgram(
+            each.spec.name,
+            each.job.target.name,
+            each.job.key.digest,
+            each.future.result().milliseconds,
+            each.new,
+        )
+        for each in begun.submitted
+    )
+    return Built(path, digest, compiled, len(built) - compiled, written, accuracy, built)
 
 
 def _fetch(manifest: Manifest) -> Path | None:
