@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from prejit.compiler.pipeline.run import Built, Failed
 from prejit.compiler.pipeline.run import build as run_build
 from prejit.compiler.pipeline.run import build_all as run_all
 from prejit.compiler.progress import Progress, Quiet, open_progress
+from prejit.compiler.reporting.files import report_build
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.settings import read_stores
 from prejit.compiler.store.directory import DirectoryStore
@@ -127,6 +128,9 @@ def build(
 ) -> Built:
     """Compile the programs of a manifest and write the bundle `output/NAME`, as `prejit build` does.
 
+    Beside it are `NAME.report.json` and `NAME.report.html`: what the build did, how long each step took, and
+    what changed since the last report. A build that changes nothing leaves them as they are.
+
     Args:
         manifest: a manifest, or the path of a TOML file; or programs, or one.
         output: directory of bundles.
@@ -158,7 +162,7 @@ def build(
         executor = WorkerPool(
             store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
         )
-        return run_build(
+        built = run_build(
             checked,
             Path(output),
             store=store,
@@ -169,6 +173,8 @@ def build(
             measure=measure,
             timeout_seconds=timeout_seconds,
         )
+    report_build(built, progress, _fetched(store))
+    return built
 
 
 def build_all(
@@ -203,6 +209,12 @@ def build_all(
         executor = WorkerPool(
             store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
         )
+
+        def reported(result: Built | Failed) -> None:
+            if isinstance(result, Built):
+                report_build(result, progress, _fetched(store))
+            done(result)
+
         run_all(
             requests,
             Path(output),
@@ -212,8 +224,13 @@ def build_all(
             forms=forms,
             measure=measure,
             timeout_seconds=timeout_seconds,
-            done=done,
+            done=reported,
         )
+
+
+def _fetched(store: Store) -> Mapping[str, str]:
+    """Return the shared store that each result came from, by the digest of its key."""
+    return store.fetched if isinstance(store, LayeredStore) else {}
 
 
 def _of_programs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,9 @@ def build(
         if isinstance(result, Failed):
             failed.append(result)
             return
-        built.append({**asdict(result), "path": str(result.path), "seconds": round(seconds, 3)})
+        described = asdict(replace(result, programs=()))  # those are in the report
+        del described["programs"]
+        built.append({**described, "path": str(result.path), "seconds": round(seconds, 3)})
         if not as_json:
             _print_built(result, seconds)
 

@@ -41,7 +41,7 @@ def _print_targets(listed: Sequence[Listed]) -> None:
     from prejit.runtime.machine.requirement import PLATFORMS
 
     heads = {
-        "cpu": ("cpu", "architecture", "extensions"),
+        "cpu": ("cpu", "architecture", "extensions", "loops for"),
         "cuda": ("device", "capability", "memory", "lowest driver"),
         "tpu": ("device", "chips", "memory of each"),
     }
@@ -58,6 +58,7 @@ def _print_targets(listed: Sequence[Listed]) -> None:
                     found.cpu or "this machine",
                     found.architecture,
                     "all of this machine" if features is None else f"{len(features)}",
+                    f"{found.cpus} CPUs",
                 ),
                 "cuda": (
                     found.device_kind or "",

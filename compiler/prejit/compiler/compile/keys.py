@@ -9,10 +9,13 @@ from dataclasses import replace
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.store.code import COMPILING, code_digest
 from prejit.compiler.store.key import Key
-from prejit.compiler.targets import cpu_count
+from prejit.compiler.targets.host_cpu import host_cpu
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.machine.environment import effective_environment
 from prejit.runtime.machine.fingerprint import Fingerprint
+
+_FLAGS_THAT_PRINT = ("--xla_dump", "--xla_backtrace", "--xla_vlog", "--xla_gpu_dump_autotune")
+"""Prefixes of flags with which XLA writes files or logs beside the same executable."""
 
 
 def executable_key(
@@ -20,7 +23,8 @@ def executable_key(
 ) -> Key:
     """Return the key of compiling a program with a toolchain.
 
-    The target's name is no ingredient: two targets for the same machine share their executables.
+    The target's name is no ingredient: two targets for the same machine share their executables. Nor is jax
+    where jaxlib alone compiles, which it does for CPUs: a worker imports nothing else.
 
     Args:
         name: name of the result, for people.
@@ -39,25 +43,31 @@ def executable_key(
     if target.platform == "cpu":
         if not toolchain.is_exact:
             # The host's features get into the code; --xla_cpu_max_isa only removes some of them.
-            host = Fingerprint.current()
-            machine |= {"cpu": host.cpu_model, "cpu_features": host.cpu_features}
-        machine["cpus"] = cpu_count.seen_by_xla()
+            features = Fingerprint.current().cpu_features
+            machine |= {"cpu": host_cpu(), "cpu_features": features}
+        machine["cpus"] = toolchain.cpus
     ingredients = [
         ("stablehlo", source.program),
         ("platforms", " ".join(source.platforms)),
         *((("kernels", source.kernels.digest),) if source.kernels is not None else ()),
         *((f"library call {name}", target) for name, target in source.calls),
         ("our code", code_digest(*COMPILING)),
-        *toolchain.versions,
+        *(each for each in toolchain.versions if each[0] != "jax" or target.platform != "cpu"),
         ("architecture", target.architecture),
         *((key, _text(value)) for key, value in machine.items() if value is not None),
         # Without the tuning: its content counts, and not its path.
-        ("xla_flags", untuned.xla_flags(environ)),
+        ("xla_flags", _deciding(untuned.xla_flags(environ))),
         ("environment", " ".join(effective_environment(target.platform, environ))),
     ]
     if toolchain.tuned is not None:
         ingredients.append(("tuning", toolchain.tuned.digest))
     return Key("compile", name, tuple(ingredients))
+
+
+def _deciding(flags: str) -> str:
+    """Return the flags of XLA that may decide an executable, by name. The order of equal names stays."""
+    deciding = (flag for flag in flags.split() if not flag.startswith(_FLAGS_THAT_PRINT))
+    return " ".join(sorted(deciding, key=lambda flag: flag.partition("=")[0]))
 
 
 def _text(value: object) -> str:

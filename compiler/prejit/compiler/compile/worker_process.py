@@ -95,6 +95,7 @@ class WorkerProcess:
             "kernels": None if source.kernels is None else source.kernels.digest,
             "calls": dict(source.calls),
             "machine": self.toolchain.machine(source.platforms),
+            "cpus": self.toolchain.cpus,
         }
         return Compiled.from_plain(self._ask(request, seconds))
 

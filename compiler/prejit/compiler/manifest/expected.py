@@ -10,6 +10,7 @@ from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.base.wording import did_you_mean, shown
 from prejit.compiler.manifest.shape_string import EXAMPLE, SIZE
 from prejit.compiler.manifest.toml_lines import KeyPath
+from prejit.compiler.targets.cpu_count import MAX_CPUS
 
 SIZES = "a list of different positive integers such as [1, 8]"
 STATIC = 'a list of different texts, integers or booleans such as ["fast", "exact"]'
@@ -85,6 +86,7 @@ _EXPECTED = {
         f"target[].{key}": "a list of texts" for key in ("cpu_features", "constraints", "xla_flags")
     },
     "target[].memory_bytes": "an integer",
+    "target[].cpus": f"an integer of 1 to {MAX_CPUS}",
     "target[].gpu": "a table with core_count, bandwidth_bytes, l2_bytes and clock_mhz",
     "mesh": "a [mesh] table with data and tensor",
     **{f"mesh.{key}": "an integer of 1 or more" for key in ("data", "tensor")},

@@ -112,6 +112,25 @@ if TYPE_CHECKING:
 _Step = TypeVar("_Step")
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltProgram:
+    """A program of a bundle for one target.
+
+    Attributes:
+        program: its name.
+        target: name of the target.
+        key: digest of the key of its executable.
+        compile_milliseconds: time that the compiler took, now or in an earlier build.
+        new: whether it was compiled now, for this program.
+    """
+
+    program: str
+    target: str
+    key: str
+    compile_milliseconds: int
+    new: bool
+
+
 @dataclass(frozen=True)
 class Built:
     """What a build did.
@@ -123,6 +142,7 @@ class Built:
         cached: number of those that were in the store.
         written: whether the directory was changed.
         accuracy: what the dtypes of weights and cache cost; None: all are float32.
+        programs: every program for every target.
     """
 
     path: Path
@@ -131,6 +151,7 @@ class Built:
     cached: int
     written: bool
     accuracy: Accuracy | None = None
+    programs: tuple[BuiltProgram, ...] = ()
 
 
 def build(
@@ -312,6 +333,7 @@ def _begin(
     _check(plan, model, published, code)
     plan = lower_own(plan, code, store, progress)
     toolchains = [_make_toolchain(target, progress) for target in plan.targets]
+    _note_cpus(toolchains, progress)
     libraries = _build_kernels(plan, toolchains, store, progress)
     known = plan.forms
     if service.measure is not False:
@@ -363,7 +385,17 @@ def _finish(begun: _Begun, compiled: int, service: _Services) -> Built:
     digest = digest_of(bundle.index)
     files = () if begun.published is None else begun.published.files
     attach_descriptions(path, digest, partial(build_provenance, plan, targets, files, digest))
-    return Built(path, digest, compiled, len(begun.submitted) - compiled, written, accuracy)
+    built = tuple(
+        BuiltProgram(
+            each.spec.name,
+            each.job.target.name,
+            each.job.key.digest,
+            each.future.result().milliseconds,
+            each.new,
+        )
+        for each in begun.submitted
+    )
+    return Built(path, digest, compiled, len(built) - compiled, written, accuracy, built)
 
 
 def _fetch(manifest: Manifest) -> Path | None:
@@ -401,6 +433,17 @@ def _make_toolchain(target: Target, progress: Progress) -> Toolchain:
         found = find_toolchain(target)
         assert found is not None
     return found
+
+
+def _note_cpus(toolchains: Sequence[Toolchain], progress: Progress) -> None:
+    """Say which targets are compiled for fewer CPUs than theirs, because this machine shows XLA no more."""
+    for each in toolchains:
+        if each.cpus not in (None, each.target.cpus):
+            progress.note(
+                f"target {each.target.name}: loops are split for {each.cpus} CPUs and not for "
+                f"{each.target.cpus}: this machine has no more, and forbids the filter (seccomp) that "
+                "shows XLA more; programs run everywhere, and leave further CPUs of a server idle"
+            )
 
 
 def _build_kernels(

@@ -111,6 +111,8 @@ class LayeredStore:
         self._tiers = tiers
         self._note = note
         self.traffic = tuple(Traffic() for _ in tiers)
+        self.fetched: dict[str, str] = {}
+        """The name of the shared store that each result came from, by the digest of its key."""
         self._lock = threading.Lock()
         self._absent: set[str] = set()  # digests of keys that no shared store has
         self._pool = ThreadPoolExecutor(_TRANSFERS, "prejit-transfer")
@@ -204,6 +206,7 @@ class LayeredStore:
             if entry is not None and self._bring(tier, traffic, entry):
                 with self._lock:
                     traffic.found += 1
+                    self.fetched[key.digest] = tier.label
                 return True
         self._absent.add(key.digest)
         return False

@@ -1,20 +1,23 @@
-"""Set the number of CPUs that XLA sees while it compiles to CPUS, whatever the build host has.
+"""Set the number of CPUs that XLA sees while it compiles to that of the target, whatever the build host has.
 
 When XLA:CPU compiles a loop, it splits the loop into parts for the CPUs that its process may run on. No flag
-sets their number; XLA calls sched_getaffinity. So a compiling process installs a filter, and the kernel then
-passes this one system call to the parent process (seccomp_unotify(2)):
+sets their number; XLA calls sched_getaffinity. (It reads NPROC too, but not for all loops.) So a compiling
+process installs a filter, and the kernel then passes this one system call to the parent process
+(seccomp_unotify(2)):
 
-    child   `install`: its calls wait for the parent from now on; sends the parent a descriptor
+    child   `show`: its calls wait for the parent from now on; sends the parent a descriptor
     parent  `answer`: answers one call whenever the descriptor can be read
 
-Where a kernel or a container forbids such filters, XLA sees the CPUs of the build host. Their number is an
-ingredient of keys.
+Where a kernel or a container forbids such filters, the process gives up some of its CPUs, if it has more than
+the target. If it has fewer, XLA sees those of the build host. The number that XLA sees is an ingredient of
+keys.
 """
 
 from __future__ import annotations
 
 import array
 import ctypes
+import errno
 import fcntl
 import os
 import platform
@@ -23,9 +26,10 @@ import struct
 from contextlib import suppress
 from functools import cache
 
-CPUS = 16
-"""Number of CPUs that XLA sees: that of a small server. XLA splits a loop that computes into at most as many
-parts, and a loop that waits for memory into its square root. All threads of a machine share the parts."""
+from prejit.runtime.errors import BuildError
+
+MAX_CPUS = 1024
+"""Largest number of CPUs that XLA can see: that of glibc's cpu_set_t."""
 
 _CALLS = {
     # seccomp, sched_getaffinity (asm/unistd.h), and the architecture (linux/audit.h).
@@ -42,7 +46,6 @@ _CALL = struct.Struct(
 )  # id, pid, flags; number, architecture, place and arguments of the call
 _ANSWER = struct.Struct("=QqiI")  # id, result, error, flags
 _PR_SET_NO_NEW_PRIVS = 38  # linux/prctl.h
-_MASK = ((1 << CPUS) - 1).to_bytes(CPUS // 8, "little").ljust(8, b"\0")
 
 
 class _Step(ctypes.Structure):
@@ -62,12 +65,16 @@ class _Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.POINTER(_Step)))
 
 
+def seen_by_xla(cpus: int) -> int:
+    """Return how many CPUs XLA sees while it compiles here for a target: the target's, or fewer.
+
+    Args:
+        cpus: the number of the target.
+    """
+    return cpus if _can_answer() else min(cpus, len(os.sched_getaffinity(0)))
+
+
 @cache
-def seen_by_xla() -> int:
-    """Return how many CPUs XLA sees while it compiles here: CPUS, or those of this process."""
-    return CPUS if _can_answer() else len(os.sched_getaffinity(0))
-
-
 def _can_answer() -> bool:
     if (calls := _CALLS.get(platform.machine())) is None:
         return False
@@ -75,14 +82,33 @@ def _can_answer() -> bool:
     return _libc().syscall(calls[0], _GET_ACTION_AVAIL, ctypes.c_long(0), ctypes.byref(action)) == 0
 
 
-def install(to_parent: socket.socket) -> None:
-    """Send later sched_getaffinity calls of this process to its parent, if the kernel allows it.
+def show(cpus: int, to_parent: socket.socket) -> None:
+    """Let this process see a number of CPUs from now on, whatever it has.
 
     Args:
+        cpus: the number, as `seen_by_xla` returns it.
         to_parent: socket that sends the parent the descriptor for `answer`.
+
+    Raises:
+        BuildError: the process sees another number, so its programs would not be what their keys say.
     """
-    if not _can_answer():
-        return
+    if _can_answer():
+        _ask_parent(to_parent)
+    else:
+        ours = sorted(os.sched_getaffinity(0))
+        first = os.getpid() % len(ours)  # so that workers do not all take the same
+        os.sched_setaffinity(0, (ours[first:] + ours[:first])[:cpus])
+    if (found := len(os.sched_getaffinity(0))) != cpus:
+        raise BuildError(
+            f"expected XLA to see {cpus} CPUs while it compiles, found that it sees {found}: the kernel or "
+            "the container forbids that another process answers its system calls",
+            hint=f"set cpus = {found} in the [[target]], or allow the seccomp filter and writing to "
+            "/proc/PID/mem of child processes",
+        )
+
+
+def _ask_parent(to_parent: socket.socket) -> None:
+    """Send later sched_getaffinity calls of this process to its parent, if the kernel allows it."""
     seccomp, sched_getaffinity, architecture = _CALLS[platform.machine()]
     load, equal, end = (
         0x20,
@@ -106,22 +132,28 @@ def install(to_parent: socket.socket) -> None:
         os.close(listener)
 
 
-def answer(listener: int) -> None:
-    """Answer one call of a process that installed the filter: it may run on CPUS CPUs.
+def answer(listener: int, cpus: int) -> None:
+    """Answer one call of a process that `show` prepared: it may run on a number of CPUs.
 
-    Where the memory of the process cannot be written, the kernel answers the call itself.
+    Where the memory of the process cannot be written, the kernel answers the call itself, and `show` refuses.
     """
+    mask = ((1 << cpus) - 1).to_bytes(-(-cpus // 64) * 8, "little")
     content = array.array("B", bytes(_CALL.size))
     with suppress(OSError):  # the process has ended, or was interrupted and calls again
         fcntl.ioctl(listener, _NOTIF_RECV, content)
         number, process, _, _, _, _, _, size, place, *_ = _CALL.unpack(content)
-        result, flags = 0, _CONTINUE
+        result, error, flags = 0, 0, _CONTINUE
         with suppress(OSError):
-            if size >= len(_MASK):
+            if size < len(mask):
+                error, flags = (
+                    -errno.EINVAL,
+                    0,
+                )  # as the kernel answers; the caller tries a larger one
+            else:
                 with open(f"/proc/{process}/mem", "r+b", buffering=0) as memory:
-                    os.pwrite(memory.fileno(), _MASK, place)
-                result, flags = len(_MASK), 0
-        reply = array.array("B", _ANSWER.pack(number, result, 0, flags))
+                    os.pwrite(memory.fileno(), mask, place)
+                result, flags = len(mask), 0
+        reply = array.array("B", _ANSWER.pack(number, result, error, flags))
         fcntl.ioctl(listener, _NOTIF_SEND, reply)
 
 

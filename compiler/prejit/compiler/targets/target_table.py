@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from prejit.compiler.base.wording import did_you_mean, nearest, shown
+from prejit.compiler.targets.cpu_count import MAX_CPUS
 from prejit.runtime.errors import PrejitError, UsageError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import PLATFORMS
-from prejit.runtime.machine.targets import HOST, Gpu, Target, capabilities, catalogue, chips
+from prejit.runtime.machine.targets import CPUS, HOST, Gpu, Target, capabilities, catalogue, chips
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class TargetTable:
         architecture: architecture of the host.
         cpu: LLVM's name of the CPU to tune for.
         cpu_features: LLVM's names of the extensions that code may use. Default: all of the build host.
+        cpus: number of CPUs that the loops of a CPU's programs are split for, 1 to 1024. Default: 16. A
+            machine with fewer or more runs the programs too.
         device_kind: name that the driver gives the device.
         compute_capability: compute capability of a GPU, such as "9.0".
         memory_bytes: memory of one device in bytes.
@@ -71,6 +74,7 @@ class TargetTable:
     architecture: str | None = None
     cpu: str | None = None
     cpu_features: tuple[str, ...] | None = None
+    cpus: int | None = None
     device_kind: str | None = None
     compute_capability: str | None = None
     memory_bytes: int | None = None
@@ -82,7 +86,7 @@ class TargetTable:
 
 
 _OVERRIDES = (
-    *("architecture", "cpu", "device_kind", "compute_capability", "memory_bytes", "driver"),
+    *("architecture", "cpu", "cpus", "device_kind", "compute_capability", "memory_bytes", "driver"),
     *("generation", "topology", "jax"),
 )
 
@@ -235,6 +239,13 @@ def _table_problems(table: TargetTable, directory: Path) -> Iterator[tuple[str, 
 
 def _incomplete(found: Target) -> Iterator[tuple[str, str]]:
     """Yield keys and problems of a description that is too incomplete to compile for."""
+    if not 1 <= found.cpus <= MAX_CPUS:
+        yield "cpus", f"expected 1 to {MAX_CPUS} CPUs, found {found.cpus}"
+    if found.cpus != CPUS and found.platform != "cpu":
+        yield (
+            "cpus",
+            f"expected no cpus, because the loops of {found.name} run on its {found.platform}",
+        )
     if found.platform == "cuda":
         for key in ("device_kind", "compute_capability", "memory_bytes", "gpu"):
             if getattr(found, key) is None:

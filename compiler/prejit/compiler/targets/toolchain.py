@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.targets import cpu_count
 from prejit.compiler.targets.build_host import cross_compiles
 from prejit.compiler.targets.environments import Environment, worker_command
 from prejit.compiler.targets.gpu_description import gpu_config
@@ -76,6 +77,14 @@ class Toolchain:
     def is_exact(self) -> bool:
         """Whether an executable uses the extensions of the target only, whatever the build host has."""
         return self.target.cpu_features is not None and cross_compiles(self.jaxlib)
+
+    @property
+    def cpus(self) -> int | None:
+        """The number of CPUs that XLA sees while it compiles; None: it compiles for no CPU.
+
+        It is the target's number wherever this machine can show it to XLA.
+        """
+        return cpu_count.seen_by_xla(self.target.cpus) if self.target.platform == "cpu" else None
 
     def environment(
         self, inherited: Mapping[str, str], tuning_results: Path | None = None

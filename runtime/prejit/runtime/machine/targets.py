@@ -24,6 +24,11 @@ PLUGINS = {"cuda": "jax-cuda13-pjrt", "tpu": "libtpu"}
 CUDA = "13.0"
 """The version of CUDA that the plugin compiles for."""
 
+CPUS = 16
+"""The number of CPUs that programs for a CPU are partitioned for, unless a target gives another: those of a
+small server. XLA splits a loop that computes into at most as many parts, and a loop that waits for memory
+into its square root. All threads of a machine share the parts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -64,6 +69,7 @@ class Target:
         cpu_features: LLVM's names of the extensions that code may use, sorted; None: all extensions of the
             build host.
         xla_max_isa: value of `--xla_cpu_max_isa` for a jaxlib before 0.11.
+        cpus: the number of CPUs that programs for a CPU are partitioned for.
         device_kind: the name that the driver gives the device.
         compute_capability: compute capability of a GPU: `9.0`.
         memory_bytes: memory of one device.
@@ -84,6 +90,7 @@ class Target:
     cpu: str | None = None
     cpu_features: tuple[str, ...] | None = None
     xla_max_isa: str | None = None
+    cpus: int = CPUS
     device_kind: str | None = None
     compute_capability: str | None = None
     memory_bytes: int | None = None

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
+from jax import export
 
 from prejit.compiler.compile import keys
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.compile.keys import executable_key
-from prejit.compiler.targets import toolchain
+from prejit.compiler.targets import cpu_count, toolchain
 from prejit.compiler.targets.gpu_description import gpu_config
+from prejit.compiler.targets.host_cpu import host_cpu
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, Tuned, host_toolchain
 from prejit.runtime.machine.targets import Target, catalogue
@@ -58,8 +63,84 @@ def test_the_cpu_of_a_target_is_in_the_key() -> None:
 
 
 def test_the_hosts_features_are_in_the_key_where_they_get_into_the_code() -> None:
-    found = dict(ingredients(old(V3), {}))["cpu_features"]
-    assert found == dict(ingredients(old(HOST), {}))["cpu_features"]
+    for name in ("cpu", "cpu_features"):
+        found = dict(ingredients(old(V3), {}))[name]
+        assert (
+            found
+            == dict(ingredients(old(HOST), {}))[name]
+            == dict(ingredients(new(HOST), {}))[name]
+        )
+
+
+def test_cpus_of_one_kind_have_one_key_whatever_name_they_are_sold_by(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One kind has many names: AMD EPYC 9R14, AMD EPYC 9654."""
+    lines = Path("/proc/cpuinfo").read_text()
+    found = []
+    for name, family in (("EPYC 1", "25"), ("EPYC 2", "25"), ("EPYC 1", "26")):
+        described = tmp_path / f"cpuinfo-{name}-{family}"
+        other = re.sub(r"(model name\s*:).*", rf"\1 {name}", lines)
+        described.write_text(re.sub(r"(cpu family\s*:).*", rf"\1 {family}", other))
+        with monkeypatch.context() as patch:
+            patch.setattr(keys, "host_cpu", lambda at=described: host_cpu(at))
+            found.append(ingredients(new(HOST), {}))
+            assert "EPYC" not in str(found[-1])
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_cpus_of_a_target_are_in_the_key_and_those_of_the_host_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few, many = (replace(HOST, cpus=n) for n in (1, 16))
+    assert ingredients(new(few), {}) != ingredients(new(many), {}) == ingredients(new(HOST), {})
+    before = ingredients(new(many), {})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    assert ingredients(new(many), {}) == before
+
+
+def test_the_cpus_that_xla_sees_are_in_the_key_where_a_target_cannot_have_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_count, "_can_answer", lambda: False)
+    for cores in (2, 8):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, n=cores: set(range(n)))
+        assert dict(ingredients(new(HOST), {}))["cpus"] == str(cores)
+        assert dict(ingredients(new(replace(HOST, cpus=2)), {}))["cpus"] == "2"
+
+
+def test_jax_is_no_part_of_a_key_where_jaxlib_alone_compiles() -> None:
+    other = Toolchain(V3, ("python",), (("jax", "0.12.1"), ("jaxlib", "0.12.0")))
+    assert ingredients(other, {}) == ingredients(new(V3), {})
+    newer = replace(for_gpu(), versions=(("jax", "0.12.1"), *for_gpu().versions[1:]))
+    assert ingredients(newer, {}) != ingredients(for_gpu(), {}), "jax describes its devices"
+
+
+def test_a_worker_for_cpus_imports_no_jax(tmp_path: Path, run_python: Any) -> None:
+    """This is why jax is in no key of theirs."""
+    portable = tmp_path / "portable"
+    exported = export.export(jax.jit(jax.numpy.sin), platforms=["cpu"])
+    portable.write_bytes(exported(jax.ShapeDtypeStruct((8,), "float32")).mlir_module_serialized)
+    run_python(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from prejit.compiler.compile.worker import compiling, requests, xla\n"
+        "xla.import_compiler('cpu')\n"
+        f"program = compiling.with_libraries(Path({str(portable)!r}).read_bytes(), {{}})\n"
+        "for devices in (1, 2):\n"
+        "    made = compiling.compile_program(program, xla.CompileFor(device_count=devices))\n"
+        "    compiling.compress(made.serialized)\n"
+        "found = {name for name in sys.modules if name.partition('.')[0] in ('jax', 'flax')}\n"
+        "assert not found, found"
+    )
+
+
+def test_flags_that_only_print_are_in_no_key_and_the_order_of_others_is_in_none() -> None:
+    both = {"XLA_FLAGS": "--xla_b=1 --xla_a=1"}
+    turned = {"XLA_FLAGS": "--xla_a=1 --xla_dump_to=/tmp/x --xla_dump_hlo_as_text --xla_b=1"}
+    assert ingredients(new(V3), both) == ingredients(new(V3), turned)
+    last = [{"XLA_FLAGS": f"--xla_a={a} --xla_a={b}"} for a, b in ("12", "21")]
+    assert ingredients(new(V3), last[0]) != ingredients(new(V3), last[1]), "XLA takes the last"
 
 
 def test_users_flags_change_the_key_and_their_path_does_not(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -198,8 +199,8 @@ def test_a_real_program_is_compiled_for_each_target_and_runs(cache: DirectorySto
     assert run(cache, ("/nonexistent",), *jobs) == results
 
 
-def test_the_build_hosts_cores_change_no_byte_of_a_program(tmp_path: Path) -> None:
-    """They decided into how many parts loops are split, and in which order kernels are in the file."""
+def a_loop_in_parts() -> bytes:
+    """A program whose loops XLA splits for the CPUs that it sees."""
     import jax
     import jax.numpy as jnp
     from jax import export
@@ -212,7 +213,12 @@ def test_the_build_hosts_cores_change_no_byte_of_a_program(tmp_path: Path) -> No
         return y, jnp.tanh(x), jnp.sum(jnp.sin(x), axis=0), z
 
     shape = jax.ShapeDtypeStruct((1024, 1024), "float32")
-    portable = export.export(jax.jit(program), platforms=["cpu"])(shape).mlir_module_serialized
+    return export.export(jax.jit(program), platforms=["cpu"])(shape).mlir_module_serialized
+
+
+def test_the_build_hosts_cores_change_no_byte_of_a_program(tmp_path: Path) -> None:
+    """They decided into how many parts loops are split, and in which order kernels are in the file."""
+    portable = a_loop_in_parts()
     host = os.sched_getaffinity(0)
     found = []
     for cpus in ({min(host)}, host, host):
@@ -224,7 +230,38 @@ def test_the_build_hosts_cores_change_no_byte_of_a_program(tmp_path: Path) -> No
             os.sched_setaffinity(0, host)
         found.append(one.executable.digest)
     assert found[0] == found[1] == found[2]
-    assert cpu_count.seen_by_xla() == cpu_count.CPUS, "without this, cores are in the key"
+    assert cpu_count.seen_by_xla(HOST.cpus) == HOST.cpus, "without this, cores are in the key"
+
+
+def test_a_program_is_split_for_the_cpus_of_its_target(cache: DirectoryStore) -> None:
+    """And for those of no other target that the same build compiles for."""
+    portable = a_loop_in_parts()
+    on = [replace(HOST, name=f"cpus-{n}", cpus=n) for n in (1, 2, 16, 100)]
+    digests = [
+        each.executable.digest
+        for each in compiled(cache, *(job(cache, "p", portable, t) for t in on)).values()
+    ]
+    assert len(set(digests)) == len(on)
+
+
+def test_where_no_filter_is_allowed_a_process_gives_up_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A build for fewer CPUs than the host has is exact, and none is for other CPUs than its key."""
+    monkeypatch.setattr(cpu_count, "_can_answer", lambda: False)
+    host = os.sched_getaffinity(0)
+    assert cpu_count.seen_by_xla(1) == 1
+    assert cpu_count.seen_by_xla(len(host) + 1) == len(host)
+    ours, its = socket.socketpair()
+    try:
+        with ours, its:
+            cpu_count.show(1, its)
+            assert len(os.sched_getaffinity(0)) == 1
+            with pytest.raises(BuildError, match=r"expected XLA to see 2 CPUs .* sees 1") as caught:
+                cpu_count.show(2, its)
+            assert "cpus = 1" in str(caught.value.hint)
+    finally:
+        os.sched_setaffinity(0, host)
 
 
 def test_programs_are_compiled_side_by_side(

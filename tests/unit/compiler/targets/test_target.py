@@ -139,6 +139,11 @@ def test_a_table_goes_before_the_catalogue(tmp_path: Path) -> None:
     assert found.gpu == target("cuda-l4").gpu
 
 
+def test_a_target_is_for_the_cpus_that_its_table_gives(tmp_path: Path) -> None:
+    assert resolve(table(name="cpu-host", cpus=2), tmp_path, None).cpus == 2
+    assert resolve(table(name="cpu-host"), tmp_path, None) == target("cpu-host")
+
+
 def test_a_fingerprint_of_a_gpu_is_a_target(tmp_path: Path) -> None:
     (tmp_path / "web.json").write_bytes(to_json(L4))
     found = resolve(table(name="web", fingerprint="web.json"), tmp_path, None)
@@ -195,6 +200,9 @@ def test_a_gpu_that_nobody_knows_is_described_in_the_table(tmp_path: Path) -> No
         ({"fingerprint": "none.json"}, "fingerprint", "cannot read a fingerprint"),
         ({"platform": "cpu", "cpu_features": ("avx2",)}, "cpu", "missing; LLVM's name"),
         ({"platform": "tpu"}, "device_kind", "missing; "),
+        ({"name": "cpu-host", "cpus": 0}, "cpus", "expected 1 to 1024 CPUs, found 0"),
+        ({"name": "cpu-host", "cpus": 1025}, "cpus", "expected 1 to 1024 CPUs, found 1025"),
+        ({"name": "cuda-l4", "cpus": 4}, "cpus", "expected no cpus, because the loops of cuda-l4"),
         ({"name": "tpu-v5e", "topology": "two"}, "topology", 'expected a topology such as "2x2"'),
     ],
 )

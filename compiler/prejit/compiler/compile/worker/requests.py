@@ -5,7 +5,7 @@
 Each line of stdin is a request, each line of stdout its answer, both JSON. The end of stdin ends the worker:
 
     {"program": digest, "kernels": digest or null, "calls": {name: name for XLA}, "machine": fields of
-     CompileFor}
+     CompileFor, "cpus": number of CPUs that XLA sees, or null}
     {"measure": {"weights": path, "programs": [...], "kernels": digest or null}}
     {"measure_forms": {"product": ..., "forms": {form: digest}, "kernels": digest}}
     {"result": ...} | {"error": {"code": ..., "message": ..., "hint": ...}} | {"exit": code or -signal}
@@ -65,15 +65,13 @@ def serve(
         parent = os.getpid()
         ours, its = socket.socketpair()
         process = os.fork()
+        request = json.loads(line)
         if process == 0:
             _die_with(parent)
-            request = json.loads(line)
-            if request.get("machine", {}).get("platform") == "cpu":
-                cpu_count.install(its)
-            _answer_and_exit(store, compile_program, request, answers)
+            _answer_and_exit(store, compile_program, request, answers, its)
         its.close()
         with ours:
-            code = _wait(process, requests, ours)
+            code = _wait(process, requests, ours, request.get("cpus"))
         if code is None:
             return
         if code != 0:
@@ -88,7 +86,11 @@ def _die_with(parent: int) -> None:
 
 
 def _answer_and_exit(
-    store: DirectoryStore, compile_program: Compile, request: dict[str, Any], answers: BinaryIO
+    store: DirectoryStore,
+    compile_program: Compile,
+    request: dict[str, Any],
+    answers: BinaryIO,
+    to_parent: socket.socket,
 ) -> None:
     """Answer a request in the forked child. Never return into the parent's code."""
     code = 1
@@ -99,6 +101,8 @@ def _answer_and_exit(
             elif "measure_forms" in request:
                 _send(answers, {"result": measure_forms(store, **request["measure_forms"])})
             else:
+                if request["cpus"] is not None:
+                    cpu_count.show(request["cpus"], to_parent)
                 _send(answers, {"result": _compile(store, compile_program, request)})
         except PrejitError as error:
             body = {"code": error.code, "message": str(error), "hint": error.hint}
@@ -138,8 +142,16 @@ def _compile(
     return compiled.to_plain()
 
 
-def _wait(process: int, requests: BinaryIO, from_child: socket.socket) -> int | None:
+def _wait(
+    process: int, requests: BinaryIO, from_child: socket.socket, cpus: int | None
+) -> int | None:
     """Wait for the child to end, and meanwhile answer its system calls for its CPUs (cpu_count.py).
+
+    Args:
+        process: the child.
+        requests: their end ends the child.
+        from_child: gives the descriptor of its calls.
+        cpus: number of CPUs that the child sees; None: it does not ask.
 
     Returns:
         Its exit code, or minus its signal; None: the requests ended, and with them the child.
@@ -157,8 +169,8 @@ def _wait(process: int, requests: BinaryIO, from_child: socket.socket) -> int | 
                 for listener in listeners:
                     poll.register(listener, select.POLLIN)
             for listener in listeners:
-                if ready.get(listener, 0) & select.POLLIN:
-                    cpu_count.answer(listener)
+                if ready.get(listener, 0) & select.POLLIN and cpus is not None:
+                    cpu_count.answer(listener, cpus)
                 elif listener in ready:  # its process has ended
                     poll.unregister(listener)
     finally:
