@@ -127,6 +127,10 @@ def weights_key(
 ) -> Key:
     """Return the key of the weights layer.
 
+    The files of a checkpoint count, and not its tensors: a checkpoint in other files is converted again. To
+    hash all tensors takes as long: for 500 MB 1.0 s of CPU time, and to convert them 0.8 s (bfloat16) to
+    1.5 s (float32), 2026-11-22.
+
     Args:
         manifest: the manifest.
         model: its model; None: it has none.
