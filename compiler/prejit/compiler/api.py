@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest, Program
@@ -26,6 +27,10 @@ from prejit.runtime.jitted.calls import Parameters
 
 AnyManifest = Manifest | str | os.PathLike[str]
 """A manifest, or the path of its TOML file."""
+EXECUTOR = "PREJIT_EXECUTOR"
+"""The environment variable that says where a build compiles."""
+LOCAL = "local"
+"""The executor that compiles in worker processes of this machine."""
 
 
 def plan(
@@ -120,6 +125,7 @@ def build(
     shared: str | None = None,
     forms: Path | None = None,
     measure: bool | None = None,
+    executor: str | None = None,
     workers: int | None = None,
     timeout_seconds: float = JOB_SECONDS,
     quiet: bool = False,
@@ -136,7 +142,9 @@ def build(
         forms: a table of measured forms.
         measure: which products are measured. True: those that this machine has not measured itself; False:
             none; None: large ones that no table has.
-        workers: number of compile processes; None: by cores and free memory.
+        executor: `local`, or the address of a Ray cluster that compiles, `ray://HOST:PORT` or `ray://auto`;
+            None: $PREJIT_EXECUTOR or `local`.
+        workers: number of compile processes on this machine; None: by cores and free memory.
         timeout_seconds: time limit of one compile, and of measuring one product.
         quiet: whether nothing is printed; else the progress goes to stderr.
 
@@ -154,20 +162,43 @@ def build(
         checked = _manifest(_of_programs(manifest, name, targets))
     display: Progress = Quiet() if quiet else open_progress()
     with display as progress, _open_store(cache, shared, progress) as store:
-        executor = WorkerPool(
-            store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
-        )
+        compiles = _open_executor(executor, store, shared, workers, progress, timeout_seconds)
         return run_build(
             checked,
             Path(output),
             store=store,
-            executor=executor,
+            executor=compiles,
             progress=progress,
             only=tuple(targets),
             forms=forms,
             measure=measure,
             timeout_seconds=timeout_seconds,
         )
+
+
+def _open_executor(
+    name: str | None,
+    store: Store,
+    shared: str | None,
+    workers: int | None,
+    progress: Progress,
+    timeout_seconds: float,
+) -> Executor:
+    name = name or os.environ.get(EXECUTOR) or LOCAL
+    if name == LOCAL:
+        return WorkerPool(
+            store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
+        )
+    from prejit.compiler.cluster.executor import ClusterExecutor
+
+    return ClusterExecutor(
+        name,
+        store,
+        shared=shared,
+        workers=workers,
+        progress=progress,
+        timeout_seconds=timeout_seconds,
+    )
 
 
 def _of_programs(

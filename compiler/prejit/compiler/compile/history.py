@@ -1,0 +1,42 @@
+"""The need of a compile job, from the last compile of the same program in the store."""
+
+from __future__ import annotations
+
+import math
+
+from prejit.compiler.compile.executor import find_compiled
+from prejit.compiler.compile.jobs import CompileJob
+from prejit.compiler.compile.schedule import Need
+from prejit.compiler.store.interface import Store
+
+_BASE_SECONDS, _SECONDS_A_BYTE = 0.05, 10e-6
+_BASE_BYTES, _BYTES_A_BYTE = 300 << 20, 1000
+"""Need of a program that was never compiled: a constant, and a part that grows with its StableHLO."""
+_RESERVE = 1.25
+"""Memory that is reserved for a job, in times of what it needed last."""
+WORKER_BYTES = 200 << 20
+"""Memory of a worker process and of what runs it, beside the job's own."""
+
+
+def need_of(store: Store, job: CompileJob) -> Need:
+    """Return what a job is expected to need.
+
+    It is what the last compile of this name took, whatever its key; for a program without one, an estimate by
+    the size of its StableHLO.
+    """
+    last = store.last_key(job.key.kind, job.key.name)
+    known = None if last is None else find_compiled(store, last)
+    path = store.blob_path(job.source.program)
+    size = 0 if path is None else path.stat().st_size
+    seconds, memory, cores = (
+        _BASE_SECONDS + _SECONDS_A_BYTE * size,
+        _BASE_BYTES + _BYTES_A_BYTE * size,
+        1,
+    )
+    if known is not None:
+        seconds = max(known.milliseconds, 1) / 1000
+        if known.peak_bytes is not None:
+            memory = known.peak_bytes
+        if known.cpu_milliseconds is not None:
+            cores = max(1, math.floor(known.cpu_milliseconds / max(known.milliseconds, 1) + 0.5))
+    return Need(seconds, math.ceil(_RESERVE * memory) + WORKER_BYTES, cores)
