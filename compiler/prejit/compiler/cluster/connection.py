@@ -118,7 +118,7 @@ class Connection:
         _require_answer(address)
         import ray
 
-        self._ray = ray
+        self._ray: Any = ray
         environment = {"py_modules": _own_code(), "excludes": ["**/__pycache__"]}
         self._connects = not ray.is_initialized()
         if self._connects:
@@ -143,10 +143,10 @@ class Connection:
         # In a connection of the caller's, tasks have to name the code by themselves.
         options: dict[str, Any] = {} if self._connects else {"runtime_env": environment}
         # Losses are for the schedule to count.
-        self._task = ray.remote(run_order)
+        self._task: Any = ray.remote(run_order)
         self._options: dict[str, Any] = {"max_retries": 0, **options}
-        self._board = (
-            ray.remote(Board)
+        self._board: Any = (
+            self._ray.remote(Board)
             .options(
                 num_cpus=0,
                 max_restarts=-1,

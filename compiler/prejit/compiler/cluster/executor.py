@@ -65,8 +65,8 @@ class _Task:
 class ClusterExecutor:
     """An `Executor` whose jobs run on a Ray cluster.
 
-    Where a compiler takes the features of its own CPU (`cpu-host`, and all CPU targets of jaxlib before 0.11),
-    only nodes with this machine's CPU compile; as soon as another one is met, this machine does.
+    Where a compiler takes the features of its own CPU (`cpu-host`, and all CPU targets of jaxlib before
+    0.11), only nodes with this machine's CPU compile; as soon as another one is met, this machine does.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from prejit.compiler.compile.jobs import CompileJob
 from prejit.compiler.compile.schedule import Need
 from prejit.compiler.store.interface import Store
 
-_BASE_SECONDS, _SECONDS_A_BYTE = 0.05, 10e-6
+_BASE_SECONDS, _SECONDS_A_BYTE = 0.1, 100e-6
 _BASE_BYTES, _BYTES_A_BYTE = 300 << 20, 1000
 """Need of a program that was never compiled: a constant, and a part that grows with its StableHLO."""
 _RESERVE = 1.25
@@ -24,19 +24,24 @@ def need_of(store: Store, job: CompileJob) -> Need:
     It is what the last compile of this name took, whatever its key; for a program without one, an estimate by
     the size of its StableHLO.
     """
+    path = store.blob_path(job.source.program)
+    guess = size_need(0 if path is None else path.stat().st_size)
     last = store.last_key(job.key.kind, job.key.name)
     known = None if last is None else find_compiled(store, last)
-    path = store.blob_path(job.source.program)
-    size = 0 if path is None else path.stat().st_size
-    seconds, memory, cores = (
-        _BASE_SECONDS + _SECONDS_A_BYTE * size,
-        _BASE_BYTES + _BYTES_A_BYTE * size,
-        1,
-    )
-    if known is not None:
-        seconds = max(known.milliseconds, 1) / 1000
-        if known.peak_bytes is not None:
-            memory = known.peak_bytes
-        if known.cpu_milliseconds is not None:
-            cores = max(1, math.floor(known.cpu_milliseconds / max(known.milliseconds, 1) + 0.5))
-    return Need(seconds, math.ceil(_RESERVE * memory) + WORKER_BYTES, cores)
+    if known is None:
+        return guess
+    milliseconds = max(known.milliseconds, 1)
+    cores = 1
+    if known.cpu_milliseconds is not None:
+        cores = max(1, math.floor(known.cpu_milliseconds / milliseconds + 0.5))
+    memory = guess.bytes
+    if known.peak_bytes is not None:
+        memory = math.ceil(_RESERVE * known.peak_bytes) + WORKER_BYTES
+    return Need(milliseconds / 1000, memory, cores)
+
+
+def size_need(stablehlo_bytes: int) -> Need:
+    """Return what a program that was never compiled is expected to need, by the size of its StableHLO."""
+    memory = _BASE_BYTES + _BYTES_A_BYTE * stablehlo_bytes
+    seconds = _BASE_SECONDS + _SECONDS_A_BYTE * stablehlo_bytes
+    return Need(seconds, math.ceil(_RESERVE * memory) + WORKER_BYTES)
