@@ -31,7 +31,8 @@ from prejit.compiler.compile.executor import find_compiled
 from prejit.compiler.compile.history import size_need
 from prejit.compiler.compile.jobs import Compiled
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
-from prejit.compiler.sharing.layered import LayeredStore, Tier
+from prejit.compiler.sharing.layered import LayeredStore
+from prejit.compiler.sharing.tier import Tier
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.runtime.base.digests import digest_of

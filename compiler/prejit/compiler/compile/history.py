@@ -26,8 +26,8 @@ def need_of(store: Store, job: CompileJob) -> Need:
     """
     path = store.blob_path(job.source.program)
     guess = size_need(0 if path is None else path.stat().st_size)
-    last = store.last_key(job.key.kind, job.key.name)
-    known = None if last is None else find_compiled(store, last)
+    last = store.last_keys(job.key.kind, job.key.name)
+    known = find_compiled(store, last[0]) if last else None
     if known is None:
         return guess
     milliseconds = max(known.milliseconds, 1)
