@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     help="Compile processes side by side (default: cores).",
 )
 @click.option(
+    "--executor",
+    metavar="WHERE",
+    help="Where to compile: local, ray://HOST:PORT or ray://auto (default: $PREJIT_EXECUTOR or local).",
+)
+@click.option(
     "--timeout",
     type=click.IntRange(min=1),
     default=3600,
@@ -80,6 +85,7 @@ def build(
     output: Path,
     targets: tuple[str, ...],
     jobs: int | None,
+    executor: str | None,
     timeout: int,
     skip_unbuildable: bool,
     forms: Path | None,
@@ -122,6 +128,7 @@ def build(
         "shared": shared,
         "forms": forms,
         "measure": measure,
+        "executor": executor,
         "workers": jobs,
         "timeout_seconds": timeout,
         "retrace": retrace,
