@@ -14,6 +14,7 @@ import click
 from prejit.compiler.cli.build import build
 from prejit.compiler.cli.channel import channel
 from prejit.compiler.cli.check_model import check_model
+from prejit.compiler.cli.diff import diff
 from prejit.compiler.cli.gc import gc
 from prejit.compiler.cli.plan import plan
 from prejit.compiler.cli.record import record
@@ -28,7 +29,7 @@ def commands() -> None:
     """Compile JAX models ahead of time and package them."""
 
 
-for _each in (plan, build, check_model, targets, schema, record, sign, channel, gc, suggest):
+for _each in (plan, build, check_model, targets, schema, record, sign, channel, gc, suggest, diff):
     commands.add_command(_each)
 
 
