@@ -110,7 +110,7 @@ def test_what_is_looked_up_every_day_stays_for_ever(root: Path) -> None:
         age(root, 20)
         assert DirectoryStore.open(root).get(OLD) is not None
         assert gone(collect(root, days=30)) == {}
-    assert DirectoryStore.open(root).last_key("compile", "old") == OLD, (
+    assert DirectoryStore.open(root).last_keys("compile", "old") == (OLD,), (
         "a miss could not be explained"
     )
 

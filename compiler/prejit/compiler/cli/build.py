@@ -63,6 +63,12 @@ if TYPE_CHECKING:
 )
 @CACHE
 @SHARED
+@click.option(
+    "--shard",
+    metavar="I/N",
+    help="Share the build with N - 1 other processes that use the same --store, on any machines; one of them "
+    "packs. I is 1 to N.",
+)
 @JSON
 def build(
     manifests: tuple[Path, ...],
@@ -75,6 +81,7 @@ def build(
     measure: bool | None,
     cache: Path | None,
     shared: str | None,
+    shard: str | None,
     as_json: bool,
 ) -> int:
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
@@ -99,6 +106,8 @@ def build(
         described = asdict(replace(result, programs=()))  # those are in the report
         del described["programs"]
         built.append({**described, "path": str(result.path), "seconds": round(seconds, 3)})
+        if shard is not None:
+            built[-1]["shard"] = shard
         if not as_json:
             _print_built(result, seconds)
 
@@ -110,9 +119,9 @@ def build(
         "workers": jobs,
         "timeout_seconds": timeout,
     }
-    if len(requests) == 1:
-        [(manifest, only)] = requests
-        done(build_one(manifest, output, targets=only, **options))
+    if len(requests) == 1 or shard is not None:
+        for manifest, only in requests:
+            done(build_one(manifest, output, targets=only, shard=shard, **options))
     else:
         build_all(requests, output, done=done, **options)
     if as_json:
@@ -166,6 +175,12 @@ def _print_built(result: Built, seconds: float) -> None:
     from prejit.compiler.progress import tell
     from prejit.runtime.cli.tables import accuracy_table
 
+    if result.packed_by is not None and not result.packed_here:
+        tell(
+            f"{result.path.name}: packed by shard {result.packed_by}; this one compiled {result.compiled} of "
+            f"{result.compiled + result.cached} programs, {seconds:.1f} s, {result.digest[:19]}"
+        )
+        return
     wrote = "wrote" if result.written else "up to date:"
     tell(
         f"{wrote} {result.path}: compiled {result.compiled}, cached {result.cached}, "

@@ -17,6 +17,7 @@ from prejit.compiler.cli.check_model import check_model
 from prejit.compiler.cli.diff import diff
 from prejit.compiler.cli.gc import gc
 from prejit.compiler.cli.plan import plan
+from prejit.compiler.cli.rebuild import rebuild
 from prejit.compiler.cli.record import record
 from prejit.compiler.cli.schema import schema
 from prejit.compiler.cli.sign import sign
@@ -29,7 +30,10 @@ def commands() -> None:
     """Compile JAX models ahead of time and package them."""
 
 
-for _each in (plan, build, check_model, targets, schema, record, sign, channel, gc, suggest, diff):
+for _each in (
+    *(plan, build, check_model, targets, suggest, diff, schema),
+    *(rebuild, record, sign, channel, gc),
+):
     commands.add_command(_each)
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -40,6 +40,7 @@ from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kerne
 from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.describe.provenance import build_provenance
 from prejit.compiler.pipeline.executables import (
+    CompiledTarget,
     Jobs,
     Submitted,
     TargetTools,
@@ -87,6 +88,7 @@ from prejit.compiler.pipeline.plan import (
     kernels_of,
     plan_build,
 )
+from prejit.compiler.pipeline.shards import Packing, Shard
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.environments import spec_for
@@ -143,6 +145,8 @@ class Built:
         written: whether the directory was changed.
         accuracy: what the dtypes of weights and cache cost; None: all are float32.
         programs: every program for every target.
+        packed_by: number of the shard that packed the bundle; None: the build had no shards.
+        packed_here: whether the bundle is in `path`, and not in the directory of another shard.
     """
 
     path: Path
@@ -152,6 +156,8 @@ class Built:
     written: bool
     accuracy: Accuracy | None = None
     programs: tuple[BuiltProgram, ...] = ()
+    packed_by: int | None = None
+    packed_here: bool = True
 
 
 def build(
@@ -165,6 +171,7 @@ def build(
     forms: Path | None = None,
     measure: bool | None = None,
     timeout_seconds: float = JOB_SECONDS,
+    shard: Shard | None = None,
 ) -> Built:
     """Build the bundle of a manifest into `output/NAME`.
 
@@ -180,6 +187,7 @@ def build(
             none; None: large ones that no table has.
         timeout_seconds: time limit of measuring one product, of measuring an encoder's programs for a target,
             and of asking all programs for their golden answers.
+        shard: which part of the build this is; None: the build has one machine.
 
     Raises:
         BuildError: a program does not compile, or its worker died or took too long. What was finished stays
@@ -188,7 +196,7 @@ def build(
             wrong, or cannot be read.
     """
     service = _Services(
-        output, store, progress, forms, measure, timeout_seconds, Jobs(executor, progress)
+        output, store, progress, forms, measure, timeout_seconds, Jobs(executor, progress), shard
     )
     with executor:
         begun = _begin(manifest, only, executor, service)
@@ -280,11 +288,12 @@ class _Services:
     measure: bool | None
     timeout_seconds: float
     jobs: Jobs
+    shard: Shard | None = None
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A build whose programs are being compiled. It holds no weights.
+    """A build whose programs are being compiled. It holds no weights, unless it is a shard.
 
     Attributes:
         plan: its plan.
@@ -293,9 +302,10 @@ class _Begun:
         published: the files of the checkpoint.
         tools: what compiles for each target.
         submitted: the programs that are compiled.
-        weights: the weights layer.
-        layers: the layers that all targets share.
+        weights: returns the weights layer, which a shard packs only if it packs the bundle.
+        layers: the other layers that all targets share.
         compiled_before: what the executor had compiled before.
+        packing: decides which shard packs; None: the build has no shards.
     """
 
     plan: Plan
@@ -304,9 +314,10 @@ class _Begun:
     published: Published | None
     tools: Sequence[TargetTools]
     submitted: Sequence[Submitted]
-    weights: PackedLayer | None
+    weights: Callable[[], PackedLayer | None]
     layers: Sequence[PackedLayer]
     compiled_before: int
+    packing: Packing | None
 
     @property
     def unfinished(self) -> list[Future[Compiled]]:
@@ -352,22 +363,69 @@ def _begin(
 
     # First what the stores know: a shared one answers many questions at a time.
     ask = partial(submit_known, plan, tools=tools, store=store, jobs=service.jobs)
-    answers = list(store.map(ask, plan.programs))
-    submitted = [
-        each
-        for program, found in zip(plan.programs, answers, strict=True)
-        for each in (submit_new(program) if found is None else found)
-    ]
-    weights = pack_weights(plan, published, weights_of(code), code.model, model, store, progress)
-    layers = tuple(layers) if weights is None else (*layers, weights)
-    return _Begun(plan, model, code.model, published, tools, submitted, weights, layers, before)
+    ordered = plan.programs if service.shard is None else service.shard.ordered(plan.programs)
+    answers = list(store.map(ask, ordered))
+    found = {
+        program.spec.name: submit_new(program) if known is None else known
+        for program, known in zip(ordered, answers, strict=True)
+    }
+    submitted = [each for program in plan.programs for each in found[program.spec.name]]
+    weights = cache(
+        partial(pack_weights, plan, published, weights_of(code), code.model, model, store, progress)
+    )
+    packing = None
+    if service.shard is None:
+        packed = weights()  # while workers compile
+        weights = cache(lambda: packed)
+    else:
+        packing = Packing(service.shard, manifest.bundle.name, store)
+    return _Begun(
+        plan,
+        model,
+        code.model,
+        published,
+        tools,
+        submitted,
+        weights,
+        tuple(layers),
+        before,
+        packing,
+    )
 
 
 def _finish(begun: _Begun, compiled: int, service: _Services) -> Built:
-    """Wait for the programs of a build, and write its bundle."""
-    store, progress, seconds = service.store, service.progress, service.timeout_seconds
-    plan, manifest, weights = begun.plan, begun.plan.manifest, begun.weights
+    """Wait for the programs of a build, and write its bundle, unless another shard does."""
+    packing = begun.packing
     targets = compiled_targets(begun.submitted, begun.tools)
+    if packing is None:
+        return _pack(begun, targets, compiled, service)
+    keys = sorted({each.job.key.digest for each in begun.submitted})
+    with packing:
+        other = packing.wait(digest_of(to_json(keys)), service.progress)
+        if other is None:
+            built = _pack(begun, targets, compiled, service)
+            packing.finish(built.digest)
+            return replace(built, packed_by=packing.shard.number)
+    path = service.output / begun.plan.manifest.bundle.name
+    cached = len(begun.submitted) - compiled
+    return Built(
+        path,
+        other.digest,
+        compiled,
+        cached,
+        written=False,
+        packed_by=other.shard,
+        packed_here=False,
+    )
+
+
+def _pack(
+    begun: _Begun, targets: tuple[CompiledTarget, ...], compiled: int, service: _Services
+) -> Built:
+    """Pack the compiled programs of a build, and write its bundle."""
+    store, progress, seconds = service.store, service.progress, service.timeout_seconds
+    plan, manifest, weights = begun.plan, begun.plan.manifest, begun.weights()
+    layers = begun.layers if weights is None else (*begun.layers, weights)
     programs = [each.lowered.portable.raw_digest for each in targets[0].executables]
     accuracy = measure_accuracy(
         plan, begun.published, weights, begun.own, programs, begun.model, store, progress
@@ -378,12 +436,13 @@ def _finish(begun: _Begun, compiled: int, service: _Services) -> Built:
         if any(each.kernels for each in begun.tools)
         else ()
     )
-    packed = pack_targets(plan, targets, begun.layers, products, accuracy, costs, store)
+    packed = pack_targets(plan, targets, layers, products, accuracy, costs, store)
     packed = with_golden_answers(packed, store, progress, seconds)
     bundle = pack_bundle(manifest.bundle.name, packed)
     path, written = write(bundle, service.output, progress)
     digest = digest_of(bundle.index)
-    attach_descriptions(path, digest, partial(build_provenance, plan, digest))
+    files = () if begun.published is None else begun.published.files
+    attach_descriptions(path, digest, partial(build_provenance, plan, targets, files, digest))
     built = tuple(
         BuiltProgram(
             each.spec.name,
