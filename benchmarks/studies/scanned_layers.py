@@ -5,8 +5,8 @@
 
 A decoder of the size of GPT-2 124M in plain JAX, float32, on the CPU: one decode step for one row, and a
 prefill of 32 tokens. Both forms have the same weights and must return the same logits. `scan` reads its
-weights from arrays with a leading axis of layers. Compiling is timed once for each form in each round; the steps of
-both forms take turns. The median of rounds counts.
+weights from arrays with a leading axis of layers. Each form compiles once in each round; the steps of both
+forms take turns. The median of rounds counts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def weights(layers: int, width: int, seed: int = 0) -> dict[str, np.ndarray[Any,
 def norm(x: jax.Array) -> jax.Array:
     """Return x [..., D] with mean 0 and variance 1."""
     x = x - x.mean(-1, keepdims=True)
-    return jnp.multiply(x, jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5))
+    scaled: jax.Array = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+    return scaled
 
 
 def layer(
