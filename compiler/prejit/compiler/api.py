@@ -49,8 +49,8 @@ def plan(
 ) -> tuple[PlannedExecutable, ...]:
     """Return what a build would do about each program and target, as `prejit plan` shows it.
 
-    A plan traces and compiles nothing. Only a build shows whether the executable of a user's function is
-    cached, because it traces the function.
+    A plan traces and compiles nothing. A function that changed is traced at build, which shows whether its
+    executable is cached.
 
     Args:
         manifest: a manifest, or the path of a TOML file.
@@ -136,6 +136,7 @@ def build(
     timeout_seconds: float = JOB_SECONDS,
     shard: str | None = None,
     quiet: bool = False,
+    retrace: bool = False,
 ) -> Built:
     """Compile the programs of a manifest and write the bundle `output/NAME`, as `prejit build` does.
 
@@ -159,6 +160,8 @@ def build(
         shard: `i/N`: this is the i-th of N processes on any machines that share the build by their shared
             store; None: it is the only one.
         quiet: whether nothing is printed; else the progress goes to stderr.
+        retrace: whether functions and decoders of the user are traced again, though nothing changed that they
+            read.
 
     Raises:
         ManifestError: the manifest has mistakes.
@@ -191,9 +194,11 @@ def build(
             # What each shard measured for itself would make its programs differ from those of others.
             measure=measure if part is None else bool(measure),
             timeout_seconds=timeout_seconds,
+            retrace=retrace,
             shard=part,
         )
-    report_build(built, progress, _fetched(store))
+    if built.packed_here:
+        report_build(built, progress, _fetched(store))
     return built
 
 
@@ -209,6 +214,7 @@ def build_all(
     executor: str | None = None,
     workers: int | None = None,
     timeout_seconds: float = JOB_SECONDS,
+    retrace: bool = False,
 ) -> None:
     """Build several manifests with one pool of workers, as `prejit build` does.
 
@@ -223,6 +229,7 @@ def build_all(
         executor: see `build`.
         workers: see `build`.
         timeout_seconds: see `build`.
+        retrace: see `build`.
 
     Raises:
         StoreError: the build cache cannot be opened.
@@ -244,6 +251,7 @@ def build_all(
             forms=forms,
             measure=measure,
             timeout_seconds=timeout_seconds,
+            retrace=retrace,
             done=reported,
         )
 

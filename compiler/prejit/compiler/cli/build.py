@@ -66,6 +66,11 @@ if TYPE_CHECKING:
     help="Measure how products are computed fastest: all of them, or none (default: large ones that no "
     "table has).",
 )
+@click.option(
+    "--retrace",
+    is_flag=True,
+    help="Trace functions and decoders of your own again, though nothing changed that they read.",
+)
 @CACHE
 @SHARED
 @click.option(
@@ -85,6 +90,7 @@ def build(
     skip_unbuildable: bool,
     forms: Path | None,
     measure: bool | None,
+    retrace: bool,
     cache: Path | None,
     shared: str | None,
     shard: str | None,
@@ -125,6 +131,7 @@ def build(
         "executor": executor,
         "workers": jobs,
         "timeout_seconds": timeout,
+        "retrace": retrace,
     }
     if len(requests) == 1 or shard is not None:
         for manifest, only in requests:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.store.code import COMPILING, code_digest
@@ -43,7 +44,7 @@ def executable_key(
     if target.platform == "cpu":
         if not toolchain.is_exact:
             # The host's features get into the code; --xla_cpu_max_isa only removes some of them.
-            features = Fingerprint.current().cpu_features
+            features = _host_features()
             machine |= {"cpu": host_cpu(), "cpu_features": features}
         machine["cpus"] = toolchain.cpus
     ingredients = [
@@ -62,6 +63,11 @@ def executable_key(
     if toolchain.tuned is not None:
         ingredients.append(("tuning", toolchain.tuned.digest))
     return Key("compile", name, tuple(ingredients))
+
+
+@cache
+def _host_features() -> tuple[str, ...]:
+    return Fingerprint.current().cpu_features
 
 
 def _deciding(flags: str) -> str:

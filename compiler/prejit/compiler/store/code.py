@@ -46,6 +46,15 @@ OWN_ACCURACY = ("prejit.compiler.pipeline.measure.comparison", "prejit.compiler.
 """The modules that measure what stored dtypes cost a decoder of the user."""
 ACCURACY = ("prejit.compiler.pipeline.measure.comparison", "prejit.compiler.checkpoint.checkpoint")
 """The modules that measure what stored dtypes cost in accuracy."""
+USER_FUNCTIONS = (
+    "prejit.compiler.lowering.user.files",
+    "prejit.compiler.lowering.user.finding",
+    "prejit.compiler.lowering.user.flax_modules",
+    "prejit.compiler.lowering.user.lower",
+)
+"""The modules that trace and lower a function of the user."""
+USER_DECODERS = ("prejit.compiler.lowering.decoder", "prejit.compiler.lowering.user.models")
+"""The modules that trace and lower a decoder of the user."""
 GOLDEN = ("prejit.runtime.programs.golden",)
 """The module that makes golden answers."""
 
@@ -114,6 +123,11 @@ def code_digest(*modules: str) -> str:
         parts.add("\n".join((source.digest, *links)))
     parts.discard(_NO_CODE)  # a package without code of its own counts for nothing
     return f"sha256:{hashlib.sha256(chr(0).join(sorted(parts)).encode()).hexdigest()}"
+
+
+def directories() -> tuple[str, ...]:
+    """Return the directories of prejit's own code."""
+    return tuple(map(str, _ROOTS.values()))
 
 
 @cache

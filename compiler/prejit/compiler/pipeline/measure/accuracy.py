@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
+from prejit.compiler.pipeline.code import ReadCode
 from prejit.compiler.pipeline.keys import (
     accuracy_key,
     measuring_key,
@@ -30,9 +30,6 @@ from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.runtime.format.schema import Accuracy
 
-if TYPE_CHECKING:
-    from prejit.compiler.lowering.user.models import OwnModel
-
 _NONE = "none"
 """The value in a key for a missing file."""
 
@@ -41,7 +38,7 @@ def measure_accuracy(
     plan: Plan,
     published: Published | None,
     weights: PackedLayer | None,
-    own: OwnModel | None,
+    code: ReadCode,
     programs: Iterable[str],
     model: ReadModel,
     store: Store,
@@ -53,7 +50,7 @@ def measure_accuracy(
         plan: the plan of the build.
         published: the weights of its model.
         weights: the weights as they were packed.
-        own: the user's decoder; None: the manifest has none.
+        code: reads the user's decoder.
         programs: digests of the portable programs, which hold what a decoder of the user computes.
         model: reads the model.
         store: keeps the result.
@@ -78,11 +75,10 @@ def measure_accuracy(
         else _NONE,
     )
     measure: Callable[[], Accuracy]
-    if own is not None:
-        exact = {name: read() for name, read in own.exact.values.items()}
-        of_weights = weights_key(manifest, None, (), {}, exact, own.stored.orders).digest
+    if (own := plan.own) is not None:
+        of_weights = weights_key(manifest, None, (), {}, own.parameters, own.orders).digest
         key = own_accuracy_key(manifest, of_weights, programs, *texts)
-        measure = partial(_measure_own, plan, own, exact, weights, text)
+        measure = partial(_measure_own, plan, code, weights, text)
     elif published is not None and files is not None:
         key = accuracy_key(manifest, files, published.files, *texts)
         checkpoint, dtype = published.checkpoint, manifest.model.dtype
@@ -98,20 +94,16 @@ def measure_accuracy(
         return found
 
 
-def _measure_own(
-    plan: Plan,
-    own: OwnModel,
-    exact: Mapping[str, Any],
-    weights: PackedLayer,
-    text: Path | None,
-) -> Accuracy:
+def _measure_own(plan: Plan, code: ReadCode, weights: PackedLayer, text: Path | None) -> Accuracy:
     """Compare a decoder of the user as it is packed with itself as the user gave it."""
     from prejit.compiler.lowering.user.models import CHECK_MODEL
     from prejit.compiler.pipeline.measure import comparison
 
-    manifest, files = plan.manifest, plan.model
+    manifest, files, own = plan.manifest, plan.model, code().model
     assert isinstance(weights.content, Path)
     assert manifest.model is not None
+    assert own is not None
+    exact = {name: read() for name, read in own.exact.values.items()}
     packed = comparison.mapped(weights.content)
     named, bos = None, None
     if files is not None:
