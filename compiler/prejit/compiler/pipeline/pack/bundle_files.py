@@ -182,7 +182,7 @@ def pack(
     Raises:
         BuildError: the store has lost a frame.
     """
-    names = {frame.digest: name for name, frame in reversed(frames.items())}
+    names = {frame.digest: name for name, frame in frames.items()}
     once = {frame.digest: frame for frame in frames.values()}
     offsets = dict(zip(once, accumulate((f.size for f in once.values()), initial=0), strict=False))
     key = Key("pack", title, (("frames", digest_of(to_json(list(once)))),))
