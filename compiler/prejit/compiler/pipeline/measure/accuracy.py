@@ -81,8 +81,11 @@ def measure_accuracy(
     if own is not None:
         exact = {name: read() for name, read in own.exact.values.items()}
         of_weights = weights_key(manifest, None, (), {}, exact, own.stored.orders).digest
-        key = own_accuracy_key(manifest, of_weights, programs, *texts)
-        measure = partial(_measure_own, plan, own, exact, weights, text)
+        bos = None
+        if files is not None:
+            _, bos, _ = special_ids(files.directory, own.vocab_size, own=True)
+        key = own_accuracy_key(manifest, of_weights, programs, *texts, bos or 0)
+        measure = partial(_measure_own, plan, own, exact, weights, text, bos or 0)
     elif published is not None and files is not None:
         key = accuracy_key(manifest, files, published.files, *texts)
         checkpoint, dtype = published.checkpoint, manifest.model.dtype
@@ -104,6 +107,7 @@ def _measure_own(
     exact: Mapping[str, Any],
     weights: PackedLayer,
     text: Path | None,
+    bos: int,
 ) -> Accuracy:
     """Compare a decoder of the user as it is packed with itself as the user gave it."""
     from prejit.compiler.lowering.user.models import CHECK_MODEL
@@ -113,12 +117,10 @@ def _measure_own(
     assert isinstance(weights.content, Path)
     assert manifest.model is not None
     packed = comparison.mapped(weights.content)
-    named, bos = None, None
-    if files is not None:
-        _, bos, _ = special_ids(files.directory, own.vocab_size, own=True)
-        if text is not None:
-            tokenizer = files.directory / "tokenizer.json"
-            named = (text.name, *comparison.read_text(text, tokenizer))
+    named = None
+    if files is not None and text is not None:
+        tokenizer = files.directory / "tokenizer.json"
+        named = (text.name, *comparison.read_text(text, tokenizer))
     longest = own.max_positions or longest_context(manifest)
     assert longest is not None
     with own.modules.tracing(f"{manifest.where}: cannot run {own.label}", CHECK_MODEL):
@@ -132,7 +134,7 @@ def _measure_own(
             ),
             (own.vocab_size, longest),
             named,
-            bos or 0,
+            bos,
         )
 
 
