@@ -17,7 +17,7 @@ from typing import Any
 import click
 import pytest
 
-from prejit.compiler import cli
+from prejit.compiler.cli.run import commands
 from prejit.runtime.cli.parser import BUILD_COMMANDS, parser
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def _check_prejit(words: list[str], where: object) -> None:
     name, arguments = words[0], words[1:]
     try:
         if name in BUILD_COMMANDS:
-            command = cli.commands.commands[name]
+            command = commands.commands[name]
             with command.make_context(name, arguments):
                 return
         parser().parse_args(words)

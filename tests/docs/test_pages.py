@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 
-from prejit.compiler import cli
+from prejit.compiler.cli.run import commands as build_commands
 from prejit.runtime.cli.parser import parser
 
 from .snippets import ROOT
@@ -166,11 +166,11 @@ def test_every_variable_of_the_code_is_on_the_page_and_no_other() -> None:
 
 def test_the_command_line_page_has_every_command_and_option(assembled: Path) -> None:
     page = (assembled / "reference" / "command-line.md").read_text()
-    commands = dict(cli.commands.commands)
-    for name, group in cli.commands.commands.items():
+    commands = dict(build_commands.commands)
+    for name, group in build_commands.commands.items():
         if isinstance(group, click.Group):
             commands |= {f"{name} {inner}": each for inner, each in group.commands.items()}
-    assert len(commands) > len(cli.commands.commands)
+    assert len(commands) > len(build_commands.commands)
     for name, command in commands.items():
         assert f"### prejit {name}\n" in page
         for parameter in command.params:

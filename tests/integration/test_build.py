@@ -263,6 +263,22 @@ def test_equal_builds_at_once_compile_each_program_once(warm: WarmPython, projec
     assert len({each["digest"] for each in built}) == 1
 
 
+def test_a_manifest_that_fails_is_named_and_the_others_are_built(run: Run, project: Path) -> None:
+    for name, function in (("first", "f"), ("wrong", "g"), ("last", "f")):
+        text = MANIFEST.replace('"tiny"', f'"{name}"').replace(
+            "tiny_model:f", f"tiny_model:{function}"
+        )
+        (project / f"{name}.toml").write_text(text.replace("[1, 2, 3]", "[1]"))
+    paths = [project / f"{name}.toml" for name in ("first", "wrong", "last")]
+    build = ("build", *paths, "-o", project / "out", "--cache", project / "cache", "--json")
+    done = run(*build, status=2, quick=True)
+    built = [(Path(each["path"]).name, each["compiled"]) for each in json.loads(done.stdout)]
+    assert built == [("first", 2), ("last", 0)], "equal programs compile once"
+    assert f"1 of 3 bundles were not built\n  wrong ({paths[1]}):\n    " in done.stderr
+    assert "tiny_model" in done.stderr
+    assert "compiled first/p/n1 for cpu-host" in done.stderr
+
+
 def test_different_builds_into_one_directory_at_once_leave_one_of_them(
     run: Run, warm: WarmPython, project: Path
 ) -> None:

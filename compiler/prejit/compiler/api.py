@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,20 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
 from prejit.compiler.pipeline.plan import PlannedExecutable, plan_build, planned_executables
-from prejit.compiler.pipeline.run import Built
+from prejit.compiler.pipeline.run import Built, Failed
 from prejit.compiler.pipeline.run import build as run_build
+from prejit.compiler.pipeline.run import build_all as run_all
+from prejit.compiler.pipeline.shards import Shard
 from prejit.compiler.progress import Progress, Quiet, open_progress
+from prejit.compiler.reporting.files import report_build
 from prejit.compiler.sharing.layered import LayeredStore
+from prejit.compiler.sharing.leases import Leases
+from prejit.compiler.sharing.patient import Patient
 from prejit.compiler.sharing.settings import read_stores
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.interface import Store
 from prejit.runtime.device._jaxlib import Dispatch
-from prejit.runtime.errors import ManifestError, UsageError
+from prejit.runtime.errors import ManifestError, StoreError, UsageError
 from prejit.runtime.jitted.calls import Parameters
 
 AnyManifest = Manifest | str | os.PathLike[str]
@@ -122,9 +128,13 @@ def build(
     measure: bool | None = None,
     workers: int | None = None,
     timeout_seconds: float = JOB_SECONDS,
+    shard: str | None = None,
     quiet: bool = False,
 ) -> Built:
     """Compile the programs of a manifest and write the bundle `output/NAME`, as `prejit build` does.
+
+    Beside it are `NAME.report.json` and `NAME.report.html`: what the build did, how long each step took, and
+    what changed since the last report. A build that changes nothing leaves them as they are.
 
     Args:
         manifest: a manifest, or the path of a TOML file; or programs, or one.
@@ -138,13 +148,16 @@ def build(
             none; None: large ones that no table has.
         workers: number of compile processes; None: by cores and free memory.
         timeout_seconds: time limit of one compile, and of measuring one product.
+        shard: `i/N`: this is the i-th of N processes on any machines that share the build by their shared
+            store; None: it is the only one.
         quiet: whether nothing is printed; else the progress goes to stderr.
 
     Raises:
         ManifestError: the manifest has mistakes.
         BuildError: a program does not compile. What was finished stays in the build cache.
         CheckpointError, NetworkError, StoreError: something cannot be read, fetched or written.
-        UsageError: a name in `targets` is no target of the manifest; or several programs, and no name.
+        UsageError: a name in `targets` is no target of the manifest; or several programs, and no name; or a
+            shard without a shared store that it may write.
     """
     if isinstance(manifest, Manifest | str | os.PathLike):
         if name is not None:
@@ -153,11 +166,15 @@ def build(
     else:
         checked = _manifest(_of_programs(manifest, name, targets))
     display: Progress = Quiet() if quiet else open_progress()
-    with display as progress, _open_store(cache, shared, progress) as store:
+    part = None if shard is None else Shard.parse(shard)
+    with (
+        display as progress,
+        _open_store(cache, shared, progress, builds=True, shard=part) as store,
+    ):
         executor = WorkerPool(
             store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
         )
-        return run_build(
+        built = run_build(
             checked,
             Path(output),
             store=store,
@@ -165,9 +182,70 @@ def build(
             progress=progress,
             only=tuple(targets),
             forms=forms,
+            # What each shard measured for itself would make its programs differ from those of others.
+            measure=measure if part is None else bool(measure),
+            timeout_seconds=timeout_seconds,
+            shard=part,
+        )
+    if built.packed_here:
+        report_build(built, progress, _fetched(store))
+    return built
+
+
+def build_all(
+    requests: Sequence[tuple[Manifest, tuple[str, ...]]],
+    output: str | os.PathLike[str] = "artifacts",
+    *,
+    done: Callable[[Built | Failed], None],
+    cache: str | os.PathLike[str] | None = None,
+    shared: str | None = None,
+    forms: Path | None = None,
+    measure: bool | None = None,
+    workers: int | None = None,
+    timeout_seconds: float = JOB_SECONDS,
+) -> None:
+    """Build several manifests with one pool of workers, as `prejit build` does.
+
+    Args:
+        requests: manifests with different bundle names, each with the names of its targets (empty: all).
+        output: directory of bundles.
+        done: called with each build as it ends. One that fails ends no other.
+        cache: see `build`.
+        shared: see `build`.
+        forms: see `build`.
+        measure: see `build`.
+        workers: see `build`.
+        timeout_seconds: see `build`.
+
+    Raises:
+        StoreError: the build cache cannot be opened.
+    """
+    with open_progress() as progress, _open_store(cache, shared, progress, builds=True) as store:
+        executor = WorkerPool(
+            store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
+        )
+
+        def reported(result: Built | Failed) -> None:
+            if isinstance(result, Built):
+                report_build(result, progress, _fetched(store))
+            done(result)
+
+        run_all(
+            requests,
+            Path(output),
+            store=store,
+            executor=executor,
+            progress=progress,
+            forms=forms,
             measure=measure,
             timeout_seconds=timeout_seconds,
+            done=reported,
         )
+
+
+def _fetched(store: Store) -> Mapping[str, str]:
+    """Return the shared store that each result came from, by the digest of its key."""
+    return store.fetched if isinstance(store, LayeredStore) else {}
 
 
 def _of_programs(
@@ -196,19 +274,49 @@ def _manifest(given: AnyManifest) -> Manifest:
 
 @contextmanager
 def _open_store(
-    cache: str | os.PathLike[str] | None, shared: str | None, progress: Progress
+    cache: str | os.PathLike[str] | None,
+    shared: str | None,
+    progress: Progress,
+    *,
+    builds: bool = False,
+    shard: Shard | None = None,
 ) -> Iterator[Store]:
-    """Yield the store of a build. At the end, what was made is sent to the shared ones."""
+    """Yield the store of a plan or build. A build sends what it has to the shared ones.
+
+    Raises:
+        UsageError: a shard has no shared store that it may write.
+    """
     stores = read_stores(shared)
+    tiers = stores.tiers
+    leading = next((each for each in tiers if each.writes), None)
+    if shard is not None:
+        if leading is None:
+            raise UsageError(
+                "--shard: expected a shared store that this build may write, found "
+                + ("none" if not tiers else "one that it only reads"),
+                hint="give --store URL, the same one for all shards",
+            )
+        patient = replace(leading, remote=Patient(leading.remote))
+        tiers = tuple(patient if each is leading else each for each in tiers)
+        leading = patient
     local = DirectoryStore.open(None if cache is None else Path(cache), stores.namespace)
-    if not stores.tiers:
+    if not tiers:
         yield local
         return
-    layered = LayeredStore(local, stores.tiers, progress.note)
+    layered = LayeredStore(local, tiers, progress.note, offers=builds)
+    if shard is not None and leading is not None:
+        layered.share_with(Leases(leading, f"shard {shard}"), leading)
     try:
         yield layered
-    except BaseException:
+    except BaseException as error:
         layered.abandon()
+        if shard is not None and leading is not None and (down := layered.why_down(leading)):
+            raise StoreError(
+                f"shard {shard}: the shared store does not answer any more, and the bundle was not packed: "
+                f"{down}",
+                hint="run the same command again when it answers: what was finished stays in the build "
+                "cache of its machine, is sent then, and is not compiled again",
+            ) from error
         raise
     with progress.phase("sending results to the shared store"):
         layered.finish()

@@ -9,10 +9,28 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TextIO, cast, final
 
 HEARTBEAT_SECONDS = 10.0
 """Longest time without a line while something runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something that a build did, with its times in seconds since the build began.
+
+    Attributes:
+        what: as the display shows it: `lowering decode/b1-c128`.
+        start, end: when it began and ended.
+        program, target: what was compiled; both empty: other work.
+    """
+
+    what: str
+    start: float
+    end: float
+    program: str = ""
+    target: str = ""
 
 
 def open_progress(stream: TextIO | None = None) -> Progress:
@@ -80,7 +98,7 @@ class Unbreakable:
 
 
 class Progress(abc.ABC):
-    """Counts programs and shows them. Any thread may call it; use it as a context manager."""
+    """Counts programs, shows them and keeps times. Any thread may call it; use it as a context manager."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -88,6 +106,19 @@ class Progress(abc.ABC):
         self._compiling: dict[str, float] = {}  # label: start time
         self._phases: dict[str, float] = {}
         self._seconds = 0.0  # sum over the programs that are done
+        self._began = _now()
+        self._steps: list[Step] = []
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What has ended until now, in the order of the ends."""
+        with self._lock:
+            return tuple(self._steps)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the build began."""
+        return _now() - self._began
 
     def add(self, count: int = 1) -> None:
         """Add programs to the total."""
@@ -126,13 +157,15 @@ class Progress(abc.ABC):
     @contextmanager
     def phase(self, label: str) -> Iterator[None]:
         """Show other work while it runs: `lowering decode/b1-c128`, `packing weights`."""
+        start = _now()
         with self._lock:
-            self._phases[label] = _now()
+            self._phases[label] = start
         try:
             yield
         finally:
             with self._lock:
                 self._phases.pop(label, None)
+                self._steps.append(Step(label, start - self._began, _now() - self._began))
 
     def note(self, text: str) -> None:
         """Show a line for the user."""
@@ -154,10 +187,11 @@ class Progress(abc.ABC):
         return None
 
     def _end(self, program: str, target: str) -> float:
-        now = _now()
-        seconds = now - self._compiling.pop(_label(program, target), now)
-        self._seconds += seconds
-        return seconds
+        now, label = _now(), _label(program, target)
+        start = self._compiling.pop(label, now)
+        self._seconds += now - start
+        self._steps.append(Step(label, start - self._began, now - self._began, program, target))
+        return now - start
 
     def _count(self) -> str:
         return f"{self._finished + self._cached + self._failed}/{self._total}"

@@ -16,7 +16,9 @@ from tests.layouts import index_of
 
 import prejit.compiler
 import prejit.runtime
-from prejit.compiler import Generate, Manifest, Mesh, Model, Program, TargetTable
+from prejit.compiler import Built, Generate, Manifest, Mesh, Model, Program, TargetTable
+from prejit.compiler.api import build_all
+from prejit.compiler.pipeline.run import Failed
 from prejit.runtime import load
 from prejit.runtime.errors import ManifestError, StoreError, UsageError
 
@@ -303,3 +305,36 @@ def test_a_build_of_functions_without_a_name_is_an_error(
         prejit.compiler.build([score], tmp_path, **options)  # type: ignore[list-item]
     with pytest.raises(UsageError, match="the manifest has the name"):
         prejit.compiler.build(tmp_path / "m.toml", tmp_path, name="other", **options)
+
+
+def double(x: Any) -> Any:
+    return x * 2
+
+
+def broken(x: Any) -> Any:
+    raise ValueError("not today")
+
+
+def of(name: str, function: Any) -> Manifest:
+    program = Program("f", fn=function, args={"x": "float32[4]"})
+    return Manifest(name, programs=[program], targets=["cpu-host"])
+
+
+def test_several_manifests_share_what_they_compile_and_one_that_fails_ends_no_other(
+    tmp_path: Path,
+) -> None:
+    ended: list[Any] = []
+    requests = [(of(n, f), ()) for n, f in (("a", double), ("no", broken), ("b", double))]
+    build_all(requests, tmp_path / "out", cache=tmp_path / "cache", workers=2, done=ended.append)
+    built = {each.path.name: each for each in ended if isinstance(each, Built)}
+    assert {name: (each.compiled, each.cached) for name, each in built.items()} == {
+        "a": (1, 0),
+        "b": (0, 1),
+    }
+    (failed,) = (each for each in ended if isinstance(each, Failed))
+    assert failed.manifest.bundle.name == "no"
+    assert "not today" in str(failed.error)
+    alone = prejit.compiler.build(
+        of("b", double), tmp_path / "alone", cache=tmp_path / "other", workers=1, quiet=True
+    )
+    assert alone.digest == built["b"].digest

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from tests.layouts import index_of
 
-from prejit.compiler import cli
+from prejit.compiler.cli.plan import PLAN_HAS_CHANGES
+from prejit.compiler.cli.run import run
 from prejit.compiler.manifest.schema import manifest_schema
 from prejit.compiler.pipeline import plan
 from prejit.runtime.errors import ManifestError, UsageError
@@ -52,12 +53,12 @@ def test_a_target_that_cannot_be_built_is_left_out_when_asked_and_named(
         str(tmp_path / "cache"),
         "--skip-unbuildable",
     ]
-    assert cli.run(["build", str(manifest), *options]) == 0
+    assert run(["build", str(manifest), *options]) == 0
     assert f"{manifest}: left out cpu-x86-64-v4: it lacks avx512f" in capsys.readouterr().err
     index = index_of(tmp_path / "out" / "tiny")
     assert len(index["manifests"]) == 1
     # A manifest with nothing left is passed over.
-    assert cli.run(["build", str(manifest), *options, "--target", "cpu-x86-64-v4"]) == 0
+    assert run(["build", str(manifest), *options, "--target", "cpu-x86-64-v4"]) == 0
 
 
 def test_manifests_of_one_bundle_name_are_refused_before_anything_is_built(
@@ -67,7 +68,7 @@ def test_manifests_of_one_bundle_name_are_refused_before_anything_is_built(
     other.write_text(manifest.read_text())
     options = ["-o", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
     with pytest.raises(UsageError) as caught:
-        cli.run(["build", str(manifest), str(other), *options])
+        run(["build", str(manifest), str(other), *options])
     assert str(caught.value) == (
         f"{other}: bundle.name: expected another name than that of {manifest}, found 'tiny'; "
         "nothing was built"
@@ -75,7 +76,7 @@ def test_manifests_of_one_bundle_name_are_refused_before_anything_is_built(
     assert not (tmp_path / "out").exists()
     other.write_text("[bundle]\n")
     with pytest.raises(ManifestError):
-        cli.run(["build", str(manifest), str(other), *options])
+        run(["build", str(manifest), str(other), *options])
     assert not (tmp_path / "out").exists()
 
 
@@ -85,12 +86,12 @@ def test_a_plan_says_what_only_a_build_can_find_out(
     path = tmp_path / "m.toml"
     path.write_text(MANIFEST.replace('[[target]]\nname = "cpu-x86-64-v4"\n', ""))
     command = ["plan", str(path), "--cache", str(tmp_path / "cache")]
-    assert cli.run(command) == cli.PLAN_HAS_CHANGES
+    assert run(command) == PLAN_HAS_CHANGES
     printed = capsys.readouterr().out
     assert "p        traced at build\n" in printed
     assert "1 x  a build traces math:floor, and then looks for its executable\n" in printed
     assert printed.endswith("1 programs: 0 cached, 0 to compile, 1 traced at build\n")
-    assert cli.run([*command, "--json"]) == cli.PLAN_HAS_CHANGES
+    assert run([*command, "--json"]) == PLAN_HAS_CHANGES
     found = json.loads(capsys.readouterr().out)
     assert (found["to_compile"], found["traced_at_build"]) == (0, 1)
     [row] = found["programs"]
@@ -98,7 +99,7 @@ def test_a_plan_says_what_only_a_build_can_find_out(
 
 
 def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["schema"]) == 0
+    assert run(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == manifest_schema()
 
 
@@ -107,7 +108,7 @@ def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     [(["--help"], 0), (["plan", "--help"], 0), (["plan"], 2), (["build", "--jobs", "0", "m"], 2)],
 )
 def test_help_and_wrong_options_have_their_exit_status(arguments: list[str], status: int) -> None:
-    assert cli.run(arguments) == status
+    assert run(arguments) == status
 
 
 @pytest.mark.parametrize("command", ["plan", "schema", "targets", "gc"])

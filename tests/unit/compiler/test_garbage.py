@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler import cli, garbage
+from prejit.compiler import garbage
+from prejit.compiler.cli.run import run
 from prejit.compiler.garbage import Collection, collect
 from prejit.compiler.store.directory import ZIG, DirectoryStore
 from prejit.compiler.store.key import Key
@@ -109,7 +110,7 @@ def test_what_is_looked_up_every_day_stays_for_ever(root: Path) -> None:
         age(root, 20)
         assert DirectoryStore.open(root).get(OLD) is not None
         assert gone(collect(root, days=30)) == {}
-    assert DirectoryStore.open(root).last_key("compile", "old") == OLD, (
+    assert DirectoryStore.open(root).last_keys("compile", "old") == (OLD,), (
         "a miss could not be explained"
     )
 
@@ -315,13 +316,13 @@ def test_gc_of_a_cache_that_is_named_touches_nothing_outside_it(
     age(environments_root, 40)
     before = files(environments_root)
     for arguments in ([], ["--dry-run"]):
-        assert cli.run(["gc", "--cache", str(root), *arguments]) == 0
-        assert cli.run(["gc", "--cache", str(root / "none"), *arguments]) == 0
+        assert run(["gc", "--cache", str(root), *arguments]) == 0
+        assert run(["gc", "--cache", str(root / "none"), *arguments]) == 0
         assert files(environments_root) == before
     monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(root / "environments"))
     inside = environment(environments.root(), "old")
     age(environments.root(), 40)
-    assert cli.run(["gc", "--cache", str(root)]) == 0
+    assert run(["gc", "--cache", str(root)]) == 0
     assert (inside.exists(), outside.exists()) == (False, True)
 
 
@@ -371,13 +372,13 @@ def test_collecting_beside_builders_costs_them_nothing_but_compiles(tmp_path: Pa
 
 def test_the_command_says_what_it_freed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     age(root, 31)
-    assert cli.run(["gc", "--cache", str(root), "--dry-run", "--json"]) == 0
+    assert run(["gc", "--cache", str(root), "--dry-run", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["dry_run"] is True
     assert report["freed_bytes"] == sum(found["size"] for found in report["removed"]) > 0
-    assert cli.run(["gc", "--cache", str(root), "--days", "32"]) == 0
+    assert run(["gc", "--cache", str(root), "--days", "32"]) == 0
     assert "freed 0 B" in capsys.readouterr().out
-    assert cli.run(["gc", "--cache", str(root)]) == 0
+    assert run(["gc", "--cache", str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[3].split() == ["results", "1", *lines[3].split()[2:4], "0", "0", "B"]
     assert lines[-1].startswith("freed ")

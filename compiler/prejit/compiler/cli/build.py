@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,7 +15,8 @@ from prejit.compiler.cli.options import CACHE, FORMS, JSON, PATH, SHARED, TARGET
 
 if TYPE_CHECKING:
     from prejit.compiler.manifest.manifest import Manifest
-    from prejit.compiler.pipeline.run import Built
+    from prejit.compiler.pipeline.run import Built, Failed
+    from prejit.runtime.errors import PrejitError
 
 
 @click.command(
@@ -62,6 +63,12 @@ if TYPE_CHECKING:
 )
 @CACHE
 @SHARED
+@click.option(
+    "--shard",
+    metavar="I/N",
+    help="Share the build with N - 1 other processes that use the same --store, on any machines; one of them "
+    "packs. I is 1 to N.",
+)
 @JSON
 def build(
     manifests: tuple[Path, ...],
@@ -74,35 +81,69 @@ def build(
     measure: bool | None,
     cache: Path | None,
     shared: str | None,
+    shard: str | None,
     as_json: bool,
 ) -> int:
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
-    from prejit.compiler.api import build as build_bundle
+    from prejit.compiler.api import build as build_one
+    from prejit.compiler.api import build_all
+    from prejit.compiler.pipeline.run import Failed
 
-    built = []
+    requests = []
     for manifest in _read_all(manifests):
-        started = time.perf_counter()
         only = _buildable(manifest, targets) if skip_unbuildable else targets
-        if skip_unbuildable and not only:
-            continue
-        result = build_bundle(
-            manifest,
-            output,
-            targets=only,
-            cache=cache,
-            shared=shared,
-            forms=forms,
-            measure=measure,
-            workers=jobs,
-            timeout_seconds=timeout,
-        )
+        if only or not skip_unbuildable:
+            requests.append((manifest, only))
+    built: list[dict[str, Any]] = []
+    failed: list[Failed] = []
+    started = time.perf_counter()
+
+    def done(result: Built | Failed) -> None:
         seconds = time.perf_counter() - started
-        built.append({**asdict(result), "path": str(result.path), "seconds": round(seconds, 3)})
+        if isinstance(result, Failed):
+            failed.append(result)
+            return
+        described = asdict(replace(result, programs=()))  # those are in the report
+        del described["programs"]
+        built.append({**described, "path": str(result.path), "seconds": round(seconds, 3)})
+        if shard is not None:
+            built[-1]["shard"] = shard
         if not as_json:
             _print_built(result, seconds)
+
+    options: dict[str, Any] = {
+        "cache": cache,
+        "shared": shared,
+        "forms": forms,
+        "measure": measure,
+        "workers": jobs,
+        "timeout_seconds": timeout,
+    }
+    if len(requests) == 1 or shard is not None:
+        for manifest, only in requests:
+            done(build_one(manifest, output, targets=only, shard=shard, **options))
+    else:
+        build_all(requests, output, done=done, **options)
     if as_json:
-        print_json(built)
+        order = [manifest.bundle.name for manifest, _ in requests]
+        print_json(sorted(built, key=lambda each: order.index(Path(each["path"]).name)))
+    if failed:
+        raise _failure(failed, len(requests))
     return 0
+
+
+def _failure(failed: Sequence[Failed], count: int) -> PrejitError:
+    """Return one error for builds that failed beside others."""
+    from prejit.runtime.errors import BuildError
+
+    kinds = {type(each.error) for each in failed}
+    kind = kinds.pop() if len(kinds) == 1 else BuildError
+    lines = [f"{len(failed)} of {count} bundles were not built"]
+    for each in failed:
+        lines.append(f"  {each.manifest.bundle.name} ({each.manifest.where}):")
+        lines += [f"    {line}" for line in str(each.error).splitlines()]
+    hints = dict.fromkeys(each.error.hint for each in failed if each.error.hint)
+    return kind("\n".join(lines), hint="; ".join(hints) or None)
 
 
 def _read_all(paths: Sequence[Path]) -> list[Manifest]:
@@ -134,6 +175,12 @@ def _print_built(result: Built, seconds: float) -> None:
     from prejit.compiler.progress import tell
     from prejit.runtime.cli.tables import accuracy_table
 
+    if result.packed_by is not None and not result.packed_here:
+        tell(
+            f"{result.path.name}: packed by shard {result.packed_by}; this one compiled {result.compiled} of "
+            f"{result.compiled + result.cached} programs, {seconds:.1f} s, {result.digest[:19]}"
+        )
+        return
     wrote = "wrote" if result.written else "up to date:"
     tell(
         f"{wrote} {result.path}: compiled {result.compiled}, cached {result.cached}, "

@@ -16,9 +16,11 @@ from prejit.compiler.cli.channel import channel
 from prejit.compiler.cli.check_model import check_model
 from prejit.compiler.cli.gc import gc
 from prejit.compiler.cli.plan import plan
+from prejit.compiler.cli.rebuild import rebuild
 from prejit.compiler.cli.record import record
 from prejit.compiler.cli.schema import schema
 from prejit.compiler.cli.sign import sign
+from prejit.compiler.cli.suggest import suggest
 from prejit.compiler.cli.targets import targets
 
 
@@ -27,7 +29,10 @@ def commands() -> None:
     """Compile JAX models ahead of time and package them."""
 
 
-for _each in (plan, build, check_model, targets, schema, record, sign, channel, gc):
+for _each in (
+    *(plan, build, check_model, targets, suggest, schema),
+    *(rebuild, record, sign, channel, gc),
+):
     commands.add_command(_each)
 
 

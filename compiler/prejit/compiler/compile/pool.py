@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
@@ -24,6 +25,9 @@ from prejit.runtime.errors import BuildError, PrejitError, StoreError
 
 WORKER_BYTES = 1 << 30
 """Memory that one worker may need. Programs of GPT-2 124M took 180 to 530 MB."""
+
+_DEFER_SECONDS = 0.5
+"""Time after which a lane looks again at a job that another build compiles, if it has nothing else to do."""
 
 
 def default_workers() -> int:
@@ -61,7 +65,8 @@ class WorkerPool:
         self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()  # guards all that follows
         self._compiled = 0
-        self._waiting: list[tuple[CompileJob, Future[Compiled]]] = []
+        # Each with the time before which it is not tried again: another build compiles it.
+        self._waiting: list[tuple[CompileJob, Future[Compiled], float]] = []
         self._unfinished = 0
         self._closed = False
         self._lanes: list[threading.Thread] = []
@@ -82,7 +87,7 @@ class WorkerPool:
             future.set_result(stored)
             return future
         with self._changed:
-            self._waiting.append((job, future))
+            self._waiting.append((job, future, 0.0))
             self._unfinished += 1
             if len(self._lanes) < min(self._limit, self._unfinished):
                 lane = threading.Thread(target=self._run_lane, name="compile", daemon=True)
@@ -95,8 +100,9 @@ class WorkerPool:
         """See `Executor.close`."""
         with self._changed:
             self._closed = True
-            for _, future in self._waiting:
-                future.cancel()
+            for _, future, _ in self._waiting:
+                if not future.cancel():  # it was tried
+                    future.set_exception(CancelledError())
             self._waiting.clear()
             for worker in self._workers:
                 worker.kill()
@@ -128,36 +134,59 @@ class WorkerPool:
         try:
             while (next_job := self._next_job(worker)) is not None:
                 job, future = next_job
-                future.set_running_or_notify_cancel()
+                if not future.running():
+                    future.set_running_or_notify_cancel()
                 try:
                     outcome, compiled = compile_once(
                         self._store,
                         job,
                         compile_job,
                         progress=self._progress,
-                        give_up=lambda: self._closed,
+                        give_up=self._has_better_to_do,
                     )
                 except Exception as error:
                     # Any error: a thread that ended here would leave its future waiting for ever.
                     self._fail(job, future, error)
                 else:
-                    self._finish(job, future, outcome, compiled)
+                    if not (compiled or outcome or self._closed):
+                        self._defer(job, future)
+                    else:
+                        self._finish(job, future, outcome, compiled)
         finally:
             self._release(worker)
 
     def _next_job(self, worker: WorkerProcess | None) -> tuple[CompileJob, Future[Compiled]] | None:
         """Return the next job, preferably for the worker's own toolchain; None: the pool is closed."""
         with self._changed:
-            while not self._waiting and not self._closed:
-                self._changed.wait()
-            if self._closed:
-                return None
-            fitting = (
-                i
-                for i, (job, _) in enumerate(self._waiting)
-                if worker and job.toolchain == worker.toolchain
-            )
-            return self._waiting.pop(next(fitting, 0))
+            while not self._closed:
+                now = time.monotonic()
+                due = [i for i, (*_, at) in enumerate(self._waiting) if at <= now]
+                if due:
+                    fitting = (
+                        i
+                        for i in due
+                        if worker and self._waiting[i][0].toolchain == worker.toolchain
+                    )
+                    job, future, _ = self._waiting.pop(next(fitting, due[0]))
+                    return job, future
+                first = min((at for *_, at in self._waiting), default=None)
+                self._changed.wait(None if first is None else first - now)
+            return None
+
+    def _has_better_to_do(self) -> bool:
+        """Return whether a lane need not wait for another build: a job is due, or the pool is closed."""
+        with self._changed:
+            now = time.monotonic()
+            return self._closed or any(at <= now for *_, at in self._waiting)
+
+    def _defer(self, job: CompileJob, future: Future[Compiled]) -> None:
+        """Try a job later: another build compiles it now."""
+        with self._changed:
+            if not self._closed:
+                self._waiting.append((job, future, time.monotonic() + _DEFER_SECONDS))
+                self._changed.notify_all()
+                return
+        self._finish(job, future, None, False)
 
     def _new_worker(self, toolchain: Toolchain) -> WorkerProcess | None:
         """Start a worker for a toolchain; None: the pool is closed."""

@@ -45,9 +45,9 @@ def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
     """Return every program of a manifest: for each bucket of its model, then for the user's functions."""
     specs: list[ProgramSpec] = []
     if (sizes := manifest.generate) is not None:
-        specs += _decoder_specs(sizes)
+        specs += decoder_specs(sizes)
     if manifest.encode is not None:
-        specs += _encoder_specs(manifest.encode)
+        specs += encoder_specs(manifest.encode)
     for program in manifest.programs:
         for bucket, static in program.expand():
             sized = [f"{name}{size}" for name, size in bucket.items()]
@@ -77,7 +77,7 @@ def _spelled(program: Program, name: str, value: str | int | bool) -> str:
     )
 
 
-def _decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:
+def decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:
     """Yield a decoder's programs.
 
     A context has no prefill longer than itself, which no prompt could fill. Copies go from the smallest batch
@@ -109,7 +109,7 @@ def _decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:
                 yield _copy_spec(sizes.batch[number + 1], context, bucket)
 
 
-def _encoder_specs(encode: Encode) -> Iterator[ProgramSpec]:
+def encoder_specs(encode: Encode) -> Iterator[ProgramSpec]:
     """Yield an encoder's programs: three for each bucket.
 
     All layers of an encoder are the same. One program that runs for each layer with other weights compiles

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import final
 
 from prejit.compiler.compile.executor import Executor, collect
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
@@ -23,8 +25,10 @@ from prejit.compiler.pipeline.plan import (
     choose_source,
     known_native,
 )
+from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.toolchain import Toolchain
+from prejit.runtime.errors import PrejitError
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,98 @@ class Submitted:
         lowered: its portable form.
         job: what the executor compiles.
         future: gets the result.
+        new: whether it is compiled for this manifest: no store had it, and no other program has its key.
     """
 
     spec: ProgramSpec
     lowered: Lowered
     job: CompileJob
     future: Future[Compiled]
+    new: bool
+
+
+@final
+class Jobs:
+    """The jobs of a build, or of several builds at the same time. The executor gets each key once.
+
+    Equal programs of other buckets, targets and manifests wait for its result and take no worker meanwhile.
+    Any thread may submit.
+    """
+
+    def __init__(self, executor: Executor, progress: Progress, *, several: bool = False) -> None:
+        """Submit nothing yet.
+
+        Args:
+            executor: compiles the jobs.
+            progress: counts the programs that wait for an equal one.
+            several: whether several manifests are built, so that messages name the bundle of a program.
+        """
+        self._executor = executor
+        self._progress = progress
+        self._several = several
+        self._lock = threading.Lock()
+        self._first: dict[str, tuple[CompileJob, Future[Compiled]]] = {}
+
+    def submit(self, bundle: str, job: CompileJob) -> tuple[Future[Compiled], bool]:
+        """Take a job of a bundle.
+
+        Returns:
+            Its result, and whether it is compiled for this job.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        if self._several:
+            job = replace(job, program=f"{bundle}/{job.program}")
+        future: Future[Compiled] = Future()
+        with self._lock:
+            first, awaited = self._first.setdefault(job.key.digest, (job, future))
+        if awaited is not future:
+            self._progress.add()
+            awaited.add_done_callback(partial(self._follow, first, job, future))
+            return future, False
+        try:
+            found = self._executor.submit(job)
+        except BaseException as error:
+            future.set_exception(error)  # nobody waits for ever
+            raise
+        new = not found.done()
+        found.add_done_callback(partial(_copy, future))
+        return future, new
+
+    def wait(self) -> None:
+        """Wait until nothing is compiled: who measures needs a quiet machine."""
+        with self._lock:
+            futures = [future for _, future in self._first.values()]
+        wait(futures)
+
+    def _follow(
+        self,
+        first: CompileJob,
+        job: CompileJob,
+        future: Future[Compiled],
+        awaited: Future[Compiled],
+    ) -> None:
+        error = None if awaited.cancelled() else awaited.exception()
+        if isinstance(error, PrejitError):
+            names = [f"{each.program} for {each.target.name}" for each in (first, job)]
+            reason = str(error).removeprefix(f"{names[0]}: ")
+            self._progress.failed(job.program, job.target.name, reason)
+            future.set_exception(type(error)(f"{names[1]}: {reason}", hint=error.hint))
+            return
+        if error is None and not awaited.cancelled():
+            self._progress.cached()
+        _copy(future, awaited)
+
+
+def _copy(future: Future[Compiled], found: Future[Compiled]) -> None:
+    """Give a future the outcome of another one."""
+    if found.cancelled():
+        future.set_exception(CancelledError())
+    elif (error := found.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(found.result())
 
 
 def submit(
@@ -113,12 +203,12 @@ def submit(
     lowered: Lowered,
     source: Source,
     tools: TargetTools,
-    executor: Executor,
+    jobs: Jobs,
 ) -> Submitted:
     """Hand a program to the executor, which takes it from the store or compiles it."""
     key = compile_key(manifest, spec, tools.toolchain, source)
     job = CompileJob(spec.name, tools.toolchain, source, key)
-    return Submitted(spec, lowered, job, executor.submit(job))
+    return Submitted(spec, lowered, job, *jobs.submit(manifest.bundle.name, job))
 
 
 def submit_known(
@@ -127,7 +217,7 @@ def submit_known(
     *,
     tools: Sequence[TargetTools],
     store: Store,
-    executor: Executor,
+    jobs: Jobs,
 ) -> list[Submitted] | None:
     """Hand a program to the executor for each target, if the store has what it is compiled from.
 
@@ -146,8 +236,7 @@ def submit_known(
     except UnknownError:
         return None
     return [
-        submit(plan.manifest, program.spec, lowered, source, each, executor)
-        for source, each in found
+        submit(plan.manifest, program.spec, lowered, source, each, jobs) for source, each in found
     ]
 
 

@@ -39,6 +39,7 @@ from prejit.compiler.pipeline.plan import (
 )
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
+from prejit.compiler.store.key import Key
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format.arrays import DTYPES
 from prejit.runtime.format.schema import Segment, handler_names
@@ -317,6 +318,21 @@ def lower_native(
     key = native_key(program.key, forms)
     if (known := find_native(key, store)) is not None:
         return known
+    with store.making(key):
+        if (known := find_native(key, store)) is not None:
+            return known  # another build has lowered it meanwhile
+        return _lower_native(plan, program, key, model, code, store, forms)
+
+
+def _lower_native(
+    plan: Plan,
+    program: PlannedProgram,
+    key: Key,
+    model: ReadModel,
+    code: UserCode,
+    store: Store,
+    forms: Mapping[Product, str],
+) -> Native:
     from prejit.compiler.lowering.decoder import lower_decoder
     from prejit.compiler.lowering.encoder import lower_encoder
     from prejit.compiler.models.layers.forms import Forms

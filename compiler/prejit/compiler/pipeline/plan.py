@@ -38,7 +38,7 @@ from prejit.compiler.pipeline.keys import compile_key, lower_key, native_key, ve
 from prejit.compiler.pipeline.libraries import ReadLibrary, read_libraries
 from prejit.compiler.pipeline.model import ModelFiles, find_model, uses_kernels
 from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key, why
+from prejit.compiler.store.key import Key, nearest, why
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.build_host import can_build
 from prejit.compiler.targets.installing import obstacle
@@ -434,7 +434,7 @@ def known_native(lowered: Key, store: Store, forms: Mapping[Product, str]) -> Na
 
 
 def _why(key: Key, store: Store) -> str:
-    return why(store.last_key(key.kind, key.name), key)
+    return why(nearest(store.last_keys(key.kind, key.name), key), key)
 
 
 def reasons(executables: Sequence[PlannedExecutable]) -> dict[str, int]:

@@ -17,18 +17,22 @@
     write         the OCI image layout                           here
     describe      attach the list of parts and the provenance    describe.attaching
 
-Workers compile a program while the next one is lowered and while weights are packed.
+Workers compile a program while the next one is lowered and while weights are packed. `build_all` does this
+for several manifests at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from prejit.compiler.checkpoint.source import resolve_source
 from prejit.compiler.compile.executor import Executor
+from prejit.compiler.compile.jobs import Compiled
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.form_choice import KnownForms
@@ -36,6 +40,8 @@ from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kerne
 from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.describe.provenance import build_provenance
 from prejit.compiler.pipeline.executables import (
+    CompiledTarget,
+    Jobs,
     Submitted,
     TargetTools,
     compiled_targets,
@@ -67,6 +73,7 @@ from prejit.compiler.pipeline.model import (
     stores_out_in,
     uses_kernels,
 )
+from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.pack.contents import PackedBundle, pack_bundle, pack_targets
 from prejit.compiler.pipeline.pack.model_layers import read_layers
 from prejit.compiler.pipeline.pack.weights import (
@@ -81,6 +88,7 @@ from prejit.compiler.pipeline.plan import (
     kernels_of,
     plan_build,
 )
+from prejit.compiler.pipeline.shards import Packing, Shard
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.environments import spec_for
@@ -88,7 +96,7 @@ from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.errors import PrejitError, RejectError, StoreError
 from prejit.runtime.format.blobs import check_blobs
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import match, read_manifest
@@ -99,6 +107,30 @@ from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.targets import Target
 from prejit.runtime.store.receipts import Receipts
+
+if TYPE_CHECKING:
+    from prejit.compiler.lowering.user.models import OwnModel
+
+_Step = TypeVar("_Step")
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltProgram:
+    """A program of a bundle for one target.
+
+    Attributes:
+        program: its name.
+        target: name of the target.
+        key: digest of the key of its executable.
+        compile_milliseconds: time that the compiler took, now or in an earlier build.
+        new: whether it was compiled now, for this program.
+    """
+
+    program: str
+    target: str
+    key: str
+    compile_milliseconds: int
+    new: bool
 
 
 @dataclass(frozen=True)
@@ -112,6 +144,9 @@ class Built:
         cached: number of those that were in the store.
         written: whether the directory was changed.
         accuracy: what the dtypes of weights and cache cost; None: all are float32.
+        programs: every program for every target.
+        packed_by: number of the shard that packed the bundle; None: the build had no shards.
+        packed_here: whether the bundle is in `path`, and not in the directory of another shard.
     """
 
     path: Path
@@ -120,6 +155,9 @@ class Built:
     cached: int
     written: bool
     accuracy: Accuracy | None = None
+    programs: tuple[BuiltProgram, ...] = ()
+    packed_by: int | None = None
+    packed_here: bool = True
 
 
 def build(
@@ -133,6 +171,7 @@ def build(
     forms: Path | None = None,
     measure: bool | None = None,
     timeout_seconds: float = JOB_SECONDS,
+    shard: Shard | None = None,
 ) -> Built:
     """Build the bundle of a manifest into `output/NAME`.
 
@@ -148,6 +187,7 @@ def build(
             none; None: large ones that no table has.
         timeout_seconds: time limit of measuring one product, of measuring an encoder's programs for a target,
             and of asking all programs for their golden answers.
+        shard: which part of the build this is; None: the build has one machine.
 
     Raises:
         BuildError: a program does not compile, or its worker died or took too long. What was finished stays
@@ -155,8 +195,148 @@ def build(
         ManifestError, CheckpointError, StoreError, NetworkError: something that the build starts from is
             wrong, or cannot be read.
     """
+    service = _Services(
+        output, store, progress, forms, measure, timeout_seconds, Jobs(executor, progress), shard
+    )
+    with executor:
+        begun = _begin(manifest, only, executor, service)
+        service.jobs.wait()
+        compiled = executor.compiled - begun.compiled_before
+    return _finish(begun, compiled, service)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A build that failed beside others.
+
+    Attributes:
+        manifest: what it was to build.
+        error: why it failed.
+    """
+
+    manifest: Manifest
+    error: PrejitError
+
+
+def build_all(
+    requests: Sequence[tuple[Manifest, tuple[str, ...]]],
+    output: Path,
+    *,
+    store: Store,
+    executor: Executor,
+    progress: Progress,
+    forms: Path | None = None,
+    measure: bool | None = None,
+    timeout_seconds: float = JOB_SECONDS,
+    done: Callable[[Built | Failed], None],
+) -> None:
+    """Build the bundles of several manifests with one executor, each as `build` does.
+
+    The next manifest is planned and lowered while programs of the others compile. Each bundle is written as
+    soon as its programs are compiled. A build that fails ends no other one. Equal programs compile once.
+
+    Args:
+        requests: manifests with different bundle names, each with the names of its targets (empty: all).
+        output: directory of bundles.
+        store: see `build`.
+        executor: see `build`.
+        progress: see `build`.
+        forms: see `build`.
+        measure: see `build`.
+        timeout_seconds: see `build`.
+        done: called with each build as it ends. `Built.compiled` counts the programs that no store had.
+    """
+    jobs = Jobs(executor, progress, several=True)
+    service = _Services(output, store, progress, forms, measure, timeout_seconds, jobs)
+    left: list[_Begun] = []
+
+    def finish(ready: Sequence[_Begun]) -> None:
+        for begun in ready:
+            left.remove(begun)
+            compiled = sum(each.new for each in begun.submitted)
+            done(_attempt(begun.plan.manifest, partial(_finish, begun, compiled, service)))
+
+    with executor:
+        for manifest, only in requests:
+            begun = _attempt(manifest, partial(_begin, manifest, only, executor, service))
+            if isinstance(begun, Failed):
+                done(begun)
+            else:
+                left.append(begun)
+            finish([each for each in left if each.is_compiled])
+        while left:
+            wait([f for each in left for f in each.unfinished], return_when=FIRST_COMPLETED)
+            finish([each for each in left if each.is_compiled])
+
+
+def _attempt(manifest: Manifest, step: Callable[[], _Step]) -> _Step | Failed:
+    """Return what a step of a build returns, or the error that ends this build alone."""
+    try:
+        return step()
+    except PrejitError as error:
+        return Failed(manifest, error)
+
+
+@dataclass(frozen=True)
+class _Services:
+    """What all builds of a command share: see `build`."""
+
+    output: Path
+    store: Store
+    progress: Progress
+    forms: Path | None
+    measure: bool | None
+    timeout_seconds: float
+    jobs: Jobs
+    shard: Shard | None = None
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A build whose programs are being compiled. It holds no weights, unless it is a shard.
+
+    Attributes:
+        plan: its plan.
+        model: reads its model.
+        own: the user's decoder; None: it has none.
+        published: the files of the checkpoint.
+        tools: what compiles for each target.
+        submitted: the programs that are compiled.
+        weights: returns the weights layer, which a shard packs only if it packs the bundle.
+        layers: the other layers that all targets share.
+        compiled_before: what the executor had compiled before.
+        packing: decides which shard packs; None: the build has no shards.
+    """
+
+    plan: Plan
+    model: ReadModel
+    own: OwnModel | None
+    published: Published | None
+    tools: Sequence[TargetTools]
+    submitted: Sequence[Submitted]
+    weights: Callable[[], PackedLayer | None]
+    layers: Sequence[PackedLayer]
+    compiled_before: int
+    packing: Packing | None
+
+    @property
+    def unfinished(self) -> list[Future[Compiled]]:
+        """The programs that are still compiled."""
+        return [each.future for each in self.submitted if not each.future.done()]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether all programs are compiled, or failed."""
+        return not self.unfinished
+
+
+def _begin(
+    manifest: Manifest, only: tuple[str, ...], executor: Executor, service: _Services
+) -> _Begun:
+    """Plan a build, submit its programs, and pack its weights while they are compiled."""
+    store, progress = service.store, service.progress
     directory = _fetch(manifest)
-    plan = plan_build(manifest, store, only=only, forms=forms, directory=directory)
+    plan = plan_build(manifest, store, only=only, forms=service.forms, directory=directory)
     model: ReadModel = cache(partial(_read_model, plan))
     code = find_code(manifest, out_in=stores_out_in(manifest, plan.targets))
     layers = read_layers(plan, partial(_vocab_size, model, code), store, progress)
@@ -166,60 +346,114 @@ def build(
     toolchains = [_make_toolchain(target, progress) for target in plan.targets]
     _note_cpus(toolchains, progress)
     libraries = _build_kernels(plan, toolchains, store, progress)
-    with executor:
-        known = plan.forms
-        if measure is not False:
-            fresh = bool(measure)
-            known = _measure_forms(
-                plan,
-                toolchains,
-                libraries,
-                model,
-                code,
-                store,
-                executor,
-                progress,
-                fresh,
-                timeout_seconds,
-            )
-        tools = [_tools(toolchain, libraries, known) for toolchain in toolchains]
-        before = executor.compiled
+    known = plan.forms
+    if service.measure is not False:
+        known = _measure_forms(plan, toolchains, libraries, model, code, executor, service)
+    tools = [_tools(toolchain, libraries, known) for toolchain in toolchains]
+    before = executor.compiled
 
-        def submit_new(program: PlannedProgram) -> list[Submitted]:
-            lowered = lower(plan, program, model, code, store, progress)
-            found = []
-            for each in tools:
-                source = source_of(plan, program, lowered, each.kernels, model, code, store)
-                source = bind_libraries(plan, program.spec, source, each.toolchain.target, store)
-                found.append(submit(manifest, program.spec, lowered, source, each, executor))
-            return found
+    def submit_new(program: PlannedProgram) -> list[Submitted]:
+        lowered = lower(plan, program, model, code, store, progress)
+        found = []
+        for each in tools:
+            source = source_of(plan, program, lowered, each.kernels, model, code, store)
+            source = bind_libraries(plan, program.spec, source, each.toolchain.target, store)
+            found.append(submit(manifest, program.spec, lowered, source, each, service.jobs))
+        return found
 
-        # First what the stores know: a shared one answers many questions at a time.
-        ask = partial(submit_known, plan, tools=tools, store=store, executor=executor)
-        answers = list(store.map(ask, plan.programs))
-        submitted = [
-            each
-            for program, found in zip(plan.programs, answers, strict=True)
-            for each in (submit_new(program) if found is None else found)
-        ]
-        user = weights_of(code)
-        weights = pack_weights(plan, published, user, code.model, model, store, progress)
-        targets = compiled_targets(submitted, tools)
-        compiled = executor.compiled - before
+    # First what the stores know: a shared one answers many questions at a time.
+    ask = partial(submit_known, plan, tools=tools, store=store, jobs=service.jobs)
+    ordered = plan.programs if service.shard is None else service.shard.ordered(plan.programs)
+    answers = list(store.map(ask, ordered))
+    found = {
+        program.spec.name: submit_new(program) if known is None else known
+        for program, known in zip(ordered, answers, strict=True)
+    }
+    submitted = [each for program in plan.programs for each in found[program.spec.name]]
+    weights = cache(
+        partial(pack_weights, plan, published, weights_of(code), code.model, model, store, progress)
+    )
+    packing = None
+    if service.shard is None:
+        packed = weights()  # while workers compile
+        weights = cache(lambda: packed)
+    else:
+        packing = Packing(service.shard, manifest.bundle.name, store)
+    return _Begun(
+        plan,
+        model,
+        code.model,
+        published,
+        tools,
+        submitted,
+        weights,
+        tuple(layers),
+        before,
+        packing,
+    )
+
+
+def _finish(begun: _Begun, compiled: int, service: _Services) -> Built:
+    """Wait for the programs of a build, and write its bundle, unless another shard does."""
+    packing = begun.packing
+    targets = compiled_targets(begun.submitted, begun.tools)
+    if packing is None:
+        return _pack(begun, targets, compiled, service)
+    keys = sorted({each.job.key.digest for each in begun.submitted})
+    with packing:
+        other = packing.wait(digest_of(to_json(keys)), service.progress)
+        if other is None:
+            built = _pack(begun, targets, compiled, service)
+            packing.finish(built.digest)
+            return replace(built, packed_by=packing.shard.number)
+    path = service.output / begun.plan.manifest.bundle.name
+    cached = len(begun.submitted) - compiled
+    return Built(
+        path,
+        other.digest,
+        compiled,
+        cached,
+        written=False,
+        packed_by=other.shard,
+        packed_here=False,
+    )
+
+
+def _pack(
+    begun: _Begun, targets: tuple[CompiledTarget, ...], compiled: int, service: _Services
+) -> Built:
+    """Pack the compiled programs of a build, and write its bundle."""
+    store, progress, seconds = service.store, service.progress, service.timeout_seconds
+    plan, manifest, weights = begun.plan, begun.plan.manifest, begun.weights()
+    layers = begun.layers if weights is None else (*begun.layers, weights)
     programs = [each.lowered.portable.raw_digest for each in targets[0].executables]
     accuracy = measure_accuracy(
-        plan, published, weights, code.model, programs, model, store, progress
+        plan, begun.published, weights, begun.own, programs, begun.model, store, progress
     )
-    costs = measure_costs(manifest, targets, weights, store, progress, timeout_seconds)
-    products = products_of(plan, model, code, store) if any(each.kernels for each in tools) else ()
-    layers = layers if weights is None else (*layers, weights)
+    costs = measure_costs(manifest, targets, weights, store, progress, service.jobs.wait, seconds)
+    products = (
+        products_of(plan, begun.model, UserCode(model=begun.own), store)
+        if any(each.kernels for each in begun.tools)
+        else ()
+    )
     packed = pack_targets(plan, targets, layers, products, accuracy, costs, store)
-    packed = with_golden_answers(packed, store, progress, timeout_seconds)
+    packed = with_golden_answers(packed, store, progress, seconds)
     bundle = pack_bundle(manifest.bundle.name, packed)
-    path, written = write(bundle, output, progress)
+    path, written = write(bundle, service.output, progress)
     digest = digest_of(bundle.index)
-    attach_descriptions(path, digest, partial(build_provenance, plan, digest))
-    return Built(path, digest, compiled, len(submitted) - compiled, written, accuracy)
+    files = () if begun.published is None else begun.published.files
+    attach_descriptions(path, digest, partial(build_provenance, plan, targets, files, digest))
+    built = tuple(
+        BuiltProgram(
+            each.spec.name,
+            each.job.target.name,
+            each.job.key.digest,
+            each.future.result().milliseconds,
+            each.new,
+        )
+        for each in begun.submitted
+    )
+    return Built(path, digest, compiled, len(built) - compiled, written, accuracy, built)
 
 
 def _fetch(manifest: Manifest) -> Path | None:
@@ -289,11 +523,8 @@ def _measure_forms(
     libraries: dict[str, KernelLibrary],
     model: ReadModel,
     code: UserCode,
-    store: Store,
     executor: Executor,
-    progress: Progress,
-    fresh: bool,
-    timeout_seconds: float,
+    service: _Services,
 ) -> KnownForms:
     """Return the tables of measured forms, with what was missing measured for targets that run here."""
     known = plan.forms
@@ -301,18 +532,19 @@ def _measure_forms(
         library = libraries.get(toolchain.target.name)
         if library is None or not runs_here(toolchain, library):
             continue
-        with progress.phase("looking for products"):
-            products = products_of(plan, model, code, store)
+        with service.progress.phase("looking for products"):
+            products = products_of(plan, model, code, service.store)
         known = measure_missing(
             known,
             products,
             toolchain,
             library,
-            store,
+            service.store,
             executor,
-            progress,
-            fresh=fresh,
-            timeout_seconds=timeout_seconds,
+            service.progress,
+            fresh=bool(service.measure),
+            quiet=service.jobs.wait,
+            timeout_seconds=service.timeout_seconds,
         )
     return known
 

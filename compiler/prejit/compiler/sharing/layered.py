@@ -1,22 +1,26 @@
 """The store of a build that shares results: this machine's store in front of those of many machines.
 
 A result that this machine lacks is fetched with its contents, checked, and kept here. A result that is made
-here is sent in the background. A shared store that does not answer, or refuses, is told once; the build goes
-on without it.
+here, or that a shared store turns out to lack, is sent in the background. A shared store that does not
+answer, or refuses, is told once; the build goes on without it.
+
+Machines that share one build (`share_with`) also hold a lease in the store while they make a result.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-from prejit.compiler.sharing.remote import Remote, RemoteError
+from prejit.compiler.sharing.leases import Lease, Leases
+from prejit.compiler.sharing.remote import RemoteError
 from prejit.compiler.sharing.shared_result import (
     MAX_BYTES,
     SharedResult,
@@ -24,11 +28,11 @@ from prejit.compiler.sharing.shared_result import (
     decode,
     encode,
 )
-from prejit.compiler.signing.private_key import PrivateKey
+from prejit.compiler.sharing.tier import Tier
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.interface import BlobWriter
 from prejit.compiler.store.key import Key
-from prejit.runtime.trust.keys import PublicKey
+from prejit.runtime.errors import StoreError
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
@@ -38,33 +42,8 @@ _TRANSFERS = 16
 LOCAL_KINDS = frozenset({"weights", "measure"})
 """Results that are not shared: to convert a checkpoint takes less time than to fetch what comes of it."""
 
-
-@dataclass(frozen=True)
-class Tier:
-    """A shared store, and what a build does with it.
-
-    Attributes:
-        remote: where its files are.
-        namespace: separates the results of those who may write it from others in the same remote store.
-        believed: keys; one of them must have signed a result. None: anyone may have written it.
-        writes: whether results that are made here go there.
-        signer: signs them; None: nobody does.
-    """
-
-    remote: Remote
-    namespace: str = ""
-    believed: tuple[PublicKey, ...] = ()
-    writes: bool = True
-    signer: PrivateKey | None = None
-
-    @property
-    def label(self) -> str:
-        """Name of the remote store and namespace, for people."""
-        return f"{self.remote.name} ({self.namespace})" if self.namespace else self.remote.name
-
-    def path_of(self, key: Key) -> str:
-        """Return the name of the file with a key's result."""
-        return f"ac/{key.digits_in(self.namespace)}"
+_POLL_SECONDS = 0.5
+"""Interval at which a build looks whether another machine has made a result."""
 
 
 @dataclass
@@ -89,6 +68,10 @@ class Traffic:
         return f"{self.found} results read ({read:.1f} MB), {self.sent} written ({written:.1f} MB)"
 
 
+class _GoneError(Exception):
+    """A shared store has a result, and not its contents any more."""
+
+
 def _content_path(digest: str) -> str:
     return f"cas/{digest.removeprefix('sha256:')}"
 
@@ -98,7 +81,12 @@ class LayeredStore:
     """A `Store` on this machine with shared stores behind it."""
 
     def __init__(
-        self, local: DirectoryStore, tiers: Sequence[Tier], note: Callable[[str], object]
+        self,
+        local: DirectoryStore,
+        tiers: Sequence[Tier],
+        note: Callable[[str], object],
+        *,
+        offers: bool = True,
     ) -> None:
         """Connect to nothing yet.
 
@@ -106,15 +94,38 @@ class LayeredStore:
             local: the store of this machine.
             tiers: the shared stores, the first to ask first.
             note: shows people a line.
+            offers: whether results of this machine that are used, and that a shared store lacks, go there.
         """
         self._local = local
         self._tiers = tiers
         self._note = note
         self.traffic = tuple(Traffic() for _ in tiers)
+        self.fetched: dict[str, str] = {}
+        """The name of the shared store that each result came from, by the digest of its key."""
         self._lock = threading.Lock()
         self._absent: set[str] = set()  # digests of keys that no shared store has
         self._pool = ThreadPoolExecutor(_TRANSFERS, "prejit-transfer")
-        self._sending: list[Future[None]] = []
+        self._offers = offers
+        self._offered: set[str] = set()  # digests of keys that are sent, or were looked for
+        self._sending: dict[
+            str, list[Future[None]]
+        ] = {}  # by digest of the key, in the order of tiers
+        self._leases: Leases | None = None
+        self._leading = 0  # the place of the tier with the leases
+
+    def share_with(self, leases: Leases, tier: Tier) -> None:
+        """Hold a lease while a result is made: other machines share this build.
+
+        Args:
+            leases: those of this machine.
+            tier: the one of this store's tiers in which they are.
+        """
+        self._leases = leases
+        self._leading = self._tiers.index(tier)
+
+    def why_down(self, tier: Tier) -> str:
+        """Return why a tier is not asked any more; empty: it answers."""
+        return self.traffic[self._tiers.index(tier)].down
 
     @property
     def root(self) -> Path:
@@ -124,7 +135,9 @@ class LayeredStore:
     def get(self, key: Key, *, verify: bool = False) -> Mapping[str, Any] | None:
         """See `Store.get`."""
         found = self._local.get(key, verify=verify)
-        if found is None and self._fetch(key):
+        if found is not None:
+            self._offer(key, found)
+        elif self._fetch(key):
             found = self._local.get(key)
         return found
 
@@ -148,21 +161,43 @@ class LayeredStore:
         self._local.put(key, result, blobs=needed)
         if key.kind in LOCAL_KINDS:
             return
+        with self._lock:
+            self._offered.add(key.digest)
+        self._send_soon(self._send, key, result, needed)
+
+    @contextmanager
+    def making(self, key: Key, *, give_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+        """See `Store.making`. Where machines share a build, the right counts for all of them.
+
+        Raises:
+            StoreError: machines share this build, and their store does not answer any more.
+        """
+        with self._local.making(key, give_up=give_up) as held:
+            if not held or self._leases is None or key.kind in LOCAL_KINDS:
+                yield held
+                return
+            lease: Lease | None = None
+            while not self._fetch_anew(key) and (lease := self._take_lease(key)) is None:
+                if give_up():
+                    yield False
+                    return
+                time.sleep(_POLL_SECONDS)
+            # The result may have come between the look and the lease: the caller looks again.
+            self._absent.discard(key.digest)
+            try:
+                yield True
+            finally:
+                if lease is not None:
+                    self._release_when_sent(lease)
+
+    def last_keys(self, kind: str, name: str) -> tuple[Key, ...]:
+        """See `Store.last_keys`."""
+        found = [*self._local.last_keys(kind, name)]
         for tier, traffic in zip(self._tiers, self.traffic, strict=True):
-            if tier.writes and not traffic.down:
-                self._sending.append(
-                    self._pool.submit(self._send, tier, traffic, key, result, needed)
-                )
-
-    def making(
-        self, key: Key, *, give_up: Callable[[], bool] = lambda: False
-    ) -> AbstractContextManager[bool]:
-        """See `Store.making`."""
-        return self._local.making(key, give_up=give_up)
-
-    def last_key(self, kind: str, name: str) -> Key | None:
-        """See `Store.last_key`."""
-        return self._local.last_key(kind, name)
+            entry = self._look(tier, traffic, _last_key(kind, name))
+            if entry is not None and (key := _key_of(entry, kind, name)) is not None:
+                found.append(key)
+        return tuple(found)
 
     def put_blob(self, content: bytes) -> str:
         """See `Store.put_blob`."""
@@ -182,16 +217,20 @@ class LayeredStore:
 
     def finish(self) -> None:
         """Wait until everything is sent, and say what was exchanged."""
-        for each in self._sending:
+        for each in [future for some in self._sending.values() for future in some]:
             each.result()
         self._pool.shutdown()
+        if self._leases is not None:
+            self._leases.close()
         for tier, traffic in zip(self._tiers, self.traffic, strict=True):
             if traffic.found or traffic.sent:
                 self._note(f"{tier.label}: {traffic}")
 
     def abandon(self) -> None:
-        """Send nothing more."""
+        """Send nothing more than what is under way, and let others make what was not finished here."""
         self._pool.shutdown(cancel_futures=True)
+        if self._leases is not None:
+            self._leases.close()
 
     # ------------------------------------------------------------------ reading
 
@@ -204,9 +243,16 @@ class LayeredStore:
             if entry is not None and self._bring(tier, traffic, entry):
                 with self._lock:
                     traffic.found += 1
+                    self.fetched[key.digest] = tier.label
                 return True
         self._absent.add(key.digest)
         return False
+
+    def _fetch_anew(self, key: Key) -> bool:
+        """Return whether this machine or a shared store has a result now."""
+        with self._lock:
+            self._absent.discard(key.digest)
+        return self.get(key) is not None
 
     def _look(self, tier: Tier, traffic: Traffic, key: Key) -> SharedResult | None:
         """Return a result that may be used; None: the shared store has none."""
@@ -240,6 +286,8 @@ class LayeredStore:
             except RemoteError as error:
                 self._lose(traffic, error)
                 return False
+            except _GoneError:  # the store dropped it to make room
+                return False
             except UnusableError as error:
                 self._refuse(tier, entry.key, str(error))
                 return False
@@ -258,11 +306,54 @@ class LayeredStore:
                 blob.write(piece)
 
             if not tier.remote.download(_content_path(digest), take):
-                raise UnusableError(f"expected {digest}, found none")
+                raise _GoneError
             if blob.digest != digest:
                 raise UnusableError(f"{digest}: expected this digest, found {blob.digest}")
 
     # ------------------------------------------------------------------ writing
+
+    def _send_soon(
+        self,
+        send: Callable[[Tier, Traffic, Key, Mapping[str, Any], Sequence[str]], None],
+        key: Key,
+        result: Mapping[str, Any],
+        blobs: Sequence[str],
+    ) -> None:
+        """Send a result to all shared stores that are written, in the background."""
+        with self._lock:
+            sending = self._sending.setdefault(key.digest, [])
+            for tier, traffic in zip(self._tiers, self.traffic, strict=True):
+                if tier.writes and not traffic.down:
+                    sending.append(self._pool.submit(send, tier, traffic, key, result, blobs))
+
+    def _offer(self, key: Key, result: Mapping[str, Any]) -> None:
+        """Send a result that this machine has, if a shared store lacks it. Each is looked for once."""
+        if not self._offers or key.kind in LOCAL_KINDS:
+            return
+        with self._lock:
+            if key.digest in self._offered:
+                return
+            self._offered.add(key.digest)
+        self._send_soon(self._send_missing, key, result, ())
+
+    def _send_missing(
+        self,
+        tier: Tier,
+        traffic: Traffic,
+        key: Key,
+        result: Mapping[str, Any],
+        _: Sequence[str],
+    ) -> None:
+        """Send a result of this machine with its contents, unless it is there."""
+        if traffic.down:
+            return
+        try:
+            there = tier.remote.has(tier.path_of(key))
+        except RemoteError as error:
+            self._lose(traffic, error)
+            return
+        if not there and (blobs := self._local.blobs_of(key)) is not None:
+            self._send(tier, traffic, key, result, blobs)
 
     def _send(
         self,
@@ -291,8 +382,46 @@ class LayeredStore:
             )
             with self._lock:
                 traffic.sent += 1
+            last = _last_key(key.kind, key.name)
+            named = {"ingredients": [list(pair) for pair in key.ingredients]}
+            tier.remote.write(
+                tier.path_of(last), encode(SharedResult(last, named, {}), tier.signer)
+            )
         except RemoteError as error:
             self._lose(traffic, error)
+
+    # ------------------------------------------------------------------ leases
+
+    def _take_lease(self, key: Key) -> Lease | None:
+        assert self._leases is not None
+        traffic = self.traffic[self._leading]
+        if not traffic.down:
+            try:
+                return self._leases.take(key)
+            except RemoteError as error:
+                self._lose(traffic, error)
+        raise StoreError(
+            f"the machines that share this build cannot agree any more: {traffic.down}",
+            hint="run it again when the shared store answers; what was finished is not made again",
+        )
+
+    def _release_when_sent(self, lease: Lease) -> None:
+        """Give a lease back once the others can find its result."""
+
+        def release(_: object = None) -> None:
+            assert self._leases is not None
+            try:
+                self._leases.release(lease)
+            except RemoteError as error:
+                self._lose(self.traffic[self._leading], error)
+
+        with self._lock:
+            sending = self._sending.get(lease.of.digest)
+        if sending:
+            # The tier with the leases is the first that is written.
+            sending[0].add_done_callback(release)
+        else:
+            release()
 
     # ------------------------------------------------------------------ what goes wrong
 
@@ -305,3 +434,17 @@ class LayeredStore:
 
     def _refuse(self, tier: Tier, key: Key, reason: str) -> None:
         self._note(f"{tier.label}: the result of {key.kind} {key.name} is not used: {reason}")
+
+
+def _last_key(kind: str, name: str) -> Key:
+    """Return the key under which a shared store has the last key of a name."""
+    return Key("last", f"{kind} {name}", (("kind", kind), ("name", name)))
+
+
+def _key_of(entry: SharedResult, kind: str, name: str) -> Key | None:
+    """Return the key that a shared store has as the last one of a name; None: it is none."""
+    listed: Any = entry.result.get("ingredients")
+    try:
+        return Key(kind, name, tuple((str(one), str(other)) for one, other in listed))
+    except (TypeError, ValueError):
+        return None

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.request import url2pathname
 
-from prejit.compiler.sharing.remote import RemoteError
+from prejit.compiler.sharing.remote import RemoteError, RemoteFile, claim
 from prejit.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +28,8 @@ ANSWER_SECONDS = 1.0
 """How long a remote store may take to answer, and to send the next piece. Then a build goes on alone."""
 
 _PIECE_BYTES = 1 << 20
+_NOTE_SECONDS = 3600
+"""A use updates the mtime of a file in a directory when the mtime is at least this many seconds old."""
 _JSON = "application/json"
 
 
@@ -43,6 +49,7 @@ class Objects:
         host = parts.netloc.rpartition("@")[2]
         self.name = urlunsplit(parts._replace(netloc=host))
         self._is_http = parts.scheme in ("http", "https")
+        self._directory = Path(url2pathname(parts.path)) if parts.scheme == "file" else None
         self._objects = _open(self.name, _headers(parts.username, parts.password, parts.scheme))
 
     def read(self, path: str, most: int) -> bytes | None:
@@ -67,6 +74,8 @@ class Objects:
             return False
         except (obstore.exceptions.BaseError, OSError) as error:
             raise self._failed(path, error) from error
+        if self._directory is not None:
+            _note_use(self._directory / path)
         return True
 
     def has(self, path: str) -> bool:
@@ -95,9 +104,66 @@ class Objects:
         except (obstore.exceptions.BaseError, OSError) as error:
             raise self._failed(path, error) from error
 
+    def create(self, path: str, content: bytes) -> bool:
+        """See `Remote.create`. Directories and object stores arbitrate; HTTP servers do not."""
+        import obstore
+
+        if self._is_http:
+            return claim(self, path, content)
+        try:
+            obstore.put(self._objects, path, content, mode="create")
+        except obstore.exceptions.AlreadyExistsError:
+            return False
+        except NotImplementedError:  # an older protocol of an object store
+            return claim(self, path, content)
+        except (obstore.exceptions.BaseError, OSError) as error:
+            raise self._failed(path, error) from error
+        return True
+
+    def remove(self, path: str) -> bool:
+        """See `Remote.remove`. HTTP servers keep or drop files as they are configured."""
+        import obstore
+
+        if self._is_http:
+            return False
+        try:
+            obstore.delete(self._objects, path)
+        except FileNotFoundError:
+            pass
+        except (obstore.exceptions.BaseError, OSError) as error:
+            raise self._failed(path, error) from error
+        return True
+
+    def listed(self) -> Iterator[RemoteFile]:
+        """See `Remote.listed`. A directory has the time of the last use, an object store that of writing."""
+        import obstore
+
+        if self._is_http:
+            raise UsageError(
+                f"{self.name}: expected a directory or an object store, whose files can be listed, found an "
+                "HTTP server",
+                hint="limit its size in the server itself: bazel-remote has --max_size",
+            )
+        try:
+            for some in obstore.list(self._objects):
+                for each in some:
+                    if each["path"].startswith(("ac/", "cas/")):
+                        used = each["last_modified"].timestamp()
+                        yield RemoteFile(each["path"], each["size"], used)
+        except FileNotFoundError:
+            return
+        except (obstore.exceptions.BaseError, OSError) as error:
+            raise self._failed("", error) from error
+
     def _failed(self, path: str, error: Exception) -> RemoteError:
         reason = str(error).partition("\n")[0].replace(path, "").strip()
         return RemoteError(f"{self.name}: {path[:16]}: {reason:.300}")
+
+
+def _note_use(path: Path) -> None:
+    with suppress(OSError):  # a directory that we may only read, or a file that was just removed
+        if abs(time.time() - path.stat().st_mtime) > _NOTE_SECONDS:
+            os.utime(path)
 
 
 def _headers(user: str | None, password: str | None, scheme: str) -> dict[str, str]:

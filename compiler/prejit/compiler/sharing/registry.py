@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
 
 from prejit.compiler.sharing.objects import ANSWER_SECONDS
-from prejit.compiler.sharing.remote import RemoteError
+from prejit.compiler.sharing.remote import RemoteError, RemoteFile, claim
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import UsageError
 
@@ -127,6 +127,22 @@ class Repository:
         }
         data = json.dumps(manifest, sort_keys=True).encode("ascii")
         self._ask("PUT", _at(path), headers={"Content-Type": _MANIFEST}, data=data)
+
+    def create(self, path: str, content: bytes) -> bool:
+        """See `Remote.create`. A registry writes tags without a condition."""
+        return claim(self, path, content)
+
+    def remove(self, path: str) -> bool:
+        """See `Remote.remove`. A registry deletes what its own retention rules say."""
+        return False
+
+    def listed(self) -> Iterator[RemoteFile]:
+        """See `Remote.listed`. A registry lists no contents."""
+        raise UsageError(
+            f"{self.name}: expected a directory or an object store, whose files can be listed, found a "
+            "registry",
+            hint="limit its size by the registry's own retention rules",
+        )
 
     def _upload(self, digest: str, content: bytes | BinaryIO) -> None:
         begun = self._ask("POST", "blobs/uploads/", headers={"Content-Length": "0"})

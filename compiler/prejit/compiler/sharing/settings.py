@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.sharing.layered import Tier
 from prejit.compiler.sharing.objects import Objects
 from prejit.compiler.sharing.registry import Repository
 from prejit.compiler.sharing.remote import Remote
+from prejit.compiler.sharing.tier import Tier
 from prejit.compiler.signing.private_key import PASSWORD_VARIABLE, PrivateKey, read_private_key
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, read_key

@@ -213,12 +213,21 @@ class DirectoryStore:
         """See `Store.where`."""
         return None if self.get(key, verify=True) is None else LOCAL
 
-    def last_key(self, kind: str, name: str) -> Key | None:
-        """See `Store.last_key`."""
+    def last_keys(self, kind: str, name: str) -> tuple[Key, ...]:
+        """See `Store.last_keys`."""
         body = self._files.read_json(self._last(kind, name))
         if body is None or (body["kind"], body["name"]) != (kind, name):
-            return None
-        return Key(kind, name, tuple((name, value) for name, value in body["ingredients"]))
+            return ()
+        return (Key(kind, name, tuple((name, value) for name, value in body["ingredients"])),)
+
+    def blobs_of(self, key: Key) -> tuple[str, ...] | None:
+        """Return the digests of the blobs that the result of a key needs; None: there is no result.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        body = self._files.read_json(self._action(key))
+        return None if body is None else tuple(body["blobs"])
 
     def files(self) -> Iterator[tuple[str, Path, tuple[str, ...] | None]]:
         """Yield every file, results first, for `prejit gc`.

@@ -115,8 +115,8 @@ class Store(Protocol):
             StoreError: the store cannot be written.
         """
 
-    def last_key(self, kind: str, name: str) -> Key | None:
-        """Return the key of the last result of a kind and name, which explains a miss; None: there is none.
+    def last_keys(self, kind: str, name: str) -> tuple[Key, ...]:
+        """Return the keys of the last results of a kind and name, here and elsewhere, which explain a miss.
 
         Raises:
             StoreError: the store cannot be read.

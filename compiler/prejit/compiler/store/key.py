@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,6 +49,12 @@ class Key:
         if not namespace:
             return digits
         return hashlib.sha256(f"{namespace}\0{digits}".encode()).hexdigest()
+
+
+def nearest(keys: Sequence[Key], new: Key) -> Key | None:
+    """Return the key that differs from a new one in the fewest ingredients; None: there are no keys."""
+    wanted = {*new.ingredients}
+    return min(keys, key=lambda each: len(wanted ^ {*each.ingredients}), default=None)
 
 
 def why(old: Key | None, new: Key) -> str:

@@ -14,6 +14,8 @@ BUILD_COMMANDS = {
     "build": "compile manifests and write their bundles",
     "check-model": "check that a model of yours keeps the rules of a decoder",
     "targets": "list the targets that a manifest may name, and which of them this machine builds",
+    "suggest": "choose the buckets that pad recorded requests least",
+    "rebuild": "build a bundle again from its recorded inputs and compare the two part by part",
     "schema": "print the JSON Schema of manifests, for editors",
     "record": "run a program and pack what jax compiles for it into a bundle",
     "sign": "sign a bundle, so that trust policies, cosign and model_signing can verify it",

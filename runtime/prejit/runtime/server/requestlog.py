@@ -7,7 +7,7 @@
 A body that is no UTF-8 is `body_base64`. `calls` has what each call of an engine gave:
 
     {"kind":"generate","model":"demo","seed":7,"token_ids":[17,4],"finish_reason":"length","prompt_tokens":9,...}
-    {"kind":"encode","model":"demo",
+    {"kind":"encode","model":"demo","sentences":2,"tokens":31,
      "arrays":{"embeddings":{"dtype":"float32","shape":[2,384],"digest":"...","norm":1.41}}}
 
 Handlers do not deal with it: each engine is wrapped in a `RecordedEngine`, which finds its request by a
@@ -58,7 +58,7 @@ class RecordedCall:
         token_ids: what was generated.
         finish_reason: as in `Result`; empty: the generation did not end.
         arrays: what each array of results was: dtype, shape, digest of its bytes, norm.
-        stats: parts of the statistics of a generation.
+        stats: parts of the statistics of a generation, or of the sentences that were encoded.
     """
 
     kind: str
@@ -75,7 +75,8 @@ class RecordedCall:
         found: dict[str, Any] = {"kind": self.kind, "model": self.model}
         if self.kind == "generate":
             found |= {"seed": self.seed, "token_ids": self.token_ids}
-            found |= {"finish_reason": self.finish_reason, **self.stats}
+            found["finish_reason"] = self.finish_reason
+        found |= self.stats
         if self.program is not None:
             found["program"] = self.program
         if self.arrays is not None:
@@ -240,9 +241,7 @@ class RecordedEngine:
         """Encode, as `Engine.submit_encode`."""
         future = self._engine.submit_encode(sentences, **options)
         if (call := self._call("encode")) is not None:
-            future.add_done_callback(
-                lambda done: _take_arrays(call, done, lambda got: {"embeddings": got.embeddings})
-            )
+            future.add_done_callback(lambda done: _take_embeddings(call, done))
         return future
 
     def encode(self, sentences: Any, **options: Any) -> Any:
@@ -307,6 +306,13 @@ def _take_result(call: RecordedCall, done: Future[Result]) -> None:
     call.token_ids = list(result.token_ids)
     call.finish_reason = result.finish_reason
     call.stats = _of_stats(result.stats)
+
+
+def _take_embeddings(call: RecordedCall, done: Future[Any]) -> None:
+    _take_arrays(call, done, lambda got: {"embeddings": got.embeddings})
+    if call.arrays is not None:
+        stats = done.result().stats
+        call.stats = {"sentences": stats.sentences, "tokens": stats.tokens}
 
 
 def _take_arrays(call: RecordedCall, done: Future[Any], arrays_of: Any) -> None:

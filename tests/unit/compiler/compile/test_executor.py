@@ -55,9 +55,8 @@ class MemoryStore:
             if held:
                 lock.release()
 
-    def last_key(self, kind: str, name: str) -> Key | None:
-        keys = (key for key in reversed(self.results) if (key.kind, key.name) == (kind, name))
-        return next(keys, None)
+    def last_keys(self, kind: str, name: str) -> tuple[Key, ...]:
+        return tuple(key for key in self.results if (key.kind, key.name) == (kind, name))[-1:]
 
     def put_blob(self, content: bytes) -> str:
         self.blobs[digest_of(content)] = content
@@ -145,7 +144,7 @@ def test_a_result_is_compiled_once_and_then_comes_from_the_store(
         assert run(executor, "b", "a") == first
         assert executor.compiled == 2
     assert find_compiled(store, job("a").key) == first["a", "cpu-host"]
-    assert store.last_key("compile", "a") == job("a").key
+    assert store.last_keys("compile", "a") == (job("a").key,)
 
 
 def test_a_failure_names_every_program_and_the_others_stay_in_the_store(

@@ -673,3 +673,30 @@ def test_a_frame_says_its_size_and_notices_every_flipped_bit() -> None:
         except zstandard.ZstdError:
             continue
         assert found == content, at  # a bit that means nothing
+
+
+def test_a_job_of_another_build_stops_no_other_job(
+    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path
+) -> None:
+    """The only lane must not wait for the other build while it could compile something."""
+    first, second = (job(cache, name, f"count:{tmp_path / name}", command=fake) for name in "ab")
+    with WorkerPool(cache, workers=1) as pool:
+        with cache.making(first.key):
+            waiting = pool.submit(first)
+            assert pool.submit(second).result(60)
+            assert not waiting.done()
+        assert waiting.result(60)
+    assert pool.compiled == 2
+
+
+def test_a_job_of_another_build_ends_with_the_pool(
+    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path
+) -> None:
+    """One that was tried, and put off, must not leave anybody waiting for it."""
+    first, second = (job(cache, name, f"count:{tmp_path / name}", command=fake) for name in "ab")
+    with cache.making(first.key):
+        with WorkerPool(cache, workers=1) as pool:
+            waiting = pool.submit(first)
+            assert pool.submit(second).result(60)
+        with pytest.raises(CancelledError):
+            waiting.result(60)

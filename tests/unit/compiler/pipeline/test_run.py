@@ -103,7 +103,8 @@ def twice(x: Any) -> Any:
 
 
 def test_a_build_whose_programs_fail_names_them_all_and_writes_nothing(tmp_path: Path) -> None:
-    programs = [Program(name, fn=twice, args=["float32[2]"]) for name in ("a", "b")]
+    sizes = {"a": 2, "b": 3}  # equal programs would be one job
+    programs = [Program(name, fn=twice, args=[f"float32[{n}]"]) for name, n in sizes.items()]
     executor = Refusing()
     with pytest.raises(BuildError) as caught:
         build(

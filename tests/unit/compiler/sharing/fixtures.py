@@ -14,7 +14,7 @@ from typing import BinaryIO
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from prejit.compiler.sharing.remote import RemoteError
+from prejit.compiler.sharing.remote import RemoteError, RemoteFile
 from prejit.compiler.signing.private_key import PrivateKey, parse_private_key
 from prejit.runtime.base.digests import digest_of
 
@@ -39,6 +39,7 @@ class Memory:
     files: dict[str, bytes] = field(default_factory=dict)
     fails: str = ""
     reads: int = 0
+    deletes: bool = True
 
     def read(self, path: str, most: int) -> bytes | None:
         self.reads += 1
@@ -65,6 +66,21 @@ class Memory:
         self._check()
         self.files[path] = content if isinstance(content, bytes) else content.read()
 
+    def create(self, path: str, content: bytes) -> bool:
+        self._check()
+        return self.files.setdefault(path, content) is content
+
+    def remove(self, path: str) -> bool:
+        self._check()
+        if self.deletes:
+            self.files.pop(path, None)
+        return self.deletes
+
+    def listed(self) -> Iterator[RemoteFile]:
+        self._check()
+        for number, (path, content) in enumerate([*self.files.items()]):
+            yield RemoteFile(path, len(content), float(number))
+
     def _check(self) -> None:
         if self.fails:
             raise RemoteError(self.fails)
@@ -89,7 +105,9 @@ def _serving(handler: type[_Handler]) -> Iterator[str]:
 
 
 @contextmanager
-def http_store(files: dict[str, bytes], seen: list[str]) -> Iterator[str]:
+def http_store(
+    files: dict[str, bytes], seen: list[str], is_down: Callable[[], bool] = lambda: False
+) -> Iterator[str]:
     """Serve files over HTTP; PUT adds one. Yields the URL."""
 
     class Handler(_Handler):
@@ -101,12 +119,16 @@ def http_store(files: dict[str, bytes], seen: list[str]) -> Iterator[str]:
 
         def do_PUT(self) -> None:
             seen.append(f"{self.path[:8]} {self.headers.get('content-type')}")
-            files[self.path] = self.rfile.read(int(self.headers["content-length"]))
+            content = self.rfile.read(int(self.headers["content-length"]))
+            if not is_down():
+                files[self.path] = content
             self.answer(True, b"")
 
         def answer(self, found: bool, content: bytes, size: int | None = None) -> None:
             seen.append(f"{self.command} {self.headers.get('authorization')}")
-            self.send_response(200 if found else 404)
+            if is_down():
+                content, size = b"", None
+            self.send_response(503 if is_down() else 200 if found else 404)
             self.send_header("content-length", str(len(content) if size is None else size))
             self.end_headers()
             self.wfile.write(content)

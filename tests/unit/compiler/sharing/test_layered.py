@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from tests.unit.compiler.sharing.fixtures import Memory, private_key
 
-from prejit.compiler.sharing.layered import LayeredStore, Tier
+from prejit.compiler.sharing.layered import LayeredStore
+from prejit.compiler.sharing.leases import Leases
+from prejit.compiler.sharing.shared_result import SharedResult, encode
+from prejit.compiler.sharing.tier import Tier
 from prejit.compiler.store.directory import LOCAL, DirectoryStore
 from prejit.compiler.store.key import Key
+from prejit.runtime.errors import StoreError
 
 KEY = Key("compile", "demo/decode", (("stablehlo", "x"),))
 CONTENT = b"executable" * 1000
@@ -83,7 +88,7 @@ def test_contents_that_disappear_here_stop_nothing(tmp_path: Path, place: Memory
 def test_a_result_is_written_after_its_contents(tmp_path: Path, place: Memory) -> None:
     """A machine that finds the result must find what it names."""
     Machine(tmp_path / "a", Tier(place)).make()
-    assert [path.partition("/")[0] for path in place.files] == ["cas", "ac"]
+    assert [path.partition("/")[0] for path in place.files] == ["cas", "ac", "ac"]  # and its key
 
 
 def test_contents_that_are_there_are_not_sent_again(tmp_path: Path, place: Memory) -> None:
@@ -117,12 +122,15 @@ def test_damaged_contents_are_not_used_and_named(
     assert digest in second.notes[0]
 
 
-def test_a_result_without_its_contents_is_not_used(tmp_path: Path, place: Memory) -> None:
+def test_a_result_whose_contents_were_dropped_is_a_miss(tmp_path: Path, place: Memory) -> None:
+    """A store that makes room drops contents one by one: nobody need hear of it, and they are sent again."""
     digest = Machine(tmp_path / "a", Tier(place)).make()
-    del place.files[f"cas/{digest.removeprefix('sha256:')}"]
+    dropped = place.files.pop(f"cas/{digest.removeprefix('sha256:')}")
     second = Machine(tmp_path / "b", Tier(place))
     assert second.store.get(KEY) is None
-    assert "found none" in second.notes[0]
+    assert not second.notes
+    second.make()
+    assert place.files[f"cas/{digest.removeprefix('sha256:')}"] == dropped
 
 
 def test_a_place_that_fails_is_told_once_and_asked_no_more(tmp_path: Path, place: Memory) -> None:
@@ -205,3 +213,135 @@ def test_an_earlier_result_under_another_name_is_refused(tmp_path: Path, place: 
     reader = Machine(tmp_path / "b", tier)
     assert reader.store.get(other) is None
     assert "expected the result of" in reader.notes[0]
+
+
+def test_what_a_machine_has_and_the_store_lacks_is_sent(tmp_path: Path, place: Memory) -> None:
+    """A build whose results are all on its machine still fills a new store."""
+    digest = Machine(tmp_path / "a", Tier(Memory())).make()
+    machine = Machine(tmp_path / "a", Tier(place))
+    assert machine.store.get(KEY) is not None
+    assert machine.store.get(KEY) is not None
+    machine.store.finish()
+    assert machine.store.traffic[0].sent == 1
+    assert Machine(tmp_path / "b", Tier(place)).store.get(KEY) == {"executable": digest}
+
+
+def test_what_the_store_has_is_not_sent_again(tmp_path: Path, place: Memory) -> None:
+    Machine(tmp_path / "a", Tier(place)).make()
+    machine = Machine(tmp_path / "a", Tier(place))
+    assert machine.store.get(KEY) is not None
+    machine.store.finish()
+    assert machine.store.traffic[0].sent == 0
+
+
+@pytest.mark.parametrize("is_plan", [True, False])
+def test_a_plan_and_a_reader_send_nothing(tmp_path: Path, place: Memory, is_plan: bool) -> None:
+    Machine(tmp_path / "a", Tier(Memory())).make()
+    local = DirectoryStore.open(tmp_path / "a")
+    store = LayeredStore(local, [Tier(place, writes=is_plan)], print, offers=not is_plan)
+    assert store.get(KEY) is not None
+    store.finish()
+    assert not place.files
+
+
+def test_the_last_key_of_another_machine_explains_a_miss(tmp_path: Path, place: Memory) -> None:
+    Machine(tmp_path / "a", Tier(place)).make()
+    second = Machine(tmp_path / "b", Tier(place))
+    assert second.store.last_keys(KEY.kind, KEY.name) == (KEY,)
+    assert second.store.last_keys(KEY.kind, "another") == ()
+
+
+def test_a_last_key_of_a_stranger_is_not_believed(tmp_path: Path, place: Memory) -> None:
+    Machine(tmp_path / "a", Tier(place, signer=private_key())).make()
+    believing = Tier(place, believed=(private_key().public,), writes=False)
+    assert Machine(tmp_path / "b", believing).store.last_keys(KEY.kind, KEY.name) == ()
+
+
+@pytest.mark.parametrize("ingredients", [None, "x", [["a"]], [["a", "b"], ["a", "c"]], [1], 7])
+def test_a_last_key_that_is_none_explains_nothing(
+    tmp_path: Path, place: Memory, ingredients: object
+) -> None:
+    tier = Tier(place)
+    key = Key("last", "compile demo", (("kind", "compile"), ("name", "demo")))
+    entry = SharedResult(key, {"ingredients": ingredients}, {})
+    place.files[tier.path_of(key)] = encode(entry, None)
+    assert Machine(tmp_path / "a", tier).store.last_keys("compile", "demo") == ()
+
+
+class Sharing(Machine):
+    """A machine that shares a build."""
+
+    def __init__(self, directory: Path, tier: Tier) -> None:
+        super().__init__(directory, tier)
+        self.store.share_with(Leases(tier, str(directory)), tier)
+
+
+def test_machines_that_share_a_build_make_a_result_once(tmp_path: Path, place: Memory) -> None:
+    first, second = (Sharing(tmp_path / name, Tier(place)) for name in "ab")
+    made = list[Sharing]()
+    together = threading.Barrier(2)
+
+    def build(machine: Sharing) -> None:
+        assert machine.store.get(KEY) is None
+        together.wait(60)
+        with machine.store.making(KEY) as held:
+            assert held
+            if machine.store.get(KEY) is None:
+                made.append(machine)
+                digest = machine.store.put_blob(CONTENT)
+                machine.store.put(KEY, {"executable": digest}, blobs=[digest])
+
+    threads = [threading.Thread(target=build, args=(each,)) for each in (first, second)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(made) == 1
+    for each in (first, second):
+        assert each.local.get(KEY, verify=True) is not None
+        each.store.finish()
+
+
+def test_who_makes_something_else_does_not_wait(tmp_path: Path, place: Memory) -> None:
+    first, second = (Sharing(tmp_path / name, Tier(place)) for name in "ab")
+    with first.store.making(KEY), second.store.making(KEY, give_up=lambda: True) as held:
+        assert not held
+    with second.store.making(KEY, give_up=lambda: True) as held:  # the first one made nothing
+        assert held
+    first.store.finish()
+    second.store.finish()
+
+
+def test_a_lease_lasts_until_the_others_find_the_result(tmp_path: Path) -> None:
+    """A lease that ends when the result is made, and not yet sent, lets another machine make it again."""
+    may_send = threading.Event()
+
+    class Slow(Memory):
+        def write(self, path: str, content: bytes | BinaryIO) -> None:
+            may_send.wait(60)
+            super().write(path, content)
+
+    place = Slow()
+    first, second = (Sharing(tmp_path / name, Tier(place)) for name in "ab")
+    with first.store.making(KEY):
+        digest = first.store.put_blob(CONTENT)
+        first.store.put(KEY, {"executable": digest}, blobs=[digest])
+    with second.store.making(KEY, give_up=lambda: True) as held:
+        assert not held
+    may_send.set()
+    with second.store.making(KEY) as held:
+        assert held
+        assert second.store.get(KEY) == {"executable": digest}
+    first.store.finish()
+    second.store.finish()
+
+
+def test_machines_that_cannot_agree_any_more_make_nothing_new(
+    tmp_path: Path, place: Memory
+) -> None:
+    machine = Sharing(tmp_path / "a", Tier(place))
+    place.fails = "memory://: no route to host"
+    with pytest.raises(StoreError, match="no route to host"), machine.store.making(KEY):
+        pass
+    assert machine.notes == ["memory://: no route to host; this build goes on without it"]
+    machine.store.abandon()

@@ -78,12 +78,12 @@ def test_what_was_not_stored_is_a_miss(cache: DirectoryStore) -> None:
 
 def test_the_last_key_of_a_name_is_remembered(cache: DirectoryStore) -> None:
     newer = Key("compile", KEY.name, (("jaxlib", "0.12.0"),))
-    assert cache.last_key("compile", KEY.name) is None
+    assert not cache.last_keys("compile", KEY.name)
     cache.put(KEY, {})
     cache.put(newer, {})
     cache.put(Key("lower", KEY.name, ()), {})
-    assert cache.last_key("compile", KEY.name) == newer
-    assert cache.last_key("compile", "../../other") is None
+    assert cache.last_keys("compile", KEY.name) == (newer,)
+    assert not cache.last_keys("compile", "../../other")
 
 
 def test_a_flipped_bit_in_a_blob_heals(cache: DirectoryStore) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.cli import run as cli
+from prejit.compiler.cli.run import run
 from prejit.compiler.targets import environments, interpreters
 from prejit.compiler.targets.listing import DOWNLOAD, EXACT_JAX, NO, YES, Listed, list_targets
 from prejit.compiler.targets.target_table import names
@@ -98,13 +98,13 @@ def test_another_architecture_builds_on_such_a_machine(
 def test_the_command_lists_people_a_table_and_scripts_json(
     every_interpreter: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["targets"]) == 0
+    assert run(["targets"]) == 0
     text = capsys.readouterr().out
     assert all(f"\n{name} " in text for name in names())
     assert "Tesla T4" in text
     assert "580.65.06" in text
     assert text.count("the first download: ") == 2, "once a platform"
-    assert cli.run(["targets", "--json"]) == 0
+    assert run(["targets", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["targets"]}
     assert list(rows) == list(names())
     assert rows["cuda-h200"]["builds"] is True
@@ -115,7 +115,7 @@ def test_the_command_lists_people_a_table_and_scripts_json(
 
 def test_listing_imports_no_jax(run_python: Callable[..., object]) -> None:
     run_python(
-        "import sys\nfrom prejit.compiler.cli import run as cli\nassert cli.run(['targets']) == 0\n"
+        "import sys\nfrom prejit.compiler.cli.run import run\nassert run(['targets']) == 0\n"
         "found = {'jax', 'jax._src', 'jaxlib._jax', 'numpy', 'flax'} & set(sys.modules)\n"
         "assert not found, found"
     )

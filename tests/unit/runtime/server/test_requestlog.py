@@ -80,7 +80,8 @@ class Engine:
 
     def submit_encode(self, sentences: Any, **options: Any) -> Future[Any]:
         done: Future[Any] = Future()
-        done.set_result(SimpleNamespace(embeddings=np.ones((2, 3), np.float32)))
+        stats = SimpleNamespace(sentences=2, tokens=9)
+        done.set_result(SimpleNamespace(embeddings=np.ones((2, 3), np.float32), stats=stats))
         return done
 
     def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -150,6 +151,7 @@ def test_a_recorded_stream_can_be_closed_as_any_other(engine: Any) -> None:
 def test_arrays_of_programs_and_embeddings_are_recorded(engine: Any) -> None:
     encoded, called = recorded(lambda: (engine.encode(["a"]), engine.call("score", x=1)))
     assert encoded["arrays"]["embeddings"]["shape"] == [2, 3]
+    assert (encoded["sentences"], encoded["tokens"]) == (2, 9)  # `prejit suggest` reads them
     assert called["program"] == "score"
     assert called["arrays"].keys() == {"result.a.0", "result.b"}
 

@@ -1,17 +1,23 @@
 """The provenance of a bundle, as an in-toto statement with SLSA's predicate v1: from what it was built.
 
-It is not signed here: `prejit sign` signs it together with the bundle.
+It is not signed here: `prejit sign` signs it together with the bundle. `prejit rebuild` reads it, builds
+again and compares.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.pipeline.describe.sources import Source, manifest_sources
+from prejit.compiler.pipeline.executables import CompiledTarget
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.plan import Plan
+from prejit.compiler.store.code import LOWERING, WEIGHTS, code_digest
+from prejit.compiler.store.jax_settings import jax_configuration
 from prejit.compiler.targets import cpu_count
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.format.names import REF_NAME
@@ -30,29 +36,44 @@ RECORDING_TYPE = "urn:prejit:recording:v1"
 BUILDER = "urn:prejit:builder"
 """SLSA's builder. Who ran it is who signs the provenance."""
 
+BASE = "dev.prejit.relative-to"
+"""The annotation of a file: it is named relative to the directory of the `manifest` or of the `model`."""
+_OF_PROGRAMS = ("stablehlo", "platforms", "kernels")
+"""The ingredients of keys that belong to one program. A library of kernels is a part of the bundle."""
 _MAX_MANIFEST_BYTES = 64 << 10
 """A longer manifest is named by its digest alone."""
 
 
-def build_provenance(plan: Plan, digest: str, index: Index, configs: Sequence[Config]) -> bytes:
+def build_provenance(
+    plan: Plan,
+    targets: Sequence[CompiledTarget],
+    weights: Sequence[tuple[str, str]],
+    digest: str,
+    index: Index,
+    configs: Sequence[Config],
+) -> bytes:
     """Return the statement of the provenance of a bundle that `prejit build` made.
 
     Args:
         plan: what was built.
+        targets: the executables of each target.
+        weights: the files of the checkpoint, each with its digest.
         digest: the bundle's digest.
         index: its index.
         configs: the configs of its targets.
     """
-    parameters = _parameters(plan)
     internal = {
         "keys": {config.target: _keys(config) for config in configs},
+        "tracing": _tracing(),
+        "compiling": {each.tools.name: _compiling(each) for each in targets},
         "cpus": {
             target.name: cpu_count.seen_by_xla(target.cpus)
             for target in plan.targets
             if target.platform == "cpu"
         },
     }
-    return _provenance(digest, index, configs, BUILD_TYPE, parameters, internal, _sources(plan))
+    sources = _sources(plan, weights)
+    return _provenance(digest, index, configs, BUILD_TYPE, _parameters(plan), internal, sources)
 
 
 def recording_provenance(digest: str, index: Index, configs: Sequence[Config]) -> bytes:
@@ -135,20 +156,43 @@ def _packages(configs: Sequence[Config]) -> list[dict[str, Any]]:
     ]
 
 
-def _sources(plan: Plan) -> list[dict[str, Any]]:
-    """Return the model's files that decide what it computes, and the user's own libraries."""
-    found: list[dict[str, Any]] = []
+def _tracing() -> dict[str, str]:
+    """Return what decides StableHLO and weights, beside the sources."""
+    return {
+        "code that lowers": code_digest(*LOWERING),
+        "code that packs weights": code_digest(*WEIGHTS),
+        "jax configuration": jax_configuration(os.environ),
+        **versions("jax", "jaxlib", "flax", "transformers"),
+    }
+
+
+def _compiling(target: CompiledTarget) -> Mapping[str, str]:
+    """Return what decides the executables of a target, beside their programs: what all their keys share."""
+    keys = [dict(each.job.key.ingredients) for each in target.executables]
+    return {
+        name: value
+        for name, value in keys[0].items()
+        if name not in _OF_PROGRAMS and all(key.get(name) == value for key in keys)
+    }
+
+
+def _sources(plan: Plan, weights: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Return the files from which the bundle was made."""
     source = None if plan.manifest.model is None else plan.manifest.model.source
-    if plan.model is not None and source is not None:
-        uri = {"uri": source} if source.startswith("hf:") else {}
-        for name, digest in plan.model.configuration:
-            found.append(
-                {**uri, "name": name, "digest": {"sha256": digest.removeprefix("sha256:")}}
-            )
-    for library in plan.libraries:
-        digest = library.described.digest.removeprefix("sha256:")
-        found.append({"name": library.described.name, "digest": {"sha256": digest}})
-    return found
+    uri = {"uri": source} if source is not None and source.startswith("hf:") else {}
+    files = manifest_sources(plan.manifest)
+    if plan.model is not None:
+        of_model = dict((*plan.model.configuration, *weights))
+        files += tuple(Source("model", name, of_model[name]) for name in sorted(of_model))
+    return [
+        {
+            **(uri if each.base == "model" else {}),
+            "name": each.name,
+            "digest": {"sha256": each.digest.removeprefix("sha256:")},
+            "annotations": {BASE: each.base},
+        }
+        for each in files
+    ]
 
 
 def _content(path: Path) -> bytes:

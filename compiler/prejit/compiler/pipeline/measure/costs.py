@@ -8,7 +8,7 @@ the key of the executable, so that a build that changes nothing measures nothing
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from prejit.compiler.compile.worker_process import WorkerProcess
@@ -32,6 +32,7 @@ def measure_costs(
     weights: PackedLayer | None,
     store: Store,
     progress: Progress,
+    quiet: Callable[[], None],
     timeout_seconds: float,
 ) -> dict[tuple[str, str], int]:
     """Return the microseconds of one run of an encoder's programs, by program and target.
@@ -44,6 +45,7 @@ def measure_costs(
         weights: the packed weights; None: the bundle has none.
         store: keeps what was measured.
         progress: shows what is measured.
+        quiet: waits until this process compiles nothing.
         timeout_seconds: time limit for all programs of a target.
 
     Raises:
@@ -56,7 +58,14 @@ def measure_costs(
         executables = [each for each in target.executables if each.spec.kind in ENCODER_KINDS]
         with progress.phase(f"measuring programs of {target.tools.name}"):
             found[target.tools.name] = _measured(
-                manifest, target, executables, weights.content, store, progress, timeout_seconds
+                manifest,
+                target,
+                executables,
+                weights.content,
+                store,
+                progress,
+                quiet,
+                timeout_seconds,
             )
     any_measured = next(filter(None, found.values()), {})
     estimated = {
@@ -78,6 +87,7 @@ def _measured(
     weights: Path,
     store: Store,
     progress: Progress,
+    quiet: Callable[[], None],
     timeout_seconds: float,
 ) -> dict[str, int]:
     """Return the microseconds of programs on this machine; {}: it cannot run them."""
@@ -95,6 +105,7 @@ def _measured(
         missing = [each for each in executables if each.spec.name not in known]
         if not missing:
             return known
+        quiet()
         requests = [
             {
                 "executable": each.compiled.executable.digest,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -65,6 +65,7 @@ def measure_missing(
     progress: Progress,
     *,
     fresh: bool,
+    quiet: Callable[[], None],
     timeout_seconds: float,
 ) -> KnownForms:
     """Measure the forms of products that no table has, keep them in the store, and return all tables.
@@ -81,6 +82,7 @@ def measure_missing(
         progress: shows each product.
         fresh: True: measure all products that this machine has not measured itself; False: only large
             products that no table has.
+        quiet: waits until this process compiles nothing.
         timeout_seconds: time limit of measuring one product.
     """
     conditions, own = conditions_of(toolchain, library), own_path(store.root)
@@ -91,6 +93,7 @@ def measure_missing(
         missing = known.missing(products, conditions, fresh=fresh)
         if not missing:
             return known
+        quiet()
         seconds = _FORM_SECONDS * sum(len(product.forms) for product in missing)
         progress.note(
             f"measuring the forms of {len(missing)} products for {toolchain.target.name}, "

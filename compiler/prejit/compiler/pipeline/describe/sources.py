@@ -1,0 +1,160 @@
+"""The files from which a bundle is built, each with its digest. No JAX, and no code of the user runs.
+
+Modules of the user are found by reading `import` statements, beginning with the modules that the manifest
+names. A module that code imports by a computed name is not among them: a rebuild then finds a program that
+differs, but cannot name the file.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+import sysconfig
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.pipeline.model import file_digest
+from prejit.runtime.errors import StoreError
+
+Base = Literal["manifest", "model"]
+"""The directory that a name is relative to: the manifest's, or the model's."""
+
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Source:
+    """A file that decides what is in a bundle.
+
+    Attributes:
+        base: the directory that the name is relative to.
+        name: path of the file, relative.
+        digest: digest of its content.
+    """
+
+    base: Base
+    name: str
+    digest: str
+
+
+def manifest_sources(manifest: Manifest) -> tuple[Source, ...]:
+    """Return the files that a manifest names, and the modules of the user, sorted.
+
+    Raises:
+        StoreError: a file cannot be read.
+    """
+    if manifest.path is None:
+        return ()
+    directory = manifest.directory.absolute()
+    files = {Path(os.path.abspath(manifest.resolve(name))) for name in _named(manifest)}
+    files |= {Path(each) for each in _modules(manifest, directory)}
+    found = (each for file in files for each in _below(file))
+    return tuple(
+        sorted(
+            Source("manifest", os.path.relpath(file, directory), file_digest(file))
+            for file in found
+            if file.is_file()
+        )
+    )
+
+
+def digest_now(source: Source, directory: Path) -> str | None:
+    """Return the digest that a source has now in a directory; None: it is gone.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    path = directory / source.name
+    try:
+        return file_digest(path) if path.is_file() else None
+    except OSError as error:
+        raise StoreError(f"{path}: cannot read: {error.strerror}") from error
+
+
+def _below(path: Path) -> Iterable[Path]:
+    return path.rglob("*") if path.is_dir() else (path,)
+
+
+def _named(manifest: Manifest) -> Iterator[str]:
+    """Yield the paths in a manifest, except that of its model."""
+    if manifest.bundle.license is not None:
+        yield manifest.bundle.license
+    if (model := manifest.model) is not None:
+        yield from (each for each in (model.evaluation, model.params) if isinstance(each, str))
+    for program in manifest.programs:
+        if program.is_file:
+            yield str(program.fn)
+        if isinstance(program.params, str):
+            yield program.params
+    yield from (library.path for library in manifest.libraries)
+    assert manifest.path is not None
+    with manifest.path.open("rb") as file:  # a resolved target names no files
+        tables: list[Any] = tomllib.load(file).get("target", [])
+    for table in tables:
+        yield from (table[key] for key in ("fingerprint", "tuning") if key in table)
+
+
+def _modules(manifest: Manifest, directory: Path) -> set[str]:
+    """Return the source files of the user's modules."""
+    objects: list[Any] = [each.fn for each in manifest.programs if not each.is_file]
+    objects += [each.args for each in manifest.programs]
+    objects += [None if manifest.model is None else manifest.model.module]
+    named = [each.partition(":")[0] for each in objects if isinstance(each, str)]
+    python = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    path = [str(directory)]
+    path += [
+        each
+        for each in map(os.path.abspath, sys.path)
+        if not _INSTALLED & {*Path(each).parts}
+        and not each.startswith(tuple(python))
+        and not os.path.isfile(os.path.join(each, "prejit", "compiler", "api.py"))
+    ]
+    found: dict[str, str] = {}
+    left = [*named]
+    while left:
+        name = left.pop()
+        for module in _with_packages(name):
+            if module in found or (file := _find(module, path)) is None:
+                continue
+            found[module] = file
+            left += _imports(module, file)
+    return set(found.values())
+
+
+def _with_packages(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[: count + 1]) for count in range(len(parts)))
+
+
+def _find(module: str, path: Iterable[str]) -> str | None:
+    """Return the file of a module; None: it is not of the user, or a package without code."""
+    place = module.replace(".", os.sep)
+    for directory in path:
+        for name in (os.path.join(place, "__init__.py"), f"{place}.py"):
+            file = os.path.join(directory, name)
+            if os.path.isfile(file):
+                return file
+    return None
+
+
+def _imports(module: str, file: str) -> Iterator[str]:
+    """Yield the names that a module may import, of modules and of others."""
+    package = module if file.endswith("__init__.py") else module.rpartition(".")[0]
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            start = ".".join([*(above if node.level else ()), *filter(None, [node.module])])
+            if start:
+                yield start
+                yield from (f"{start}.{each.name}" for each in node.names)

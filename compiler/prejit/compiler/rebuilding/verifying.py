@@ -1,0 +1,170 @@
+"""Build a bundle again from what it records, in a fresh store, and compare the two part by part.
+
+Nothing comes from the build cache or a shared store: a result that was stored once would only be compared
+with itself.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from prejit.compiler.checkpoint.source import resolve_source
+from prejit.compiler.compile.pool import WorkerPool
+from prejit.compiler.compile.worker_process import JOB_SECONDS
+from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.manifest.reading import read_manifest
+from prejit.compiler.native.form_table import Conditions, FormTable, Measured, to_text
+from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.describe.sources import digest_now
+from prejit.compiler.pipeline.keys import versions
+from prejit.compiler.pipeline.run import build
+from prejit.compiler.progress import Progress
+from prejit.compiler.rebuilding.parts import Part, compare
+from prejit.compiler.rebuilding.recorded import Recorded, read_recorded
+from prejit.compiler.store.directory import DirectoryStore
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.errors import BuildError, StoreError
+from prejit.runtime.format.schema import Config
+from prejit.runtime.machine.targets import Target
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A bundle that was built again.
+
+    Attributes:
+        path: directory of the bundle.
+        digest: its digest.
+        rebuilt: digest of the rebuild.
+        parts: all parts, compared.
+    """
+
+    path: Path
+    digest: str
+    rebuilt: str
+    parts: tuple[Part, ...]
+
+    @property
+    def findings(self) -> tuple[Part, ...]:
+        """The parts that differ, and nothing explains why."""
+        return tuple(each for each in self.parts if each.verdict == "differs")
+
+
+def rebuild(
+    bundle: Path,
+    manifest: Path | None,
+    *,
+    progress: Progress,
+    workers: int | None = None,
+    timeout_seconds: float = JOB_SECONDS,
+) -> Rebuilt:
+    """Build a bundle again from its recorded inputs, and compare.
+
+    Args:
+        bundle: directory of the bundle.
+        manifest: its manifest; None: the file that the bundle names, in the working directory.
+        progress: shows every step.
+        workers: number of compile processes; None: by cores and free memory.
+        timeout_seconds: time limit of one compile.
+
+    Raises:
+        UsageError: the bundle was recorded from a run, or its manifest was made in Python.
+        BuildError: it does not say from what it was built, a source is no longer what it was, or a program
+            does not compile.
+        ManifestError, CheckpointError, RejectError, StoreError, NetworkError: something cannot be read.
+    """
+    recorded = read_recorded(bundle)
+    read = _read_manifest(recorded, Path(recorded.manifest) if manifest is None else manifest)
+    pinned = replace(read, targets=tuple(_pinned(each, recorded) for each in read.targets))
+    with tempfile.TemporaryDirectory(prefix="prejit-rebuild-") as temporary:
+        directory = Path(temporary)
+        forms = directory / "chosen-forms.json"
+        forms.write_text(to_text(_chosen_forms(each.config for each in recorded.targets.values())))
+        store = DirectoryStore.open(directory / "store")
+        built = build(
+            pinned,
+            directory / "bundles",
+            store=store,
+            executor=WorkerPool(
+                store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
+            ),
+            progress=progress,
+            only=tuple(each.name for each in pinned.targets if each.name in recorded.targets),
+            forms=forms,
+            measure=False,
+            timeout_seconds=timeout_seconds,
+        )
+        with progress.phase("comparing"):
+            parts = compare(recorded, read_recorded(built.path))
+    return Rebuilt(bundle, recorded.digest, built.digest, parts)
+
+
+def _read_manifest(recorded: Recorded, path: Path) -> Manifest:
+    """Return the manifest, after all sources were found to be what they were.
+
+    Raises:
+        BuildError: some are not.
+    """
+    if not path.is_file():
+        raise BuildError(
+            f"{recorded.path}: expected its manifest at {path}, found no file",
+            hint="give it: --manifest FILE, in a checkout of the sources that the bundle was built from",
+        )
+    try:
+        found = digest_of(path.read_bytes())
+    except OSError as error:
+        raise StoreError(f"{path}: cannot read: {error.strerror}") from error
+    problems = []
+    if found != recorded.manifest_digest:
+        problems.append(_problem(str(path), recorded.manifest_digest, found))
+        manifest = None
+    else:
+        manifest = read_manifest(path)
+    for source in recorded.sources:
+        if source.base == "manifest":
+            directory = path.parent
+        elif manifest is None or manifest.model is None or manifest.model.source is None:
+            continue
+        else:
+            directory = resolve_source(manifest.model.source, manifest.directory)
+        now = digest_now(source, directory)
+        if now != source.digest:
+            problems.append(_problem(str(directory / source.name), source.digest, now))
+    if problems or manifest is None:
+        listed = "\n".join(f"  {each}" for each in problems)
+        raise BuildError(
+            f"{recorded.path}: {len(problems)} of the files that it was built from differ\n{listed}",
+            hint="check out the sources of that build, and give its manifest with --manifest",
+        )
+    return manifest
+
+
+def _problem(name: str, expected: str, found: str | None) -> str:
+    return f"{name}: expected {expected}, found {found or 'no file'}"
+
+
+def _pinned(target: Target, recorded: Recorded) -> Target:
+    """Return a target that is compiled with the bundle's own version of jax."""
+    contents = recorded.targets.get(target.name)
+    if contents is None or target.jax is not None:
+        return target
+    wanted = contents.config.versions.get("jax")
+    return target if wanted in (None, versions("jax")["jax"]) else replace(target, jax=wanted)
+
+
+def _chosen_forms(configs: Iterable[Config]) -> FormTable:
+    """Return a table from which a build chooses the forms of products that a bundle has.
+
+    Forms were chosen by measurement, which is no input that could be read again.
+    """
+    entries = []
+    for config in configs:
+        level = "" if config.kernels is None else config.kernels.level
+        conditions = Conditions(level, "the bundle that is rebuilt", 0, "", "", "")
+        for each in config.forms or ():
+            product = Product.parse(each.product)
+            entries.append(Measured(product, {each.form: 1}, conditions, each.date or "2026-01-01"))
+    return FormTable().merged(FormTable(tuple(entries)))

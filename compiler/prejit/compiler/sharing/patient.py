@@ -1,0 +1,90 @@
+"""A remote store that is asked again where it fails: machines that share a build cannot go on without it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, TypeVar, final
+
+from prejit.compiler.sharing.remote import Remote, RemoteError, RemoteFile
+
+_Answer = TypeVar("_Answer")
+
+PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
+"""Pauses before each further attempt."""
+
+
+@final
+class Patient:
+    """A `Remote` whose requests are tried several times."""
+
+    def __init__(self, remote: Remote) -> None:
+        """Wrap a remote store."""
+        self._remote = remote
+
+    @property
+    def name(self) -> str:
+        """See `Remote.name`."""
+        return self._remote.name
+
+    def read(self, path: str, most: int) -> bytes | None:
+        """See `Remote.read`."""
+        return _again(lambda: self._remote.read(path, most))
+
+    def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
+        """See `Remote.download`. It is tried again while nothing was written."""
+        begun = False
+
+        def take(piece: memoryview) -> None:
+            nonlocal begun
+            begun = True
+            write(piece)
+
+        return _again(lambda: self._remote.download(path, take), lambda: not begun)
+
+    def has(self, path: str) -> bool:
+        """See `Remote.has`."""
+        return _again(lambda: self._remote.has(path))
+
+    def write(self, path: str, content: bytes | BinaryIO) -> None:
+        """See `Remote.write`."""
+
+        def attempt() -> None:
+            if not isinstance(content, bytes):
+                content.seek(0)
+            self._remote.write(path, content)
+
+        _again(attempt)
+
+    def create(self, path: str, content: bytes) -> bool:
+        """See `Remote.create`. An attempt whose answer was lost may have succeeded."""
+        attempts = 0
+
+        def attempt() -> bool:
+            nonlocal attempts
+            attempts += 1
+            created = self._remote.create(path, content)
+            if not created and attempts > 1:
+                return self._remote.read(path, len(content) + (1 << 20)) == content
+            return created
+
+        return _again(attempt)
+
+    def remove(self, path: str) -> bool:
+        """See `Remote.remove`."""
+        return _again(lambda: self._remote.remove(path))
+
+    def listed(self) -> Iterator[RemoteFile]:
+        """See `Remote.listed`. It is tried once."""
+        return self._remote.listed()
+
+
+def _again(ask: Callable[[], _Answer], may: Callable[[], bool] = lambda: True) -> _Answer:
+    for pause in PAUSES_SECONDS:
+        try:
+            return ask()
+        except RemoteError:
+            if not may():
+                raise
+            time.sleep(pause)
+    return ask()

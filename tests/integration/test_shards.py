@@ -1,0 +1,143 @@
+"""One build by several processes, each on a machine of its own, that share nothing but a store."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+from tests.unit.compiler.sharing.fixtures import http_store
+from tests.warm import WarmProcess, WarmPython
+
+BUCKETS = list(range(1, 9))
+MANIFEST = f"""
+[bundle]
+name = "tiny"
+[[program]]
+name = "p"
+function = "tiny_model:f"
+args = {{ x = "float32[{{n}}]" }}
+buckets = {{ n = {BUCKETS} }}
+[[target]]
+name = "cpu-x86-64-v2"
+"""
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("project")
+    (directory / "tiny_model.py").write_text("def f(x):\n    return x * 2 + 1\n")
+    (directory / "tiny.toml").write_text(MANIFEST)
+    return directory / "tiny.toml"
+
+
+Start = Callable[..., WarmProcess]
+
+
+@pytest.fixture
+def start(warm: WarmPython, manifest: Path, tmp_path: Path) -> Start:
+    """`start(shard, store)`: a build on a machine of its own."""
+
+    def begin(shard: str | None, store: str | Path, machine: str | None = None) -> WarmProcess:
+        home = tmp_path / (machine or f"machine {shard or 0}".replace("/", " of "))
+        options = ["--cache", home / "cache", "-o", home / "out", "--store", store, "--json"]
+        options += [] if shard is None else ["--shard", shard]
+        return warm.start("build", manifest, *options, quick=True)
+
+    return begin
+
+
+def compiled(errors: str) -> Counter[str]:
+    return Counter(re.findall(r"^compiled (\S+) for", errors, re.MULTILINE))
+
+
+def finished(*processes: WarmProcess) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """What all of them print, and what they compiled together."""
+    found, programs = [], Counter[str]()
+    for each in processes:
+        output, errors = each.communicate()
+        assert each.returncode == 0, errors
+        found += json.loads(output)
+        programs += compiled(errors)
+    return found, programs
+
+
+def test_three_shards_compile_each_program_once(start: Start, tmp_path: Path) -> None:
+    shards = [start(f"{number}/3", tmp_path / "store") for number in (1, 2, 3)]
+    built, programs = finished(*shards)
+    assert programs == Counter({f"p/n{n}": 1 for n in BUCKETS})
+    assert sum(each["compiled"] for each in built) == len(BUCKETS)
+    assert all(each["compiled"] + each["cached"] == len(BUCKETS) for each in built)
+    for each in built:
+        number = int(each["shard"].partition("/")[0])
+        assert each["packed_here"] == (each["packed_by"] == number) == Path(each["path"]).exists()
+    assert any(each["packed_here"] for each in built)
+    # A build of the same without shards finds it all, and makes the same bundle.
+    plain, programs = finished(start(None, tmp_path / "store"))
+    assert not programs
+    assert {each["digest"] for each in built} == {plain[0]["digest"]}
+
+
+def test_shards_that_never_start_are_not_missed(start: Start, tmp_path: Path) -> None:
+    built, programs = finished(start("2/4", tmp_path / "store"))
+    assert programs == Counter({f"p/n{n}": 1 for n in BUCKETS})
+    assert built[0]["packed_by"] == 2
+
+
+@pytest.mark.thorough
+def test_what_a_killed_shard_began_others_finish(start: Start, tmp_path: Path) -> None:
+    """They wait for its lease for half a minute, and make again only what it did not send."""
+    killed = start("1/3", tmp_path / "store")
+    end = time.monotonic() + 60
+    while len([*(tmp_path / "store").glob("ac/*")]) < 4:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.killpg(killed.pid, signal.SIGKILL)
+    _, errors = killed.communicate()
+    built, programs = finished(*(start(f"{n}/3", tmp_path / "store") for n in (2, 3)))
+    assert max(programs.values()) == 1
+    assert set(programs) | set(compiled(errors)) == {f"p/n{n}" for n in BUCKETS}
+    assert len(set(programs) & set(compiled(errors))) <= 1  # the one that it was sending
+    assert any(each["packed_here"] for each in built)
+
+
+@pytest.mark.thorough
+def test_a_store_that_goes_down_ends_a_shard_and_loses_nothing(start: Start) -> None:
+    files: dict[str, bytes] = {}
+    with http_store(files, [], lambda: sum("/cas/" in path for path in files) > 2) as url:
+        first = start("1/2", url)
+        _, errors = first.communicate()
+    assert first.returncode not in (0, None)
+    assert "the bundle was not packed" in errors
+    done = compiled(errors)
+    assert done
+    with http_store(files, []) as url:
+        built, programs = finished(start("1/2", url))
+        assert not set(programs) & set(done)
+        assert built[0]["packed_here"]
+        # What was finished before is on no machine but the first, which sent it now.
+        assert not finished(start("2/2", url))[1]
+
+
+def test_a_shard_without_a_store_that_it_may_write_is_refused(
+    warm: WarmPython, manifest: Path, tmp_path: Path
+) -> None:
+    def refused(*options: str | Path) -> CompletedProcess[str]:
+        options = ("--cache", tmp_path / "cache", "-o", tmp_path / "out", *options)
+        done = warm.prejit("build", manifest, "--shard", "1/2", *options)
+        assert done.returncode == 2
+        return done
+
+    assert "expected a shared store that this build may write, found none" in refused().stderr
+    reads = tmp_path / "reads.toml"
+    reads.write_text(f'[[store]]\nurl = "{(tmp_path / "store").as_uri()}"\n')
+    assert "found one that it only reads" in refused("--store", reads).stderr
+    assert not (tmp_path / "out").exists()

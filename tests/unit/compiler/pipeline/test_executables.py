@@ -1,0 +1,96 @@
+"""Jobs of one build and of several: each key is compiled once, and who waits for an equal one learns all."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError, Future
+
+import pytest
+
+from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
+from prejit.compiler.pipeline.executables import Jobs
+from prejit.compiler.progress import Quiet
+from prejit.compiler.store.key import Key
+from prejit.compiler.targets.target_table import target
+from prejit.compiler.targets.toolchain import host_toolchain
+from prejit.runtime.errors import BuildError, StoreError
+from prejit.runtime.format.schema import Memory, Segment
+
+TOOLCHAIN = host_toolchain(target("cpu-host"), {"jax": "0.12.0", "jaxlib": "0.12.0"})
+RESULT = Compiled(
+    Segment(0, 1, f"sha256:{'0' * 64}", 1, f"sha256:{'0' * 64}"), (), Memory(0, 0, 0, 0), 1
+)
+
+
+class Recording:
+    """An executor whose futures the test completes."""
+
+    compiled = 0
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[CompileJob, Future[Compiled]]] = []
+        self.refuses = False
+
+    def submit(self, job: CompileJob) -> Future[Compiled]:
+        if self.refuses:
+            raise StoreError("no room")
+        self.taken.append((job, Future()))
+        return self.taken[-1][1]
+
+    def close(self) -> None:
+        for _, future in self.taken:
+            future.cancel()
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+def job(program: str, content: str = "same") -> CompileJob:
+    key = Key("compile", program, (("stablehlo", content),))
+    return CompileJob(program, TOOLCHAIN, Source(content, ("cpu",)), key)
+
+
+def test_equal_programs_take_one_worker() -> None:
+    executor = Recording()
+    jobs = Jobs(executor, Quiet())
+    first, new = jobs.submit("a", job("f"))
+    second, again = jobs.submit("b", job("g"))
+    _, other = jobs.submit("b", job("h", "another"))
+    assert (new, again, other) == (True, False, True)
+    assert [each.program for each, _ in executor.taken] == ["f", "h"]
+    executor.taken[0][1].set_result(RESULT)
+    assert first.result() is second.result() is RESULT
+    assert jobs.submit("c", job("late"))[0].result() is RESULT
+
+
+def test_the_error_of_a_program_names_the_one_that_waited_for_it() -> None:
+    executor = Recording()
+    jobs = Jobs(executor, Quiet(), several=True)
+    first, _ = jobs.submit("a", job("f"))
+    second, _ = jobs.submit("b", job("g"))
+    assert executor.taken[0][0].program == "a/f"
+    executor.taken[0][1].set_exception(BuildError("a/f for cpu-host: XLA died", hint="try again"))
+    with pytest.raises(BuildError, match=r"^a/f for cpu-host: XLA died$"):
+        first.result()
+    with pytest.raises(BuildError, match=r"^b/g for cpu-host: XLA died$") as caught:
+        second.result()
+    assert caught.value.hint == "try again"
+
+
+def test_nobody_waits_for_a_job_that_was_ended_or_refused() -> None:
+    executor = Recording()
+    jobs = Jobs(executor, Quiet())
+    waiting = [jobs.submit("a", job(name))[0] for name in ("f", "g")]
+    executor.close()
+    jobs.wait()
+    for each in waiting:
+        with pytest.raises(CancelledError):
+            each.result(timeout=60)
+    executor.refuses = True
+    with pytest.raises(StoreError):
+        jobs.submit("a", job("h", "another"))
+    jobs.wait()
+    with pytest.raises(StoreError):
+        jobs.submit("b", job("h", "another"))[0].result(timeout=60)

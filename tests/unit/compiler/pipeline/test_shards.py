@@ -1,0 +1,106 @@
+"""Shards: every program has one that begins with it, and one shard packs each build."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from prejit.compiler.pipeline.shards import MAX_SHARDS, Packed, Packing, Shard
+from prejit.compiler.progress import Quiet
+from prejit.compiler.store.directory import DirectoryStore
+from prejit.runtime.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0/4", "5/4", "1", "1/", "-1/2", "1/0", "a/b", "1/2/3", "1/99999"]
+)
+def test_what_names_no_shard_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="expected i/N"):
+        Shard.parse(text)
+
+
+def test_a_shard_is_counted_from_one() -> None:
+    assert Shard.parse("1/4") == Shard(1, 4)
+    assert str(Shard.parse(f"{MAX_SHARDS}/{MAX_SHARDS}")) == f"{MAX_SHARDS}/{MAX_SHARDS}"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 20])
+def test_the_first_parts_of_all_shards_are_all_programs(count: int) -> None:
+    """A program that no shard begins with would wait until all others are done."""
+    items = list(range(10))
+    begun = list[int]()
+    for number in range(1, count + 1):
+        order = Shard(number, count).ordered(items)
+        assert sorted(order) == items, "any shard can do all"
+        begun += order[: len(items[number - 1 :: count])]
+    assert sorted(begun) == items
+
+
+def test_shards_help_from_different_ends() -> None:
+    """Two that took the same program next would wait for each other instead of helping."""
+    items = list(range(8))
+    assert Shard(1, 2).ordered(items) == [0, 2, 4, 6, 7, 5, 3, 1]
+    assert Shard(2, 2).ordered(items) == [1, 3, 5, 7, 6, 4, 2, 0]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore.open(tmp_path)
+
+
+def packing(store: DirectoryStore, number: int, bundle: str = "demo") -> Packing:
+    return Packing(Shard(number, 4), bundle, store)
+
+
+def test_one_shard_packs_and_the_others_learn_of_it(store: DirectoryStore) -> None:
+    together = threading.Barrier(4)
+    found = list[tuple[int, Packed | None]]()
+
+    def run(number: int) -> None:
+        with packing(store, number) as mine:
+            together.wait(60)
+            other = mine.wait("x", Quiet())
+            if other is None:
+                mine.finish(f"digest {number}")
+            found.append((number, other))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(1, 5)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    [packer] = [number for number, other in found if other is None]
+    assert {other for _, other in found if other} == {Packed(packer, f"digest {packer}")}
+
+
+def test_a_shard_that_fails_leaves_packing_to_another(store: DirectoryStore) -> None:
+    first, second = packing(store, 1), packing(store, 2)
+    with first:
+        assert first.wait("x", Quiet()) is None  # and it never finishes
+    with second:
+        assert second.wait("x", Quiet()) is None
+
+
+def test_a_build_on_another_day_packs_its_own_bundle(store: DirectoryStore) -> None:
+    """Its shards find all executables there, and the mark of the last build too."""
+    for day in range(9):
+        first, late = packing(store, 1), packing(store, 2)
+        with first:
+            assert first.wait("x", Quiet()) is None, day
+            first.finish("digest")
+        with late:
+            assert late.wait("x", Quiet()) == Packed(1, "digest")
+
+
+def test_the_bundle_of_another_commit_is_not_ours(store: DirectoryStore) -> None:
+    """Two commits are built at the same time, under one name."""
+    ours, theirs = packing(store, 1), packing(store, 2)
+    with theirs:
+        assert theirs.wait("theirs", Quiet()) is None
+        theirs.finish("theirs")
+    with ours:
+        assert ours.wait("ours", Quiet()) is None
+        ours.finish("ours")
+    assert packing(store, 3, "other").wait("ours", Quiet()) is None

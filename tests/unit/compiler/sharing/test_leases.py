@@ -1,0 +1,164 @@
+"""Leases: one machine at a time makes a result, and that of a machine that died goes to another one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.unit.compiler.sharing.fixtures import Memory, private_key
+
+from prejit.compiler.sharing import remote as remote_module
+from prejit.compiler.sharing.leases import Leases
+from prejit.compiler.sharing.remote import RemoteError, claim
+from prejit.compiler.sharing.tier import Tier
+from prejit.compiler.store.key import Key
+
+KEY = Key("compile", "demo/decode", (("stablehlo", "x"),))
+LONG, SHORT = 3600.0, 0.2
+Machine = Callable[..., Leases]
+
+
+@pytest.fixture(params=[True, False], ids=["deletes", "deletes nothing"])
+def place(request: pytest.FixtureRequest) -> Memory:
+    return Memory(deletes=request.param)
+
+
+@pytest.fixture
+def machine(place: Memory) -> Iterator[Machine]:
+    """`machine(seconds)`: the leases of a new machine, which are closed after the test."""
+    made = list[Leases]()
+
+    def new(seconds: float = LONG, tier: Tier | None = None) -> Leases:
+        made.append(Leases(tier or Tier(place), f"machine {len(made)}", seconds))
+        return made[-1]
+
+    yield new
+    for each in made:
+        each.close()
+
+
+def until(done: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_two_machines_never_hold_the_same_lease(machine: Machine) -> None:
+    first, second = machine(), machine()
+    lease = first.take(KEY)
+    assert lease is not None
+    assert second.take(KEY) is None
+    assert second.take(Key("compile", "other", (("stablehlo", "y"),))) is not None
+    first.release(lease)
+    assert second.take(KEY) is not None
+    assert first.take(KEY) is None
+
+
+def test_of_many_that_ask_at_once_one_holds_it(machine: Machine) -> None:
+    together = threading.Barrier(8)
+    held = list[object]()
+
+    def take(leases: Leases) -> None:
+        together.wait(60)
+        held.append(leases.take(KEY))
+
+    threads = [threading.Thread(target=take, args=(machine(),)) for _ in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert sum(each is not None for each in held) == 1
+
+
+def test_the_lease_of_a_machine_that_died_is_taken_over(place: Memory, machine: Machine) -> None:
+    dead = machine(LONG)
+    assert dead.take(KEY) is not None  # it never writes it again within this test
+    second = machine(SHORT)
+    assert second.take(KEY) is None  # it may still live
+    until(lambda: second.take(KEY))
+    assert machine(LONG).take(KEY) is None  # now it is the second one's
+
+
+def test_a_machine_that_lives_keeps_its_lease(machine: Machine) -> None:
+    first = machine(SHORT)
+    assert first.take(KEY) is not None
+    second = machine(10 * SHORT)
+    end = time.monotonic() + 15 * SHORT
+    while time.monotonic() < end:
+        assert second.take(KEY) is None
+        time.sleep(SHORT / 4)
+
+
+def test_one_that_awakes_takes_nothing_from_its_successor(
+    place: Memory, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that was suspended must not delete the lease of the one that has taken over."""
+    asleep = machine(LONG)
+    lease = asleep.take(KEY)
+    assert lease is not None
+    second = machine(SHORT)
+    until(lambda: second.take(KEY))
+    lease.written -= 2 * LONG
+    before = set(place.files)
+    asleep.release(lease)
+    assert set(place.files) == before
+    assert machine(LONG).take(KEY) is None
+
+
+def test_a_stranger_stops_nobody(place: Memory, machine: Machine) -> None:
+    """Who may write into the store, but not sign, must not be able to stop a build."""
+    signer = private_key()
+    assert machine(LONG, Tier(place)).take(KEY) is not None  # signed by nobody
+    assert machine(LONG, Tier(place, signer=private_key())).take(KEY) is None  # believes anyone
+    own = Tier(place, believed=(signer.public,), signer=signer)
+    assert machine(LONG, own).take(KEY) is not None
+    assert machine(LONG, own).take(KEY) is None
+
+
+def test_namespaces_have_leases_of_their_own(place: Memory, machine: Machine) -> None:
+    assert machine(LONG, Tier(place, "branch")).take(KEY) is not None
+    assert machine(LONG, Tier(place, "release")).take(KEY) is not None
+
+
+def test_closing_gives_all_leases_back(machine: Machine) -> None:
+    first = machine()
+    assert first.take(KEY) is not None
+    first.close()
+    assert machine().take(KEY) is not None
+
+
+def test_a_store_that_fails_is_an_error_and_holds_no_lease(place: Memory, machine: Machine) -> None:
+    place.fails = "memory://: no route to host"
+    leases = machine()
+    with pytest.raises(RemoteError):
+        leases.take(KEY)
+    place.fails = ""
+    assert machine().take(KEY) is not None
+
+
+def test_without_conditional_writes_the_last_writer_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both machines saw no file: the writes cross, and one of them must notice it."""
+    monkeypatch.setattr(remote_module, "SETTLE_SECONDS", 0.3)
+    together = threading.Barrier(2)
+
+    class Plain(Memory):
+        def has(self, path: str) -> bool:
+            there = super().has(path)
+            together.wait(60)
+            return there
+
+    place, won = Plain(), dict[bytes, bool]()
+
+    def run(content: bytes) -> None:
+        won[content] = claim(place, "ac/x", content)
+
+    threads = [threading.Thread(target=run, args=(content,)) for content in (b"one", b"two")]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert sorted(won.values()) == [False, True]
+    assert won[place.files["ac/x"]]

@@ -1,0 +1,96 @@
+"""What a log says, and what is said of a log that cannot be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.compiler.suggesting.log import Encoding, Generation, read_log
+from prejit.runtime.errors import StoreError, UsageError
+
+
+def log(tmp_path: Path, *lines: Any, name: str = "log.jsonl") -> Path:
+    path = tmp_path / name
+    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(text) + "\n")
+    return path
+
+
+def request(time: float, seconds: float, *calls: dict[str, Any]) -> dict[str, Any]:
+    return {"event": "request", "time": time, "seconds": seconds, "calls": calls}
+
+
+def generate(model: str = "demo", **counts: int) -> dict[str, Any]:
+    return {"kind": "generate", "model": model, "prompt_tokens": 20, "new_tokens": 5, **counts}
+
+
+def test_the_log_of_a_server_gives_lengths_and_how_many_ran_at_once(tmp_path: Path) -> None:
+    path = log(
+        tmp_path,
+        {"event": "start", "models": []},
+        request(10.0, 4.0, generate(reused_tokens=16)),
+        request(11.0, 3.0, generate()),
+        request(12.0, 0.1, {"kind": "generate", "model": "demo", "token_ids": None}),  # it failed
+    )
+    found = read_log(path)
+    assert found.generations == {Generation(4, 5, 16): 1, Generation(20, 5): 1}
+    assert found.seconds_at == {1: 3.0, 2: 2.0}
+
+
+def test_sentences_of_a_call_have_its_mean_length(tmp_path: Path) -> None:
+    call = {"kind": "encode", "model": "e", "sentences": 2, "tokens": 31}
+    assert read_log(log(tmp_path, request(1.0, 0.5, call))).encodings == {Encoding(16, 2): 1}
+
+
+def test_bundles_of_a_server_are_not_mixed(tmp_path: Path) -> None:
+    path = log(
+        tmp_path,
+        request(1.0, 0.5, generate("a")),
+        request(2.0, 0.5, generate("b", new_tokens=9)),
+    )
+    with pytest.raises(UsageError, match=r"one of the bundles of the log \(a, b\), found none"):
+        read_log(path)
+    found = read_log(path, "b")
+    assert found.generations == {Generation(20, 9): 1}
+    assert found.seconds_at == {1: 0.5}
+    with pytest.raises(UsageError, match="found 'c'"):
+        read_log(path, "c")
+
+
+def test_lines_of_the_user_are_json_or_csv(tmp_path: Path) -> None:
+    rows = ['{"prompt_tokens": 7, "new_tokens": 3, "batch": 2}', "", '{"length": 12}']
+    found = read_log(log(tmp_path, *rows))
+    assert found.generations == {Generation(7, 3, batch=2): 1}
+    assert found.encodings == {Encoding(12): 1}
+    table = log(tmp_path, "length, batch", "12, 4", "9,", name="log.csv")
+    assert read_log(table).encodings == {Encoding(12, 4): 1, Encoding(9): 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "line 1: expected JSON"),
+        ("[1]", "line 1: expected an object"),
+        ('{"tokens": 3}', "line 1: expected prompt_tokens or length, found tokens"),
+        ('{"length": 0}', "length: expected a number from 1 to"),
+        ('{"length": 1.5}', r"length: expected a number from 1 to 16777216, found 1\.5"),
+        ('{"length": 1e400}', "length: expected a number"),
+        ('{"length": true}', "length: expected a number"),
+        ('{"prompt_tokens": 3}', "new_tokens: expected a number from 0 to 16777216, found None"),
+        ('{"event": "start"}', "expected requests with lengths, found none"),
+    ],
+)
+def test_a_line_of_another_form_is_named(tmp_path: Path, line: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        read_log(log(tmp_path, line))
+
+
+def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"none\.jsonl: cannot read: No such file"):
+        read_log(tmp_path / "none.jsonl")
+    (tmp_path / "latin").write_bytes(b"\xff")
+    with pytest.raises(StoreError, match="not UTF-8"):
+        read_log(tmp_path / "latin")
