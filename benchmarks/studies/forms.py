@@ -28,8 +28,9 @@ from prejit.compiler.native.form_table import (
 )
 from prejit.compiler.native.library import KernelLibrary, build_kernels
 from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.code import UserCode
 from prejit.compiler.pipeline.keys import versions
-from prejit.compiler.pipeline.lowering import UserCode, products_of
+from prejit.compiler.pipeline.lowering import products_of
 from prejit.compiler.pipeline.measure.forms import measure_products, runs_here
 from prejit.compiler.pipeline.model import read_model
 from prejit.compiler.pipeline.plan import plan_build
@@ -71,7 +72,7 @@ def recorded_products(cache: DirectoryStore) -> dict[str, tuple[Product, ...]]:
     model = once(partial(read_model, demo, plan.model))
     all_dtypes = ("float32", "bfloat16", "int8")
     return {
-        "demo": products_of(plan, model, UserCode(), cache),
+        "demo": products_of(plan, model, UserCode, cache),
         "gpt2": tuple(products(all_dtypes, (1, 2, 4, 8, 16, 32, 64, 128, 512), GPT2)),
         "minilm": tuple(products(("float32",), (16, 32, 64, 128, 256, 512, 1024, 8192), MINILM)),
         "llama": tuple(products(("bfloat16", "int8"), (1, 4, 8, 32, 512), LLAMA)),

@@ -179,7 +179,7 @@ def test_a_second_build_compiles_nothing_and_another_value_is_seen(
     )
     planned = prejit.compiler.plan(manifest, cache=options["cache"])
     assert {(each.state, each.why) for each in planned} == {
-        ("traced at build", "a build traces EquinoxDecoder, and then looks for its executable")
+        ("traced at build", "EquinoxDecoder is an object of Python, which every build traces")
     }
     first, second = built(decoder), built(decoder)
     assert (first.compiled + first.cached, first.written) == (3, True)

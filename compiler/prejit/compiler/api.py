@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest, Program
@@ -32,6 +33,10 @@ from prejit.runtime.jitted.calls import Parameters
 
 AnyManifest = Manifest | str | os.PathLike[str]
 """A manifest, or the path of its TOML file."""
+EXECUTOR = "PREJIT_EXECUTOR"
+"""The environment variable that says where a build compiles."""
+LOCAL = "local"
+"""The executor that compiles in worker processes of this machine."""
 
 
 def plan(
@@ -44,8 +49,8 @@ def plan(
 ) -> tuple[PlannedExecutable, ...]:
     """Return what a build would do about each program and target, as `prejit plan` shows it.
 
-    A plan traces and compiles nothing. Only a build shows whether the executable of a user's function is
-    cached, because it traces the function.
+    A plan traces and compiles nothing. A function that changed is traced at build, which shows whether its
+    executable is cached.
 
     Args:
         manifest: a manifest, or the path of a TOML file.
@@ -126,10 +131,12 @@ def build(
     shared: str | None = None,
     forms: Path | None = None,
     measure: bool | None = None,
+    executor: str | None = None,
     workers: int | None = None,
     timeout_seconds: float = JOB_SECONDS,
     shard: str | None = None,
     quiet: bool = False,
+    retrace: bool = False,
 ) -> Built:
     """Compile the programs of a manifest and write the bundle `output/NAME`, as `prejit build` does.
 
@@ -146,11 +153,15 @@ def build(
         forms: a table of measured forms.
         measure: which products are measured. True: those that this machine has not measured itself; False:
             none; None: large ones that no table has.
-        workers: number of compile processes; None: by cores and free memory.
+        executor: `local`, or the address of a Ray cluster that compiles, `ray://HOST:PORT` or `ray://auto`;
+            None: $PREJIT_EXECUTOR or `local`.
+        workers: number of compile processes on this machine; None: by cores and free memory.
         timeout_seconds: time limit of one compile, and of measuring one product.
         shard: `i/N`: this is the i-th of N processes on any machines that share the build by their shared
             store; None: it is the only one.
         quiet: whether nothing is printed; else the progress goes to stderr.
+        retrace: whether functions and decoders of the user are traced again, though nothing changed that they
+            read.
 
     Raises:
         ManifestError: the manifest has mistakes.
@@ -171,20 +182,19 @@ def build(
         display as progress,
         _open_store(cache, shared, progress, builds=True, shard=part) as store,
     ):
-        executor = WorkerPool(
-            store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
-        )
+        compiles = _open_executor(executor, store, shared, workers, progress, timeout_seconds)
         built = run_build(
             checked,
             Path(output),
             store=store,
-            executor=executor,
+            executor=compiles,
             progress=progress,
             only=tuple(targets),
             forms=forms,
             # What each shard measured for itself would make its programs differ from those of others.
             measure=measure if part is None else bool(measure),
             timeout_seconds=timeout_seconds,
+            retrace=retrace,
             shard=part,
         )
     if built.packed_here:
@@ -201,8 +211,10 @@ def build_all(
     shared: str | None = None,
     forms: Path | None = None,
     measure: bool | None = None,
+    executor: str | None = None,
     workers: int | None = None,
     timeout_seconds: float = JOB_SECONDS,
+    retrace: bool = False,
 ) -> None:
     """Build several manifests with one pool of workers, as `prejit build` does.
 
@@ -214,16 +226,16 @@ def build_all(
         shared: see `build`.
         forms: see `build`.
         measure: see `build`.
+        executor: see `build`.
         workers: see `build`.
         timeout_seconds: see `build`.
+        retrace: see `build`.
 
     Raises:
         StoreError: the build cache cannot be opened.
     """
     with open_progress() as progress, _open_store(cache, shared, progress, builds=True) as store:
-        executor = WorkerPool(
-            store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
-        )
+        compiles = _open_executor(executor, store, shared, workers, progress, timeout_seconds)
 
         def reported(result: Built | Failed) -> None:
             if isinstance(result, Built):
@@ -234,13 +246,39 @@ def build_all(
             requests,
             Path(output),
             store=store,
-            executor=executor,
+            executor=compiles,
             progress=progress,
             forms=forms,
             measure=measure,
             timeout_seconds=timeout_seconds,
+            retrace=retrace,
             done=reported,
         )
+
+
+def _open_executor(
+    name: str | None,
+    store: Store,
+    shared: str | None,
+    workers: int | None,
+    progress: Progress,
+    timeout_seconds: float,
+) -> Executor:
+    name = name or os.environ.get(EXECUTOR) or LOCAL
+    if name == LOCAL:
+        return WorkerPool(
+            store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
+        )
+    from prejit.compiler.cluster.executor import ClusterExecutor
+
+    return ClusterExecutor(
+        name,
+        store,
+        shared=shared,
+        workers=workers,
+        progress=progress,
+        timeout_seconds=timeout_seconds,
+    )
 
 
 def _fetched(store: Store) -> Mapping[str, str]:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -104,6 +105,7 @@ class Progress(abc.ABC):
         self._lock = threading.RLock()
         self._total = self._cached = self._finished = self._failed = 0
         self._compiling: dict[str, float] = {}  # label: start time
+        self._nodes: dict[str, str] = {}  # label: the node that compiles it
         self._phases: dict[str, float] = {}
         self._seconds = 0.0  # sum over the programs that are done
         self._began = _now()
@@ -130,18 +132,23 @@ class Progress(abc.ABC):
         with self._lock:
             self._cached += 1
 
-    def started(self, program: str, target: str) -> None:
-        """Show that a worker compiles a program."""
+    def started(self, program: str, target: str, node: str = "") -> None:
+        """Show that a worker compiles a program, on a node of a cluster where one is given."""
         with self._lock:
-            self._compiling[_label(program, target)] = _now()
+            label = _label(program, target)
+            self._compiling[label] = _now()
+            if node:
+                self._nodes[label] = node
 
     def finished(self, program: str, target: str) -> None:
         """Show that a program was compiled."""
         with self._lock:
             self._finished += 1
+            node = self._nodes.get(_label(program, target))
             seconds = self._end(program, target)
+            place = f" on {node}" if node else ""
             self._tell_finished(
-                f"compiled {program} for {target} in {seconds:.1f} s ({self._count()})"
+                f"compiled {program} for {target}{place} in {seconds:.1f} s ({self._count()})"
             )
 
     def failed(self, program: str, target: str, reason: str) -> None:
@@ -191,6 +198,7 @@ class Progress(abc.ABC):
         start = self._compiling.pop(label, now)
         self._seconds += now - start
         self._steps.append(Step(label, start - self._began, now - self._began, program, target))
+        self._nodes.pop(label, None)
         return now - start
 
     def _count(self) -> str:
@@ -321,11 +329,15 @@ class Live(Progress):
                 facts.append(f"about {left:.0f} s left")
             running = self._running()
             total = self._total
+            nodes = Counter(self._nodes.values())
         bar = Table.grid(padding=(0, 1))
         bar.add_row(
             ProgressBar(total=max(total, 1), completed=done, width=30), Text(", ".join(facts))
         )
         lines = [Text(f"  {label} {seconds:.0f} s", style="dim") for label, seconds in running[:8]]
+        if nodes:
+            named = ", ".join(f"{node}: {count}" for node, count in sorted(nodes.items())[:8])
+            lines.append(Text(f"  {len(nodes)} nodes ({named})", style="dim"))
         return Group(*([bar] if total else []), *lines)
 
 

@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     help="Compile processes side by side (default: cores).",
 )
 @click.option(
+    "--executor",
+    metavar="WHERE",
+    help="Where to compile: local, ray://HOST:PORT or ray://auto (default: $PREJIT_EXECUTOR or local).",
+)
+@click.option(
     "--timeout",
     type=click.IntRange(min=1),
     default=3600,
@@ -61,6 +66,11 @@ if TYPE_CHECKING:
     help="Measure how products are computed fastest: all of them, or none (default: large ones that no "
     "table has).",
 )
+@click.option(
+    "--retrace",
+    is_flag=True,
+    help="Trace functions and decoders of your own again, though nothing changed that they read.",
+)
 @CACHE
 @SHARED
 @click.option(
@@ -75,10 +85,12 @@ def build(
     output: Path,
     targets: tuple[str, ...],
     jobs: int | None,
+    executor: str | None,
     timeout: int,
     skip_unbuildable: bool,
     forms: Path | None,
     measure: bool | None,
+    retrace: bool,
     cache: Path | None,
     shared: str | None,
     shard: str | None,
@@ -116,8 +128,10 @@ def build(
         "shared": shared,
         "forms": forms,
         "measure": measure,
+        "executor": executor,
         "workers": jobs,
         "timeout_seconds": timeout,
+        "retrace": retrace,
     }
     if len(requests) == 1 or shard is not None:
         for manifest, only in requests:

@@ -19,8 +19,8 @@ PLAN_HAS_CHANGES = 8
 @click.command(
     epilog="Examples:\n\n\b\n  prejit plan manifests/demo.toml\n"
     "  prejit plan manifests/demo.toml --target cpu-x86-64-v3 --json\n\n"
-    "A plan compiles and traces nothing. Only a build shows whether the executable of a [[program]] is "
-    "cached, because it traces the function.\n\n"
+    "A plan compiles and traces nothing. A [[program]] that changed is traced at build, which shows whether "
+    "its executable is cached.\n\n"
     f"Exit status: 0 everything is cached, {PLAN_HAS_CHANGES} something compiles or is traced at build."
 )
 @click.argument("manifest", type=PATH)

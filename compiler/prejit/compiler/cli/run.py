@@ -14,6 +14,7 @@ import click
 from prejit.compiler.cli.build import build
 from prejit.compiler.cli.channel import channel
 from prejit.compiler.cli.check_model import check_model
+from prejit.compiler.cli.diff import diff
 from prejit.compiler.cli.gc import gc
 from prejit.compiler.cli.plan import plan
 from prejit.compiler.cli.rebuild import rebuild
@@ -30,7 +31,7 @@ def commands() -> None:
 
 
 for _each in (
-    *(plan, build, check_model, targets, suggest, schema),
+    *(plan, build, check_model, targets, suggest, diff, schema),
     *(rebuild, record, sign, channel, gc),
 ):
     commands.add_command(_each)

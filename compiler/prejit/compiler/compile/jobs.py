@@ -64,12 +64,16 @@ class Compiled:
         cpu_features: CPU extensions that its instructions use, in LLVM's names.
         memory: memory that the program needs while it runs.
         milliseconds: time that the compiler took.
+        cpu_milliseconds: CPU time that it took; None: not measured.
+        peak_bytes: memory of the process that compiled it, at its peak; None: not measured.
     """
 
     executable: Segment
     cpu_features: tuple[str, ...]
     memory: Memory
     milliseconds: int
+    cpu_milliseconds: int | None = None
+    peak_bytes: int | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """Return the result as JSON."""

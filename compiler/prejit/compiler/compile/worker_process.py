@@ -32,6 +32,10 @@ _LAST_BYTES = 8 << 10
 """Maximum bytes of a worker's output that are read for an error."""
 
 
+class WorkerKilledError(BuildError):
+    """SIGKILL ended a worker, most likely because memory ran out."""
+
+
 @final
 class WorkerProcess:
     """A worker process for one target: one request at a time. A context manager, which ends it.
@@ -186,7 +190,8 @@ class WorkerProcess:
         code = answer["exit"] if "exit" in answer else self._exit_code()
         reason, hint = _too_late(seconds) if late.is_set() else _ended(code)
         lines = "".join(f"{OUTPUT_MARK}{line}" for line in self._last_lines(start))
-        raise BuildError(reason + lines, hint=hint)
+        killed = code == -signal.SIGKILL and not late.is_set()
+        raise (WorkerKilledError if killed else BuildError)(reason + lines, hint=hint)
 
     def kill(self) -> None:
         """End the process and its forks now. Safe from any thread, and again."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from prejit.runtime.format.arrays import Array
 
@@ -31,6 +32,7 @@ class LoweredProgram:
         decoder: the fields of `schema.Decoder` that a decoder decides; empty for other programs.
         estimated_microseconds: estimated duration on a CPU, for targets that cannot be measured; 0 means no
             estimate.
+        traced: the operations of a function of the user; None for other programs.
     """
 
     portable: bytes
@@ -45,3 +47,4 @@ class LoweredProgram:
     results_tree: str | None = None
     symbolic: bytes | None = None
     decoder: Mapping[str, Any] = field(default_factory=dict)
+    traced: ClosedJaxpr | None = None

@@ -184,6 +184,10 @@ def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
         )
     if isinstance(text, str) and not os.path.isfile(directory / text):
         yield ("model", "evaluation"), no_such_path("file", text, directory)
+    for index, problem in _reads_problems(model.get("reads"), directory):
+        yield ("model", "reads", index), problem
+    if model.get("reads") and "module" not in model:
+        yield ("model", "reads"), "expected module beside it, whose code reads them"
     if "params" in model and "module" not in model:
         yield (
             ("model", "params"),
@@ -223,6 +227,15 @@ def _params_problems(params: str, directory: Path) -> Problems:
             yield ("params",), no_such_path("file", params, directory)
     elif not params or not os.path.isdir(directory / params):
         yield ("params",), no_such_path("directory", params, directory)
+
+
+def _reads_problems(reads: Any, directory: Path) -> Iterator[tuple[int, str]]:
+    """Find paths that do not exist; a glob pattern may match nothing yet."""
+    for index, name in enumerate(reads if isinstance(reads, list) else ()):
+        if not isinstance(name, str) or re.search(r"[*?\[]", name):
+            continue
+        if not name or not os.path.exists(directory / name):
+            yield index, no_such_path("file", name, directory)
 
 
 def _generate_problems(generate: dict[str, Any]) -> Problems:
@@ -269,6 +282,8 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
         yield ("function",), f"expected {wanted}; found {shown(function)}"
     if isinstance(params, str):
         yield from _params_problems(params, directory)
+    for index, problem in _reads_problems(program.get("reads"), directory):
+        yield ("reads", index), problem
     for variable, sizes in _table(program.get("buckets")).items():
         for where, problem in _size_problems(sizes):
             yield ("buckets", variable, *where), problem

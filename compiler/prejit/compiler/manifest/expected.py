@@ -15,6 +15,7 @@ from prejit.compiler.targets.cpu_count import MAX_CPUS
 SIZES = "a list of different positive integers such as [1, 8]"
 STATIC = 'a list of different texts, integers or booleans such as ["fast", "exact"]'
 SHARDING = 'a list with "data", "tensor" or "" for each dimension, each axis once'
+READS = 'a list of paths and glob patterns such as ["vocab.txt", "data/*.json"]'
 SHAPES = "a list of different pairs of batch and length such as [[1, 32], [8, 128]]"
 MAX_DRAFT = 64
 """Largest number of draft tokens that one pass verifies."""
@@ -35,6 +36,8 @@ _EXPECTED = {
     "model.source": 'a directory, or "hf://org/name@revision"',
     "model.module": '"package.module:attribute"',
     "model.params": "the path of a .safetensors file or of an orbax directory",
+    "model.reads": READS,
+    "model.reads[]": "a path or a glob pattern",
     "model.dtype": " or ".join(", ".join(f'"{name}"' for name in DTYPES).rsplit(", ", 1)),
     "model.evaluation": "the path of a text file",
     "generate.cache_dtype": '"float32" or "bfloat16"',
@@ -71,6 +74,8 @@ _EXPECTED = {
     "program[].shardings.*": SHARDING,
     "program[].shardings.*[]": '"data", "tensor" or ""',
     "program[].params": "the path of a .safetensors file or of an orbax directory",
+    "program[].reads": READS,
+    "program[].reads[]": "a path or a glob pattern",
     "library": "[[library]] tables",
     "library[]": "a [[library]] table with a path and handlers",
     "library[].path": "the path of a shared library",

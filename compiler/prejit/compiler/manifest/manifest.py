@@ -1,14 +1,14 @@
 """A manifest as a value: what to compile and for which machines.
 
     [bundle]      BundleTable        name, license
-    [model]       Model              source, or module and params; dtype, evaluation;
-                                     it needs one of the next two
+    [model]       Model              source, or module, params and reads; dtype,
+                                     evaluation; it needs one of the next two
     [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source
     [encode]      Encode             shapes
     [mesh]        Mesh               data, tensor: several devices run one program
     [[program]]   Program            name, function, args, buckets, params, static, donate,
                                      pad, mask, open_sizes, repeat,
-                                     carry, shardings
+                                     carry, shardings, reads
     [[library]]   Library            path, handlers, targets: native code that programs call
     [[target]]    Target             name, jax, ...: see target_table.TargetTable
 
@@ -72,6 +72,8 @@ class Model:
             its matrices in float32 and computes as it was written.
         evaluation: path of a text, relative to the manifest. The build measures on its last tokens what
             the dtypes cost in accuracy; without it, on text that a decoder writes itself or on random tokens.
+        reads: files that the code of `module` reads by other means than Python's own `open`, relative to the
+            manifest: paths, glob patterns, directories. It is traced again when one of them changes.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -81,6 +83,7 @@ class Model:
     evaluation: str | None = None
     module: Any = None
     params: Any = None
+    reads: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -167,6 +170,8 @@ class Program:
         shardings: for arrays that a mesh splits, the mesh axis of each dimension (`data`, `tensor`, or ""),
             by the dotted path of an argument, of `params` or of `result`, or of a part of them. All arrays
             below that path are split so. All others are whole on every device.
+        reads: files that the function reads by other means than Python's own `open`, relative to the
+            manifest: paths, glob patterns, directories. It is traced again when one of them changes.
     """
 
     name: str
@@ -182,6 +187,7 @@ class Program:
     repeat: Sequence[int] = ()
     carry: Sequence[str | int] = ()
     shardings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    reads: Sequence[str] = ()
 
     @property
     def is_file(self) -> bool:
@@ -304,6 +310,10 @@ class Manifest:
     def directory(self) -> Path:
         """The directory that the manifest's paths are relative to."""
         return Path() if self.path is None else self.path.parent
+
+    def section(self, name: str) -> Program:
+        """Return the [[program]] of a name."""
+        return next(program for program in self.programs if program.name == name)
 
     def resolve(self, path: str) -> Path:
         """Return the absolute form of a path in the manifest."""

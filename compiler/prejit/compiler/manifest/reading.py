@@ -108,6 +108,7 @@ def _program(table: ProgramTable) -> Program:
         table.repeat,
         table.carry,
         table.shardings,
+        table.reads,
     )
 
 
@@ -128,6 +129,7 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
             "repeat": program.repeat,
             "carry": program.carry,
             "shardings": program.shardings,
+            "reads": program.reads,
         }
         if not isinstance(program.fn, str) and not callable(program.fn):
             table["function"] = repr(program.fn)

@@ -63,6 +63,8 @@ class ProgramTable:
         carry: names or positions of the arguments that a repeated function returns anew.
         shardings: for arrays that the mesh splits, the mesh axis of each dimension ("data", "tensor" or ""),
             by the dotted path of an argument, of params, or of result, or of a part of them.
+        reads: files that the function reads by other means than Python's own `open`, relative to the
+            manifest: paths, glob patterns, directories. It is traced again when one of them changes.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -80,6 +82,7 @@ class ProgramTable:
     repeat: tuple[int, ...] = ()
     carry: tuple[str | int, ...] = ()
     shardings: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
 
 
 SECTIONS: dict[str, tuple[type[Any], bool]] = {

@@ -15,6 +15,7 @@ from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.library import KernelLibrary
 from prejit.compiler.pipeline.keys import compile_key
+from prejit.compiler.pipeline.libraries import bind_libraries
 from prejit.compiler.pipeline.plan import (
     Lowered,
     Plan,
@@ -224,20 +225,21 @@ def submit_known(
     Returns:
         None if it has to be lowered, or traced.
     """
-    if (lowered := program.lowered) is None or program.key is None:
+    if (lowered := program.lowered) is None:
         return None
     found = []
+    manifest, spec = plan.manifest, program.spec
     native = partial(known_native, program.key, store)
     try:
         for each in tools:
-            kernels = each.kernels if calls_kernels(plan.manifest, program.spec) else None
+            kernels = each.kernels if calls_kernels(manifest, spec) else None
             source = choose_source(lowered, kernels, native)
+            target = each.toolchain.target
+            source = bind_libraries(plan.libraries, manifest.where, spec, source, target, store)
             found.append((source, each))
     except UnknownError:
         return None
-    return [
-        submit(plan.manifest, program.spec, lowered, source, each, jobs) for source, each in found
-    ]
+    return [submit(manifest, spec, lowered, source, each, jobs) for source, each in found]
 
 
 def compiled_targets(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from prejit.compiler.compile.jobs import Source
 from prejit.compiler.manifest.manifest import Library, Manifest
+from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.store.interface import Store
 from prejit.runtime.base.digests import digest_of
-from prejit.runtime.errors import ManifestError, StoreError
+from prejit.runtime.errors import BuildError, ManifestError, StoreError
 from prejit.runtime.format import limits
 from prejit.runtime.format.checks.elf import read_shared_library
-from prejit.runtime.format.schema import UserLibrary
+from prejit.runtime.format.schema import UserLibrary, handler_names
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.targets import Target
 
@@ -72,6 +75,61 @@ def libraries_of(libraries: Iterable[ReadLibrary], target: Target) -> tuple[Read
     """Return the libraries that a target may load, sorted by digest."""
     found = (library for library in libraries if library.is_for(target))
     return tuple(sorted(found, key=lambda library: library.described.digest))
+
+
+def handlers_of(libraries: Iterable[ReadLibrary]) -> tuple[str, ...]:
+    """Return the names by which programs may call libraries, sorted."""
+    return tuple(sorted({name for each in libraries for name in each.described.handlers}))
+
+
+def bind_libraries(
+    libraries: Sequence[ReadLibrary],
+    where: str,
+    spec: ProgramSpec,
+    source: Source,
+    target: Target,
+    store: Store,
+) -> Source:
+    """Return what a function of the user is compiled from for a target, with the libraries that it calls.
+
+    Args:
+        libraries: the user's libraries.
+        where: the manifest, for errors.
+        spec: the program.
+        source: what it is compiled from.
+        target: the target.
+        store: has the program.
+
+    Raises:
+        BuildError: it calls a handler on the target's platform that no library for the target has.
+    """
+    if not libraries or spec.kind != "call":
+        return source
+    from prejit.runtime.device.portable import custom_calls
+
+    where = f"{where}: target {target.name}: program {spec.name}"
+    program = store.read_blob(source.program)
+    assert program is not None
+    called = custom_calls(program, source.platforms, target.platform) & {*handlers_of(libraries)}
+    names: dict[str, str] = {}
+    for library in libraries_of(libraries, target):
+        names |= handler_names(library.described)
+    for name in sorted(called):
+        if name not in names:
+            have = ", ".join(
+                f"{each.described.name} for {each.architecture}"
+                for each in libraries
+                if name in each.described.handlers
+            )
+            raise BuildError(
+                f"{where}: it calls {name}: expected a [[library]] with this handler for "
+                f"{target.platform} and {target.architecture}, found {have}",
+                hint="libraries run on CPUs alone: leave the target out, or give the function another form "
+                "there with jax.lax.platform_dependent"
+                if target.platform != "cpu"
+                else f"add a [[library]] that is built for {target.name}, or leave the target out",
+            )
+    return replace(source, calls=tuple(sorted((name, names[name]) for name in called)))
 
 
 def allowed_features(target: Target) -> tuple[str, ...]:

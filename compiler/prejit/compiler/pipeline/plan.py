@@ -34,9 +34,28 @@ from prejit.compiler.native.form_table import (
 )
 from prejit.compiler.native.library import KernelLibrary, NoKernels, find_kernels
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.keys import compile_key, lower_key, native_key, versions
-from prejit.compiler.pipeline.libraries import ReadLibrary, read_libraries
-from prejit.compiler.pipeline.model import ModelFiles, find_model, uses_kernels
+from prejit.compiler.pipeline.keys import (
+    compile_key,
+    lower_key,
+    native_key,
+    own_lower_key,
+    versions,
+)
+from prejit.compiler.pipeline.libraries import (
+    ReadLibrary,
+    bind_libraries,
+    handlers_of,
+    read_libraries,
+)
+from prejit.compiler.pipeline.model import ModelFiles, find_model, stores_out_in, uses_kernels
+from prejit.compiler.pipeline.traces import (
+    MODEL,
+    Known,
+    Presents,
+    decoder_section,
+    find_trace,
+    function_section,
+)
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key, nearest, why
 from prejit.compiler.targets import environments
@@ -51,7 +70,7 @@ from prejit.runtime.machine.targets import Target
 CACHED = "cached"
 COMPILE = "compile"
 TRACED = "traced at build"
-"""The state of the user's code: only tracing it shows whether its executable is in the store."""
+"""The state of changed code of the user: only tracing it shows whether its executable is in the store."""
 
 _WITHOUT_KERNELS = ("copy", "embed", "call")
 """The kinds of programs that call no kernels."""
@@ -106,7 +125,16 @@ class Lowered:
             result.get("encoder"),
             {name: tuple(tensors) for name, tensors in result.get("weight_sets", {}).items()},
             result.get("estimated_microseconds", 0),
+            result.get("arguments_tree"),
+            result.get("results_tree"),
+            Segment(**symbolic) if (symbolic := result.get("symbolic")) else None,
         )
+
+    @property
+    def blobs(self) -> tuple[str, ...]:
+        """The digests of its contents in the store."""
+        segments = (self.portable, self.symbolic)
+        return tuple(d for s in segments if s for d in (s.digest, s.raw_digest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,20 +169,51 @@ class TargetKernels:
     choose: Callable[[Product], FormChoice]
 
 
+@dataclass(frozen=True)
+class OwnFacts:
+    """What a build needs to know of a decoder of the user when nothing is traced.
+
+    Attributes:
+        vocab_size: number of tokens.
+        parameters: its parameters by name, as `keys.content_of` describes them.
+        orders: those whose axes are stored in another order, with that order.
+    """
+
+    vocab_size: int
+    parameters: Mapping[str, str]
+    orders: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def from_json(cls, result: Mapping[str, Any]) -> OwnFacts:
+        """Return the facts that `dataclasses.asdict` turned into JSON."""
+        orders = {name: tuple(axes) for name, axes in result["orders"].items()}
+        return cls(result["vocab_size"], result["parameters"], orders)
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedProgram:
     """A program of the manifest, before it is lowered.
 
     Attributes:
         spec: the program.
-        key: the key of its lowering; None: a function or decoder of the user, which every build traces, or a
-            model that was not fetched yet.
-        lowered: what the store holds under the key; None: nothing.
+        key: the key of a model's lowering; None: a function of the user, a decoder of the user that has to be
+            traced, or a model that was not fetched yet.
+        lowered: what the store holds of it; None: nothing.
+        trace: what the store knows of tracing the user's code; None: it is traced at every build.
     """
 
     spec: ProgramSpec
     key: Key | None = None
     lowered: Lowered | None = None
+    trace: Known | None = None
+
+    @property
+    def parameters(self) -> Mapping[str, str] | None:
+        """The parameters of a function that need not be traced, as `keys.content_of` describes them."""
+        if self.lowered is None or self.trace is None or self.trace.result is None:
+            return None
+        found: Mapping[str, str] = self.trace.result["parameters"]
+        return found
 
 
 @dataclass(frozen=True)
@@ -168,6 +227,8 @@ class Plan:
         model: the files of the model; None: the manifest has no source, or it was not fetched yet.
         forms: the measured forms of products that are known.
         libraries: the user's own libraries.
+        own: what is known of the user's decoder; None: there is none, or it has to be read.
+        own_trace: what the store knows of it; None: it is read at every build.
     """
 
     manifest: Manifest
@@ -176,11 +237,13 @@ class Plan:
     model: ModelFiles | None
     forms: KnownForms
     libraries: tuple[ReadLibrary, ...] = ()
+    own: OwnFacts | None = None
+    own_trace: Known | None = None
 
     @property
     def handlers(self) -> tuple[str, ...]:
         """The names by which programs may call the libraries, sorted."""
-        return tuple(sorted({n for each in self.libraries for n in each.described.handlers}))
+        return handlers_of(self.libraries)
 
     @property
     def specs(self) -> tuple[ProgramSpec, ...]:
@@ -219,6 +282,7 @@ def plan_build(
     only: tuple[str, ...] = (),
     forms: Path | None = None,
     directory: Path | None = None,
+    retrace: bool = False,
 ) -> Plan:
     """Return the plan of a build.
 
@@ -228,6 +292,7 @@ def plan_build(
         only: names of targets; empty: all targets of the manifest.
         forms: a table of measured forms, which goes before the store's and the recorded one.
         directory: the model directory, if it was fetched for this build; None: a local one.
+        retrace: whether the user's code is traced again, whatever the store has.
 
     Raises:
         BuildError: this machine cannot compile for a target.
@@ -245,27 +310,72 @@ def plan_build(
     if directory is None and source is not None:
         directory = find_source(source, manifest.directory)
     model = None if directory is None else find_model(manifest, targets, directory)
+    libraries = read_libraries(manifest)
+    presents = Presents(manifest)
+    own_trace, own = None, None
+    if manifest.has_own_model:
+        out_in = stores_out_in(manifest, targets)
+        section = decoder_section(manifest, None, presents.plain, out_in=out_in)
+        if section is not None:
+            own_trace = find_trace(f"{manifest.bundle.name}/{MODEL}", section, store, presents)
+        if own_trace is not None and own_trace.result is not None and not retrace:
+            own = OwnFacts.from_json(own_trace.result)
+
+    def planned(spec: ProgramSpec) -> PlannedProgram:
+        if spec.kind == "call" or manifest.has_own_model:
+            return _planned_trace(manifest, targets, libraries, spec, store, presents, retrace)
+        if model is None:
+            return PlannedProgram(spec)
+        key = lower_key(manifest, model, spec)
+        return PlannedProgram(spec, key, find_lowered(key, store))
+
     return Plan(
         manifest,
         targets,
-        tuple(store.map(lambda s: _planned(manifest, model, s, store), program_specs(manifest))),
+        tuple(store.map(planned, program_specs(manifest))),
         model,
         KnownForms(
             FormTable() if forms is None else read_table(forms),
             read_own(own_path(store.root)),
             read_recorded(),
         ),
-        read_libraries(manifest),
+        libraries,
+        own,
+        own_trace,
     )
 
 
-def _planned(
-    manifest: Manifest, model: ModelFiles | None, spec: ProgramSpec, store: Store
+def _planned_trace(
+    manifest: Manifest,
+    targets: tuple[Target, ...],
+    libraries: tuple[ReadLibrary, ...],
+    spec: ProgramSpec,
+    store: Store,
+    presents: Presents,
+    retrace: bool,
 ) -> PlannedProgram:
-    if spec.kind == "call" or manifest.has_own_model or model is None:
+    """Return a program of the user's code, with its trace if the store has it."""
+    is_file = False
+    if spec.kind == "call":
+        program = manifest.section(spec.section)
+        is_file = program.is_file
+        platforms = [target.platform for target in targets]
+        handlers = handlers_of(libraries)
+        section = function_section(manifest, program, spec, platforms, handlers, presents.plain)
+    else:
+        out_in = stores_out_in(manifest, targets)
+        section = decoder_section(manifest, spec, presents.plain, out_in=out_in)
+    if section is None:
         return PlannedProgram(spec)
-    key = lower_key(manifest, model, spec)
-    return PlannedProgram(spec, key, find_lowered(key, store))
+    name = f"{manifest.bundle.name}/{spec.name}"
+    known = find_trace(name, section, store, presents, reads=not is_file)
+    if known.result is None or retrace:
+        return PlannedProgram(spec, trace=known)
+    lowered = Lowered.from_json(known.result["lowered"])
+    key = None
+    if spec.kind != "call":
+        key = own_lower_key(manifest, spec, lowered.portable.raw_digest)
+    return PlannedProgram(spec, key, lowered, known)
 
 
 def find_lowered(key: Key, store: Store) -> Lowered | None:
@@ -375,17 +485,13 @@ def _planned_executable(
 ) -> PlannedExecutable:
     found = partial(PlannedExecutable, program.spec, target)
     manifest, spec, lowered = plan.manifest, program.spec, program.lowered
-    if spec.kind == "call":
-        section = next(each for each in manifest.programs if each.name == spec.section)
-        return found(TRACED, f"a build traces {section.label}, and then looks for its executable")
-    if program.key is None:
-        assert manifest.model is not None
-        if manifest.has_own_model:
-            label = manifest.model.label
-            return found(TRACED, f"a build traces {label}, and then looks for its executable")
-        return found(COMPILE, f"{manifest.model.source} has still to be fetched")
+    if lowered is None and (spec.kind == "call" or manifest.has_own_model):
+        return found(TRACED, _why_traced(manifest, program, store))
     if lowered is None:
-        return found(COMPILE, _why(program.key, store))
+        if program.key is not None:
+            return found(COMPILE, _why(program.key, store))
+        assert manifest.model is not None
+        return found(COMPILE, f"{manifest.model.source} has still to be fetched")
     if toolchain is None:
         return found(COMPILE, "its environment has still to be made")
     if not calls_kernels(manifest, spec):
@@ -396,10 +502,21 @@ def _planned_executable(
         source = choose_source(lowered, kernels, partial(known_native, program.key, store))
     except UnknownError as missing:
         return found(COMPILE, str(missing))
+    source = bind_libraries(plan.libraries, manifest.where, spec, source, target, store)
     key = compile_key(manifest, spec, toolchain, source)
     if (where := store.where(key)) is not None:
         return found(CACHED, where=where)
     return found(COMPILE, _why(key, store))
+
+
+def _why_traced(manifest: Manifest, program: PlannedProgram, store: Store) -> str:
+    if program.trace is not None:
+        return program.trace.why(store)
+    section = (
+        manifest.section(program.spec.section) if program.spec.kind == "call" else manifest.model
+    )
+    assert section is not None
+    return f"{section.label} is an object of Python, which every build traces"
 
 
 def _planned_kernels(
@@ -416,17 +533,18 @@ def _planned_kernels(
     return kernels_of(library, toolchain, plan.forms)
 
 
-def known_native(lowered: Key, store: Store, forms: Mapping[Product, str]) -> Native:
+def known_native(lowered: Key | None, store: Store, forms: Mapping[Product, str]) -> Native:
     """Return a model's program with kernels from the store.
 
     Args:
-        lowered: the key of the portable program.
+        lowered: the key of the portable program; None: that of a function, which calls no kernels.
         store: the store.
         forms: the forms of products that use no kernel.
 
     Raises:
         UnknownError: it has to be lowered.
     """
+    assert lowered is not None
     key = native_key(lowered, forms)
     if (found := find_native(key, store)) is None:
         raise UnknownError(_why(key, store))

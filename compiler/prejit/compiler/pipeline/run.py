@@ -28,7 +28,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from prejit.compiler.checkpoint.source import resolve_source
 from prejit.compiler.compile.executor import Executor
@@ -37,6 +37,7 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.form_choice import KnownForms
 from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
+from prejit.compiler.pipeline.code import ReadCode, find_code
 from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.describe.provenance import build_provenance
 from prejit.compiler.pipeline.executables import (
@@ -49,16 +50,13 @@ from prejit.compiler.pipeline.executables import (
     submit_known,
 )
 from prejit.compiler.pipeline.keys import versions
+from prejit.compiler.pipeline.libraries import bind_libraries
 from prejit.compiler.pipeline.lowering import (
-    UserCode,
-    bind_libraries,
-    find_code,
     lower,
     lower_own,
     own_shape,
     products_of,
     source_of,
-    weights_of,
 )
 from prejit.compiler.pipeline.measure.accuracy import measure_accuracy
 from prejit.compiler.pipeline.measure.costs import measure_costs
@@ -89,6 +87,7 @@ from prejit.compiler.pipeline.plan import (
     plan_build,
 )
 from prejit.compiler.pipeline.shards import Packing, Shard
+from prejit.compiler.pipeline.tracing import parameters_of, remember
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.environments import spec_for
@@ -107,9 +106,6 @@ from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.targets import Target
 from prejit.runtime.store.receipts import Receipts
-
-if TYPE_CHECKING:
-    from prejit.compiler.lowering.user.models import OwnModel
 
 _Step = TypeVar("_Step")
 
@@ -171,6 +167,7 @@ def build(
     forms: Path | None = None,
     measure: bool | None = None,
     timeout_seconds: float = JOB_SECONDS,
+    retrace: bool = False,
     shard: Shard | None = None,
 ) -> Built:
     """Build the bundle of a manifest into `output/NAME`.
@@ -187,6 +184,7 @@ def build(
             none; None: large ones that no table has.
         timeout_seconds: time limit of measuring one product, of measuring an encoder's programs for a target,
             and of asking all programs for their golden answers.
+        retrace: whether the user's code is traced again, whatever the store has.
         shard: which part of the build this is; None: the build has one machine.
 
     Raises:
@@ -195,8 +193,9 @@ def build(
         ManifestError, CheckpointError, StoreError, NetworkError: something that the build starts from is
             wrong, or cannot be read.
     """
+    jobs = Jobs(executor, progress)
     service = _Services(
-        output, store, progress, forms, measure, timeout_seconds, Jobs(executor, progress), shard
+        output, store, progress, forms, measure, timeout_seconds, retrace, jobs, shard
     )
     with executor:
         begun = _begin(manifest, only, executor, service)
@@ -228,6 +227,7 @@ def build_all(
     forms: Path | None = None,
     measure: bool | None = None,
     timeout_seconds: float = JOB_SECONDS,
+    retrace: bool = False,
     done: Callable[[Built | Failed], None],
 ) -> None:
     """Build the bundles of several manifests with one executor, each as `build` does.
@@ -244,10 +244,11 @@ def build_all(
         forms: see `build`.
         measure: see `build`.
         timeout_seconds: see `build`.
+        retrace: see `build`.
         done: called with each build as it ends. `Built.compiled` counts the programs that no store had.
     """
     jobs = Jobs(executor, progress, several=True)
-    service = _Services(output, store, progress, forms, measure, timeout_seconds, jobs)
+    service = _Services(output, store, progress, forms, measure, timeout_seconds, retrace, jobs)
     left: list[_Begun] = []
 
     def finish(ready: Sequence[_Begun]) -> None:
@@ -287,18 +288,19 @@ class _Services:
     forms: Path | None
     measure: bool | None
     timeout_seconds: float
+    retrace: bool
     jobs: Jobs
     shard: Shard | None = None
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A build whose programs are being compiled. It holds no weights, unless it is a shard.
+    """A build whose programs are being compiled. It holds no weights, unless it is a shard or of the user.
 
     Attributes:
         plan: its plan.
         model: reads its model.
-        own: the user's decoder; None: it has none.
+        code: reads the user's code.
         published: the files of the checkpoint.
         tools: what compiles for each target.
         submitted: the programs that are compiled.
@@ -310,7 +312,7 @@ class _Begun:
 
     plan: Plan
     model: ReadModel
-    own: OwnModel | None
+    code: ReadCode
     published: Published | None
     tools: Sequence[TargetTools]
     submitted: Sequence[Submitted]
@@ -336,12 +338,21 @@ def _begin(
     """Plan a build, submit its programs, and pack its weights while they are compiled."""
     store, progress = service.store, service.progress
     directory = _fetch(manifest)
-    plan = plan_build(manifest, store, only=only, forms=service.forms, directory=directory)
+    plan = plan_build(
+        manifest,
+        store,
+        only=only,
+        forms=service.forms,
+        directory=directory,
+        retrace=service.retrace,
+    )
     model: ReadModel = cache(partial(_read_model, plan))
-    code = find_code(manifest, out_in=stores_out_in(manifest, plan.targets))
-    layers = read_layers(plan, partial(_vocab_size, model, code), store, progress)
+    out_in = stores_out_in(manifest, plan.targets)
+    code: ReadCode = cache(partial(find_code, manifest, out_in=out_in))
+    layers = read_layers(plan, partial(_vocab_size, plan, model, code), store, progress)
     published = find_published(plan)
     _check(plan, model, published, code)
+    before_tracing = plan
     plan = lower_own(plan, code, store, progress)
     toolchains = [_make_toolchain(target, progress) for target in plan.targets]
     _note_cpus(toolchains, progress)
@@ -357,7 +368,10 @@ def _begin(
         found = []
         for each in tools:
             source = source_of(plan, program, lowered, each.kernels, model, code, store)
-            source = bind_libraries(plan, program.spec, source, each.toolchain.target, store)
+            target = each.toolchain.target
+            source = bind_libraries(
+                plan.libraries, manifest.where, program.spec, source, target, store
+            )
             found.append(submit(manifest, program.spec, lowered, source, each, service.jobs))
         return found
 
@@ -370,9 +384,10 @@ def _begin(
         for program, known in zip(ordered, answers, strict=True)
     }
     submitted = [each for program in plan.programs for each in found[program.spec.name]]
-    weights = cache(
-        partial(pack_weights, plan, published, weights_of(code), code.model, model, store, progress)
-    )
+    user = parameters_of(plan, code)
+    lowered = {each.spec.name: each.lowered for each in submitted}
+    remember(before_tracing, lowered, user, plan.own, code, store, progress)
+    weights = cache(partial(pack_weights, plan, published, user, code, model, store, progress))
     packing = None
     if service.shard is None:
         packed = weights()  # while workers compile
@@ -382,7 +397,7 @@ def _begin(
     return _Begun(
         plan,
         model,
-        code.model,
+        code,
         published,
         tools,
         submitted,
@@ -428,11 +443,11 @@ def _pack(
     layers = begun.layers if weights is None else (*begun.layers, weights)
     programs = [each.lowered.portable.raw_digest for each in targets[0].executables]
     accuracy = measure_accuracy(
-        plan, begun.published, weights, begun.own, programs, begun.model, store, progress
+        plan, begun.published, weights, begun.code, programs, begun.model, store, progress
     )
     costs = measure_costs(manifest, targets, weights, store, progress, service.jobs.wait, seconds)
     products = (
-        products_of(plan, begun.model, UserCode(model=begun.own), store)
+        products_of(plan, begun.model, begun.code, store)
         if any(each.kernels for each in begun.tools)
         else ()
     )
@@ -468,15 +483,25 @@ def _read_model(plan: Plan) -> ModelSource:
     return read_model(plan.manifest, plan.model)
 
 
-def _vocab_size(model: ReadModel, code: UserCode) -> int:
-    size: int = model().shape.vocab_size if code.model is None else code.model.vocab_size
+def _vocab_size(plan: Plan, model: ReadModel, code: ReadCode) -> int:
+    if plan.own is not None:
+        return plan.own.vocab_size
+    own = code().model if plan.manifest.has_own_model else None
+    size: int = model().shape.vocab_size if own is None else own.vocab_size
     return size
 
 
-def _check(plan: Plan, model: ReadModel, published: Published | None, code: UserCode) -> None:
-    """Check the model against the programs that have to be lowered; others were checked before."""
-    if code.model is not None:
-        check_own_model(plan.manifest, code.model, own_shape(plan.manifest, code.model), plan.specs)
+def _check(plan: Plan, model: ReadModel, published: Published | None, code: ReadCode) -> None:
+    """Check the model and the user's code against the programs that have to be lowered.
+
+    Others were checked before. All code is imported if any is, so that it finds the same modules each time.
+    """
+    traced = any(
+        each.lowered is None and (each.spec.kind == "call" or plan.manifest.has_own_model)
+        for each in plan.programs
+    )
+    if (traced or (plan.manifest.has_own_model and plan.own is None)) and (own := code().model):
+        check_own_model(plan.manifest, own, own_shape(plan.manifest, own), plan.specs)
     new = [each.spec for each in plan.programs if each.key is not None and each.lowered is None]
     if new and published is not None:
         check_model(plan.manifest, model(), published.checkpoint, new)
@@ -522,7 +547,7 @@ def _measure_forms(
     toolchains: list[Toolchain],
     libraries: dict[str, KernelLibrary],
     model: ReadModel,
-    code: UserCode,
+    code: ReadCode,
     executor: Executor,
     service: _Services,
 ) -> KnownForms:

@@ -6,8 +6,9 @@ import json
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prejit.runtime.base.files import Content
 from prejit.runtime.device.portable import stablehlo_module
@@ -119,17 +120,17 @@ def _places(executable: bytes) -> Iterator[tuple[int, int]]:
         start = executable.find(_ELF, end)
 
 
-def _header(weights: Content) -> dict[str, dict[str, object]]:
+def _header(weights: Content) -> dict[str, Any]:
     size = int.from_bytes(bytes(weights[:8]), "little")
-    found: dict[str, dict[str, object]] = json.loads(bytes(weights[8 : 8 + size]))
+    found: dict[str, Any] = json.loads(bytes(weights[8 : 8 + size]))
+    found.pop("__metadata__", None)
     return found
 
 
-def _tensor(weights: Content, header: dict[str, dict[str, object]], name: str) -> object:
+def _tensor(weights: Content, header: Mapping[str, Any], name: str) -> object:
     """Return what a tensor is: its dtype, its shape and its values."""
     if name not in header:
         return None
-    start, end = header[name]["data_offsets"]  # type: ignore[misc]
+    start, end = header[name]["data_offsets"]
     base = 8 + int.from_bytes(bytes(weights[:8]), "little")
-    values = bytes(weights[base + start : base + end])  # type: ignore[has-type]
-    return header[name]["dtype"], header[name]["shape"], values
+    return header[name]["dtype"], header[name]["shape"], bytes(weights[base + start : base + end])

@@ -18,7 +18,7 @@ from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.form_table import Conditions, FormTable, Measured, to_text
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.describe.sources import digest_now
+from prejit.compiler.pipeline.describe.sources import Base, digest_now
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Progress
@@ -119,21 +119,15 @@ def _read_manifest(recorded: Recorded, path: Path) -> Manifest:
         raise StoreError(f"{path}: cannot read: {error.strerror}") from error
     problems = []
     if found != recorded.manifest_digest:
-        problems.append(_problem(str(path), recorded.manifest_digest, found))
-        manifest = None
-    else:
+        problems.append(_problem(path, recorded.manifest_digest, found))
+    problems += _changed(recorded, "manifest", path.parent)
+    if not problems:
         manifest = read_manifest(path)
-    for source in recorded.sources:
-        if source.base == "manifest":
-            directory = path.parent
-        elif manifest is None or manifest.model is None or manifest.model.source is None:
-            continue
-        else:
-            directory = resolve_source(manifest.model.source, manifest.directory)
-        now = digest_now(source, directory)
-        if now != source.digest:
-            problems.append(_problem(str(directory / source.name), source.digest, now))
-    if problems or manifest is None:
+        if manifest.model is not None and manifest.model.source is not None:
+            weights = any(source.base == "model" for source in recorded.sources)
+            directory = resolve_source(manifest.model.source, manifest.directory, weights=weights)
+            problems += _changed(recorded, "model", directory)
+    if problems:
         listed = "\n".join(f"  {each}" for each in problems)
         raise BuildError(
             f"{recorded.path}: {len(problems)} of the files that it was built from differ\n{listed}",
@@ -142,7 +136,16 @@ def _read_manifest(recorded: Recorded, path: Path) -> Manifest:
     return manifest
 
 
-def _problem(name: str, expected: str, found: str | None) -> str:
+def _changed(recorded: Recorded, base: Base, directory: Path) -> list[str]:
+    """Return the sources in a directory that are no longer what they were."""
+    return [
+        _problem(directory / source.name, source.digest, now)
+        for source in recorded.sources
+        if source.base == base and (now := digest_now(source, directory)) != source.digest
+    ]
+
+
+def _problem(name: Path, expected: str, found: str | None) -> str:
     return f"{name}: expected {expected}, found {found or 'no file'}"
 
 

@@ -34,12 +34,15 @@ COMPILING = (
 """The code that compiles a program."""
 LOWERING = (
     "prejit.compiler.pipeline.lowering:_lower_model",
-    "prejit.compiler.pipeline.lowering:lower_native",
+    "prejit.compiler.pipeline.lowering:_lower_native",
     "prejit.compiler.pipeline.model:read_model",
 )
 """The code that lowers the programs of a model."""
-PACKING = ("prejit.compiler.pipeline.pack.bundle_files:write_weights",)
-"""The code that writes the file of a weights layer."""
+PACKING = (
+    "prejit.compiler.pipeline.pack.bundle_files:write_weights",
+    "prejit.compiler.pipeline.pack.weights:_user_tensors",
+)
+"""The code that writes the file of a weights layer, with the parameters of functions of the user."""
 WEIGHTS = (
     "prejit.compiler.pipeline.model:open_weights",
     "prejit.compiler.pipeline.model:read_model",
@@ -52,6 +55,24 @@ OWN_WEIGHTS = (
     "prejit.compiler.pipeline.pack.weights:_own_tensors",
 )
 """The code that makes the tensors of a decoder of the user."""
+USER_FUNCTIONS = (
+    "prejit.compiler.lowering.user.files",
+    "prejit.compiler.lowering.user.finding",
+    "prejit.compiler.lowering.user.flax_modules",
+    "prejit.compiler.lowering.user.lower",
+    "prejit.compiler.pipeline.code:_find_functions",
+    "prejit.compiler.pipeline.lowering:lower_function",
+    "prejit.compiler.pipeline.lowering:put_lowered",
+)
+"""The code that traces and lowers a function of the user."""
+USER_DECODERS = (
+    "prejit.compiler.lowering.decoder",
+    "prejit.compiler.lowering.user.models",
+    "prejit.compiler.pipeline.code:_find_own_model",
+    "prejit.compiler.pipeline.lowering:lower_own_decoder",
+    "prejit.compiler.pipeline.lowering:put_lowered",
+)
+"""The code that traces and lowers a decoder of the user."""
 ACCURACY = (
     "prejit.compiler.pipeline.measure.accuracy:_measure_published",
     "prejit.compiler.pipeline.model:open_weights",
@@ -110,6 +131,11 @@ def code_digest(*roots: str) -> str:
             links = [f"{local}={_content(*at)}" for local, at in _links(module, each)]
             parts.add("\n".join((each.digest, *sorted(links))))
     return f"sha256:{hashlib.sha256(chr(0).join(sorted(parts)).encode()).hexdigest()}"
+
+
+def directories() -> tuple[str, ...]:
+    """Return the directories of prejit's own code."""
+    return tuple(map(str, _ROOTS.values()))
 
 
 @cache

@@ -43,7 +43,7 @@ with contextlib.suppress(OSError):  # where there can be no lock
     fcntl.flock(os.open({lock!r}, os.O_RDONLY), fcntl.LOCK_SH)
 prejit = sys.modules["prejit"] = types.ModuleType("prejit")
 prejit.__path__ = {roots!r}
-runpy.run_module("prejit.compiler.compile.worker", run_name="__main__", alter_sys=True)
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
 """
 
 
@@ -145,12 +145,14 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def worker_command(environment: Environment) -> list[str]:
-    """Return the command that starts `prejit.compiler.compile.worker` of this prejit in an environment.
+def worker_command(
+    environment: Environment, module: str = "prejit.compiler.compile.worker"
+) -> list[str]:
+    """Return the command that starts a module of this prejit in an environment.
 
-    The caller appends the worker's arguments, and removes PYTHONPATH and PYTHONHOME from its environment
+    The caller appends the module's arguments, and removes PYTHONPATH and PYTHONHOME from its environment
     variables (`-I` would also ignore PYTHONHASHSEED). The sources of prejit may lie in two directories or in
-    site-packages: the worker finds the package `prejit` there, and nothing else.
+    site-packages: the module finds the package `prejit` there, and nothing else.
     """
     runtime = importlib.util.find_spec("prejit.runtime")
     assert runtime is not None
@@ -160,7 +162,7 @@ def worker_command(environment: Environment) -> list[str]:
         for root in (Path(__file__).resolve().parents[2], Path(runtime.origin).resolve().parents[1])
     ]
     code = _BOOTSTRAP.format(
-        roots=list(dict.fromkeys(roots)), lock=str(lock_path(environment.path))
+        roots=list(dict.fromkeys(roots)), lock=str(lock_path(environment.path)), module=module
     )
     return [str(environment.python), "-s", "-P", "-c", code]
 

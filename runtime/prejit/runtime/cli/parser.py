@@ -14,6 +14,7 @@ BUILD_COMMANDS = {
     "build": "compile manifests and write their bundles",
     "check-model": "check that a model of yours keeps the rules of a decoder",
     "targets": "list the targets that a manifest may name, and which of them this machine builds",
+    "diff": "say what differs between two bundles, and which programs became slower",
     "suggest": "choose the buckets that pad recorded requests least",
     "rebuild": "build a bundle again from its recorded inputs and compare the two part by part",
     "schema": "print the JSON Schema of manifests, for editors",

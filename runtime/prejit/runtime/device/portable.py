@@ -6,11 +6,14 @@ A start that finds executables for its machine does not import this module.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from prejit.runtime.base.digests import digest_of
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.schema import Memory
@@ -86,6 +89,44 @@ def custom_calls(portable: bytes, platforms: Sequence[str], platform: str) -> se
     module = stablehlo_module(portable, platforms, platform)
     module.operation.walk(note)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What a program computes, whatever the version of StableHLO in which it is stored.
+
+    Attributes:
+        digest: digest of the program as text, without the places in source files that it came from.
+        counts: the number of each operation with the types of its results, such as
+            `stablehlo.add tensor<8xf32>`, sorted.
+    """
+
+    digest: str
+    counts: dict[str, int]
+
+
+def operations(portable: bytes, platforms: Sequence[str], platform: str) -> Operations:
+    """Return the operations of a program.
+
+    Args:
+        portable: StableHLO, of this version or an older one.
+        platforms: platforms that it was lowered for, in order; empty: `platform` alone.
+        platform: the platform to run on.
+
+    Raises:
+        BuildError: it was not lowered for this platform.
+    """
+    ir = _jaxlib.import_mlir()
+    found: Counter[str] = Counter()
+
+    def note(op: Any) -> Any:
+        found[" ".join([op.name, *(str(result.type) for result in op.results)])] += 1
+        return ir.WalkResult.ADVANCE
+
+    module = stablehlo_module(portable, platforms, platform).operation
+    module.walk(note)
+    text = module.get_asm(enable_debug_info=False)
+    return Operations(digest_of(text.encode()), dict(sorted(found.items())))
 
 
 def bind_calls(portable: bytes, names: Mapping[str, str]) -> bytes:

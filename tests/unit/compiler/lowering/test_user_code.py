@@ -15,7 +15,7 @@ import pytest
 
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline import lowering
-from prejit.compiler.pipeline.lowering import UserCode, find_code
+from prejit.compiler.pipeline.code import UserCode, find_code
 from prejit.compiler.pipeline.plan import Lowered, Plan, plan_build
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory import DirectoryStore
@@ -64,7 +64,7 @@ def no_model() -> NoReturn:
 
 def lower(found: Project) -> Lowered:
     [program] = found.plan.programs
-    return lowering.lower(found.plan, program, no_model, found.code, found.store, Quiet())
+    return lowering.lower(found.plan, program, no_model, lambda: found.code, found.store, Quiet())
 
 
 PANIC = """

@@ -25,7 +25,8 @@ from prejit.compiler.compile.worker import requests
 from prejit.compiler.compile.worker.compiling import compile_program
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline import lowering, run
-from prejit.compiler.pipeline.lowering import UserCode, lower_native
+from prejit.compiler.pipeline.code import UserCode
+from prejit.compiler.pipeline.lowering import lower_native
 from prejit.compiler.pipeline.measure import accuracy, golden, golden_child
 from prejit.compiler.pipeline.pack import bundle_files, weights
 from prejit.compiler.pipeline.plan import plan_build
@@ -109,7 +110,7 @@ def main(manifest_file: Path, output: Path) -> None:
         for program in plan.programs:
             if program.spec.kind not in ("copy", "embed"):
                 with watching("LOWERING"):
-                    lower_native(plan, program, lambda: read, UserCode(), store, {})
+                    lower_native(plan, program, lambda: read, UserCode, store, {})
     for request in asked[:2]:  # what the workers did, here
         with watching("COMPILING"):
             requests._compile(store, compile_program, request)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+from tests.decoders import write_random
 
+from prejit.compiler.manifest.manifest import Generate, Manifest, Model
+from prejit.compiler.pipeline.keys import weights_key
 from prejit.compiler.pipeline.model import file_digests
+from prejit.compiler.pipeline.pack.weights import find_published
+from prejit.compiler.pipeline.plan import plan_build
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.store import receipts
 
@@ -34,3 +41,22 @@ def test_files_of_one_directory_are_not_hashed_again_at_each_build(
     assert len(hashed) == len(names)
     (tmp_path / names[1]).write_bytes(b"changed")
     assert file_digests(tmp_path, [tmp_path / names[1]]) == ((names[1], digest_of(b"changed")),)
+
+
+def test_weights_of_another_manifest_name_and_path_are_not_converted_again(tmp_path: Path) -> None:
+    store = DirectoryStore.open(tmp_path / "store")
+    first = write_random("gpt2", tmp_path / "first" / "gpt2")
+    second = shutil.copytree(first, tmp_path / "second" / "renamed")
+    digests = []
+    for name, source in (("one", first), ("two", second)):
+        manifest = Manifest(
+            name,
+            model=Model(str(source)),
+            generate=Generate(batch=(1,), prompt=(8,), context=(16,)),
+            targets=["cpu-host"],
+        )
+        plan = plan_build(manifest, store, directory=source)
+        published = find_published(plan)
+        assert published is not None
+        digests.append(weights_key(manifest, plan.model, published.files, {}).digest)
+    assert digests[0] == digests[1]

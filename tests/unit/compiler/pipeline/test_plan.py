@@ -21,8 +21,9 @@ from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.library import KernelLibrary, build_kernels
 from prejit.compiler.pipeline import keys
+from prejit.compiler.pipeline.code import UserCode
 from prejit.compiler.pipeline.keys import compile_key, versions
-from prejit.compiler.pipeline.lowering import UserCode, lower, source_of
+from prejit.compiler.pipeline.lowering import lower, source_of
 from prejit.compiler.pipeline.model import ModelSource, read_model
 from prejit.compiler.pipeline.plan import (
     CACHED,
@@ -68,7 +69,7 @@ class Planned:
 
     def lower_all(self) -> None:
         for program in self.plan.programs:
-            lower(self.plan, program, lambda: self.model, UserCode(), self.store, Quiet())
+            lower(self.plan, program, lambda: self.model, UserCode, self.store, Quiet())
 
     def states(self) -> dict[str, str]:
         return {each.spec.name: each.state for each in planned_executables(self.plan, self.store)}
@@ -147,14 +148,14 @@ def compile_digests(found: Planned, name: str) -> dict[str, str]:
                 kernels[each.name] = kernels_of(library, tools, found.plan.forms)
     digests = {}
     for program in found.plan.programs:
-        lowered = lower(found.plan, program, lambda: found.model, UserCode(), found.store, Quiet())
+        lowered = lower(found.plan, program, lambda: found.model, UserCode, found.store, Quiet())
         source = source_of(
             found.plan,
             program,
             lowered,
             kernels.get(name),
             lambda: found.model,
-            UserCode(),
+            UserCode,
             found.store,
         )
         key = compile_key(found.plan.manifest, program.spec, toolchain, source)
@@ -281,7 +282,7 @@ def test_a_plan_imports_neither_jax_nor_what_reads_models(
     )
 
 
-def test_a_function_is_traced_at_build_whatever_the_store_holds(tmp_path: Path) -> None:
+def test_a_function_that_was_built_is_not_traced_at_build_again(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(x):\n    return x * 2\n")
     manifest = tmp_path / "m.toml"
     manifest.write_text(
@@ -289,11 +290,10 @@ def test_a_function_is_traced_at_build_whatever_the_store_holds(tmp_path: Path) 
         'args = ["float32[3]"]\n[[target]]\nname = "cpu-host"\n'
     )
     store = DirectoryStore.open(tmp_path / "cache")
-    for _ in range(2):
+    for state, why in ((TRACED, "first build of this program"), (CACHED, "")):
         plan = plan_build(read_manifest(manifest), store)
         [found] = planned_executables(plan, store)
-        assert (found.state, found.cached) == (TRACED, False)
-        assert found.why == "a build traces mine:f, and then looks for its executable"
+        assert (found.state, found.why) == (state, why)
         build(
             plan.manifest,
             tmp_path / "out",
@@ -341,7 +341,7 @@ def test_a_plan_names_what_a_build_compiles(
             program.lowered,
             kernels,
             lambda: found.model,
-            UserCode(),
+            UserCode,
             found.store,
         )
         key = compile_key(fresh.plan.manifest, program.spec, toolchain, made)
@@ -381,7 +381,7 @@ def test_a_program_without_products_is_compiled_from_its_portable_form(
     write_compiler(tmp_path, monkeypatch, f"cp {tmp_path}/made.so $out")
     found = planned(tmp_path / "m", model, "cpu-x86-64-v2")
     program = found.plan.programs[0]
-    lowered = lower(found.plan, program, lambda: found.model, UserCode(), found.store, Quiet())
+    lowered = lower(found.plan, program, lambda: found.model, UserCode, found.store, Quiet())
     portable = jobs.Source(lowered.portable.raw_digest, lowered.platforms)
     empty = Native(f"sha256:{0:064x}", ())
     assert choose_source(lowered, None, lambda forms: empty) == portable

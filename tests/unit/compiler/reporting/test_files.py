@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
-from prejit.compiler.api import build, program
-from prejit.compiler.manifest.manifest import Program
+from prejit.compiler.api import build, build_all, program
+from prejit.compiler.manifest.manifest import Manifest, Program
+from prejit.compiler.manifest.reading import check_manifest
 from prejit.compiler.pipeline.run import Built
 from prejit.compiler.progress import Quiet
 from prejit.compiler.reporting import files
@@ -64,9 +66,9 @@ def test_a_build_that_changes_nothing_leaves_the_report_and_one_without_makes_it
     x = jnp.ones(3)
     made(tmp_path, program(twice, x))
     paths = [tmp_path / "out" / f"demo.report.{kind}" for kind in ("json", "html")]
-    before = [path.stat() for path in paths]
+    before = [(path.stat().st_ino, path.stat().st_mtime_ns) for path in paths]
     made(tmp_path, program(twice, x))
-    assert [path.stat() for path in paths] == before
+    assert [(path.stat().st_ino, path.stat().st_mtime_ns) for path in paths] == before
     paths[1].unlink()
     made(tmp_path, program(twice, x))
     assert read(tmp_path)["origins"] == {"this machine": 1}
@@ -86,6 +88,25 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_build(
     )
     assert built.written
     assert "no report was written" in capsys.readouterr().err
+
+
+def test_programs_that_are_equal_are_compiled_once_and_say_so(tmp_path: Path) -> None:
+    x = jnp.ones(3)
+    again = replace(program(twice, x), name="again")
+    made(tmp_path, program(twice, x), again)
+    assert read(tmp_path)["origins"] == {"compiled": 1, "equal to another program": 1}
+
+
+def test_manifests_of_one_command_have_a_report_each(tmp_path: Path) -> None:
+    x = jnp.ones(3)
+    requests = [
+        (check_manifest(Manifest(name, programs=[program(twice, x)], targets=["cpu-host"])), ())
+        for name in ("one", "two")
+    ]
+    build_all(requests, tmp_path, cache=tmp_path / "cache", workers=1, done=lambda _: None)
+    found = [json.loads((tmp_path / f"{name}.report.json").read_bytes()) for name in ("one", "two")]
+    assert [report["bundle"] for report in found] == ["one", "two"]
+    assert [len(report["programs"]) for report in found] == [1, 1]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"report": 0, "digest": "sha256:1"}'])

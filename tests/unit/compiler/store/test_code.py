@@ -65,15 +65,17 @@ STEPS = {
 }
 """The roots of each step's code."""
 MODELS = {"LOWERING", "WEIGHTS", "ACCURACY"}
+LOWERED = {"LOWERING", "USER_DECODERS"}
 CHANGES = [
     # What decides a result makes it again, and no other.
     ("compiler.models.families.gpt2:GPT2", MODELS),
     ("compiler.models.layers.rope:frequencies", MODELS),
     ("compiler.models.sharding:shardings", {"LOWERING"}),
     ("compiler.models.precision:quantized", {"WEIGHTS", "OWN_WEIGHTS", "OWN_ACCURACY"}),
-    ("compiler.lowering.sampling:sample", {"LOWERING"}),
-    ("compiler.lowering.decoder:lower_decoder", {"LOWERING"}),
-    ("compiler.pipeline.lowering:_put", {"LOWERING"}),
+    ("compiler.lowering.sampling:sample", LOWERED),
+    ("compiler.lowering.decoder:lower_decoder", LOWERED),
+    ("compiler.lowering.user.lower:lower_function", {"USER_FUNCTIONS"}),
+    ("compiler.pipeline.lowering:put_lowered", {*LOWERED, "USER_FUNCTIONS"}),
     ("compiler.checkpoint.checkpoint:Checkpoint", {"WEIGHTS", "ACCURACY"}),
     ("compiler.pipeline.pack.bundle_files:_entry", {"PACKING"}),
     ("compiler.pipeline.measure.comparison:of_decoder", {"ACCURACY", "OWN_ACCURACY"}),

@@ -287,3 +287,16 @@ def _executable_sections(contents: bytes) -> Iterator[bytes]:
             if len(section.content) < section.size:
                 raise ValueError("not a whole section")
             yield bytes(section.content)
+
+
+def machine_code(serialized: bytes) -> tuple[list[bytes], tuple[str, ...]]:
+    """Return the sections of an XLA:CPU executable that hold instructions, and its functions that XLA calls.
+
+    Raises:
+        BuildError: the bytes are not such an executable.
+        ValueError, KeyError: its code is not for x86-64, or not whole.
+    """
+    result = _compilation_result(serialized)
+    code = [part for each in _objects(result) for part in _executable_sections(each)]
+    names = (_fields(symbol)[2][0].decode("utf-8", "replace") for symbol in result.get(7, ()))
+    return code, tuple(names)

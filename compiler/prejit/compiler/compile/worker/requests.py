@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -127,9 +128,9 @@ def _compile(
     fields: dict[str, Any] = request["machine"]
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
     machine = CompileFor(**fields)
-    start = time.perf_counter()
+    start, before = time.perf_counter(), time.process_time()
     output = compile_program(program, machine)
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - before
     frame = compress(output.serialized)
     segment = Segment(
         offset=0,
@@ -138,7 +139,14 @@ def _compile(
         raw_size=len(output.serialized),
         raw_digest=digest_of(output.serialized),
     )
-    compiled = Compiled(segment, output.cpu_features, output.memory, round(seconds * 1000))
+    compiled = Compiled(
+        segment,
+        output.cpu_features,
+        output.memory,
+        round(seconds * 1000),
+        round(cpu_seconds * 1000),
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
     return compiled.to_plain()
 
 

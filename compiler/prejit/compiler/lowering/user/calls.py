@@ -36,10 +36,17 @@ def find_calls(traced: ClosedJaxpr, *primitives: str) -> list[tuple[str, str]]:
         The name of each one found, with `file:line` in the user's code or an empty text.
     """
     return [
-        (equation.primitive.name, _place(equation))
+        (equation.primitive.name, place_of(equation))
         for equation in _equations(traced.jaxpr)
         if equation.primitive.name in primitives
     ]
+
+
+def source_files(traced: ClosedJaxpr) -> set[str]:
+    """Return the files of all code that made the operations of a traced function."""
+    tracebacks = {id(t): t for e in _equations(traced.jaxpr) if (t := e.source_info.traceback)}
+    codes = {id(code): code for each in tracebacks.values() for code in each.raw_frames()[0]}
+    return {code.co_filename for code in codes.values()}
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
@@ -56,7 +63,7 @@ def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
 _JAXPRS = (ClosedJaxpr, Jaxpr)
 
 
-def _place(equation: Any) -> str:
+def place_of(equation: Any) -> str:
     """Return the innermost line outside of jax, flax, prejit and Python's standard library."""
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():

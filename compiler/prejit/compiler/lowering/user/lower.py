@@ -18,7 +18,7 @@ from jax.sharding import use_abstract_mesh
 from prejit.compiler.lowering.export import abstract_mesh, export_program, sharding_on
 from prejit.compiler.lowering.program import LoweredProgram
 from prejit.compiler.lowering.user.arrays import arrays_of, is_key, key_name
-from prejit.compiler.lowering.user.calls import CALLBACKS, PALLAS, find_calls
+from prejit.compiler.lowering.user.calls import CALLBACKS, PALLAS, find_calls, source_files
 from prejit.compiler.lowering.user.finding import UserFunction
 from prejit.compiler.lowering.user.padding import Shapes, Variables, variables_of
 from prejit.compiler.lowering.user.repeating import repeated
@@ -87,6 +87,7 @@ def lower_function(
     what = f"{at}: program {spec.name}: cannot lower {program.label}"
     with user.modules.tracing(what), _on(mesh):
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
+    user.modules.observer.note_executed(program.name, source_files(jaxpr))
     _refuse_callbacks(jaxpr, what)
     given = arrays_of(returned[0], f"{what}: result")
     results = split_results(shardings, (taken.tree, arguments), (given.tree, given.arrays))
@@ -134,6 +135,7 @@ def lower_function(
         arguments_tree=trees.to_text(taken.tree),
         results_tree=trees.to_text(given.tree),
         symbolic=symbolic,
+        traced=jaxpr,
     )
 
 

@@ -21,6 +21,8 @@ from types import FrameType, ModuleType
 from typing import Any, final
 
 from prejit.compiler.base.wording import nearest
+from prejit.compiler.lowering.user.inputs import Present, portable_path
+from prejit.compiler.lowering.user.observing import Observer, observing
 from prejit.compiler.progress import Unbreakable
 from prejit.runtime.errors import BuildError, ManifestError, PrejitError
 
@@ -48,6 +50,7 @@ class UserModules:
         self._own: dict[str, ModuleType] = {}
         self._settings = _Settings()
         self._depth = 0
+        self.observer = Observer(self._directory)
 
     def find(self, function: str, where: str) -> Any:
         """Import the object that `function` of a [[program]] names.
@@ -114,6 +117,21 @@ class UserModules:
                 f"{where}: cannot import {module_name!r}: {self.describe(error)}", hint=hint
             ) from error
 
+    def search_path(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the portable paths of the directories before and behind `sys.path` for these modules."""
+        own = self._path or [self._directory, *sys.path]
+        shared = [place for place, entry in enumerate(own) if entry in sys.path]
+        first, last = (min(shared), max(shared)) if shared else (len(own), len(own))
+
+        def portable(entries: list[str]) -> tuple[str, ...]:
+            return tuple(portable_path(os.path.abspath(each), self._directory) for each in entries)
+
+        return portable(own[:first]), portable(own[last + 1 :])
+
+    def present(self) -> Present:
+        """Return what reads the inputs of these modules as they are now."""
+        return Present(Path(self._directory), *self.search_path())
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Use these modules inside the block, and send what they print to stderr. Blocks may nest."""
@@ -131,13 +149,15 @@ class UserModules:
     def _alone(self) -> Iterator[None]:
         path, modules = list(sys.path), dict(sys.modules)
         before = _Settings.now()
+        if not self._path:
+            self.observer.note_loaded(modules)
         self._path_before = path
         sys.path[:] = self._path or [self._directory, *path]
         sys.modules.update(self._own)
         importlib.invalidate_caches()  # the module may be newer than the importer's caches
         self._settings.apply()
         try:
-            with _printing_to_stderr():
+            with _printing_to_stderr(), observing(self.observer):
                 yield
         finally:
             self._path = list(sys.path)

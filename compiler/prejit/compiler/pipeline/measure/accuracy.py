@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
+from prejit.compiler.pipeline.code import ReadCode
 from prejit.compiler.pipeline.keys import (
     accuracy_key,
     measuring_key,
@@ -30,9 +30,6 @@ from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.runtime.format.schema import Accuracy
 
-if TYPE_CHECKING:
-    from prejit.compiler.lowering.user.models import OwnModel
-
 _NONE = "none"
 """The value in a key for a missing file."""
 
@@ -41,7 +38,7 @@ def measure_accuracy(
     plan: Plan,
     published: Published | None,
     weights: PackedLayer | None,
-    own: OwnModel | None,
+    code: ReadCode,
     programs: Iterable[str],
     model: ReadModel,
     store: Store,
@@ -53,7 +50,7 @@ def measure_accuracy(
         plan: the plan of the build.
         published: the weights of its model.
         weights: the weights as they were packed.
-        own: the user's decoder; None: the manifest has none.
+        code: reads the user's decoder.
         programs: digests of the portable programs, which hold what a decoder of the user computes.
         model: reads the model.
         store: keeps the result.
@@ -78,14 +75,13 @@ def measure_accuracy(
         else _NONE,
     )
     measure: Callable[[], Accuracy]
-    if own is not None:
-        exact = {name: read() for name, read in own.exact.values.items()}
-        of_weights = weights_key(manifest, None, (), {}, exact, own.stored.orders).digest
+    if (own := plan.own) is not None:
+        of_weights = weights_key(manifest, None, (), {}, own.parameters, own.orders).digest
         bos = None
         if files is not None:
             _, bos, _ = special_ids(files.directory, own.vocab_size, own=True)
         key = own_accuracy_key(manifest, of_weights, programs, *texts, bos or 0)
-        measure = partial(_measure_own, plan, own, exact, weights, text, bos or 0)
+        measure = partial(_measure_own, plan, code, weights, text, bos or 0)
     elif published is not None and files is not None:
         key = accuracy_key(manifest, files, published.files, *texts)
         checkpoint, dtype = published.checkpoint, manifest.model.dtype
@@ -102,20 +98,17 @@ def measure_accuracy(
 
 
 def _measure_own(
-    plan: Plan,
-    own: OwnModel,
-    exact: Mapping[str, Any],
-    weights: PackedLayer,
-    text: Path | None,
-    bos: int,
+    plan: Plan, code: ReadCode, weights: PackedLayer, text: Path | None, bos: int
 ) -> Accuracy:
     """Compare a decoder of the user as it is packed with itself as the user gave it."""
     from prejit.compiler.lowering.user.models import CHECK_MODEL
     from prejit.compiler.pipeline.measure import comparison
 
-    manifest, files = plan.manifest, plan.model
+    manifest, files, own = plan.manifest, plan.model, code().model
     assert isinstance(weights.content, Path)
     assert manifest.model is not None
+    assert own is not None
+    exact = {name: read() for name, read in own.exact.values.items()}
     packed = comparison.mapped(weights.content)
     named = None
     if files is not None and text is not None:

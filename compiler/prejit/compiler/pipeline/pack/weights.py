@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
+from prejit.compiler.pipeline.code import ReadCode, values_of
 from prejit.compiler.pipeline.keys import (
-    UserWeights,
+    Contents,
+    content_of,
     weights_key,
 )
 from prejit.compiler.pipeline.model import (
@@ -62,8 +64,8 @@ def find_published(plan: Plan) -> Published | None:
 def pack_weights(
     plan: Plan,
     published: Published | None,
-    user: UserWeights,
-    own: OwnModel | None,
+    user: Mapping[str, Contents],
+    code: ReadCode,
     model: ReadModel,
     store: Store,
     progress: Progress,
@@ -73,31 +75,29 @@ def pack_weights(
     Args:
         plan: the plan of the build.
         published: the weights of its model.
-        user: the parameters of the user's functions.
-        own: the user's decoder; None: the manifest has none.
+        user: the parameters of the user's functions, by section.
+        code: reads the user's code, which has their values.
         model: reads the model.
         store: keeps the layer.
         progress: shows that weights are packed.
     """
-    if published is None and not user and (own is None or not own.stored.values):
+    own = plan.own
+    if published is None and not user and (own is None or not own.parameters):
         return None
     with progress.phase("packing weights"):
         files = () if published is None else published.files
-        exact = None if own is None else {name: read() for name, read in own.exact.values.items()}
-        orders = None if own is None else own.stored.orders
+        exact, orders = (None, None) if own is None else (own.parameters, own.orders)
         key = weights_key(plan.manifest, plan.model, files, user, exact, orders)
         with store.making(key):
             result = store.get(key)
             if result is None:
-                tensors = [
-                    PackedTensor(f"{section}:{name}", str(v.dtype), v.shape, partial(np.asarray, v))
-                    for section, values in user.items()
-                    for name, v in values.items()
-                ]
+                tensors = list(_user_tensors(plan, user, code)) if user else []
                 if published is not None:
                     tensors = [*_tensors(model(), published.checkpoint.read), *tensors]
                 if own is not None:
-                    tensors = [*_own_tensors(own), *tensors]
+                    model_of_user = code().model
+                    assert model_of_user is not None
+                    tensors = [*_own_tensors(model_of_user), *tensors]
                 with store.blob_writer() as blob:
                     bundle_files.write_weights(tensors, blob)
                 result = {"digest": blob.digest, "size": blob.size}
@@ -110,6 +110,27 @@ def pack_weights(
         )
         chunks_of([layer], store)  # while workers compile; `pack_bundle` finds them in the store
     return layer
+
+
+def _user_tensors(
+    plan: Plan, user: Mapping[str, Contents], code: ReadCode
+) -> Iterator[PackedTensor]:
+    """Yield the parameters of the user's functions.
+
+    Raises:
+        BuildError: they are not those that were traced.
+    """
+    for section, contents in user.items():
+        for name, value in values_of(code(), section).items():
+            if content_of(value) != contents.get(name):
+                raise BuildError(
+                    f"{plan.manifest.where}: program {section!r}: expected the same value of {name} each "
+                    "time that its module is imported, found another one",
+                    hint="give random parameters a seed, or save them to a file and name it in `params`",
+                )
+            yield PackedTensor(
+                f"{section}:{name}", str(value.dtype), value.shape, partial(np.asarray, value)
+            )
 
 
 def _own_tensors(own: OwnModel) -> list[PackedTensor]:

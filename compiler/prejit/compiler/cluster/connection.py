@@ -1,0 +1,294 @@
+"""A connection to a Ray cluster: tasks go there, and what became of them comes back.
+
+`ray://HOST:PORT` is the address of Ray Client on the head node. `ray://auto` is the cluster that this machine
+is a node of, that RAY_ADDRESS names, or that this process is connected to already.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from prejit.compiler.cluster.node import Order, compile_on_node
+from prejit.compiler.compile.schedule import Loss, Need
+from prejit.runtime.errors import BuildError, NetworkError, UsageError
+
+SCHEME = "ray://"
+"""How the address of a Ray cluster begins."""
+_LOCAL = "auto"
+_CURRENT = Path("/tmp/ray/ray_current_cluster")  # noqa: S108
+"""The file in which `ray start` notes the address of this machine's cluster."""
+_ANSWER_SECONDS = 3.0
+"""How long the head node may take to accept a connection. Ray itself would wait for minutes."""
+_END_SECONDS = 10.0
+"""How long cancelled tasks may take to end."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The end of an attempt.
+
+    Attributes:
+        attempt: its number.
+        body: what `compile_on_node` returned; None: it was lost, or failed.
+        loss: why it was lost.
+        failure: why no attempt can succeed.
+    """
+
+    attempt: int
+    body: dict[str, Any] | None = None
+    loss: Loss | None = None
+    failure: BuildError | None = None
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a cluster.
+
+    Attributes:
+        cores: CPU cores of all nodes.
+        node_cores: those of the largest node.
+        node_bytes: memory of the node that has most.
+        addresses: addresses of the nodes.
+    """
+
+    cores: int
+    node_cores: int
+    node_bytes: int
+    addresses: frozenset[str]
+
+
+class Board:
+    """An actor on which nodes note the attempts that they have begun."""
+
+    def __init__(self) -> None:
+        self._news: list[tuple[int, str]] = []
+
+    def tell(self, attempt: int, node: str) -> None:
+        """Note that a node began an attempt."""
+        self._news.append((attempt, node))
+
+    def take(self) -> list[tuple[int, str]]:
+        """Return what is new."""
+        news, self._news = self._news, []
+        return news
+
+
+def run_order(order: Order, board: Any) -> dict[str, Any]:
+    """Run one attempt, as a task of Ray."""
+    return compile_on_node(order, board.tell.remote)
+
+
+def check_address(address: str) -> None:
+    """Check the address of an executor, and that Ray is installed.
+
+    Raises:
+        UsageError: it is another address, or Ray is missing.
+    """
+    if not address.startswith(SCHEME) or address == SCHEME:
+        raise UsageError(
+            f"executor: expected local, {SCHEME}HOST:PORT or {SCHEME}{_LOCAL}, found {address!r:.80}"
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError(
+            f"executor {address}: expected the package ray, found none",
+            hint="pip install 'prejit[ray]'",
+        )
+
+
+@final
+class Connection:
+    """A connection to a cluster. One thread uses it."""
+
+    def __init__(self, address: str) -> None:
+        """Connect, and send the cluster this build's own code.
+
+        Args:
+            address: begins with `ray://`.
+
+        Raises:
+            NetworkError: nobody answers there.
+            BuildError: the cluster has another version of Python or Ray.
+        """
+        _require_answer(address)
+        import ray
+
+        self._ray: Any = ray
+        environment = {"py_modules": _own_code(), "excludes": ["**/__pycache__"]}
+        self._connects = not ray.is_initialized()
+        if self._connects:
+            place = address if address != SCHEME + _LOCAL else _LOCAL
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # Ray's own, of versions to come
+                    ray.init(
+                        address=place,
+                        runtime_env=environment,
+                        log_to_driver=False,
+                        configure_logging=False,
+                    )
+            except (ConnectionError, TimeoutError) as error:
+                raise _unreachable(address, str(error)) from error
+            except RuntimeError as error:
+                first = " ".join(str(error).split())
+                raise BuildError(
+                    f"executor {address}: the cluster cannot run this build: {first:.400}",
+                    hint="use the Python and Ray of the cluster's nodes; prejit itself is sent to them",
+                ) from error
+        # In a connection of the caller's, tasks have to name the code by themselves.
+        options: dict[str, Any] = {} if self._connects else {"runtime_env": environment}
+        # Losses are for the schedule to count.
+        self._task: Any = ray.remote(run_order)
+        self._options: dict[str, Any] = {"max_retries": 0, **options}
+        self._board: Any = (
+            self._ray.remote(Board)
+            .options(
+                num_cpus=0,
+                max_restarts=-1,
+                resources={"node:__internal_head__": 0.001},  # the last node to go
+                **options,
+            )
+            .remote()
+        )
+        self._news: Any = None
+        self._running: dict[Any, int] = {}
+
+    def size(self) -> Size:
+        """Return the size of the cluster now."""
+        nodes = [each for each in self._ray.nodes() if each["Alive"]]
+        cores = [int(each["Resources"].get("CPU", 0)) for each in nodes]
+        memory = [int(each["Resources"].get("memory", 0)) for each in nodes]
+        addresses = frozenset(each["NodeManagerAddress"] for each in nodes)
+        return Size(sum(cores), max(cores, default=0), max(memory, default=0), addresses)
+
+    def start(self, order: Order, need: Need) -> None:
+        """Hand an attempt to the cluster, which starts it when a node has room."""
+        task = self._task.options(
+            num_cpus=need.cores, memory=need.bytes, name=order.target.name, **self._options
+        )
+        self._running[task.remote(order, self._board)] = order.attempt
+
+    def cancel(self, attempt: int) -> None:
+        """End an attempt. No answer comes."""
+        for each, number in list(self._running.items()):
+            if number == attempt:
+                del self._running[each]
+                self._ray.cancel(each, force=True)
+
+    def wait(self, seconds: float) -> list[Answer]:
+        """Return the attempts that have ended, once there is one or the time is over."""
+        if not self._running:
+            return []
+        ready, _ = self._ray.wait(list(self._running), timeout=seconds)
+        if ready:  # with the first come all others
+            ready, _ = self._ray.wait(
+                list(self._running), num_returns=len(self._running), timeout=0
+            )
+        return [self._answer(each, self._running.pop(each)) for each in ready]
+
+    def begun(self) -> list[tuple[int, str]]:
+        """Return the attempts that began since the last call, each with its node."""
+        exceptions = self._ray.exceptions
+        if self._news is None:
+            self._news = self._board.take.remote()
+        try:
+            ready, _ = self._ray.wait([self._news], timeout=0)
+            if not ready:
+                return []
+            found: list[tuple[int, str]] = self._ray.get(ready[0])
+        except exceptions.RayError:  # it starts again elsewhere; nobody depends on it
+            found = []
+        self._news = None
+        return found
+
+    def close(self) -> None:
+        """End all attempts, and leave the cluster."""
+        left = list(self._running)
+        self._running.clear()
+        try:
+            for each in left:
+                self._ray.cancel(each, force=True)
+            if left:
+                self._ray.wait(left, num_returns=len(left), timeout=_END_SECONDS)
+            self._ray.kill(self._board)
+        finally:
+            if self._connects:
+                self._ray.shutdown()
+
+    def _answer(self, ended: Any, attempt: int) -> Answer:
+        exceptions = self._ray.exceptions
+        try:
+            body: dict[str, Any] = self._ray.get(ended)
+        except exceptions.OutOfMemoryError:
+            return Answer(attempt, loss=Loss.MEMORY)
+        except (exceptions.NodeDiedError, exceptions.ObjectLostError):
+            return Answer(attempt, loss=Loss.NODE)
+        except exceptions.WorkerCrashedError as error:
+            # Ray cannot always tell one from the other.
+            return Answer(attempt, loss=Loss.NODE if "node" in str(error).lower() else Loss.WORKER)
+        except exceptions.RayTaskError as error:
+            return Answer(attempt, failure=_of_the_node(error))
+        except (exceptions.RayError, ConnectionError) as error:
+            first = " ".join(str(error).split())
+            return Answer(attempt, failure=BuildError(f"Ray could not run it: {first:.400}"))
+        return Answer(attempt, body=body)
+
+
+def _require_answer(address: str) -> None:
+    """Check that somebody listens at the address of a cluster.
+
+    Raises:
+        NetworkError: nobody does.
+    """
+    place = address.removeprefix(SCHEME)
+    if place == _LOCAL:
+        import ray
+
+        if ray.is_initialized():
+            return
+        place = os.environ.get("RAY_ADDRESS", "")
+        if not place or place == _LOCAL:
+            place = _CURRENT.read_text().strip() if _CURRENT.is_file() else ""
+        if not place:
+            raise _unreachable(address, "no cluster runs on this machine")
+        place = place.removeprefix(SCHEME)
+    host, _, port = place.partition("/")[0].rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(f"executor {address}: expected HOST:PORT, found {place!r:.80}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise _unreachable(address, f"{place}: {error}") from error
+
+
+def _unreachable(address: str, reason: str) -> NetworkError:
+    first = reason.partition("\n")[0]
+    return NetworkError(
+        f"executor {address}: expected a Ray cluster, found none: {first:.300}",
+        hint="start one with `ray start --head`, or name the head node and the port of Ray Client (10001)",
+    )
+
+
+def _own_code() -> list[str]:
+    """Return the directories of the package `prejit`: two in a checkout, and one where it is installed."""
+    found = []
+    for root in ("prejit.compiler", "prejit.runtime"):
+        spec = importlib.util.find_spec(root)
+        assert spec is not None
+        assert spec.origin is not None
+        found.append(str(Path(spec.origin).resolve().parents[1]))
+    return list(dict.fromkeys(found))
+
+
+def _of_the_node(error: Exception) -> BuildError:
+    """Return the error for an exception on a node that no job caused."""
+    last = str(error).strip().splitlines()[-1]
+    hint = None
+    if "ModuleNotFoundError" in last or "ImportError" in last:
+        hint = "install the packages on all nodes: pip install 'prejit[compiler,ray,store]'"
+    return BuildError(f"a node of the cluster cannot compile: {last:.400}", hint=hint)

@@ -1,0 +1,183 @@
+"""What a node of a cluster runs: compile one program with the toolchain that the build asks for.
+
+The code is the build's own: Ray sends it. So a node compiles with exactly the code that is in the key. Its
+Python needs the packages that this code imports, `pip install 'prejit[compiler,ray,store]'`; jax comes from
+there if it has the right version, and else from a pinned environment, which the node makes once.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from prejit.compiler.cluster.exchange import bring, open_exchange, send
+from prejit.compiler.compile.jobs import Source
+from prejit.compiler.compile.worker_process import WorkerKilledError, WorkerProcess
+from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.targets.environments import spec_for
+from prejit.compiler.targets.host_cpu import host_cpu
+from prejit.compiler.targets.installing import make_environment
+from prejit.compiler.targets.toolchain import Toolchain, Tuned, host_toolchain, toolchain_of
+from prejit.runtime.errors import BuildError, PrejitError
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.targets import Target
+
+_COUNTED = ("CUBLAS_", "JAX_", "LIBTPU_", "NVIDIA_TF32", "TF_", "XLA_")
+"""Prefixes of variables that may change what compilers do: a node takes them from the build."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """One attempt at a job, as the build sends it to a node.
+
+    Attributes:
+        attempt: its number in the schedule.
+        target: what to compile for.
+        versions: names and versions of the packages that must compile.
+        cpus: number of CPUs that XLA must see; None: it compiles for no CPU.
+        tuned: measurements of `prejit tune`; None: none.
+        host: the CPU of the build's machine, where the compiler takes it from its own; None: it does not.
+        source: the program.
+        variables: the build's environment variables that count.
+        store: address of the shared store; None: `root` is the build's own cache.
+        root: directory of the build cache; None: the node's own.
+        environments: directory of pinned environments; None: the node's own.
+        timeout_seconds: time limit.
+    """
+
+    attempt: int
+    target: Target
+    versions: tuple[tuple[str, str], ...]
+    cpus: int | None
+    tuned: Tuned | None
+    host: tuple[str, ...] | None
+    source: Source
+    variables: dict[str, str]
+    store: str | None
+    root: str | None
+    environments: str | None
+    timeout_seconds: float
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Digests of the contents that the node needs."""
+        kernels = self.source.kernels
+        return (self.source.program, *(() if kernels is None else (kernels.digest,)))
+
+
+def counted_variables(environ: dict[str, str]) -> dict[str, str]:
+    """Return the environment variables that may change what a compiler does."""
+    return {name: value for name, value in environ.items() if name.startswith(_COUNTED)}
+
+
+@cache
+def own_cpu() -> tuple[str, ...]:
+    """Return what a compiler that compiles for its own machine may know of it."""
+    return (host_cpu(), *Fingerprint.current().cpu_features)
+
+
+def compile_on_node(order: Order, tell: Callable[[int, str], object]) -> dict[str, Any]:
+    """Compile a program and send its executable.
+
+    Args:
+        order: what to compile.
+        tell: called with the attempt and the node's name when the compiler starts.
+
+    Returns:
+        `{"result": ...}`, the JSON of a Compiled; `{"killed": reason}`; `{"error": {...}}`; or
+        `{"other": name}`, where the code would depend on this node's CPU, which is not the build's.
+    """
+    if order.host is not None and order.host != own_cpu():
+        return {"other": _name()}
+    try:
+        store = _open(order.root)
+        remote = None if order.store is None else open_exchange(order.store)
+        if remote is not None:
+            for digest in order.inputs:
+                bring(remote, store, digest)
+        worker = _worker(_toolchain(order), store, order)
+        tell(order.attempt, _name())
+        compiled = worker.compile(order.source, order.timeout_seconds)
+        if remote is not None:
+            send(remote, store, compiled.executable.digest)
+    except WorkerKilledError as error:
+        return {"killed": str(error)}
+    except PrejitError as error:
+        body = {"code": error.code, "message": str(error), "hint": error.hint}
+        return {"error": body}
+    return {"result": compiled.to_plain()}
+
+
+@cache
+def _name() -> str:
+    """Return this machine's name, for people."""
+    return socket.gethostname() or "without a name"
+
+
+@cache
+def _open(root: str | None) -> DirectoryStore:
+    return DirectoryStore.open(None if root is None else Path(root))
+
+
+def _toolchain(order: Order) -> Toolchain:
+    """Return what compiles on this node; its environment is made first if it is not there.
+
+    Raises:
+        BuildError: this node cannot compile as the build asks for.
+    """
+    if order.environments is not None:
+        os.environ["PREJIT_ENVIRONMENTS"] = order.environments
+    expected, where = dict(order.versions), f"node {_name()}"
+    if platform.machine() != order.target.architecture:
+        raise BuildError(
+            f"{where}: expected an {order.target.architecture} machine, found {platform.machine()}"
+        )
+    target = order.target
+    if target.platform == "cpu" and not target.constraints and _installed(expected) == expected:
+        found = host_toolchain(target, expected)
+    else:
+        spec = spec_for(replace(target, jax=expected["jax"]), "")
+        assert spec is not None
+        found = toolchain_of(target, make_environment(spec))
+    if dict(found.versions) != expected or found.cpus != order.cpus:
+        raise BuildError(
+            f"{where}: expected {_shown(expected, order.cpus)}, "
+            f"found {_shown(dict(found.versions), found.cpus)}",
+            hint="nodes must be able to compile as the build's machine does: use the same image",
+        )
+    return replace(found, tuned=order.tuned)
+
+
+def _installed(names: dict[str, str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _shown(versions: dict[str, str], cpus: int | None) -> str:
+    listed = ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
+    return listed if cpus is None else f"{listed}, {cpus} CPUs that XLA sees"
+
+
+_last: WorkerProcess | None = None  # it is kept: a worker takes 0.5 s to start
+
+
+def _worker(toolchain: Toolchain, store: DirectoryStore, order: Order) -> WorkerProcess:
+    global _last
+    if _last is not None and _last.alive and _last.toolchain == toolchain:
+        return _last
+    if _last is not None:
+        _last.release()
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_COUNTED)}
+    _last = WorkerProcess(toolchain, store, own | order.variables)
+    return _last

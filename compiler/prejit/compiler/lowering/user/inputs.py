@@ -1,0 +1,274 @@
+"""What tracing a user's code reads, by name, and the digest of each of these inputs as it is now. No JAX.
+
+A name is the same on every machine: modules by their import names, files by a path that is relative to the
+manifest or to the home directory. So builds of one checkout share traces.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from glob import glob
+from importlib import metadata
+from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any, Literal, final
+
+from prejit.compiler.store.code import code_digest, directories
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.store.receipts import Receipts
+
+Kind = Literal[
+    "module", "file", "existence of", "directory", "variable", "version of", "our code in"
+]
+
+ABSENT = "absent"
+INSTALLED = "installed"
+"""The digest of a module of an installed package, whose version decides what it does."""
+_NAMESPACE = "namespace package"
+_LARGE_BYTES = 1 << 20
+"""Files from this size on are hashed once, and again only when they change."""
+_PACKAGES = {"site-packages", "dist-packages"}
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Input:
+    """One thing that a trace reads.
+
+    Attributes:
+        kind: what it is.
+        name: import name of a module, portable path of a file or directory, name of an environment variable
+            or of a distribution.
+    """
+
+    kind: Kind
+    name: str
+
+    @property
+    def label(self) -> str:
+        """The name of the ingredient of keys that holds its digest."""
+        return f"{self.kind} {self.name}"
+
+
+def is_input(ingredient: str) -> bool:
+    """Return whether an ingredient of a key holds the digest of an input."""
+    kinds = ("module", "file", "existence of", "directory", "variable", "version of", "our code in")
+    return ingredient.startswith(tuple(f"{kind} " for kind in kinds))
+
+
+def is_installed(file: str) -> bool:
+    """Return whether a source file belongs to Python, to an installed package or to prejit."""
+    return bool(_PACKAGES & {*Path(file).parts}) or file.startswith(("<", *_library_places()))
+
+
+def is_ours(file: str) -> bool:
+    """Return whether a source file belongs to prejit."""
+    return file.startswith(_our_places())
+
+
+@cache
+def _our_places() -> tuple[str, ...]:
+    return tuple(f"{directory}{os.sep}" for directory in directories())
+
+
+@cache
+def _library_places() -> tuple[str, ...]:
+    python = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    return (*(f"{place}{os.sep}" for place in sorted(python)), *_our_places())
+
+
+def portable_path(path: str, directory: str) -> str:
+    """Return a path as it is on other machines: relative to the manifest's directory, or to the home.
+
+    Args:
+        path: an absolute path.
+        directory: the manifest's directory, absolute.
+    """
+    home = os.path.expanduser("~")
+    common = os.path.commonpath([path, directory])
+    if common != os.sep and os.path.commonpath([common, home]) != common:
+        return os.path.relpath(path, directory)
+    if os.path.commonpath([path, home]) == home != os.sep:
+        return os.path.join("~", os.path.relpath(path, home))
+    return path
+
+
+def local_path(path: str, directory: str) -> str:
+    """Return the absolute form of a portable path."""
+    return os.path.normpath(os.path.join(directory, os.path.expanduser(path)))
+
+
+@final
+class Present:
+    """The digests of inputs as they are now. Each input is read once."""
+
+    def __init__(
+        self, directory: Path, front: Sequence[str] = (), back: Sequence[str] = ()
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            directory: the manifest's directory.
+            front: portable paths of the directories that come before `sys.path`; empty: the manifest's own.
+            back: portable paths of the directories that the user's code puts behind `sys.path`.
+        """
+        self._directory = str(directory.absolute())
+        self._path = [
+            *(local_path(entry, self._directory) for entry in front or (".",)),
+            *sys.path,
+            *(local_path(entry, self._directory) for entry in back),
+        ]
+        self._digests: dict[Input, str] = {}
+        self._specs: dict[str, ModuleSpec | None] = {}
+        importlib.invalidate_caches()  # a file may be newer than the importer's caches
+
+    def digests(self, inputs: Iterable[Input]) -> dict[Input, str]:
+        """Return the digest of each input."""
+        return {each: self.digest(each) for each in inputs}
+
+    def digest(self, wanted: Input) -> str:
+        """Return the digest of an input: a text that changes when the input does."""
+        if wanted not in self._digests:
+            self._digests[wanted] = self._read(wanted)
+        return self._digests[wanted]
+
+    def files(self, patterns: Iterable[str]) -> tuple[tuple[str, str], ...]:
+        """Return the files that patterns name by their portable paths, each with its digest, sorted.
+
+        Args:
+            patterns: paths and glob patterns, relative to the manifest; a directory stands for all below.
+        """
+        found = set[str]()
+        for pattern in patterns:
+            for name in glob(pattern, root_dir=self._directory, recursive=True):
+                path = Path(self._directory, name)
+                below = (each for each in path.rglob("*") if each.is_file())
+                found |= {os.path.abspath(each) for each in (below if path.is_dir() else (path,))}
+        inputs = sorted(Input("file", portable_path(path, self._directory)) for path in found)
+        return tuple((each.name, self.digest(each)) for each in inputs)
+
+    def _read(self, wanted: Input) -> str:
+        name = wanted.name
+        match wanted.kind:
+            case "module":
+                return self._module(name)
+            case "file":
+                return file_digest(local_path(name, self._directory))
+            case "existence of":
+                return existence(local_path(name, self._directory))
+            case "directory":
+                return directory_digest(local_path(name, self._directory))
+            case "variable":
+                value = os.environ.get(name)
+                return "unset" if value is None else digest_of(os.fsencode(value))
+            case "version of":
+                return version_of(name)
+            case "our code in":
+                return code_digest(name)
+
+    def _module(self, name: str) -> str:
+        spec = self._spec(name)
+        if spec is None:
+            return ABSENT
+        if spec.origin is None:
+            return _NAMESPACE
+        if not spec.has_location or is_installed(os.path.abspath(spec.origin)):
+            return INSTALLED
+        read: Any = getattr(spec.loader, "get_data", None)
+        try:
+            content = Path(spec.origin).read_bytes() if read is None else read(spec.origin)
+        except OSError:
+            return ABSENT
+        return module_digest(content, is_package=spec.submodule_search_locations is not None)
+
+    def _spec(self, name: str) -> ModuleSpec | None:
+        """Return where Python would find a module. Nothing is imported, not even its package."""
+        if name not in self._specs:
+            package = name.rpartition(".")[0]
+            places: Sequence[str] | None = self._path
+            if package:
+                parent = self._spec(package)
+                places = None if parent is None else parent.submodule_search_locations
+            self._specs[name] = None if places is None else _find(name, places, top=not package)
+        return self._specs[name]
+
+
+def _find(name: str, places: Sequence[str], *, top: bool) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        if finder is PathFinder:
+            found = _find_in(name, places)
+        elif finder in (BuiltinImporter, FrozenImporter):
+            found = finder.find_spec(name, None) if top else None
+        else:
+            found = finder.find_spec(name, None if top else places)
+        if found is not None:
+            return found
+    return None
+
+
+def _find_in(name: str, places: Sequence[str]) -> ModuleSpec | None:
+    """Return a module on a path. PathFinder itself needs the package of a namespace package imported."""
+    portions: list[str] = []
+    for place in places:
+        finder: Any = pkgutil.get_importer(place or os.getcwd())
+        found = None if finder is None else finder.find_spec(name)
+        if found is None:
+            continue
+        if found.loader is not None:
+            return found
+        portions += found.submodule_search_locations or ()
+    if not portions:
+        return None
+    namespace = ModuleSpec(name, None, is_package=True)
+    namespace.submodule_search_locations = portions
+    return namespace
+
+
+def module_digest(content: bytes, *, is_package: bool) -> str:
+    """Return the digest of a module of the user from its source."""
+    return digest_of(content) + " (a package)" * is_package
+
+
+def file_digest(path: str) -> str:
+    """Return the digest of a file's content, or a text that says why it has none."""
+    try:
+        if os.path.isdir(path):
+            return "a directory"
+        if os.path.getsize(path) < _LARGE_BYTES:
+            return digest_of(Path(path).read_bytes())
+        receipts = Receipts(Path(path).parent)
+        digest = receipts.digest_of(Path(path))
+        receipts.save()
+        return digest
+    except OSError:
+        return ABSENT
+
+
+def existence(path: str) -> str:
+    """Return whether a path is of a file or a directory, or of nothing."""
+    if os.path.isdir(path):
+        return "a directory"
+    return "a file" if os.path.exists(path) else ABSENT
+
+
+def directory_digest(path: str) -> str:
+    """Return the digest of the names in a directory."""
+    try:
+        names = sorted(name for name in os.listdir(path) if name != "__pycache__")
+    except OSError:
+        return ABSENT
+    return digest_of("\0".join(names).encode("utf-8", "surrogateescape"))
+
+
+def version_of(distribution: str) -> str:
+    """Return the version of a distribution."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ABSENT

@@ -1,0 +1,290 @@
+"""Traces of the user's code in the store: found again without importing anything, kept once they are made.
+
+A function can read anything, so what decides its trace is known only after tracing it. The store therefore
+has two kinds of results:
+
+    inputs   a section, and the digests of inputs so far   -> the names of the inputs to look at next
+    trace    a section, and the digests of all its inputs  -> the portable program
+
+A look-up begins with the section alone, reads the named inputs as they are now, and goes on with their
+digests until it finds a trace. A trace is used only where every input that it read is as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, final
+
+from prejit.compiler.lowering.user.inputs import Input, Present, file_digest, is_input
+from prejit.compiler.manifest.manifest import Manifest, Model, Program
+from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.pipeline.keys import versions
+from prejit.compiler.pipeline.model import cache_dtype, longest_context, longest_source
+from prejit.compiler.store.code import USER_DECODERS, USER_FUNCTIONS, code_digest
+from prejit.compiler.store.interface import Store
+from prejit.compiler.store.jax_settings import jax_configuration
+from prejit.compiler.store.key import Key, nearest, why
+
+Ingredients = tuple[tuple[str, str], ...]
+
+MODEL = "model"
+"""The name of what is known of a decoder of the user before its programs."""
+_MAX_STEPS = 32
+"""Largest number of steps of a look-up."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the store knows of a trace.
+
+    Attributes:
+        name: name of the program, for people: `demo/score/batch8`.
+        section: the ingredients that the manifest decides.
+        inputs: the inputs that were looked at, each with its digest.
+        result: what `remember` stored; None: it has to be traced.
+        never: why it is traced at every build; empty: it need not be.
+    """
+
+    name: str
+    section: Ingredients
+    inputs: Mapping[Input, str]
+    result: Mapping[str, Any] | None = None
+    never: str = ""
+
+    def why(self, store: Store) -> str:
+        """Return why it has to be traced: the inputs that changed."""
+        if self.never:
+            return f"it is traced at every build: {self.never}"
+        new = _trace_key(self.name, self.section, self.inputs)
+        old = nearest(store.last_keys(new.kind, new.name), new)
+        if old is not None:  # a look-up that ends early knows fewer inputs
+            names = {name for name, _ in new.ingredients}
+            kept = (pair for pair in old.ingredients if pair[0] in names or not is_input(pair[0]))
+            old = Key(old.kind, old.name, tuple(kept))
+        return why(old, new)
+
+
+@final
+class Presents:
+    """The inputs of a manifest's code as they are now, for each search path that code makes."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        """Read nothing yet."""
+        self.of = cache(lambda front, back: Present(manifest.directory, front, back))
+
+    @property
+    def plain(self) -> Present:
+        """The inputs where code does not change the search path."""
+        return self.of((), ())
+
+
+def function_section(
+    manifest: Manifest,
+    program: Program,
+    spec: ProgramSpec,
+    platforms: Iterable[str],
+    handlers: Sequence[str],
+    present: Present,
+) -> Ingredients | None:
+    """Return what a manifest says about a function; None: it holds objects, so it is traced at every build.
+
+    Args:
+        manifest: the manifest.
+        program: the section.
+        spec: the program.
+        platforms: the platforms of the targets.
+        handlers: the names by which programs may call libraries.
+        present: reads files.
+    """
+    objects = (program.fn, program.args, program.params or "")
+    if manifest.path is None or not all(map(_is_data, objects)):
+        return None
+    mesh = manifest.mesh
+    file = manifest.resolve(str(program.fn)) if program.is_file else None
+    said = {
+        "args": program.args,
+        "bucket": spec.bucket,
+        "static": spec.static,
+        "donate": program.donate,
+        "pad": program.pad,
+        "open_sizes": program.open_sizes,
+        "repeat": bool(program.repeat),
+        "carry": program.carry,
+        "shardings": program.shardings,
+    }
+    return (
+        ("function", str(program.fn) if file is None else file_digest(str(file))),
+        *((name, _as_text(value)) for name, value in said.items()),
+        ("mesh", "none" if mesh is None else f"{mesh.data} x {mesh.tensor}"),
+        ("handlers", " ".join(handlers)),
+        ("platforms", " ".join(sorted({*platforms}))),
+        *_files(program, present),
+        ("our code", code_digest(*USER_FUNCTIONS)),
+        *_environment(),
+    )
+
+
+def decoder_section(
+    manifest: Manifest, spec: ProgramSpec | None, present: Present, *, out_in: bool
+) -> Ingredients | None:
+    """Return what a manifest says about a decoder of the user; None: it holds objects.
+
+    Args:
+        manifest: the manifest.
+        spec: a program; None: what is known of the decoder before its programs.
+        present: reads files.
+        out_in: whether matrices are stored (out, in).
+    """
+    model = manifest.model
+    assert model is not None
+    if manifest.path is None or not all(map(_is_data, (model.module, model.params or ""))):
+        return None
+    return (
+        ("decoder", str(model.module)),
+        ("program", MODEL if spec is None else spec.kind),
+        ("bucket", _as_text({} if spec is None else spec.bucket)),
+        ("dtype", model.dtype),
+        ("cache_dtype", cache_dtype(manifest)),
+        ("longest context", str(longest_context(manifest))),
+        ("longest source", str(longest_source(manifest))),
+        ("matrices", "out, in" if out_in else "each as XLA wants it"),
+        *_files(model, present),
+        ("our code", code_digest(*USER_DECODERS)),
+        *_environment(),
+        *versions("flax").items(),
+    )
+
+
+def _files(section: Program | Model, present: Present) -> Ingredients:
+    named = [] if section.params is None else [str(section.params)]
+    return (
+        ("reads", _as_text(section.reads)),
+        *((f"params {name}", digest) for name, digest in present.files(named)),
+        *((f"reads {name}", digest) for name, digest in present.files(section.reads)),
+    )
+
+
+def _environment() -> Ingredients:
+    return (
+        ("jax configuration", jax_configuration(os.environ)),
+        ("python", platform.python_version()),
+        *versions("jax", "jaxlib").items(),
+    )
+
+
+def _is_data(value: Any) -> bool:
+    """Return whether a value is one that a manifest file can hold."""
+    if isinstance(value, dict):
+        return all(map(_is_data, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_data, value))
+    return value is None or isinstance(value, str)
+
+
+def _as_text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def find_trace(
+    name: str, section: Ingredients, store: Store, presents: Presents, *, reads: bool = True
+) -> Known:
+    """Return what the store knows of a trace.
+
+    Args:
+        name: name of the program.
+        section: the ingredients that the manifest decides.
+        store: keeps traces.
+        presents: reads inputs as they are now.
+        reads: whether the program reads anything; false for a file of StableHLO.
+    """
+    known: dict[Input, str] = {}
+    for _ in range(_MAX_STEPS):
+        new: dict[Input, str] = {}
+        if reads:
+            step = store.get(_inputs_key(name, section, known))
+            if step is None:
+                break
+            present = presents.of(tuple(step["front"]), tuple(step["back"]))
+            named = (Input(kind, of) for kind, of in step["inputs"])
+            new = present.digests(each for each in named if each not in known)
+            known |= new
+        result = store.get(_trace_key(name, section, known))
+        if result is not None:
+            return Known(name, section, known, result.get("trace"), result.get("never", ""))
+        if not new:
+            break
+    return Known(name, section, known)
+
+
+def remember_trace(
+    known: Known,
+    inputs: Mapping[Input, str],
+    search_path: tuple[tuple[str, ...], tuple[str, ...]],
+    result: Mapping[str, Any],
+    blobs: Iterable[str],
+    store: Store,
+    *,
+    reads: bool = True,
+) -> None:
+    """Keep a trace under everything that it read.
+
+    Args:
+        known: what the look-up found.
+        inputs: what the trace read, each with its digest.
+        search_path: the directories before and behind `sys.path` in which modules were found.
+        result: `{"trace": ...}`, or `{"never": reason}`.
+        blobs: the blobs that it needs.
+        store: keeps it.
+        reads: as for `find_trace`.
+    """
+    name, section = known.name, known.section
+    if not reads:
+        store.put(_trace_key(name, section, {}), result, blobs=blobs)
+        return
+    before = known.inputs if all(inputs.get(i, d) == d for i, d in known.inputs.items()) else {}
+    together = {**before, **inputs}
+    if before:
+        # Others may have the first step from a shared store: they find this trace behind it.
+        if together.keys() - before.keys():
+            new = sorted(together.keys() - before.keys())
+            store.put(_inputs_key(name, section, before), _step(new, search_path))
+        store.put(_trace_key(name, section, together), result, blobs=blobs)
+    if not before or before.keys() - inputs.keys():
+        store.put(_inputs_key(name, section, {}), _step(sorted(inputs), search_path))
+        store.put(_trace_key(name, section, inputs), result, blobs=blobs)
+
+
+def remembered(known: Known, inputs: Mapping[Input, str], store: Store) -> Mapping[str, Any] | None:
+    """Return the trace that the store has for exactly these inputs."""
+    for each in ({**known.inputs, **inputs}, inputs):
+        if (found := store.get(_trace_key(known.name, known.section, each))) is not None:
+            return found.get("trace")
+    return None
+
+
+def _step(
+    inputs: Iterable[Input], search_path: tuple[tuple[str, ...], tuple[str, ...]]
+) -> dict[str, Any]:
+    front, back = search_path
+    return {
+        "inputs": [[each.kind, each.name] for each in inputs],
+        "front": [*front],
+        "back": [*back],
+    }
+
+
+def _inputs_key(name: str, section: Ingredients, inputs: Mapping[Input, str]) -> Key:
+    return Key("inputs", name, (*section, *_ingredients(inputs)))
+
+
+def _trace_key(name: str, section: Ingredients, inputs: Mapping[Input, str]) -> Key:
+    return Key("trace", name, (*section, *_ingredients(inputs)))
+
+
+def _ingredients(inputs: Mapping[Input, str]) -> Ingredients:
+    return tuple((each.label, inputs[each]) for each in sorted(inputs))

@@ -1,0 +1,239 @@
+"""Keep traces of the user's code in the store, once they are known to be worth keeping.
+
+A trace is kept when what it read is still as it was, and when tracing the same code again gives the same
+program. The second trace is made once for each section, where the first took less than `_CHECK_SECONDS`: a
+function that reads the clock, a counter or a random number without a key shows itself there. An order that
+differs between processes, such as that of a set, shows itself when the store has the trace of another one
+for the same inputs: `prejit build --retrace`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from prejit.compiler.lowering.user.inputs import Input, Present
+from prejit.compiler.pipeline.code import ReadCode, UserCode, values_of
+from prejit.compiler.pipeline.keys import Contents, content_of
+from prejit.compiler.pipeline.lowering import lower_function, lower_own_decoder
+from prejit.compiler.pipeline.plan import Lowered, OwnFacts, Plan, PlannedProgram
+from prejit.compiler.pipeline.traces import Known, remember_trace, remembered
+from prejit.compiler.progress import Progress
+from prejit.compiler.store.interface import Store
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.errors import BuildError
+
+if TYPE_CHECKING:
+    from prejit.compiler.lowering.program import LoweredProgram
+    from prejit.compiler.lowering.user.modules import UserModules
+
+_CHECK_SECONDS = 2.0
+"""A program whose first trace took less CPU time than this is traced a second time, and compared."""
+_IMPURE = (
+    "take what changes as an argument, give random numbers a key, sort sets, and declare files that it reads "
+    "by other means than open() as `reads`"
+)
+
+
+def parameters_of(plan: Plan, code: ReadCode) -> dict[str, Contents]:
+    """Return the parameters of the user's functions by section, where they have any."""
+    found: dict[str, Contents] = {}
+    for program in plan.programs:
+        section = program.spec.section
+        if program.spec.kind != "call" or section in found:
+            continue
+        contents = program.parameters
+        if contents is None:
+            values = values_of(code(), section)
+            contents = {name: content_of(value) for name, value in values.items()}
+        found[section] = contents
+    return {section: contents for section, contents in found.items() if contents}
+
+
+def remember(
+    plan: Plan,
+    lowered: Mapping[str, Lowered],
+    parameters: Mapping[str, Contents],
+    own: OwnFacts | None,
+    code: ReadCode,
+    store: Store,
+    progress: Progress,
+) -> None:
+    """Keep the traces that this build made.
+
+    Args:
+        plan: the plan of the build, from before anything was traced.
+        lowered: every program's portable form.
+        parameters: the parameters of the user's functions by section.
+        own: what is known of the user's decoder.
+        code: reads the user's code.
+        store: keeps them.
+        progress: shows that functions are traced a second time.
+
+    Raises:
+        BuildError: two traces of one program differ.
+    """
+    traced = [each for each in plan.programs if each.trace is not None and each.lowered is None]
+    reads_model = plan.own_trace is not None and plan.own is None
+    if not (traced or reads_model):
+        return
+    modules = code().modules
+    assert modules is not None
+    with progress.phase("comparing second traces"):
+        _check_again(plan, traced, lowered, code())
+    present = modules.present()
+    for program in traced:
+        assert program.trace is not None
+        made = lowered[program.spec.name]
+        result: dict[str, Any] = {"lowered": asdict(made)}
+        is_file = False
+        if program.spec.kind == "call":
+            result["parameters"] = dict(parameters.get(program.spec.section, {}))
+            is_file = plan.manifest.section(program.spec.section).is_file
+        if is_file:
+            remember_trace(
+                program.trace, {}, ((), ()), {"trace": result}, made.blobs, store, reads=False
+            )
+            continue
+        read = _read(plan, program.spec.section, modules, present)
+        if read is None:
+            continue
+        if not read.trouble:
+            _check_stored(plan, program, made, read.inputs, store)
+        _put(program.trace, read, modules, result, made.blobs, store)
+    if reads_model and own is not None:
+        assert plan.own_trace is not None
+        if (read := _read(plan, "", modules, present)) is not None:
+            _put(plan.own_trace, read, modules, asdict(own), (), store)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What a program read.
+
+    Attributes:
+        inputs: the inputs, each with its digest.
+        trouble: why nothing may stand for tracing it; empty: the inputs do.
+    """
+
+    inputs: Mapping[Input, str]
+    trouble: str
+
+
+def _read(plan: Plan, section: str, modules: UserModules, present: Present) -> _Read | None:
+    """Return what a program read; None: some of it changed meanwhile, or was read before this build.
+
+    Args:
+        plan: the plan of the build.
+        section: name of the section; empty: the decoder of [model].
+        modules: the modules of the user.
+        present: the inputs as they are now.
+    """
+    if section:
+        program = plan.manifest.section(section)
+        objects = (program.fn, program.args)
+    else:
+        assert plan.manifest.model is not None
+        objects = (plan.manifest.model.module, None)
+    seen = modules.observer.seen(section, [name for name in objects if isinstance(name, str)])
+    if not seen.complete:
+        return None
+    inputs: dict[Input, str] = {}
+    for each in seen.inputs:
+        digest = present.digest(each)
+        expected = seen.digests.get(each, digest)
+        if digest != expected and each.kind == "module" and each in seen.files:
+            # Code of the user changed where Python looks for modules: the file itself stands for it.
+            each = Input("file", seen.files[each])
+            digest, expected = present.digest(each), expected.partition(" ")[0]
+        if digest != expected:
+            return None
+        inputs[each] = digest
+    return _Read(inputs, seen.trouble)
+
+
+def _put(
+    known: Known,
+    read: _Read,
+    modules: UserModules,
+    result: Mapping[str, Any],
+    blobs: tuple[str, ...],
+    store: Store,
+) -> None:
+    path = modules.search_path()
+    if read.trouble:
+        remember_trace(known, read.inputs, path, {"never": read.trouble}, (), store)
+    else:
+        remember_trace(known, read.inputs, path, {"trace": result}, blobs, store)
+
+
+def _check_again(
+    plan: Plan, traced: list[PlannedProgram], lowered: Mapping[str, Lowered], code: UserCode
+) -> None:
+    """Trace one program of each section a second time, where that is quick."""
+    first: dict[str, PlannedProgram] = {}
+    for program in traced:
+        if 0 < code.seconds.get(program.spec.name, 0) < _CHECK_SECONDS:
+            first.setdefault(program.spec.section, program)
+    if not first:
+        return
+    import jax
+
+    jax.clear_caches()  # else a function under jax.jit would not be traced again
+    for program in first.values():
+        again = _lower(plan, program, code)
+        if digest_of(again.portable) != lowered[program.spec.name].portable.raw_digest:
+            other = _lower(plan, program, code)
+            jax.clear_caches()
+            raise _impure(plan, program, other, _lower(plan, program, code))
+
+
+def _lower(plan: Plan, program: PlannedProgram, code: UserCode) -> LoweredProgram:
+    if program.spec.kind == "call":
+        return lower_function(plan, program, code)
+    return lower_own_decoder(plan, program, code, None)
+
+
+def _check_stored(
+    plan: Plan, program: PlannedProgram, made: Lowered, inputs: Mapping[Input, str], store: Store
+) -> None:
+    """Compare a trace with the one that the store has for the same inputs."""
+    assert program.trace is not None
+    known = remembered(program.trace, inputs, store)
+    if known is None:
+        return
+    before = Lowered.from_json(known["lowered"])
+    if before.portable.raw_digest == made.portable.raw_digest:
+        return
+    programs = [store.read_blob(each.portable.raw_digest) for each in (before, made)]
+    if None in programs:
+        return
+    from prejit.compiler.lowering.user.purity import differing_line
+
+    first, second = programs
+    assert first is not None
+    assert second is not None
+    raise _error(plan, program, differing_line(first, second))
+
+
+def _impure(
+    plan: Plan, program: PlannedProgram, first: LoweredProgram, second: LoweredProgram
+) -> BuildError:
+    from prejit.compiler.lowering.user.purity import differing_line, differing_operation
+
+    found = None
+    if first.traced is not None and second.traced is not None:
+        found = differing_operation(first.traced, second.traced)
+    return _error(plan, program, found or differing_line(first.portable, second.portable))
+
+
+def _error(plan: Plan, program: PlannedProgram, found: str) -> BuildError:
+    is_function = program.spec.kind == "call"
+    section = plan.manifest.section(program.spec.section) if is_function else plan.manifest.model
+    assert section is not None
+    return BuildError(
+        f"{plan.manifest.where}: program {program.spec.name}: expected {section.label} to give the same "
+        f"program each time that it is traced, found two that differ in {found}",
+        hint=_IMPURE,
+    )

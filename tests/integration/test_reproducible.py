@@ -1,0 +1,96 @@
+"""Equal sources give equal bytes, whatever the machine's settings are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prejit.runtime.base.digests import digest_of
+
+CODE = """
+import os, sys
+import jax, jax.numpy as jnp
+
+def many(x):
+    tables = {jnp.sin, jnp.cos, jnp.tanh}  # the order of a set follows PYTHONHASHSEED
+    for each in sorted(tables, key=lambda f: f.__name__):
+        x = each(x) @ x.T @ x
+    return jnp.sort(jax.nn.softmax(x), axis=-1), jnp.cumsum(x)
+
+def walk(x):
+    return jax.lax.scan(lambda c, y: (jnp.sin(c) * y, c.sum()), x[0], x)
+"""
+MANIFEST = """
+[bundle]
+name = "equal"
+[[program]]
+name = "many"
+function = "code_of_it:many"
+args = { x = "float32[{n}, 64]" }
+buckets = { n = [8, 64] }
+[[program]]
+name = "walk"
+function = "code_of_it:walk"
+args = { x = "float32[16, 64]" }
+[[target]]
+name = "cpu-host"
+[[target]]
+name = "cpu-x86-64-v3"
+"""
+START = """
+import os, sys
+os.sched_setaffinity(0, {cpus})
+os.umask({umask})
+os.execv(sys.executable, [sys.executable, "-m", "prejit.runtime", *sys.argv[1:]])
+"""
+
+
+def build(directory: Path, cpus: set[int], umask: int, jobs: int, **environ: str) -> dict[str, str]:
+    """Builds in a directory of its own, and returns the digest of each file of the bundle."""
+    (directory / "project").mkdir(parents=True)
+    for name, content in (("code_of_it.py", CODE), ("m.toml", MANIFEST)):
+        path = directory / "project" / name
+        path.write_text(content)
+        os.utime(path, (86400 * umask, 86400 * umask))
+    arguments = ["build", "m.toml", "-o", str(directory / "out"), "--jobs", str(jobs)]
+    done = subprocess.run(
+        [sys.executable, "-c", START.format(cpus=cpus, umask=umask), *arguments],
+        cwd=directory / "project",
+        env={
+            **os.environ,
+            "HOME": str(directory),
+            "PREJIT_CACHE": str(directory / "cache"),
+            **environ,
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "compiled 6, cached 0" in done.stderr
+    bundle = directory / "out" / "equal"
+    return {
+        str(path.relative_to(bundle)): digest_of(path.read_bytes())
+        for path in bundle.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_one_core_and_many_give_equal_bytes_in_any_directory_home_time_and_language(
+    tmp_path: Path,
+) -> None:
+    cpus = os.sched_getaffinity(0)
+    if len(cpus) == 1:
+        pytest.skip("this machine has one core")
+    alone = build(
+        tmp_path / "alone", {min(cpus)}, 0o077, 1, PYTHONHASHSEED="1", TZ="Asia/Tokyo", LANG="C"
+    )
+    beside = build(
+        tmp_path / "somewhere" / "else", cpus, 0o022, 3, PYTHONHASHSEED="2", LC_ALL="tr_TR.UTF-8"
+    )
+    assert alone == beside, "the bundle and what is attached to it"

@@ -1,0 +1,210 @@
+"""Whether `prejit diff` names what differs between two bundles, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from prejit.compiler.api import build, program
+from prejit.compiler.cli.run import run
+from prejit.compiler.comparing.difference import compare_bundles, read_bundle
+from prejit.compiler.comparing.speed import Speed, compare_speed, verdict
+from prejit.compiler.compile.worker.code_summary import summarize
+from prejit.runtime.bench.comparison import Ratio
+from prejit.runtime.errors import RejectError
+from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
+
+FORMATS = Path(__file__).parents[3] / "format"
+
+
+def same(x: Any) -> Any:
+    return x + 1
+
+
+def gone(x: Any) -> Any:
+    return x - 1
+
+
+def new(x: Any) -> Any:
+    return x * 5
+
+
+def score_before(x: Any) -> Any:
+    return jnp.tanh(x @ x)
+
+
+def score_after(x: Any) -> Any:
+    return jnp.tanh(x @ x @ x)
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A bundle, and the same one with a function added, one removed and one changed."""
+    root = tmp_path_factory.mktemp("diff")
+    x = jnp.ones((64, 64))
+    paths = []
+    for name, functions in (
+        ("before", {"score": score_before, "same": same, "gone": gone}),
+        ("after", {"score": score_after, "same": same, "new": new}),
+    ):
+        programs = []
+        for of, function in functions.items():
+            made = program(function, x)
+            object.__setattr__(made, "name", of)
+            programs.append(made)
+        built = build(
+            programs, root / name, name="demo", cache=root / "cache", workers=1, quiet=True
+        )
+        paths.append(built.path)
+    return paths[0], paths[1]
+
+
+def test_programs_that_were_added_removed_and_changed_are_named_with_what_changed(
+    bundles: tuple[Path, Path],
+) -> None:
+    found = compare_bundles(*map(read_bundle, bundles))
+    assert not found.is_equal
+    assert found.added == ("new for cpu-host",)
+    assert found.removed == ("gone for cpu-host",)
+    assert found.same == 1
+    (changed,) = found.changed
+    assert (changed.program, changed.target) == ("score", "cpu-host")
+    assert changed.has_new_program
+    assert changed.has_new_executable
+    assert changed.operations == {"stablehlo.dot_general tensor<64x64xf32>": (1, 2)}
+    assert changed.fields == {}
+    assert changed.code is not None
+    before, after = changed.code
+    assert (
+        before.digest == after.digest
+    )  # a product is a routine of XLA's, which is called once more
+    assert (before.code_bytes > 0, sum(before.instructions.values()) > 0) == (True, True)
+    assert found.layers == found.versions == found.requirements == {}
+
+
+def test_the_same_bundle_in_two_places_is_equal(
+    bundles: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(bundles[0], tmp_path / "copy")
+    assert run(["diff", str(bundles[0]), str(tmp_path / "copy")]) == 0
+    assert capsys.readouterr().out.startswith("equal: sha256:")
+
+
+def test_the_command_says_what_differs_and_has_the_status_of_diff(
+    bundles: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["diff", *map(str, bundles)]
+    assert run(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "programs: 1 added, 1 removed, 1 changed, 0 compiled differently, 1 the same" in printed
+    assert "StableHLO: stablehlo.dot_general tensor<64x64xf32> 1 -> 2" in printed
+    assert run([*arguments, "--json"]) == 1
+    described = json.loads(capsys.readouterr().out)
+    assert described["equal"] is False
+    assert described["changed"][0]["operations"] == {
+        "stablehlo.dot_general tensor<64x64xf32>": [1, 2]
+    }
+    assert described["speed"] is None
+
+
+def test_other_arguments_and_weights_of_a_program_are_named(tmp_path: Path) -> None:
+    params = [{"w": jnp.full(3, float(value))} for value in (1, 2)]
+    made = [
+        program(scaled, params[0], jnp.ones(3)),
+        program(scaled, params[1], jnp.ones(3, jnp.int32)),
+    ]
+    read = [
+        read_bundle(
+            build(
+                each,
+                tmp_path / str(place),
+                name="demo",
+                cache=tmp_path / "cache",
+                workers=1,
+                quiet=True,
+            ).path
+        )
+        for place, each in enumerate(made)
+    ]
+    (changed,) = compare_bundles(*read).changed
+    assert "int32[3]" in changed.fields["arguments"][1]
+
+
+def scaled(params: Any, x: Any) -> Any:
+    return params["w"] * x
+
+
+def test_bundles_of_older_formats_and_versions_compare() -> None:
+    old = next(path for path in sorted(FORMATS.glob("v4/*")) if (path / "index.json").exists())
+    found = compare_bundles(read_bundle(old), read_bundle(FORMATS / "v5" / "decoder"))
+    assert not found.is_equal
+    assert found.added or found.changed
+
+
+def test_a_damaged_program_is_an_error_and_no_difference(
+    bundles: tuple[Path, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(bundles[1], tmp_path / "damaged")
+    damaged = read_bundle(tmp_path / "damaged")
+    (target,) = damaged.targets.values()
+    at = target.contents.manifest.layer(EXECUTABLES_MEDIA_TYPE).digest.removeprefix("sha256:")
+    path = tmp_path / "damaged" / "blobs" / "sha256" / at
+    content = bytearray(path.read_bytes())
+    for program_ in target.contents.config.programs:
+        content[program_.executable.offset + program_.executable.size // 2] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(content)
+    with pytest.raises(RejectError):
+        compare_bundles(read_bundle(bundles[0]), damaged)
+
+
+def test_what_is_no_executable_of_a_cpu_has_no_summary() -> None:
+    assert summarize(b"") is None
+    assert summarize(b"\x7fELF" * 20) is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "found"),
+    [
+        (Ratio(1.2, 1.2, 1.1, 1.3), "slower"),
+        (Ratio(1.2, 1.2, 0.9, 1.3), "same"),  # the spread reaches below 1
+        (Ratio(1.0, 1.2, 1.1, 1.3), "same"),  # the best runs are as fast
+        (Ratio(1.04, 1.04, 1.01, 1.1), "same"),  # within the tolerance
+        (Ratio(0.8, 0.8, 0.7, 0.9), "faster"),
+        (Ratio(0.99, 0.8, 0.7, 0.9), "same"),
+    ],
+)
+def test_a_program_is_slower_only_beyond_the_spread_and_the_tolerance(
+    ratio: Ratio, found: str
+) -> None:
+    assert verdict(ratio) == found
+
+
+def test_both_bundles_are_measured_in_turns(bundles: tuple[Path, Path]) -> None:
+    said: list[str] = []
+    speed = compare_speed(*map(read_bundle, bundles), said.append, rounds=2)
+    assert speed.why_not == ""
+    assert {row.name for row in speed.rows} == {"call score", "call same"}
+    assert all(row.before > 0 and row.after > 0 for row in speed.rows)
+    assert said[-1] == "round 2 of 2"
+
+
+def test_a_bundle_that_no_interpreter_here_can_run_is_named(
+    bundles: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path))
+    other = FORMATS / "v5" / "decoder"
+    read = read_bundle(other)
+    needs = next(iter(read.targets.values())).requirement.jaxlib
+    here = read_bundle(bundles[0])
+    if needs == next(iter(here.targets.values())).requirement.jaxlib:
+        pytest.skip("the golden bundle is of this jaxlib")
+    speed = compare_speed(here, read, print)
+    assert isinstance(speed, Speed)
+    assert speed.why_not.startswith(f"{other}: expected a machine that runs it")
+    assert needs in speed.why_not

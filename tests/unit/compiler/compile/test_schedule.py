@@ -1,0 +1,194 @@
+"""The schedule of compile jobs: every job ends, whatever dies, and no more runs than there is room for."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.extent import examples
+
+from prejit.compiler.compile.schedule import (
+    MAX_NODE_LOSSES,
+    MAX_WORKER_LOSSES,
+    STRAGGLER_SECONDS,
+    Cancel,
+    Decision,
+    GiveUp,
+    Loss,
+    Need,
+    Schedule,
+    Start,
+)
+
+
+def starts(decisions: list[Decision]) -> list[Start]:
+    return [each for each in decisions if isinstance(each, Start)]
+
+
+def a_schedule(slots: int = 1, window: float = 1.0, **seconds: float) -> Schedule:
+    schedule = Schedule(slots=slots, window=window)
+    for name, value in seconds.items():
+        schedule.add(name, Need(value, 100))
+    return schedule
+
+
+def running(schedule: Schedule, now: float = 0.0) -> Start:
+    [start] = starts(schedule.decide(now))
+    schedule.began(start.attempt, now, "a")
+    return start
+
+
+def test_the_longest_job_does_not_start_last() -> None:
+    schedule = a_schedule(slots=2, short=1, long=9, middle=5)
+    assert [each.job for each in starts(schedule.decide(0))] == ["long", "middle"]
+
+
+def test_an_autoscaler_sees_work_that_has_no_core_yet() -> None:
+    jobs = {f"j{number}": 1.0 for number in range(100)}
+    assert len(starts(a_schedule(slots=8, window=2.0, **jobs).decide(0))) == 16
+    assert starts(a_schedule(slots=0, window=2.0, **jobs).decide(0)), "a cluster without a node"
+    assert not starts(a_schedule(slots=0, window=1.0, **jobs).decide(0))
+
+
+def test_a_job_that_needs_more_cores_than_there_are_runs_alone() -> None:
+    schedule = Schedule(slots=2, window=1.0)
+    schedule.add("wide", Need(9, cores=8))
+    schedule.add("narrow", Need(1))
+    assert [each.job for each in starts(schedule.decide(0))] == ["wide"]
+
+
+def test_a_job_whose_node_died_is_not_lost() -> None:
+    schedule = a_schedule(one=1)
+    first = running(schedule)
+    schedule.lost(first.attempt, Loss.NODE)
+    again = running(schedule, 1.0)
+    assert again.job == "one"
+    assert again.attempt != first.attempt
+    assert schedule.finished(again.attempt, 2.0)
+    assert schedule.unfinished == 0
+
+
+def test_a_job_that_ends_its_worker_again_and_again_is_given_up() -> None:
+    schedule = a_schedule(bad=1)
+    for _ in range(MAX_WORKER_LOSSES):
+        schedule.lost(running(schedule).attempt, Loss.WORKER)
+    [decision] = schedule.decide(1.0)
+    assert decision == GiveUp(
+        "bad",
+        "2 attempts ended without an answer: the worker died on a, the worker died on a",
+        (Loss.WORKER, Loss.WORKER),
+    )
+    assert schedule.unfinished == 0
+
+
+def test_nodes_that_die_are_not_the_fault_of_the_job_for_long() -> None:
+    schedule = a_schedule(unlucky=1)
+    for _ in range(MAX_NODE_LOSSES - 1):
+        schedule.lost(running(schedule).attempt, Loss.NODE)
+    schedule.lost(running(schedule).attempt, Loss.NODE)
+    assert [type(each) for each in schedule.decide(1.0)] == [GiveUp]
+
+
+def test_a_job_that_ran_out_of_memory_gets_twice_as_much() -> None:
+    schedule = a_schedule(large=1)
+    schedule.lost(running(schedule).attempt, Loss.MEMORY)
+    assert running(schedule).need.bytes == 200
+
+
+def test_a_straggler_runs_again_where_a_core_is_idle_and_the_first_result_wins() -> None:
+    schedule = a_schedule(slots=2, slow=2)
+    first = running(schedule)
+    assert schedule.decide(STRAGGLER_SECONDS) == [], "three times 2 s are not over"
+    [second] = starts(schedule.decide(6.1))
+    assert (second.job, second.second) == ("slow", True)
+    assert schedule.decide(100) == [], "no third one"
+    assert schedule.finished(second.attempt, 101)
+    assert schedule.decide(101) == [Cancel(first.attempt)]
+    assert not schedule.finished(first.attempt, 102), "its result came too late"
+
+
+def test_no_straggler_takes_the_core_of_a_job_that_waits() -> None:
+    schedule = a_schedule(slots=1, slow=2, next=1)
+    running(schedule)
+    assert schedule.decide(1000) == []
+
+
+def test_an_attempt_that_waits_for_a_core_is_no_straggler() -> None:
+    schedule = a_schedule(slots=2, slow=2)
+    assert len(starts(schedule.decide(0))) == 1
+    assert schedule.decide(1000) == [], "it has not begun"
+
+
+def test_estimates_that_are_wrong_for_all_make_no_stragglers() -> None:
+    jobs = {f"j{number}": 1.0 for number in range(5)}
+    schedule = a_schedule(slots=5, **jobs)
+    attempts = [each.attempt for each in starts(schedule.decide(0))]
+    for each in attempts:
+        schedule.began(each, 0)
+    for each in attempts[:4]:
+        schedule.finished(each, 20.0)  # this cluster is 20 times as slow
+    assert schedule.decide(40.0) == []
+    assert len(starts(schedule.decide(61.0))) == 1
+
+
+def test_a_job_that_another_build_has_done_ends_its_attempts() -> None:
+    schedule = a_schedule(slots=1, one=1, two=2)
+    first = running(schedule)
+    schedule.drop("two")
+    assert schedule.decide(0) == [
+        Cancel(first.attempt),
+        Start(first.attempt + 1, "one", Need(1, 100)),
+    ]
+    schedule.drop("two")  # again
+
+
+@settings(max_examples=examples(100, 2000), deadline=None)
+@given(
+    jobs=st.lists(st.floats(0.01, 50), min_size=1, max_size=30),
+    slots=st.integers(1, 6),
+    window=st.sampled_from([1.0, 2.0]),
+    seed=st.integers(0, 1 << 32),
+)
+def test_every_job_ends_once_in_any_order_of_events(
+    jobs: list[float], slots: int, window: float, seed: int
+) -> None:
+    chance = random.Random(seed)
+    schedule = Schedule(slots=slots, window=window)
+    for number, seconds in enumerate(jobs):
+        schedule.add(f"{number}", Need(seconds))
+    live: dict[int, str] = {}
+    ended: list[str] = []
+    now = 0.0
+    for _ in range(10_000):
+        for decision in schedule.decide(now):
+            match decision:
+                case Start(attempt, job, _, second):
+                    assert job not in ended
+                    assert (job in live.values()) == second
+                    live[attempt] = job
+                case Cancel(attempt):
+                    del live[attempt]
+                case GiveUp(job):
+                    ended.append(job)
+        assert len(live) <= max(slots * window, 4 if window > 1 else 0)
+        if not schedule.unfinished:
+            break
+        assert live, "jobs wait, and nothing runs"
+        now += chance.uniform(0, 20)
+        attempt = chance.choice(sorted(live))
+        match chance.choice(["began", "finished", "worker", "node", "tick"]):
+            case "began":
+                schedule.began(attempt, now)
+            case "finished":
+                job = live.pop(attempt)
+                assert schedule.finished(attempt, now)
+                ended.append(job)
+            case "worker":
+                del live[attempt]
+                schedule.lost(attempt, Loss.WORKER)
+            case "node":
+                del live[attempt]
+                schedule.lost(attempt, Loss.NODE)
+    assert sorted(ended) == sorted(f"{number}" for number in range(len(jobs)))
+    assert not live

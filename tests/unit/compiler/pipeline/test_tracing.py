@@ -1,0 +1,680 @@
+"""Traces of the user's code: used again only while everything that they read is as it was."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from prejit.compiler.manifest.reading import read_manifest
+from prejit.compiler.pipeline.code import find_code
+from prejit.compiler.pipeline.lowering import lower
+from prejit.compiler.pipeline.plan import TRACED, Lowered, plan_build, planned_executables
+from prejit.compiler.pipeline.tracing import parameters_of, remember
+from prejit.compiler.progress import Quiet
+from prejit.compiler.store.directory import DirectoryStore
+from prejit.runtime.errors import BuildError, ManifestError
+
+
+def no_model() -> NoReturn:
+    raise AssertionError("the manifest has no model")
+
+
+class Project:
+    """A manifest with modules beside it, and a store."""
+
+    def __init__(self, directory: Path, functions: Mapping[str, str], **modules: str) -> None:
+        """Write it. A function's value is `module:attribute`, and more lines of its section."""
+        self.directory = directory
+        self.directory.mkdir(parents=True)
+        sections = []
+        for name, text in functions.items():
+            function, _, more = text.partition("\n")
+            args = "" if "args" in more else 'args = { x = "float32[3]" }\n'
+            sections.append(
+                f'[[program]]\nname = "{name}"\nfunction = "{function}"\n{args}{more}\n'
+            )
+        self.write(
+            "m.toml", f'[bundle]\nname = "m"\n{"".join(sections)}[[target]]\nname = "cpu-host"\n'
+        )
+        for name, content in modules.items():
+            self.write(f"{name}.py", content)
+        self.store = DirectoryStore.open(directory.parent / "cache")
+        self.lowered: dict[str, Lowered] = {}
+
+    def write(self, name: str, content: str) -> None:
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+    def trace(self, *, retrace: bool = False) -> set[str]:
+        """Do what a build does before it compiles, and return the names of programs that were traced."""
+        plan = plan_build(read_manifest(self.directory / "m.toml"), self.store, retrace=retrace)
+        code = cache(partial(find_code, plan.manifest))
+        self.lowered = {
+            each.spec.name: lower(plan, each, no_model, code, self.store, Quiet())
+            for each in plan.programs
+        }
+        parameters = parameters_of(plan, code)
+        remember(plan, self.lowered, parameters, None, code, self.store, Quiet())
+        return {each.spec.name for each in plan.programs if each.lowered is None}
+
+    def why(self) -> str:
+        """Return why the only program is not cached."""
+        plan = plan_build(read_manifest(self.directory / "m.toml"), self.store)
+        [planned] = planned_executables(plan, self.store)
+        return planned.why
+
+    def changed(self) -> bool:
+        """Return whether the only program is traced, and gives another program."""
+        [before] = self.lowered.values()
+        traced = self.trace()
+        [after] = self.lowered.values()
+        assert (before.portable == after.portable) == (not traced)
+        return bool(traced)
+
+
+@pytest.fixture(autouse=True)
+def modules() -> Iterator[None]:
+    """Forget modules that a test leaves in the process, because they are beside no manifest."""
+    before = set(sys.modules)
+    yield
+    for name in ("helper", "toylib", "toydeep"):
+        if name not in before:
+            sys.modules.pop(name, None)
+
+
+def project(tmp_path: Path, model: str, more: str = "", **modules: str) -> Project:
+    """A project of one function that was traced, and that nothing traces again."""
+    made = Project(tmp_path / "project", {"p": f"model:f\n{more}"}, model=model, **modules)
+    assert made.trace() == {"p"}
+    assert made.trace() == set()
+    return made
+
+
+SCALED = "import helper\n\n\ndef f(x):\n    return x * helper.FACTOR\n"
+
+
+def test_a_helper_two_imports_away_that_changes_is_noticed(tmp_path: Path) -> None:
+    found = project(tmp_path, SCALED, helper="from deep import FACTOR\n", deep="FACTOR = 2\n")
+    found.write("deep.py", "FACTOR = 3\n")
+    assert "module deep: sha256:" in found.why()
+    assert found.changed()
+    found.write("deep.py", "FACTOR = 2\n")  # and both are in the store now
+    assert found.trace() == set()
+
+
+def test_the_init_of_a_package_that_changes_is_noticed(tmp_path: Path) -> None:
+    model = "from package.inner import factor\n\n\ndef f(x):\n    return x * factor()\n"
+    inner = "import package\n\n\ndef factor():\n    return package.FACTOR\n"
+    found = project(tmp_path, model, **{"package/__init__": "FACTOR = 2\n", "package/inner": inner})
+    found.write("package/__init__.py", "FACTOR = 3\n")
+    assert "module package: sha256:" in found.why()
+    assert found.changed()
+
+
+def test_a_module_that_shadows_another_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "helper.py").write_text("FACTOR = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    found = project(tmp_path, SCALED)
+    del sys.modules["helper"]  # as in a new process
+    found.write("helper.py", "FACTOR = 3\n")
+    assert found.changed()
+
+
+def test_a_module_that_the_process_had_imported_before_stands_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be older than its file, and what it read is not known."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "helper.py").write_text("FACTOR = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    importlib.import_module("helper")
+    made = Project(tmp_path / "project", {"p": "model:f"}, model=SCALED)
+    assert made.trace() == {"p"}
+    assert made.trace() == {"p"}
+    del sys.modules["helper"]
+    assert made.trace() == {"p"}
+    assert made.trace() == set()
+
+
+def test_a_package_that_shadows_a_module_is_noticed(tmp_path: Path) -> None:
+    found = project(tmp_path, SCALED, helper="FACTOR = 2\n")
+    found.write("helper/__init__.py", "FACTOR = 3\n")
+    assert found.changed()
+
+
+def test_a_module_that_was_looked_for_in_vain_is_noticed_when_it_appears(tmp_path: Path) -> None:
+    model = (
+        "try:\n    from fast_helper import FACTOR\nexcept ImportError:\n    FACTOR = 2\n\n\n"
+        "def f(x):\n    return x * FACTOR\n"
+    )
+    found = project(tmp_path, model)
+    found.write("fast_helper.py", "FACTOR = 3\n")
+    assert "module fast_helper: absent -> sha256:" in found.why()
+    assert found.changed()
+
+
+def test_a_submodule_that_was_looked_for_in_vain_is_noticed_when_it_appears(tmp_path: Path) -> None:
+    model = (
+        "try:\n    from package import fast\nexcept ImportError:\n    fast = None\n\n\n"
+        "def f(x):\n    return x * (3 if fast else 2)\n"
+    )
+    found = project(tmp_path, model, **{"package/__init__": ""})
+    found.write("package/fast.py", "")
+    assert found.changed()
+
+
+COMPUTED = """
+import importlib
+
+
+def f(x):
+    return x * importlib.import_module("hel" + "per").FACTOR
+"""
+FROM_FILE = """
+import importlib.util
+import os
+
+path = os.path.join(os.path.dirname(__file__), "helper.py")
+spec = importlib.util.spec_from_file_location("any_name", path)
+helper = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(helper)
+
+
+def f(x):
+    return x * helper.FACTOR
+"""
+EXECUTED = """
+import pathlib
+
+names = {}
+exec(pathlib.Path(__file__).with_name("helper.py").read_text(), names)
+
+
+def f(x):
+    return x * names["FACTOR"]
+"""
+
+
+@pytest.mark.parametrize("model", [COMPUTED, FROM_FILE, EXECUTED], ids=["name", "file", "exec"])
+def test_a_module_that_no_import_statement_names_is_noticed(tmp_path: Path, model: str) -> None:
+    found = project(tmp_path, model, helper="FACTOR = 2\n")
+    found.write("helper.py", "FACTOR = 3\n")
+    assert found.changed()
+
+
+def test_a_module_that_is_imported_while_a_function_is_traced_is_noticed(tmp_path: Path) -> None:
+    model = "def f(x):\n    from helper import FACTOR\n\n    return x * FACTOR\n"
+    found = project(tmp_path, model, helper="FACTOR = 2\n")
+    found.write("helper.py", "FACTOR = 3\n")
+    assert found.changed()
+
+
+def test_a_module_of_a_namespace_package_is_noticed(tmp_path: Path) -> None:
+    model = "from space.inner.helper import FACTOR\n\n\ndef f(x):\n    return x * FACTOR\n"
+    found = project(tmp_path, model, **{"space/inner/helper": "FACTOR = 2\n"})
+    found.write("space/inner/helper.py", "FACTOR = 3\n")
+    assert found.changed()
+    found.write("space/__init__.py", "")  # it is a package of another kind now
+    assert found.trace() == {"p"}
+
+
+def test_a_module_in_a_directory_that_the_code_adds_is_noticed(tmp_path: Path) -> None:
+    added = "import os, sys\n\nsys.path.insert(0, os.path.join(os.path.dirname(__file__), 'lib'))\n"
+    found = project(tmp_path, added + SCALED, **{"lib/helper": "FACTOR = 2\n"})
+    found.write("lib/helper.py", "FACTOR = 3\n")
+    assert found.changed()
+    shutil.move(found.directory, tmp_path / "other")
+    found.directory = tmp_path / "other"
+    assert found.trace() == set()
+
+
+def test_code_that_a_function_runs_without_importing_it_is_noticed(tmp_path: Path) -> None:
+    """One section imports what registers a function; another uses the registry alone."""
+    found = Project(
+        tmp_path / "project",
+        {"first": "first:f", "second": "second:g"},
+        registry="known = {}\n",
+        first="import activations\n\n\ndef f(x):\n    return x\n",
+        activations="import registry\n\n\ndef act(x):\n    return x * 2\n\n\nregistry.known['act'] = act\n",
+        second="import registry\n\n\ndef g(x):\n    return registry.known['act'](x)\n",
+    )
+    assert found.trace() == {"first", "second"}
+    found.write(
+        "activations.py",
+        "import registry\n\n\ndef act(x):\n    return x * 3\n\n\nregistry.known['act'] = act\n",
+    )
+    assert found.trace() == {"first", "second"}
+
+
+READS = """
+import os
+import pathlib
+
+import numpy as np
+
+HERE = pathlib.Path(__file__).parent
+
+
+def f(x):
+    return x * {}
+"""
+
+
+def test_a_data_file_that_is_declared_and_changes_is_noticed(tmp_path: Path) -> None:
+    made = Project(
+        tmp_path / "p", {"p": 'model:f\nreads = ["data/*.json"]'}, model="def f(x):\n    return x\n"
+    )
+    made.write("data/one.json", "1")
+    assert made.trace() == {"p"}
+    assert made.trace() == set()
+    made.write("data/one.json", "2")
+    assert "reads data/one.json: sha256:" in made.why()
+    assert made.trace() == {"p"}
+    made.write("data/two.json", "2")
+    assert "reads data/two.json: absent -> sha256:" in made.why()
+    assert made.trace() == {"p"}
+    (made.directory / "data" / "one.json").unlink()
+    assert made.trace() == {"p"}
+
+
+def test_a_declared_file_that_does_not_exist_is_a_mistake(tmp_path: Path) -> None:
+    made = Project(
+        tmp_path / "p", {"p": 'model:f\nreads = ["vocab.txt"]'}, model="def f(x):\n    return x\n"
+    )
+    with pytest.raises(ManifestError, match=r"reads.*no such file: 'vocab.txt'|vocab\.txt"):
+        made.trace()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        "int(pathlib.Path(HERE, 'factor.json').read_text())",
+        "int(np.loadtxt(os.path.join(HERE, 'factor.json')))",
+        "int(np.fromfile(os.path.join(HERE, 'factor.json'), dtype=np.uint8)[0])",
+    ],
+)
+def test_a_data_file_that_is_opened_and_changes_is_noticed(tmp_path: Path, read: str) -> None:
+    made = Project(tmp_path / "p", {"p": "model:f"}, model=READS.format(read))
+    made.write("factor.json", "2")
+    assert made.trace() == {"p"}
+    assert made.trace() == set()
+    made.write("factor.json", "3")
+    assert "file factor.json: sha256:" in made.why()
+    assert made.changed()
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        ("(3 if os.path.exists(os.path.join(HERE, 'flag')) else 2)", "flag"),
+        ("len(os.listdir(os.path.join(HERE, 'data')))", "data/two"),
+    ],
+)
+def test_a_file_that_appears_is_noticed_where_code_looked_for_it(
+    tmp_path: Path, read: str, name: str
+) -> None:
+    made = Project(tmp_path / "p", {"p": "model:f"}, model=READS.format(read))
+    made.write("data/one", "")
+    assert made.trace() == {"p"}
+    assert made.trace() == set()
+    made.write(name, "")
+    assert made.changed()
+
+
+def test_a_file_that_is_deleted_is_noticed(tmp_path: Path) -> None:
+    model = (
+        "import pathlib\n\n\ndef f(x):\n    try:\n        return x * int(pathlib.Path(__file__)"
+        ".with_name('factor').read_text())\n    except FileNotFoundError:\n        return x * 5\n"
+    )
+    made = Project(tmp_path / "p", {"p": "model:f"}, model=model)
+    made.write("factor", "2")
+    assert made.trace() == {"p"}
+    (made.directory / "factor").unlink()
+    assert "file factor: sha256:" in made.why()
+    assert made.changed()
+    made.write("factor", "2")
+    assert made.trace() == set()
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A distribution that provides `toylib`, and requires one that provides `toydeep`."""
+    packages = tmp_path / "site-packages"
+    for name, requires in (("toylib", "Requires-Dist: toydeep\n"), ("toydeep", "")):
+        described = packages / f"{name}-1.dist-info"
+        described.mkdir(parents=True)
+        (packages / f"{name}.py").write_text("FACTOR = 2\n")
+        (described / "METADATA").write_text(f"Name: {name}\nVersion: 1\n{requires}")
+        (described / "top_level.txt").write_text(f"{name}\n")
+    monkeypatch.syspath_prepend(str(packages))
+    return packages
+
+
+@pytest.mark.parametrize("name", ["toylib", "toydeep"])
+def test_the_version_of_a_distribution_that_changes_is_noticed(
+    tmp_path: Path, installed: Path, name: str
+) -> None:
+    model = "from toylib import FACTOR\n\n\ndef f(x):\n    return x * FACTOR\n"
+    found = project(tmp_path, model)
+    metadata = installed / f"{name}-1.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace("Version: 1", "Version: 2"))
+    assert found.why() == f"version of {name}: 1 -> 2"
+    assert found.trace() == {"p"}
+
+
+def test_a_distribution_that_code_does_not_import_changes_nothing(
+    tmp_path: Path, installed: Path
+) -> None:
+    found = project(tmp_path, "def f(x):\n    return x\n")
+    metadata = installed / "toylib-1.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace("Version: 1", "Version: 2"))
+    assert found.trace() == set()
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_setting_of_jax_that_changes_is_noticed(tmp_path: Path) -> None:
+    found = project(
+        tmp_path, "import jax.numpy as jnp\n\n\ndef f(x):\n    return jnp.arange(3) + x\n"
+    )
+    jax.config.update("jax_enable_x64", True)
+    assert found.why() == "jax configuration: '' -> jax_enable_x64=True"
+    assert found.changed()
+
+
+@pytest.mark.parametrize(
+    "read",
+    ["os.environ['MY_FACTOR']", "os.getenv('MY_FACTOR', '2')", "dict(os.environ)['MY_FACTOR']"],
+)
+def test_an_environment_variable_that_code_reads_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    monkeypatch.setenv("MY_FACTOR", "2")
+    found = project(tmp_path, f"import os\n\n\ndef f(x):\n    return x * int({read})\n")
+    monkeypatch.setenv("MY_FACTOR", "3")
+    assert "variable MY_FACTOR: sha256:" in found.why()
+    assert found.changed()
+
+
+def test_an_environment_variable_that_code_does_not_read_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = project(tmp_path, "import os\n\n\ndef f(x):\n    return x * len(os.sep)\n")
+    monkeypatch.setenv("MY_FACTOR", "3")
+    assert found.trace() == set()
+
+
+def test_a_manifest_that_moves_with_its_modules_is_not_traced_again(tmp_path: Path) -> None:
+    """And what is kept holds no path of the machine, so that others can use it."""
+    model = (
+        "import helper\nfrom pathlib import Path\n\nN = int(Path(__file__).with_name('n').read_text())\n"
+        "\n\ndef f(x):\n    return x * N\n"
+    )
+    found = Project(tmp_path / "p", {"p": "model:f"}, model=model, helper="")
+    found.write("n", "2")
+    assert found.trace() == {"p"}
+    shutil.move(found.directory, tmp_path / "elsewhere" / "deeper")
+    found.directory = tmp_path / "elsewhere" / "deeper"
+    assert found.trace() == set()
+    kept = [path.read_text() for path in tmp_path.glob("cache/v1/actions/*/*.json")]
+    assert len(kept) == 2
+    assert not [text for text in kept if str(tmp_path) in text or os.path.expanduser("~/") in text]
+    found.write("n", "3")
+    assert found.changed()
+
+
+def test_an_unfinished_entry_is_not_used(tmp_path: Path) -> None:
+    """A build that is killed leaves the names of inputs without the trace, or a file that is cut off."""
+    found = project(tmp_path, SCALED, helper="FACTOR = 2\n")
+    [entry] = tmp_path.glob("cache/v1/actions/trace/*.json")
+    entry.unlink()
+    assert found.trace() == {"p"}
+    [entry] = tmp_path.glob("cache/v1/actions/inputs/*.json")
+    entry.write_bytes(entry.read_bytes()[:-9])
+    assert found.trace() == {"p"}
+    assert found.trace() == set()
+    blob = found.store.blob_path(found.lowered["p"].portable.raw_digest)
+    assert blob is not None
+    blob.unlink()
+    assert found.trace() == {"p"}
+
+
+def test_a_file_that_changes_while_it_is_traced_is_not_remembered(tmp_path: Path) -> None:
+    """The trace is of what was loaded, not of what is there afterwards."""
+    model = (
+        "import pathlib\n\nimport helper\n\n\ndef f(x):\n"
+        "    pathlib.Path(__file__).with_name('helper.py').write_text('FACTOR = 3\\n')\n"
+        "    return x * helper.FACTOR\n"
+    )
+    found = Project(tmp_path / "p", {"p": "model:f"}, model=model, helper="FACTOR = 2\n")
+    assert found.trace() == {"p"}
+    assert found.changed()
+
+
+def test_code_that_starts_a_process_is_traced_at_every_build(tmp_path: Path) -> None:
+    model = (
+        "import subprocess\n\n\ndef f(x):\n"
+        "    return x * len(subprocess.run(['echo', 'ab'], capture_output=True).stdout)\n"
+    )
+    found = Project(tmp_path / "p", {"p": "model:f"}, model=model)
+    assert found.trace() == {"p"}
+    assert found.trace() == {"p"}
+    assert found.why() == "it is traced at every build: model starts a process"
+    found.write("model.py", "def f(x):\n    return x * 3\n")
+    assert found.trace() == {"p"}
+    assert found.trace() == set()
+
+
+def test_only_what_imports_a_changed_module_is_traced_again(tmp_path: Path) -> None:
+    found = Project(
+        tmp_path / "project",
+        {"a": "one:f", "b": "one:g", "c": "two:f", "d": "three:f"},
+        one="import common\n\n\ndef f(x):\n    return x * 2\n\n\ndef g(x):\n    return x * common.N\n",
+        two="import common\n\n\ndef f(x):\n    return x - common.N\n",
+        three="def f(x):\n    return x + 1\n",
+        common="N = 4\n",
+    )
+    assert found.trace() == {"a", "b", "c", "d"}
+    before = found.lowered
+    text = (found.directory / "one.py").read_text()
+    found.write("one.py", text.replace("x * 2", "x * 3"))
+    assert found.trace() == {"a", "b"}
+    assert {name for name in "abcd" if found.lowered[name].portable != before[name].portable} == {
+        "a"
+    }
+    found.write("three.py", "def f(x):\n    return x + 2\n")
+    assert found.trace() == {"d"}
+    found.write("common.py", "N = 5\n")
+    assert found.trace() == {"a", "b", "c"}
+
+
+def test_a_module_that_is_no_longer_imported_counts_no_more(tmp_path: Path) -> None:
+    found = project(tmp_path, SCALED, helper="FACTOR = 2\n", other="FACTOR = 2\n")
+    found.write("model.py", SCALED.replace("helper", "other"))
+    assert found.trace() == {"p"}
+    found.write("helper.py", "FACTOR = 9\n")
+    assert found.trace() == set()
+    found.write("other.py", "FACTOR = 9\n")
+    assert found.trace() == {"p"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", 'donate = ["x"]'),
+        ("", 'args = { x = "float32[4]" }'),
+        ("static = { n = [1] }", "static = { n = [true] }"),
+        (
+            'args = { x = "float32[{n}]" }\nbuckets = { n = [2] }',
+            'args = { x = "float32[{n}]" }\nbuckets = { n = [2] }\npad = ["n"]',
+        ),
+    ],
+)
+def test_a_section_that_changes_is_traced_again(tmp_path: Path, before: str, after: str) -> None:
+    model = "def f(x, n=2):\n    return x * (1.5 if n is True else n)\n"
+    made = Project(tmp_path / "p", {"p": f"model:f\n{before}"}, model=model)
+    assert len(made.trace()) == 1
+    text = (made.directory / "m.toml").read_text()
+    if before:
+        text = text.replace(before, after)
+    else:
+        text = text.replace(
+            'args = { x = "float32[3]" }\n',
+            "" if "args" in after else 'args = { x = "float32[3]" }\n',
+        )
+        text = text.replace("[[target]]", f"{after}\n[[target]]")
+    made.write("m.toml", text)
+    assert len(made.trace()) == 1
+    assert made.trace() == set()
+
+
+def test_each_static_value_and_bucket_has_its_program(tmp_path: Path) -> None:
+    more = (
+        'args = { x = "float32[{n}]" }\nbuckets = { n = [1, 2] }\n'
+        'static = { mode = ["sum", "mean"], k = [1, 2] }\n'
+    )
+    model = "def f(x, mode, k):\n    return getattr(x, mode)() * k\n"
+    made = Project(tmp_path / "p", {"p": f"model:f\n{more}"}, model=model)
+    assert len(made.trace()) == 8
+    assert len({each.portable for each in made.lowered.values()}) == 8
+    text = (made.directory / "m.toml").read_text()
+    made.write("m.toml", text.replace('["sum", "mean"]', '["sum", "mean", "max"]'))
+    assert made.trace() == {f"p/n{n}-mode=max-k={k}" for n in (1, 2) for k in (1, 2)}
+
+
+PRINTS = """
+import jax
+
+
+@jax.jit
+def inner(x):
+    print("inner")
+    return x + 1
+
+
+def f(x):
+    print("traced")
+    return inner(x)
+"""
+
+
+def test_a_build_traces_once_and_one_program_of_a_section_twice(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    more = 'args = { x = "float32[{n}]" }\nbuckets = { n = [1, 2, 3] }\n'
+    made = Project(tmp_path / "p", {"p": f"model:f\n{more}"}, model=PRINTS)
+    made.trace()
+    printed = capfd.readouterr().err.split()
+    assert (printed.count("traced"), printed.count("inner")) == (4, 4)
+    made.trace()
+    assert capfd.readouterr().err == ""
+
+
+IMPURE = {
+    "the time": "import time\n\n\ndef f(x):\n    y = x + 1\n    return y * time.perf_counter()\n",
+    "a random number": "import numpy as np\n\n\ndef f(x):\n    y = x + 1\n    return y * np.random.rand(3)\n",
+    "a counter": "n = [0]\n\n\ndef f(x):\n    n[0] += 1\n    return x * n[0]\n",
+    "a counter under jit": "import jax\nn = [0]\n\n@jax.jit\ndef g(x):\n    n[0] += 1\n    return x * n[0]\n"
+    "\ndef f(x):\n    return g(x)\n",
+}
+
+
+@pytest.mark.parametrize("module", IMPURE.values(), ids=IMPURE.keys())
+def test_a_function_that_is_not_pure_is_refused_with_the_operation(
+    tmp_path: Path, module: str
+) -> None:
+    made = Project(tmp_path / "p", {"p": "model:f"}, model=module)
+    line = next(n for n, text in enumerate(module.splitlines(), 1) if "*" in text)
+    for _ in range(2):  # it is in no cache
+        with pytest.raises(BuildError) as caught:
+            made.trace()
+        assert str(caught.value) == (
+            f"{made.directory / 'm.toml'}: program p: expected model:f to give the same program each time "
+            f"that it is traced, found two that differ in mul at {made.directory / 'model.py'}:{line}"
+        )
+
+
+def test_retracing_finds_what_no_second_trace_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the order of a set, which differs between processes."""
+    monkeypatch.setattr(builtins, "hidden_factor", 2, raising=False)
+    found = project(
+        tmp_path, "import builtins\n\n\ndef f(x):\n    return x * builtins.hidden_factor\n"
+    )
+    assert found.trace(retrace=True) == {"p"}
+    monkeypatch.setattr(builtins, "hidden_factor", 3)
+    with pytest.raises(
+        BuildError, match=r"program p: .*differ in .*stablehlo.constant.*2.*, then .*3"
+    ):
+        found.trace(retrace=True)
+
+
+def test_parameters_that_change_are_noticed(tmp_path: Path) -> None:
+    made = Project(
+        tmp_path / "p",
+        {"p": 'model:f\nparams = "p.safetensors"'},
+        model="def f(params, x):\n    return x * params['w']\n",
+    )
+    save_file({"w": np.ones(3, np.float32)}, made.directory / "p.safetensors")
+    assert made.trace() == {"p"}
+    assert made.trace() == set()
+    save_file({"w": np.ones(3, np.float32) * 2}, made.directory / "p.safetensors")
+    assert "params p.safetensors: sha256:" in made.why()
+    assert made.trace() == {"p"}
+
+
+def test_objects_of_python_are_traced_at_every_build(tmp_path: Path) -> None:
+    made = Project(tmp_path / "p", {"p": "math:floor"})
+    manifest = read_manifest(made.directory / "m.toml")
+    object.__setattr__(manifest, "path", None)
+    plan = plan_build(manifest, made.store)
+    [found] = planned_executables(plan, made.store)
+    assert (found.state, found.why) == (
+        TRACED,
+        "math:floor is an object of Python, which every build traces",
+    )
+
+
+def test_hooks_are_gone_after_a_trace(tmp_path: Path) -> None:
+    from importlib.machinery import SourceFileLoader
+
+    def hooks() -> tuple[object, ...]:
+        getitem = type(os.environ).__getitem__
+        bootstrap = sys.modules["_frozen_importlib"]
+        return (
+            builtins.__import__,
+            os.stat,
+            getitem,
+            SourceFileLoader.get_code,
+            bootstrap._gcd_import,
+        )
+
+    before = hooks()
+    project(tmp_path, "def f(x):\n    return x\n")
+    assert hooks() == before
+    broken = Project(tmp_path / "broken", {"p": "model:f"}, model="raise ValueError\n")
+    with pytest.raises(ManifestError):
+        broken.trace()
+    assert hooks() == before

@@ -1,0 +1,192 @@
+"""A bundle is built again from what it records: equal, explained, or a finding that is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tests.recipes import Recipe
+
+import prejit.compiler
+from prejit.compiler import Manifest, Program
+from prejit.compiler.cli.run import run
+from prejit.compiler.pipeline.describe.attaching import attach_descriptions
+from prejit.compiler.pipeline.describe.provenance import recording_provenance
+from prejit.compiler.progress import Quiet
+from prejit.compiler.rebuilding import parts, recorded
+from prejit.compiler.rebuilding.parts import Part
+from prejit.compiler.rebuilding.verifying import Rebuilt, rebuild
+from prejit.runtime import load
+from prejit.runtime.errors import BuildError, UsageError
+
+MANIFEST = """
+[bundle]
+name = "again"
+[[program]]
+name = "f"
+function = "functions.first:f"
+args = { x = "float32[{n}]" }
+buckets = { n = [2, 3] }
+params = "params.safetensors"
+[[target]]
+name = "cpu-host"
+[[target]]
+name = "cpu-x86-64-v3"
+"""
+
+
+def write_project(directory: Path) -> Path:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    (directory / "functions").mkdir(parents=True)
+    (directory / "functions" / "__init__.py").write_text("")
+    (directory / "functions" / "first.py").write_text(
+        "from pathlib import Path\nfrom .second import scaled\n"
+        'FILE = Path(__file__).with_name("factor.txt")\n'
+        "def f(params, x):\n    return scaled(params['w'][0] * x) + float(FILE.read_text())\n"
+    )
+    (directory / "functions" / "second.py").write_text("def scaled(x):\n    return x * 2\n")
+    (directory / "functions" / "factor.txt").write_text("1")
+    save_file({"w": np.ones(2, np.float32)}, directory / "params.safetensors")
+    (directory / "m.toml").write_text(MANIFEST)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with its bundle in `out/again`. Who changes it puts it right again."""
+    directory = write_project(tmp_path_factory.mktemp("project"))
+    prejit.compiler.build(
+        directory / "m.toml", directory / "out", cache=directory / "cache", quiet=True
+    )
+    return directory
+
+
+def again(project: Path) -> Rebuilt:
+    return rebuild(project / "out" / "again", project / "m.toml", progress=Quiet())
+
+
+def verdicts(found: Sequence[Part]) -> dict[tuple[str, str, str], str]:
+    return {(each.kind, each.name, each.target): each.verdict for each in found}
+
+
+def test_a_rebuild_is_equal_and_takes_nothing_from_the_cache(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PREJIT_CACHE", "/nonexistent/cache")  # it would have to be made
+    bundle = project / "out" / "again"
+    monkeypatch.chdir(project)
+    assert run(["rebuild", "--verify", str(bundle), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["digest"] == found["rebuilt"] == load(bundle).digest
+    kinds = {(each["kind"], each["target"]) for each in found["parts"]}
+    assert {
+        *(("weights.safetensors", ""), ("StableHLO", "")),
+        *(("executable", "cpu-host"), ("executable", "cpu-x86-64-v3"), ("table", "cpu-host")),
+    } <= kinds
+    assert {each["verdict"] for each in found["parts"]} == {"equal"}
+
+
+@pytest.mark.parametrize(
+    "name", ["functions/second.py", "params.safetensors", "m.toml", "functions/__init__.py"]
+)
+def test_a_source_that_is_no_longer_what_it_was_is_named_before_anything_compiles(
+    project: Path, name: str
+) -> None:
+    file = project / name
+    content = file.read_bytes()
+    try:
+        file.write_bytes(content + b"\n")
+        with pytest.raises(
+            BuildError, match="1 of the files that it was built from differ"
+        ) as caught:
+            again(project)
+        assert f"  {file}: expected sha256:" in str(caught.value)
+        file.unlink()
+        with pytest.raises(BuildError, match="found no file"):
+            again(project)
+    finally:
+        file.write_bytes(content)
+
+
+def test_a_program_that_depends_on_what_nothing_records_is_a_finding(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hidden = project / "functions" / "factor.txt"
+    try:
+        hidden.write_text("3")
+        arguments = ["rebuild", "--verify", str(project / "out" / "again")]
+        assert run([*arguments, "--manifest", str(project / "m.toml")]) == 8
+    finally:
+        hidden.write_text("1")
+    out = capsys.readouterr().out
+    assert "StableHLO            all            2 DIFFERS" in out
+    assert "executable           cpu-host       2 DIFFERS" in out
+    assert "weights.safetensors  all            equal" in out
+    assert "DIFFERS StableHLO f/n2: the same operations, another line: " in out
+    assert "dense<1.000000e+00>" in out
+    assert "dense<3.000000e+00>" in out
+
+
+def test_other_conditions_explain_other_executables(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "XLA_FLAGS", "--xla_cpu_enable_fast_min_max=true --xla_cpu_prefer_vector_width=128"
+    )
+    found = again(project)
+    assert not found.findings
+    by_part = verdicts(found.parts)
+    assert by_part["StableHLO", "f/n2", ""] == "equal"
+    assert by_part["table", "", "cpu-host"] == "explained"
+    (table,) = (each for each in found.parts if (each.kind, each.target) == ("table", "cpu-host"))
+    assert "xla_flags" in table.reason or table.reason == "its executables differ"
+    for each in found.parts:
+        if each.kind == "executable" and each.verdict == "explained":
+            assert "xla_flags" in each.reason
+
+
+def test_measurements_and_versions_explain_and_the_rest_is_a_finding(project: Path) -> None:
+    old = recorded.read_recorded(project / "out" / "again")
+    assert {each.verdict for each in parts.compare(old, old)} == {"equal"}
+    tracing = {**old.tracing, "jax": "0.0.1"}
+    assert old.tracing["jax"] != "0.0.1"
+    assert {source.name for source in old.sources} == {
+        *("functions/__init__.py", "functions/first.py", "functions/second.py"),
+        "params.safetensors",
+    }
+    assert tracing.keys() >= {"jax", "flax", "jax configuration", "code that lowers"}
+    assert old.compiling["cpu-host"].keys() >= {"jaxlib", "xla_flags", "our code"}
+    assert "stablehlo" not in old.compiling["cpu-host"]
+
+
+def test_what_cannot_be_rebuilt_says_so(tmp_path: Path, recipe: Recipe) -> None:
+    without = recipe.write(tmp_path / "without")
+    with pytest.raises(BuildError, match="expected the provenance of its build, found none"):
+        rebuild(without, None, progress=Quiet())
+    made_in_python = prejit.compiler.build(
+        Manifest("p", programs=[Program("p", fn=abs, args=["float32[2]"])], targets=["cpu-host"]),
+        tmp_path / "python",
+        cache=tmp_path / "cache",
+        quiet=True,
+    )
+    with pytest.raises(UsageError, match="found one that a Python program built"):
+        rebuild(made_in_python.path, None, progress=Quiet())
+    digest = load(without).digest
+    attach_descriptions(without, digest, lambda i, c: recording_provenance(digest, i, c))
+    with pytest.raises(UsageError, match="found one that `prejit record` made"):
+        rebuild(without, None, progress=Quiet())
+
+
+def test_a_manifest_elsewhere_is_asked_for(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        BuildError, match=r"expected its manifest at m\.toml, found no file"
+    ) as caught:
+        rebuild(project / "out" / "again", None, progress=Quiet())
+    assert "--manifest FILE" in str(caught.value.hint)
