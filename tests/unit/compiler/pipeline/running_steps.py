@@ -38,6 +38,7 @@ ran: dict[str, dict[str, set[str]]] = {}
 WITHIN = (
     # The functions that make the result of each step, and where the build finds them.
     ("LOWERING", lowering, "_lower_model"),
+    ("LOWERING", lowering, "_lower_native"),
     ("LOWERING", run, "read_model"),
     ("PACKING", bundle_files, "write_weights"),
     ("WEIGHTS", weights, "_tensors"),
@@ -109,8 +110,7 @@ def main(manifest_file: Path, output: Path) -> None:
         read = run.read_model(manifest, plan.model)
         for program in plan.programs:
             if program.spec.kind not in ("copy", "embed"):
-                with watching("LOWERING"):
-                    lower_native(plan, program, lambda: read, UserCode, store, {})
+                lower_native(plan, program, lambda: read, UserCode, store, {})
     for request in asked[:2]:  # what the workers did, here
         with watching("COMPILING"):
             requests._compile(store, compile_program, request)

@@ -24,7 +24,8 @@ STORING = (
     "prejit.runtime.base.digests",
     "prejit.runtime.base.files",
     "prejit.runtime.base.locks",
-    # What lets the user's code run apart from other code decides none of its results.
+    # What runs the user's code apart from other code, and notes what it reads, decides no result.
+    "prejit.compiler.lowering.user.observing",
     "prejit.compiler.lowering.user.modules",
     "prejit.compiler.manifest.manifest",
 )
