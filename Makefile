@@ -28,7 +28,7 @@ TESTS ?= tests
 # What the newer interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo graphs artifacts test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile damage fuzz chaos soak docs clean
+.PHONY: help demo graphs artifacts test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos soak docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -107,6 +107,10 @@ gpu: ## the check on a real NVIDIA GPU (installs jax with CUDA)
 parity: $(READY) ## models against transformers' torch models (installs torch)
 	$(BIN)/python -m pip install --quiet torch
 	PREJIT_TEST_ALL=1 $(BIN)/python -m pytest tests/parity -m "torch or not torch"
+
+test-ray: $(READY) ## the tests on a Ray cluster of this machine (installs Ray, 260 MB)
+	$(BIN)/python -m pip install --quiet 'ray[client]>=2.40'
+	PREJIT_TEST_ALL=1 $(BIN)/python -m pytest -n0 tests/integration/test_cluster.py
 
 hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls, and 600 of requests; writes its figures
 	PREJIT_TEST_ALL=1 PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns/test_hostile.py tests/integration/test_invariance.py

@@ -130,11 +130,11 @@ def simulate(
                     queue = [each for each in queue if each.attempt != attempt]
                 case GiveUp():
                     given_up += 1
-        while queue and (node := _freest(free)) is not None:
+        while queue and (place := _freest(free)) is not None:
             start = queue.pop(0)
-            free[node] -= 1
-            running[start.attempt] = node
-            schedule.began(start.attempt, now, f"{node}")
+            free[place] -= 1
+            running[start.attempt] = place
+            schedule.began(start.attempt, now, f"{place}")
             seconds = work[int(start.job)].seconds
             if stragglers and chance.random() < STRAGGLER:
                 seconds *= SLOWER
@@ -311,9 +311,10 @@ def main() -> None:
                     f"{outcome.given_up}",
                 )
             )
-    head = ("slots", "schedule", "bound, s", "makespan, s", "ratio", "more attempts", "of these")
-    head = (*head, "lost", "given up")
-    head = tuple(name.replace("of these", "beside stragglers") for name in head)
+    head = (
+        *("slots", "schedule", "bound, s", "makespan, s", "ratio"),
+        *("more attempts", "beside stragglers", "lost", "given up"),
+    )
     note = (
         "The bound is max(sum / slots, longest), without failures: what is lost and what straggles is in "
         "the makespan alone."

@@ -119,6 +119,7 @@ class Connection:
         import ray
 
         self._ray: Any = ray
+        _keep_stdout_for_data()
         environment = {"py_modules": _own_code(), "excludes": ["**/__pycache__"]}
         self._connects = not ray.is_initialized()
         if self._connects:
@@ -264,6 +265,14 @@ def _require_answer(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise _unreachable(address, f"{place}: {error}") from error
+
+
+def _keep_stdout_for_data() -> None:
+    """Stop Ray from printing the cluster's events on stdout (ray 2.60). What matters is in the progress."""
+    from ray._private import worker
+
+    if hasattr(worker, "print_to_stdstream"):
+        vars(worker)["print_to_stdstream"] = lambda *given, **named: None
 
 
 def _unreachable(address: str, reason: str) -> NetworkError:

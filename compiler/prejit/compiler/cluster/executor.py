@@ -216,7 +216,7 @@ class ClusterExecutor:
             self._fail_all(error)
         finally:
             self._closed.set()
-            self._take_calls(wait=False)
+            self._refuse(CancelledError())
             for task in self._tasks.values():
                 if not task.is_prepared and not task.orders:
                     task.future.cancel()
@@ -355,11 +355,18 @@ class ClusterExecutor:
         failure = BuildError(
             f"executor {self._address}: the cluster does not answer any more: {error}"
         )
+        self._refuse(failure)
         for task in self._tasks.values():
             if not task.answer.done():
                 task.answer.set_exception(failure)
             if not task.is_prepared and not task.orders and not task.future.done():
                 task.future.set_exception(failure)
+
+    def _refuse(self, failure: Exception) -> None:
+        """Take no job any more but those that were submitted before."""
+        with self._lock:
+            self._failure = self._failure or failure
+        self._take_calls(wait=False)
 
     # ------------------------------------------------------------------ the thread of a job
 

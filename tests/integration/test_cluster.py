@@ -1,0 +1,203 @@
+"""A Ray cluster on this machine: what its nodes build is what one machine builds, whoever is killed.
+
+The cluster has processes of its own, as a user's has; `ray` itself is never imported here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.ports import free_port
+from tests.quick_compiling import XLA_FLAGS
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="ray is not installed: `make test-ray` does it"
+)
+FUNCTIONS = 8
+_PATIENCE_SECONDS = 180.0
+
+
+def own_processes(parent: int) -> list[int]:
+    """Return all descendants of a process."""
+    children: dict[int, list[int]] = {}
+    for each in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            fields = (each / "stat").read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(each.name))
+    found, left = [], [parent]
+    while left:
+        some = children.get(left.pop(), [])
+        found += some
+        left += some
+    return found
+
+
+def wait_until(happens: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while not happens():
+        assert time.monotonic() < end, what
+        time.sleep(0.1)
+
+
+class Node:
+    """A node: `ray start --block` and all that it starts."""
+
+    def __init__(self, environ: dict[str, str], *arguments: str) -> None:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
+        command += ["--object-store-memory=80000000"]
+        self._process = subprocess.Popen(
+            command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def kill(self) -> None:
+        """End it at once, as when a machine loses its power."""
+        victims = [*own_processes(self._process.pid), self._process.pid]
+        for each in victims:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        self._process.wait()
+
+    def commands(self) -> list[str]:
+        """Return the commands of its processes."""
+        found = []
+        for each in own_processes(self._process.pid):
+            with suppress(OSError):
+                found.append(Path(f"/proc/{each}/cmdline").read_text().replace("\0", " "))
+        return found
+
+
+@dataclass(frozen=True)
+class Cluster:
+    address: str
+    environ: dict[str, str]
+
+    def join(self) -> Node:
+        """Add a node."""
+        return Node(self.environ, f"--address={self.address}", "--num-cpus=1")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    directory = tmp_path_factory.mktemp("cluster")
+    environ = os.environ | {
+        "PREJIT_CACHE": str(directory / "node"),  # nodes have a cache of their own
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_health_check_period_ms": "500",
+        "RAY_health_check_timeout_ms": "2000",
+    }
+    port = free_port()
+    head = Node(
+        environ,
+        "--head",
+        "--num-cpus=0",
+        f"--port={port}",
+        "--include-dashboard=false",
+        f"--ray-client-server-port={free_port()}",
+        f"--temp-dir=/tmp/r{os.getpid()}",  # a socket's path may have 107 characters
+    )
+    yield Cluster(f"127.0.0.1:{port}", environ)
+    head.kill()
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("manifest")
+    names = [f"f{number}" for number in range(FUNCTIONS)]
+    lines = [f"def {name}(x): return x * {number + 2}\n" for number, name in enumerate(names)]
+    (directory / "cluster_functions.py").write_text("".join(lines))
+    programs = "".join(
+        f'[[program]]\nname = "{name}"\nfunction = "cluster_functions:{name}"\n'
+        'args = { x = "float32[8]" }\n'
+        for name in names
+    )
+    target = '[[target]]\nname = "cpu-x86-64-v3"\n'
+    (directory / "many.toml").write_text(f'[bundle]\nname = "many"\n{programs}{target}')
+    return directory / "many.toml"
+
+
+def command(manifest: Path, machine: Path, *more: str) -> list[str]:
+    base = [sys.executable, "-m", "prejit.runtime", "build", str(manifest)]
+    return [*base, "--cache", str(machine / "cache"), "-o", str(machine / "artifacts"), *more]
+
+
+def digest(machine: Path) -> bytes:
+    return (machine / "artifacts" / "many" / "index.json").read_bytes()
+
+
+def compiles(node: Node) -> bool:
+    return any("prejit.compiler.compile.worker" in each for each in node.commands())
+
+
+def environ_of(cluster: Cluster) -> dict[str, str]:
+    return cluster.environ | {"RAY_ADDRESS": cluster.address, "XLA_FLAGS": XLA_FLAGS}
+
+
+def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(
+    cluster: Cluster, manifest: Path, tmp_path: Path
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    alone = subprocess.run(
+        command(manifest, here), env=os.environ | {"XLA_FLAGS": XLA_FLAGS}, capture_output=True
+    )
+    assert alone.returncode == 0, alone.stderr
+    first = cluster.join()
+    second = None
+    try:
+        options = ["--executor", "ray://auto", "--store", str(tmp_path / "store")]
+        with subprocess.Popen(
+            command(manifest, there, *options),
+            env=environ_of(cluster),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as build:
+            assert build.stdout is not None
+            assert build.stderr is not None
+            wait_until(lambda: compiles(first), "the first node compiles nothing")
+            first.kill()
+            second = cluster.join()
+            lines = list(build.stderr)
+            assert build.stdout.read() == "", "stdout is for data"
+        assert build.returncode == 0, "".join(lines)
+    finally:
+        for each in filter(None, (first, second)):
+            each.kill()
+    compiled = [line for line in lines if line.startswith("compiled")]
+    assert len(compiled) == FUNCTIONS, "".join(lines)
+    assert all(" on " in line for line in compiled), "nothing was compiled by the build's machine"
+    assert digest(there) == digest(here)
+
+
+@pytest.mark.thorough
+def test_ctrl_c_leaves_nothing_running_on_the_cluster(
+    cluster: Cluster, manifest: Path, tmp_path: Path
+) -> None:
+    options = ["--executor", "ray://auto", "--store", str(tmp_path / "store")]
+    node = cluster.join()
+    try:
+        with subprocess.Popen(
+            command(manifest, tmp_path, *options),
+            env=environ_of(cluster),
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as build:
+            assert build.stderr is not None
+            next(line for line in build.stderr if line.startswith("compiled"))
+            assert compiles(node)
+            build.send_signal(signal.SIGINT)
+            lines = build.stderr.read()
+        assert build.returncode == 130, lines
+        wait_until(lambda: not compiles(node), "a worker still runs")
+    finally:
+        node.kill()
+    assert list((tmp_path / "store" / "ac").iterdir()), "what was finished stays"
