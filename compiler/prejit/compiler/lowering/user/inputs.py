@@ -67,6 +67,11 @@ def is_installed(file: str) -> bool:
     return bool(_PACKAGES & {*Path(file).parts}) or file.startswith(("<", *_library_places()))
 
 
+def is_standard(file: str) -> bool:
+    """Return whether a source file belongs to Python's standard library."""
+    return not _PACKAGES & {*Path(file).parts} and file.startswith(("<", *_python_places()))
+
+
 def is_ours(file: str) -> bool:
     """Return whether a source file belongs to prejit."""
     return file.startswith(_our_places())
@@ -78,9 +83,14 @@ def _our_places() -> tuple[str, ...]:
 
 
 @cache
-def _library_places() -> tuple[str, ...]:
+def _python_places() -> tuple[str, ...]:
     python = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
-    return (*(f"{place}{os.sep}" for place in sorted(python)), *_our_places())
+    return tuple(f"{place}{os.sep}" for place in sorted(python))
+
+
+@cache
+def _library_places() -> tuple[str, ...]:
+    return (*_python_places(), *_our_places())
 
 
 def portable_path(path: str, directory: str) -> str:

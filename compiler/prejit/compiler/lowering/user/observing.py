@@ -31,6 +31,7 @@ from prejit.compiler.lowering.user.inputs import (
     file_digest,
     is_installed,
     is_ours,
+    is_standard,
     module_digest,
     portable_path,
 )
@@ -44,6 +45,7 @@ _VARYING = re.compile(
 """Variables that differ between machines. Those that a library reads count for nothing; jax's are in keys."""
 _MAPPINGS = ("os.py", "_collections_abc.py", "<frozen os>", "<frozen _collections_abc>")
 """The files of the code between `os.environ` and its reader."""
+_JAX = re.compile(r"[/\\](site|dist)-packages[/\\](jax|jaxlib)[/\\]")
 _ALIVE = ("/proc/", "/sys/", "/dev/")
 _PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
 _CONNECTIONS = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname")
@@ -218,14 +220,23 @@ class Observer:
         return None
 
     def _reader(self) -> str | None:
-        """Return the module of the user that the present code works for, unless a library is imported."""
+        """Return the module of the user that the present code works for.
+
+        Nothing counts that a library does while it is imported, or that jax does for itself, such as to look
+        for plugins.
+        """
         frame: FrameType | None = sys._getframe(2)
+        library = ""
         while frame is not None:
             file = frame.f_code.co_filename
             if (found := self._modules.get(file)) is not None:
                 return found
             if file == _BOOTSTRAP_FILE:
                 return None
+            if not library and not is_standard(file) and not is_ours(file):
+                library = file
+                if _JAX.search(library):
+                    return None
             frame = frame.f_back
         return None
 

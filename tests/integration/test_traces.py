@@ -1,0 +1,104 @@
+"""Builds of the user's code that changed nothing, or one line: what they import, trace and compile."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tests import own_decoders
+
+from .conftest import Run
+
+FUNCTIONS = """
+[bundle]
+name = "functions"
+[[program]]
+name = "f"
+function = "one:f"
+args = ["float32[3]"]
+[[program]]
+name = "g"
+function = "one:g"
+args = ["float32[3]"]
+[[program]]
+name = "h"
+function = "two:h"
+args = ["float32[{n}]"]
+buckets = { n = [1, 2] }
+[[target]]
+name = "cpu-host"
+"""
+DECODER = """
+[bundle]
+name = "own"
+[model]
+module = "own_decoders:equinox_decoder"
+dtype = "int8"
+[generate]
+batch = [1]
+prompt = [8]
+context = [32]
+[[target]]
+name = "cpu-host"
+"""
+NOOP = """
+import json, sys
+from prejit.runtime.__main__ import main
+
+status = main(sys.argv[1:])
+heavy = {"jax", "flax", "equinox", "one", "two", "own_decoders"} & sys.modules.keys()
+print(json.dumps({"status": status, "heavy": sorted(heavy)}))
+"""
+
+
+def noop(
+    python: Run, run: Run, build_cache: Path, directory: Path, manifest: str
+) -> dict[str, Any]:
+    """Build in a new process, which has imported nothing, and return what it did."""
+    arguments = ("build", directory / manifest, "-o", directory / "out", "--json", "--no-measure")
+    done = python(NOOP, *arguments, PREJIT_CACHE=str(build_cache))
+    *built, imported = done.stdout.splitlines()
+    [found] = json.loads("\n".join(built))
+    assert json.loads(imported) == {"status": 0, "heavy": []}
+    return dict(found)
+
+
+def test_a_build_that_changes_nothing_imports_neither_jax_nor_the_users_code(
+    run: Run, python: Run, build_cache: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "functions.toml").write_text(FUNCTIONS)
+    (tmp_path / "one.py").write_text(
+        "def f(x):\n    return x * 11\n\n\ndef g(x):\n    return x * 13\n"
+    )
+    (tmp_path / "two.py").write_text("def h(x):\n    return x * 17\n")
+    arguments = ("build", tmp_path / "functions.toml", "-o", tmp_path / "out", "--json")
+    run(*arguments, quick=False)
+    found = noop(python, run, build_cache, tmp_path, "functions.toml")
+    assert (found["compiled"], found["cached"], found["written"]) == (0, 4, False)
+    (tmp_path / "one.py").write_text(
+        "def f(x):\n    return x * 11\n\n\ndef g(x):\n    return x * 14\n"
+    )
+    [changed] = json.loads(run(*arguments, quick=False).stdout)
+    assert (changed["compiled"], changed["cached"]) == (1, 3)
+
+
+def test_a_decoder_of_the_user_is_not_imported_again(
+    run: Run, python: Run, build_cache: Path, tmp_path: Path
+) -> None:
+    shutil.copy(own_decoders.__file__, tmp_path / "own_decoders.py")
+    (tmp_path / "own.toml").write_text(DECODER)
+    options = ("-o", tmp_path / "out", "--no-measure")
+    run("build", tmp_path / "own.toml", *options, quick=False)
+    found = noop(python, run, build_cache, tmp_path, "own.toml")
+    assert (found["compiled"], found["written"]) == (0, False)
+    run("plan", tmp_path / "own.toml")  # all is cached: its exit status is 0
+    with (tmp_path / "own_decoders.py").open("a") as file:
+        file.write("\nUNUSED = 1\n")
+    planned = run("plan", tmp_path / "own.toml", "--json", status=8)
+    rows = json.loads(planned.stdout)["programs"]
+    assert {row["state"] for row in rows} == {"traced at build"}
+    assert all("module own_decoders: sha256:" in row["why"] for row in rows)
+    [again] = json.loads(run("build", tmp_path / "own.toml", *options, "--json").stdout)
+    assert (again["compiled"], again["written"]) == (0, False)
