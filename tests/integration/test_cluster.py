@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -47,6 +48,13 @@ def wait_until(happens: Callable[[], bool], what: str) -> None:
     while not happens():
         assert time.monotonic() < end, what
         time.sleep(0.1)
+
+
+def answers(port: int) -> bool:
+    with suppress(OSError):
+        socket.create_connection(("127.0.0.1", port), 1).close()
+        return True
+    return False
 
 
 class Node:
@@ -105,6 +113,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         f"--ray-client-server-port={free_port()}",
         f"--temp-dir=/tmp/r{os.getpid()}",  # a socket's path may have 107 characters
     )
+    wait_until(lambda: answers(port), "the head node does not start")
     yield Cluster(f"127.0.0.1:{port}", environ)
     head.kill()
 
@@ -163,7 +172,10 @@ def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(
         ) as build:
             assert build.stdout is not None
             assert build.stderr is not None
-            wait_until(lambda: compiles(first), "the first node compiles nothing")
+            wait_until(
+                lambda: compiles(first) or build.poll() is not None,
+                "the first node compiles nothing",
+            )
             first.kill()
             second = cluster.join()
             lines = list(build.stderr)
