@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,9 +15,14 @@ from prejit.compiler.cli.options import CACHE, JSON, print_json
 if TYPE_CHECKING:
     from prejit.compiler.garbage import Found
 
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", 1)}
+_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
+
 
 @click.command(
-    epilog="Examples:\n\n\b\n  prejit gc --dry-run\n  prejit gc --days 7\n\n"
+    epilog="Examples:\n\n\b\n  prejit gc --dry-run\n  prejit gc --days 7\n"
+    "  prejit gc --store s3://team/prejit --max-size 10GB\n\n"
     "Environments are in $PREJIT_ENVIRONMENTS, or in `environments` of the default build cache. With --cache "
     "nothing outside of DIR is touched."
 )
@@ -28,13 +34,35 @@ if TYPE_CHECKING:
     metavar="N",
     help="Remove what was not used for N days.",
 )
+@click.option(
+    "--store",
+    "shared",
+    metavar="URL",
+    help="Make room in this shared store instead, a directory or an object store. Needs --max-size.",
+)
+@click.option(
+    "--max-size",
+    metavar="SIZE",
+    help="Remove from a shared store what was not used for the longest time, until it has this size: 500MB, "
+    "10GB, 2TiB.",
+)
 @click.option("--dry-run", is_flag=True, help="Remove nothing; only print what would be removed.")
 @CACHE
 @JSON
-def gc(days: int, dry_run: bool, cache: Path | None, as_json: bool) -> int:
+def gc(
+    days: int,
+    shared: str | None,
+    max_size: str | None,
+    dry_run: bool,
+    cache: Path | None,
+    as_json: bool,
+) -> int:
     """Remove cache entries and environments that were not used for some days, and leftovers."""
     from prejit.compiler.garbage import collect
 
+    if shared is not None or max_size is not None:
+        _make_room(shared, max_size, dry_run, as_json)
+        return 0
     result = collect(cache, days=days, dry_run=dry_run)
     gone = [found for found in result.found if found.reason]
     freed = sum(found.size for found in gone)
@@ -56,6 +84,48 @@ def gc(days: int, dry_run: bool, cache: Path | None, as_json: bool) -> int:
         click.echo("\na build is running: what was used in the last day stays")
     click.echo(f"\n{'would free' if dry_run else 'freed'} {size(freed)}")
     return 0
+
+
+def _make_room(shared: str | None, max_size: str | None, dry_run: bool, as_json: bool) -> None:
+    """Remove files of the shared stores that are written, and print how many."""
+    from prejit.compiler.sharing.eviction import evict
+    from prejit.compiler.sharing.settings import read_stores
+    from prejit.runtime.base.tables import size
+    from prejit.runtime.errors import UsageError
+
+    if shared is None or max_size is None:
+        raise UsageError("expected --store and --max-size together, found one of them")
+    most = _bytes(max_size)
+    remotes = {each.remote.name: each.remote for each in read_stores(shared).tiers if each.writes}
+    if not remotes:
+        raise UsageError(f"{shared}: expected a store with write = true, found none")
+    done = [evict(each, most, dry_run=dry_run) for each in remotes.values()]
+    if as_json:
+        print_json({"dry_run": dry_run, "stores": [asdict(each) for each in done]})
+        return
+    verb = "would remove" if dry_run else "removed"
+    for each in done:
+        click.echo(
+            f"{each.name}: {verb} {each.removed} files, {size(each.freed_bytes)}; kept {each.kept}, "
+            f"{size(each.kept_bytes)}"
+        )
+
+
+def _bytes(text: str) -> int:
+    """Return a number of bytes: `10GB`, `1.5TiB`, `1000`.
+
+    Raises:
+        UsageError: the text is none.
+    """
+    from prejit.runtime.errors import UsageError
+
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
+    if found is None or found[2] not in _UNITS:
+        raise UsageError(
+            f"--max-size: expected a size such as 500MB or 10GB, found {text!r:.40}",
+            hint=f"units are {', '.join(unit for unit in _UNITS if unit)}",
+        )
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def _print_collection(found: Sequence[Found], dry_run: bool) -> None:

@@ -52,7 +52,7 @@ def in_programs(old: bytes, new: bytes, platforms: Sequence[str], platform: str)
         if before != after:
             both = [line.strip()[:_LINE_CHARACTERS] for line in (before, after)]
             return Difference(f"the same operations, another line: {both[0]!r} -> {both[1]!r}")
-    return Difference("the same text with other large constants")
+    return Difference("the same text: other large constants, or another version of its encoding")
 
 
 def in_executables(old: bytes, new: bytes) -> Difference:

@@ -88,6 +88,8 @@ class Objects:
             return False
         except (obstore.exceptions.BaseError, OSError) as error:
             raise self._failed(path, error) from error
+        if self._directory is not None:
+            _note_use(self._directory / path)  # a new result needs it
         return True
 
     def write(self, path: str, content: bytes | BinaryIO) -> None:

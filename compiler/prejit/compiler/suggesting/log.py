@@ -83,36 +83,38 @@ def read_log(path: Path, model: str | None = None) -> Log:
         UsageError: a line is none of the known ones, there is no request at all, or the log has several
             bundles and `model` names none of them.
     """
+    requests: Counter[tuple[str | None, Generation | Encoding]] = Counter()
+    running: list[tuple[str, float, float]] = []
     try:
-        text = path.read_text("utf-8")
+        with path.open(encoding="utf-8") as file:
+            rows = _csv_rows(file) if path.suffix == ".csv" else _json_rows(file, path)
+            for number, row in rows:
+                where = f"{path}: line {number}"
+                if row.get("event") == "request":
+                    for model_name, found in _server_calls(row, where):
+                        requests[model_name, found] += 1
+                        if isinstance(found, Generation):
+                            end = float(row["time"])
+                            running.append((model_name, end - float(row["seconds"]), end))
+                elif "event" not in row:
+                    requests[None, _request(row, where)] += 1
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise StoreError(f"{path}: cannot read: {reason}") from error
-    rows = _csv_rows(text) if path.suffix == ".csv" else _json_rows(text, path)
-    requests: list[tuple[str | None, Generation | Encoding]] = []
-    running: list[tuple[str, float, float]] = []
-    for number, row in rows:
-        where = f"{path}: line {number}"
-        if row.get("event") == "request":
-            for call in row.get("calls") or ():
-                found = _server_call(call, where)
-                if found is None:
-                    continue
-                requests.append((call["model"], found))
-                if isinstance(found, Generation):
-                    end = float(row["time"])
-                    running.append((call["model"], end - float(row["seconds"]), end))
-        elif "event" not in row:
-            requests.append((None, _request(row, where)))
     name = _only_model({of for of, _ in requests if of is not None}, model, path)
-    kept = [one for of, one in requests if of in (None, name)]
-    if not kept:
+    generations: dict[Generation, int] = {}
+    encodings: dict[Encoding, int] = {}
+    for (of, one), count in requests.items():
+        if of not in (None, name):
+            continue
+        if isinstance(one, Generation):
+            generations[one] = generations.get(one, 0) + count
+        else:
+            encodings[one] = encodings.get(one, 0) + count
+    if not generations and not encodings:
         raise UsageError(f"{path}: expected requests with lengths, found none", hint=_HINT)
-    return Log(
-        Counter(one for one in kept if isinstance(one, Generation)),
-        Counter(one for one in kept if isinstance(one, Encoding)),
-        _seconds_at((start, end) for of, start, end in running if of == name),
-    )
+    spans = ((start, end) for of, start, end in running if of == name)
+    return Log(generations, encodings, _seconds_at(spans))
 
 
 def _only_model(names: set[str], model: str | None, path: Path) -> str | None:
@@ -128,14 +130,14 @@ def _only_model(names: set[str], model: str | None, path: Path) -> str | None:
     return model
 
 
-def _csv_rows(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    reader = csv.DictReader(text.splitlines(), skipinitialspace=True)
+def _csv_rows(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    reader = csv.DictReader(lines, skipinitialspace=True)
     for row in reader:
         yield reader.line_num, {name: value for name, value in row.items() if value}
 
 
-def _json_rows(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(text.splitlines(), 1):
+def _json_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -149,6 +151,25 @@ def _json_rows(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 f"{path}: line {number}: expected an object, found {line[:60]!r}", hint=_HINT
             )
         yield number, row
+
+
+def _server_calls(
+    row: Mapping[str, Any], where: str
+) -> Iterator[tuple[str, Generation | Encoding]]:
+    """Yield the calls of engines in a line of a server's log, without those that failed.
+
+    Raises:
+        UsageError: the line is not whole.
+    """
+    try:
+        float(row["time"]), float(row["seconds"])
+        for call in row["calls"]:
+            if (found := _server_call(call, where)) is not None:
+                yield str(call["model"]), found
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"{where}: expected a line of a server's log, found another: {error}", hint=_HINT
+        ) from error
 
 
 def _server_call(call: Mapping[str, Any], where: str) -> Generation | Encoding | None:

@@ -29,6 +29,7 @@ name = "f"
 function = "functions.first:f"
 args = { x = "float32[{n}]" }
 buckets = { n = [2, 3] }
+reads = ["data/*.txt"]
 params = "params.safetensors"
 [[target]]
 name = "cpu-host"
@@ -50,6 +51,8 @@ def write_project(directory: Path) -> Path:
     )
     (directory / "functions" / "second.py").write_text("def scaled(x):\n    return x * 2\n")
     (directory / "functions" / "factor.txt").write_text("1")
+    (directory / "data").mkdir()
+    (directory / "data" / "declared.txt").write_text("1")
     save_file({"w": np.ones(2, np.float32)}, directory / "params.safetensors")
     (directory / "m.toml").write_text(MANIFEST)
     return directory
@@ -91,7 +94,7 @@ def test_a_rebuild_is_equal_and_takes_nothing_from_the_cache(
 
 
 @pytest.mark.parametrize(
-    "name", ["functions/second.py", "params.safetensors", "m.toml", "functions/__init__.py"]
+    "name", ["functions/second.py", "params.safetensors", "m.toml", "data/declared.txt"]
 )
 def test_a_source_that_is_no_longer_what_it_was_is_named_before_anything_compiles(
     project: Path, name: str
@@ -156,7 +159,7 @@ def test_measurements_and_versions_explain_and_the_rest_is_a_finding(project: Pa
     assert old.tracing["jax"] != "0.0.1"
     assert {source.name for source in old.sources} == {
         *("functions/__init__.py", "functions/first.py", "functions/second.py"),
-        "params.safetensors",
+        *("params.safetensors", "data/declared.txt"),
     }
     assert tracing.keys() >= {"jax", "flax", "jax configuration", "code that lowers"}
     assert old.compiling["cpu-host"].keys() >= {"jaxlib", "xla_flags", "our code"}

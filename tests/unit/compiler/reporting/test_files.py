@@ -90,6 +90,25 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_build(
     assert "no report was written" in capsys.readouterr().err
 
 
+def test_a_program_from_a_shared_store_names_it(tmp_path: Path) -> None:
+    for machine in ("one", "two"):
+        build(
+            program(twice, jnp.ones(3)),
+            tmp_path / "out",
+            name="demo",
+            cache=tmp_path / machine,
+            shared=str(tmp_path / "shared"),
+            workers=1,
+            quiet=True,
+        )
+        for path in (tmp_path / "out").glob("*.report.*"):
+            if machine == "one":
+                path.unlink()
+    ((origin, count),) = read(tmp_path)["origins"].items()
+    assert str(tmp_path / "shared") in origin
+    assert count == 1
+
+
 def test_programs_that_are_equal_are_compiled_once_and_say_so(tmp_path: Path) -> None:
     x = jnp.ones(3)
     again = replace(program(twice, x), name="again")

@@ -40,6 +40,19 @@ def test_the_log_of_a_server_gives_lengths_and_how_many_ran_at_once(tmp_path: Pa
     assert found.seconds_at == {1: 3.0, 2: 2.0}
 
 
+def test_what_a_server_writes_is_what_is_read(tmp_path: Path) -> None:
+    requestlog = pytest.importorskip(
+        "prejit.runtime.server.requestlog", reason="msgspec comes with the extra server"
+    )
+    stats = {name: 3 for name in requestlog._TIMES}
+    calls = [
+        requestlog.RecordedCall("generate", "demo", stats=stats),
+        requestlog.RecordedCall("generate", "demo"),  # it failed
+    ]
+    path = log(tmp_path, request(1.0, 0.5, *(call.described() for call in calls)))
+    assert read_log(path).generations == {Generation(0, 3, 3): 1}
+
+
 def test_sentences_of_a_call_have_its_mean_length(tmp_path: Path) -> None:
     call = {"kind": "encode", "model": "e", "sentences": 2, "tokens": 31}
     assert read_log(log(tmp_path, request(1.0, 0.5, call))).encodings == {Encoding(16, 2): 1}
@@ -80,6 +93,8 @@ def test_lines_of_the_user_are_json_or_csv(tmp_path: Path) -> None:
         ('{"length": 1e400}', "length: expected a number"),
         ('{"length": true}', "length: expected a number"),
         ('{"prompt_tokens": 3}', "new_tokens: expected a number from 0 to 16777216, found None"),
+        ('{"event": "request"}', "line 1: expected a line of a server's log"),
+        ('{"event": "request", "time": 1, "seconds": 1, "calls": [3]}', "of a server's log"),
         ('{"event": "start"}', "expected requests with lengths, found none"),
     ],
 )

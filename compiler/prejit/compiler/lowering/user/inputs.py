@@ -242,7 +242,9 @@ def file_digest(path: str) -> str:
             return "a directory"
         if os.path.getsize(path) < _LARGE_BYTES:
             return digest_of(Path(path).read_bytes())
-        receipts = Receipts(Path(path).parent)
+        receipts = Receipts(
+            Path(path)
+        )  # of this file alone: saving drops what it was not asked for
         digest = receipts.digest_of(Path(path))
         receipts.save()
         return digest

@@ -14,10 +14,11 @@ import sysconfig
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any, Literal
 
-from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.pipeline.model import file_digest
 from prejit.runtime.errors import StoreError
 
@@ -91,6 +92,11 @@ def _named(manifest: Manifest) -> Iterator[str]:
             yield str(program.fn)
         if isinstance(program.params, str):
             yield program.params
+    models = [] if manifest.model is None else [manifest.model]
+    sections: list[Program | Model] = [*manifest.programs, *models]
+    for section in sections:
+        for pattern in section.reads:
+            yield from glob(pattern, root_dir=manifest.directory, recursive=True)
     yield from (library.path for library in manifest.libraries)
     assert manifest.path is not None
     with manifest.path.open("rb") as file:  # a resolved target names no files
