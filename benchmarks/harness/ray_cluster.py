@@ -70,8 +70,6 @@ def ray_cluster(directory: Path, port: int, client_port: int) -> Iterator[Cluste
     environ = os.environ | {
         "PREJIT_CACHE": str(directory),
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_health_check_period_ms": "500",
-        "RAY_health_check_timeout_ms": "2000",
     }
     head = Node(
         environ,
