@@ -67,10 +67,14 @@ def ray_cluster(directory: Path, port: int, client_port: int) -> Iterator[Cluste
         port: of the head node.
         client_port: of Ray Client there.
     """
-    environ = os.environ | {
-        "PREJIT_CACHE": str(directory),
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
+    environ = (
+        os.environ
+        | {
+            "PREJIT_CACHE": str(directory),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_agent_register_timeout_ms": "300000",  # nodes of a busy machine end after 30 s without it
+        }
+    )
     head = Node(
         environ,
         *("--head", "--num-cpus=0", f"--port={port}", f"--ray-client-server-port={client_port}"),

@@ -22,9 +22,13 @@ from tests.quick_compiling import XLA_FLAGS
 
 from benchmarks.harness.ray_cluster import Cluster, ray_cluster
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="ray is not installed: `make test-ray` does it"
-)
+pytestmark = [
+    pytest.mark.thorough,  # a cluster takes 30 s of CPU time, and its parts give up on a busy machine
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None,
+        reason="ray is not installed: `make test-ray` does it",
+    ),
+]
 FUNCTIONS = 8
 _PATIENCE_SECONDS = 180.0
 
@@ -119,7 +123,6 @@ def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(
     assert digest(there) == digest(here)
 
 
-@pytest.mark.thorough
 def test_ctrl_c_leaves_nothing_running_on_the_cluster(
     cluster: Cluster, manifest: Path, tmp_path: Path
 ) -> None:
