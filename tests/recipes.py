@@ -209,8 +209,16 @@ def _make_recipe(
         stored = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
         return Segment(0, len(stored), cache.put_blob(stored), len(raw), digest_of(raw))
 
-    portable, portables = bundle_files.pack(
-        {p: frame(x) for p, (x, _, _) in lowered.items()}, cache
+    def packed_in_memory(
+        media_type: str, title: str, raws: dict[str, bytes]
+    ) -> tuple[bundle_files.PackedLayer, dict[str, Segment]]:
+        frames = {name: frame(raw) for name, raw in raws.items()}
+        layer, segments = bundle_files.pack(media_type, title, frames, cache)
+        assert isinstance(layer.content, Path)
+        return bundle_files.layer(media_type, layer.content.read_bytes(), title), segments
+
+    portable, portables = packed_in_memory(
+        PORTABLE_MEDIA_TYPE, "programs.stablehlo", {p: x for p, (x, _, _) in lowered.items()}
     )
     with cache.blob_writer() as blob:
         bundle_files.write_weights(
@@ -227,11 +235,13 @@ def _make_recipe(
     shared = (
         bundle_files.layer(LICENSE_MEDIA_TYPE, b"Apache-2.0\n", "LICENSE"),
         bundle_files.layer(WEIGHTS_MEDIA_TYPE, stored_weights, "weights.safetensors"),
-        bundle_files.layer(PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"),
+        portable,
     )
     packed = []
     for target, compiled in targets.items():
-        pack, segments = bundle_files.pack({p: frame(x) for p, (x, _) in compiled.items()}, cache)
+        executables, segments = packed_in_memory(
+            EXECUTABLES_MEDIA_TYPE, "programs.xla", {p: x for p, (x, _) in compiled.items()}
+        )
         config = Config(
             format=FORMAT_VERSION,
             bundle=name,
@@ -260,8 +270,7 @@ def _make_recipe(
             ),
             weight_sets={"score": tuple(weights)},
         )
-        layer = bundle_files.layer(EXECUTABLES_MEDIA_TYPE, pack, "programs.xla")
-        packed.append(bundle_files.PackedTarget(config, (layer, *shared)))
+        packed.append(bundle_files.PackedTarget(config, (executables, *shared)))
     return Recipe(tuple(packed), name, weights)
 
 

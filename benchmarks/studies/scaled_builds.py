@@ -1,6 +1,6 @@
 """Build a matrix of programs by one machine and in shards, kill shards, and measure the memory of a build.
 
-    python -m benchmarks.studies.scaled_builds                         about 25 minutes on two cores
+    python -m benchmarks.studies.scaled_builds                         about 10 minutes on two cores
     python -m benchmarks.studies.scaled_builds --programs 60           a trial
     python -m benchmarks.studies.scaled_builds --jax 0.12.0.1          beside the jax of this environment
 
@@ -234,9 +234,10 @@ def main() -> None:
         "peak memory of a driver, MB",
     )
     note = (
-        f"All processes share two cores; each shard has one worker. After the kills {counts['again']} of "
-        f"{counts['programs']} programs were compiled again, all of them on machines that were killed; no "
-        "other program was compiled twice. All bundles have one digest, that of one machine."
+        "All processes share two cores; each shard has one worker. After the kills "
+        f"{counts['again']} of {counts['programs']} programs were compiled again, which a machine that was "
+        "killed had compiled and not sent. No other program was compiled twice. All bundles have one "
+        "digest, that of one machine."
     )
     if {each.digest for each in (*shards, *lived)} != {one.digest}:
         raise SystemExit("the bundle of shards differs from that of one machine")

@@ -18,7 +18,7 @@ import json
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +32,7 @@ from prejit.compiler.compile.history import size_need
 from prejit.compiler.compile.jobs import Compiled
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
 from prejit.compiler.sharing.layered import LayeredStore
+from prejit.compiler.sharing.remote import RemoteFile
 from prejit.compiler.sharing.tier import Tier
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.key import Key
@@ -221,8 +222,21 @@ class MemoryRemote:
         self.files[path] = content if isinstance(content, bytes) else content.read()
         self.bytes["write"] += len(self.files[path])
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
+    def create(self, path: str, content: bytes) -> bool:
+        """See `Remote.create`."""
+        if path in self.files:
+            return False
+        self.write(path, content)
+        return True
+
+    def remove(self, path: str) -> bool:
+        """See `Remote.remove`."""
+        self.requests["remove"] += 1
+        return self.files.pop(path, None) is not None
+
+    def listed(self) -> Iterator[RemoteFile]:
+        """See `Remote.listed`."""
+        return iter(())
 
 
 def replay(programs: int, directory: Path) -> dict[str, dict[str, Any]]:

@@ -8,38 +8,29 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tests.ports import free_port
 from tests.quick_compiling import XLA_FLAGS
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="ray is not installed: `make test-ray` does it"
-)
+from benchmarks.harness.ray_cluster import Cluster, ray_cluster
+
+pytestmark = [
+    pytest.mark.thorough,  # a cluster takes 30 s of CPU time, and its parts give up on a busy machine
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None,
+        reason="ray is not installed: `make test-ray` does it",
+    ),
+]
 FUNCTIONS = 8
 _PATIENCE_SECONDS = 180.0
-
-
-def own_processes(parent: int) -> list[int]:
-    """Return all descendants of a process."""
-    children: dict[int, list[int]] = {}
-    for each in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            fields = (each / "stat").read_text().rpartition(")")[2].split()
-            children.setdefault(int(fields[1]), []).append(int(each.name))
-    found, left = [], [parent]
-    while left:
-        some = children.get(left.pop(), [])
-        found += some
-        left += some
-    return found
 
 
 def wait_until(happens: Callable[[], bool], what: str) -> None:
@@ -49,64 +40,19 @@ def wait_until(happens: Callable[[], bool], what: str) -> None:
         time.sleep(0.1)
 
 
-class Node:
-    """A node: `ray start --block` and all that it starts."""
-
-    def __init__(self, environ: dict[str, str], *arguments: str) -> None:
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
-        command += ["--object-store-memory=80000000"]
-        self._process = subprocess.Popen(
-            command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-
-    def kill(self) -> None:
-        """End it at once, as when a machine loses its power."""
-        victims = [*own_processes(self._process.pid), self._process.pid]
-        for each in victims:
-            with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
-        self._process.wait()
-
-    def commands(self) -> list[str]:
-        """Return the commands of its processes."""
-        found = []
-        for each in own_processes(self._process.pid):
-            with suppress(OSError):
-                found.append(Path(f"/proc/{each}/cmdline").read_text().replace("\0", " "))
-        return found
-
-
-@dataclass(frozen=True)
-class Cluster:
-    address: str
-    environ: dict[str, str]
-
-    def join(self) -> Node:
-        """Add a node."""
-        return Node(self.environ, f"--address={self.address}", "--num-cpus=1")
+def answers(port: int) -> bool:
+    with suppress(OSError):
+        socket.create_connection(("127.0.0.1", port), 1).close()
+        return True
+    return False
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    directory = tmp_path_factory.mktemp("cluster")
-    environ = os.environ | {
-        "PREJIT_CACHE": str(directory / "node"),  # nodes have a cache of their own
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_health_check_period_ms": "500",
-        "RAY_health_check_timeout_ms": "2000",
-    }
-    port = free_port()
-    head = Node(
-        environ,
-        "--head",
-        "--num-cpus=0",
-        f"--port={port}",
-        "--include-dashboard=false",
-        f"--ray-client-server-port={free_port()}",
-        f"--temp-dir=/tmp/r{os.getpid()}",  # a socket's path may have 107 characters
-    )
-    yield Cluster(f"127.0.0.1:{port}", environ)
-    head.kill()
+    directory, port = tmp_path_factory.mktemp("cluster"), free_port()
+    with ray_cluster(directory, port, free_port()) as cluster:
+        wait_until(lambda: answers(port), "the head node does not start")
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +80,6 @@ def digest(machine: Path) -> bytes:
     return (machine / "artifacts" / "many" / "index.json").read_bytes()
 
 
-def compiles(node: Node) -> bool:
-    return any("prejit.compiler.compile.worker" in each for each in node.commands())
-
-
 def environ_of(cluster: Cluster) -> dict[str, str]:
     return cluster.environ | {"RAY_ADDRESS": cluster.address, "XLA_FLAGS": XLA_FLAGS}
 
@@ -163,7 +105,10 @@ def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(
         ) as build:
             assert build.stdout is not None
             assert build.stderr is not None
-            wait_until(lambda: compiles(first), "the first node compiles nothing")
+            wait_until(
+                lambda: first.compiles() or build.poll() is not None,
+                "the first node compiles nothing",
+            )
             first.kill()
             second = cluster.join()
             lines = list(build.stderr)
@@ -178,7 +123,6 @@ def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(
     assert digest(there) == digest(here)
 
 
-@pytest.mark.thorough
 def test_ctrl_c_leaves_nothing_running_on_the_cluster(
     cluster: Cluster, manifest: Path, tmp_path: Path
 ) -> None:
@@ -193,11 +137,11 @@ def test_ctrl_c_leaves_nothing_running_on_the_cluster(
         ) as build:
             assert build.stderr is not None
             next(line for line in build.stderr if line.startswith("compiled"))
-            assert compiles(node)
+            assert node.compiles()
             build.send_signal(signal.SIGINT)
             lines = build.stderr.read()
         assert build.returncode == 130, lines
-        wait_until(lambda: not compiles(node), "a worker still runs")
+        wait_until(lambda: not node.compiles(), "a worker still runs")
     finally:
         node.kill()
     assert list((tmp_path / "store" / "ac").iterdir()), "what was finished stays"

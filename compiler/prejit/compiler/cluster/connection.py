@@ -30,7 +30,7 @@ _END_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class Ended:
     """The end of an attempt.
 
     Attributes:
@@ -102,7 +102,7 @@ def check_address(address: str) -> None:
 
 
 @final
-class Connection:
+class RayConnection:
     """A connection to a cluster. One thread uses it."""
 
     def __init__(self, address: str) -> None:
@@ -181,7 +181,7 @@ class Connection:
                 del self._running[each]
                 self._ray.cancel(each, force=True)
 
-    def wait(self, seconds: float) -> list[Answer]:
+    def wait(self, seconds: float) -> list[Ended]:
         """Return the attempts that have ended, once there is one or the time is over."""
         if not self._running:
             return []
@@ -221,23 +221,23 @@ class Connection:
             if self._connects:
                 self._ray.shutdown()
 
-    def _answer(self, ended: Any, attempt: int) -> Answer:
+    def _answer(self, ended: Any, attempt: int) -> Ended:
         exceptions = self._ray.exceptions
         try:
             body: dict[str, Any] = self._ray.get(ended)
         except exceptions.OutOfMemoryError:
-            return Answer(attempt, loss=Loss.MEMORY)
+            return Ended(attempt, loss=Loss.MEMORY)
         except (exceptions.NodeDiedError, exceptions.ObjectLostError):
-            return Answer(attempt, loss=Loss.NODE)
+            return Ended(attempt, loss=Loss.NODE)
         except exceptions.WorkerCrashedError as error:
             # Ray cannot always tell one from the other.
-            return Answer(attempt, loss=Loss.NODE if "node" in str(error).lower() else Loss.WORKER)
+            return Ended(attempt, loss=Loss.NODE if "node" in str(error).lower() else Loss.WORKER)
         except exceptions.RayTaskError as error:
-            return Answer(attempt, failure=_of_the_node(error))
+            return Ended(attempt, failure=_of_the_node(error))
         except (exceptions.RayError, ConnectionError) as error:
             first = " ".join(str(error).split())
-            return Answer(attempt, failure=BuildError(f"Ray could not run it: {first:.400}"))
-        return Answer(attempt, body=body)
+            return Ended(attempt, failure=BuildError(f"Ray could not run it: {first:.400}"))
+        return Ended(attempt, body=body)
 
 
 def _require_answer(address: str) -> None:

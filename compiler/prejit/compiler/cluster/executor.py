@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
-from prejit.compiler.cluster.connection import Answer, Connection, Size, check_address
+from prejit.compiler.cluster.connection import Ended, RayConnection, Size, check_address
 from prejit.compiler.cluster.exchange import address_of, bring, open_exchange, send
 from prejit.compiler.cluster.node import Order, counted_variables, own_cpu
 from prejit.compiler.compile.executor import compile_once, find_compiled
@@ -104,7 +104,7 @@ class ClusterExecutor:
             store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
         )
         self._lock = threading.Lock()  # guards what submitting threads share
-        self._connection: Connection | None = None
+        self._connection: RayConnection | None = None
         self._coordinator: threading.Thread | None = None
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -167,7 +167,7 @@ class ClusterExecutor:
     def _begin(self) -> None:
         """Connect and start the coordinator."""
         with self._progress.phase(f"connecting to {self._address}"):
-            connection = Connection(self._address)
+            connection = RayConnection(self._address)
         try:
             found = connection.size()
             if self._remote is None and not found.addresses <= _own_addresses():
@@ -242,7 +242,7 @@ class ClusterExecutor:
             return
         self._schedule.add(name, task.need)
 
-    def _decide(self, connection: Connection) -> None:
+    def _decide(self, connection: RayConnection) -> None:
         for decision in self._schedule.decide(time.monotonic()):
             match decision:
                 case Start(attempt, name, need):
@@ -255,7 +255,7 @@ class ClusterExecutor:
                     self._give_up(self._tasks[name], reason, losses)
 
     def _start(
-        self, connection: Connection, task: _Task, name: str, attempt: int, need: Need
+        self, connection: RayConnection, task: _Task, name: str, attempt: int, need: Need
     ) -> None:
         if task.is_prepared:
             self._send(connection, task, attempt, need)
@@ -276,7 +276,7 @@ class ClusterExecutor:
             if attempt in self._attempts:
                 self._send(self._connection, task, attempt, need)
 
-    def _send(self, connection: Connection, task: _Task, attempt: int, need: Need) -> None:
+    def _send(self, connection: RayConnection, task: _Task, attempt: int, need: Need) -> None:
         if self._closed.is_set():
             return
         size, job = self._size, task.job
@@ -315,7 +315,7 @@ class ClusterExecutor:
         task.is_shown = True
         self._progress.started(task.job.program, task.job.target.name, node)
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: Ended) -> None:
         """Take the end of an attempt."""
         if (name := self._attempts.pop(answer.attempt, None)) is None:
             return

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.store.code import COMPILING, code_digest
 from prejit.compiler.store.key import Key
-from prejit.compiler.targets.host_cpu import host_cpu
+from prejit.compiler.targets.host_cpu import host_cpu, host_features
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.machine.environment import effective_environment
-from prejit.runtime.machine.fingerprint import Fingerprint
 
 _FLAGS_THAT_PRINT = ("--xla_dump", "--xla_backtrace", "--xla_vlog", "--xla_gpu_dump_autotune")
 """Prefixes of flags with which XLA writes files or logs beside the same executable."""
@@ -44,8 +42,7 @@ def executable_key(
     if target.platform == "cpu":
         if not toolchain.is_exact:
             # The host's features get into the code; --xla_cpu_max_isa only removes some of them.
-            features = _host_features()
-            machine |= {"cpu": host_cpu(), "cpu_features": features}
+            machine |= {"cpu": host_cpu(), "cpu_features": host_features()}
         machine["cpus"] = toolchain.cpus
     ingredients = [
         ("stablehlo", source.program),
@@ -63,11 +60,6 @@ def executable_key(
     if toolchain.tuned is not None:
         ingredients.append(("tuning", toolchain.tuned.digest))
     return Key("compile", name, tuple(ingredients))
-
-
-@cache
-def _host_features() -> tuple[str, ...]:
-    return Fingerprint.current().cpu_features
 
 
 def _deciding(flags: str) -> str:

@@ -23,6 +23,12 @@ _STATIC_RUNTIME = ("-static-libstdc++", "-static-libgcc")
 _ZIG_GLIBC = "2.17"
 """The glibc that zig links for: that of manylinux2014."""
 _TIMEOUT_SECONDS = 900
+_DECIDING = (
+    # Further directories of headers and libraries (gcc, "Environment Variables"; clang reads them too).
+    *("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX"),
+    "SOURCE_DATE_EPOCH",
+)
+"""Environment variables that decide what a compiler makes of the same sources."""
 _MAX_ERROR_LINES = 12
 """Maximum lines of a compiler's errors that are shown."""
 
@@ -65,6 +71,11 @@ class Compiler:
             return ""
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         return "\n".join(lines[:_MAX_ERROR_LINES]) or f"ended with exit code {done.returncode}"
+
+
+def deciding_environment(environ: Mapping[str, str]) -> str:
+    """Return the environment variables that decide what a compiler makes, each as NAME=value."""
+    return " ".join(f"{name}={environ[name]}" for name in _DECIDING if environ.get(name))
 
 
 VersionOf = Callable[[list[str], str], str | None]

@@ -17,8 +17,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from prejit.compiler.native.compilers import Compiler, find_compilers, run_version
+from prejit.compiler.native.compilers import (
+    Compiler,
+    deciding_environment,
+    find_compilers,
+    run_version,
+)
 from prejit.compiler.progress import Progress, Quiet
+from prejit.compiler.store.code import KERNELS, code_digest
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets.toolchain import Toolchain
@@ -286,12 +292,12 @@ def _key(toolchain: Toolchain, level: str, compiler: Compiler, sources: Path, he
         "kernels",
         f"{level}/jaxlib {toolchain.jaxlib}",
         (
-            ("our code", digest_of(_read(Path(__file__)))),
+            ("our code", code_digest(*KERNELS)),
             ("level", level),
             ("compiler", compiler.identity),
             ("flags", " ".join((*_COMPILE_FLAGS, *compiler.flags))),
             ("link flags", " ".join((*_LINK_FLAGS, *compiler.link_flags))),
-            ("exports", _EXPORTS),
+            ("environment", deciding_environment(os.environ)),
             ("FFI headers", _digest_of_files(headers, "xla/ffi/api/*.h")),
             *(
                 (f"source {file.name}", digest_of(_read(file)))

@@ -40,6 +40,8 @@ from prejit.compiler.store.code import (
     LOWERING,
     OWN_ACCURACY,
     OWN_WEIGHTS,
+    PACKING,
+    TOKENIZER,
     WEIGHTS,
     code_digest,
 )
@@ -139,7 +141,7 @@ def weights_key(
         own: the parameters of the user's decoder; None: the manifest has none.
         own_orders: those whose axes are stored in another order, with that order.
     """
-    ingredients = [("our code", code_digest(*WEIGHTS))]
+    ingredients = [("our code", code_digest(*PACKING))]
     if own is not None:
         assert manifest.model is not None
         ingredients += [
@@ -150,6 +152,7 @@ def weights_key(
         ]
     elif manifest.model is not None and model is not None:
         ingredients += [
+            ("our code for published models", code_digest(*WEIGHTS)),
             ("dtype", manifest.model.dtype),
             ("matrices", model.matrices),
             *_files(files),
@@ -188,7 +191,7 @@ def accuracy_key(
 
 
 def own_accuracy_key(
-    manifest: Manifest, weights: str, programs: Iterable[str], text: str, tokenizer: str
+    manifest: Manifest, weights: str, programs: Iterable[str], text: str, tokenizer: str, bos: int
 ) -> Key:
     """Return the key of what the dtypes cost a decoder of the user.
 
@@ -198,11 +201,13 @@ def own_accuracy_key(
         programs: digests of the portable programs, which hold what the decoder computes.
         text: name and digest of the evaluation text, or `none`.
         tokenizer: digest of tokenizer.json, or `none`.
+        bos: the token that a text begins with.
     """
     ingredients = (
         ("cache_dtype", cache_dtype(manifest)),
         ("text", text),
         ("tokenizer", tokenizer),
+        ("bos", str(bos)),
         ("weights", weights),
         ("programs", " ".join(sorted(set(programs)))),
         ("our code", code_digest(*OWN_ACCURACY)),
@@ -225,7 +230,7 @@ def tokenizer_key(manifest: Manifest, tokenizer: bytes, config: str) -> Key:
     ingredients = (
         ("file", digest_of(tokenizer)),
         ("config", config),
-        ("our code", code_digest("prejit.compiler.checkpoint.tokenizer_check")),
+        ("our code", code_digest(*TOKENIZER)),
         *versions("tokenizers", "transformers").items(),
     )
     return Key("tokenizer", manifest.bundle.name, ingredients)

@@ -39,8 +39,8 @@ _Answer = TypeVar("_Answer")
 
 _TRANSFERS = 16
 """How many files are read or written at the same time."""
-LOCAL_KINDS = frozenset({"weights", "measure"})
-"""Results that are not shared: to convert a checkpoint takes less time than to fetch what comes of it."""
+LOCAL_KINDS = frozenset({"weights", "measure", "pack"})
+"""Results that are not shared: it takes less time to convert a checkpoint, or to pack, than to fetch that."""
 
 _POLL_SECONDS = 0.5
 """Interval at which a build looks whether another machine has made a result."""

@@ -1,8 +1,9 @@
 """The digest of prejit's own code, as an ingredient of keys.
 
-A module decides a result together with all modules of prejit that it imports. They are found by reading
-`import` statements, so a new import is in the keys without anyone adding it to a list. Nothing is imported
-for it: a build that changes nothing imports neither jax nor flax.
+The functions that make a result decide it together with all functions, classes and constants of prejit that
+they mention, in any module. These are found by reading the sources, so new code is in the keys without anyone
+adding it to a list, and code beside it is not. Nothing is imported for it: a build that changes nothing
+imports neither jax nor flax.
 
 Only code counts. Comments, docstrings, blank lines, the texts of errors, and the names and places of modules
 change no digest.
@@ -12,13 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import prejit.runtime
+from prejit.compiler.store.source_file import Definition, Import, definitions
 
 _ROOTS = {
     "prejit.compiler": Path(__file__).parents[1],
@@ -26,102 +27,109 @@ _ROOTS = {
 }
 """Directory of each root package."""
 
-COMPILING = ("prejit.compiler.compile.worker.compiling",)
-"""The module that compiles a program."""
+COMPILING = (
+    "prejit.compiler.compile.worker.compiling",
+    "prejit.compiler.compile.worker.requests:_compile",
+)
+"""The code that compiles a program."""
 LOWERING = (
-    "prejit.compiler.lowering.decoder",
-    "prejit.compiler.lowering.encoder",
-    "prejit.compiler.models.config_file",
+    "prejit.compiler.pipeline.lowering:_lower_model",
+    "prejit.compiler.pipeline.lowering:_lower_native",
+    "prejit.compiler.pipeline.model:read_model",
 )
-"""The modules that lower the programs of a model."""
+"""The code that lowers the programs of a model."""
+PACKING = (
+    "prejit.compiler.pipeline.pack.bundle_files:write_weights",
+    "prejit.compiler.pipeline.pack.weights:_user_tensors",
+)
+"""The code that writes the file of a weights layer, with the parameters of functions of the user."""
 WEIGHTS = (
-    "prejit.compiler.checkpoint.checkpoint",
-    "prejit.compiler.pipeline.pack.bundle_files",
-    "prejit.compiler.models.registry",
+    "prejit.compiler.pipeline.model:open_weights",
+    "prejit.compiler.pipeline.model:read_model",
+    "prejit.compiler.pipeline.pack.weights:_tensors",
 )
-"""The modules that make the weights layer of a checkpoint."""
-OWN_WEIGHTS = ("prejit.compiler.models.narrowing",)
-"""The modules that store the weights of a decoder of the user."""
-OWN_ACCURACY = ("prejit.compiler.pipeline.measure.comparison", "prejit.compiler.models.narrowing")
-"""The modules that measure what stored dtypes cost a decoder of the user."""
-ACCURACY = ("prejit.compiler.pipeline.measure.comparison", "prejit.compiler.checkpoint.checkpoint")
-"""The modules that measure what stored dtypes cost in accuracy."""
+"""The code that makes the tensors of a published model from its checkpoint."""
+OWN_WEIGHTS = (
+    "prejit.compiler.lowering.user.models:find_model",
+    "prejit.compiler.models.narrowing",
+    "prejit.compiler.pipeline.pack.weights:_own_tensors",
+)
+"""The code that makes the tensors of a decoder of the user."""
 USER_FUNCTIONS = (
     "prejit.compiler.lowering.user.files",
     "prejit.compiler.lowering.user.finding",
     "prejit.compiler.lowering.user.flax_modules",
     "prejit.compiler.lowering.user.lower",
+    "prejit.compiler.pipeline.code:_find_functions",
+    "prejit.compiler.pipeline.lowering:lower_function",
+    "prejit.compiler.pipeline.lowering:put_lowered",
 )
-"""The modules that trace and lower a function of the user."""
-USER_DECODERS = ("prejit.compiler.lowering.decoder", "prejit.compiler.lowering.user.models")
-"""The modules that trace and lower a decoder of the user."""
-GOLDEN = ("prejit.runtime.programs.golden",)
-"""The module that makes golden answers."""
-
-_TOKEN = re.compile(
-    r"""
-    (?P<line>  \n [ ]* [^\n"'\#()\[\]{}\\]* )
-  | (?P<code>  [^\n"'\#()\[\]{}\\]+ )
-  | (?P<open>  [(\[{] )
-  | (?P<close> [)\]}] )
-  | (?P<text>  \"{3}[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*\"{3} | "[^"\\\n]*(?:\\.[^"\\\n]*)*"
-             | '{3}[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*'{3} | '[^'\\\n]*(?:\\.[^'\\\n]*)*' )
-  | (?P<none>  \#[^\n]* | \\\n )
-    """,
-    re.VERBOSE | re.DOTALL,
+"""The code that traces and lowers a function of the user."""
+USER_DECODERS = (
+    "prejit.compiler.lowering.decoder",
+    "prejit.compiler.lowering.user.models",
+    "prejit.compiler.pipeline.code:_find_own_model",
+    "prejit.compiler.pipeline.lowering:lower_own_decoder",
+    "prejit.compiler.pipeline.lowering:put_lowered",
 )
-"""The tokens that separate code from prose. A `line` token includes the first code of its line."""
+"""The code that traces and lowers a decoder of the user."""
+ACCURACY = (
+    "prejit.compiler.pipeline.measure.accuracy:_measure_published",
+    "prejit.compiler.pipeline.model:open_weights",
+    "prejit.compiler.pipeline.model:read_model",
+)
+"""The code that measures what stored dtypes cost in accuracy."""
+OWN_ACCURACY = (
+    "prejit.compiler.lowering.user.models:find_model",
+    "prejit.compiler.models.narrowing",
+    "prejit.compiler.pipeline.measure.accuracy:_measure_own",
+)
+"""The code that measures what stored dtypes cost a decoder of the user."""
+GOLDEN = ("prejit.compiler.pipeline.measure.golden_child",)
+"""The code that asks programs for golden answers."""
+TOKENIZER = ("prejit.compiler.checkpoint.tokenizer_check",)
+"""The code that tries a tokenizer."""
+KERNELS = (
+    "prejit.compiler.native.compilers:Compiler",
+    "prejit.compiler.native.library:_compile",
+    "prejit.compiler.native.library:_library",
+)
+"""The code that compiles the library of kernels. Flags and compilers are ingredients of their own."""
 
 
-_NO_CODE = hashlib.sha256().hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class _Import:
-    """One imported name.
+@dataclass(frozen=True)
+class _Module:
+    """A module as digests see it.
 
     Attributes:
-        module: module or package that it comes from.
-        name: the name there; empty for the module itself.
-        local: the name that it gets.
+        definitions: its top-level statements.
+        named: those that define each name.
+        run: those that define none, and run when it is imported.
+        imports: the modules, and names there, that each name imports at the top level.
     """
 
-    module: str
-    name: str
-    local: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """The parts of a source file that enter a digest.
-
-    Attributes:
-        digest: digest of its code without its imports of prejit.
-        imports: its imports of prejit, sorted.
-    """
-
-    digest: str
-    imports: tuple[_Import, ...]
+    definitions: list[Definition]
+    named: dict[str, list[Definition]] = field(default_factory=dict)
+    run: list[Definition] = field(default_factory=list)
+    imports: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
 
 @cache
-def code_digest(*modules: str) -> str:
-    """Return the digest of the code of modules and of all modules of prejit that they import.
+def code_digest(*roots: str) -> str:
+    """Return the digest of code and of all code of prejit that it mentions.
 
     Imports inside functions count; those under `if TYPE_CHECKING:` do not run and do not count.
 
     Args:
-        modules: full names: `prejit.compiler.lowering.export`.
+        roots: full names of modules, `prejit.compiler.lowering.export`, or of a function, class or constant:
+            `prejit.compiler.lowering.export:export_program`.
     """
     parts = set[str]()
-    for name in imported(*modules):
-        source = _source(name)
-        # Imported code enters by its content, not by its path.
-        links = sorted(
-            f"{each.local}={_source(each.module).digest}.{each.name}" for each in source.imports
-        )
-        parts.add("\n".join((source.digest, *links)))
-    parts.discard(_NO_CODE)  # a package without code of its own counts for nothing
+    for module, found in reached(*roots).items():
+        for each in found:
+            # Imported code enters by its content, not by its path.
+            links = [f"{local}={_content(*at)}" for local, at in _links(module, each)]
+            parts.add("\n".join((each.digest, *sorted(links))))
     return f"sha256:{hashlib.sha256(chr(0).join(sorted(parts)).encode()).hexdigest()}"
 
 
@@ -131,84 +139,99 @@ def directories() -> tuple[str, ...]:
 
 
 @cache
-def imported(*modules: str) -> tuple[str, ...]:
-    """Return the full names of modules and of all modules of prejit that they import, sorted.
+def reached(*roots: str) -> dict[str, set[Definition]]:
+    """Return the top-level statements that code mentions, directly or not, by the module that has them.
 
-    A package that holds an imported module is one of them.
+    Args:
+        roots: as of `code_digest`.
     """
-    found = set[str]()
-    left = list(modules)
+    found: dict[str, set[Definition]] = {}
+    left = [(module, name) for module, _, name in (root.partition(":") for root in roots)]
+    if gone := [f"{at}:{name}" for at, name in left if name and name not in _module(at).named]:
+        raise ValueError(f"expected code of prejit, found nothing at {', '.join(gone)}")
+    seen = set(left)
+
+    def follow(*places: tuple[str, str]) -> None:
+        left.extend(place for place in places if place not in seen)
+        seen.update(places)
+
     while left:
-        if (name := left.pop()) not in found:
-            found.add(name)
-            named = {each.module for each in _source(name).imports}
-            left += filter(_is_module, named | {each.rpartition(".")[0] for each in named})
-    return tuple(sorted(found))
+        module, name = left.pop()
+        package = module.rpartition(".")[0]
+        if module not in found:
+            found[module] = set()
+            if _is_module(package):  # importing a module runs its package
+                follow((package, "__init__"))
+        for each in _defining(module, name):
+            if each not in found[module]:
+                found[module].add(each)
+                follow(*(at for _, at in _links(module, each)), *_inside(module, each))
+        follow(*_module(module).imports.get(name, ()))  # a package passes it on
+    return found
+
+
+def imported(*roots: str) -> tuple[str, ...]:
+    """Return the full names of the modules that hold the code of `reached`, sorted."""
+    return tuple(sorted(reached(*roots)))
+
+
+def _defining(module: str, name: str) -> Iterable[Definition]:
+    """Return the statements that define a name, and those that always run; without a name all of them."""
+    read = _module(module)
+    if not name:
+        return read.definitions
+    return (*read.run, *read.named.get(name, ()))
+
+
+def _inside(module: str, definition: Definition) -> Iterator[tuple[str, str]]:
+    """Yield the names of its own module that a definition mentions."""
+    named = _module(module).named
+    return ((module, name) for name, _ in definition.mentions if name in named)
 
 
 @cache
-def _source(module: str) -> _Source:
-    """Read a module.
-
-    The standard library's parser takes five times as long, and its trees differ between versions of Python.
-    """
-    hasher = hashlib.sha256()
-    imports = set[_Import]()
-    unused_below: int | None = None  # indentation of `if TYPE_CHECKING:`
-    for indent, tokens, is_text in _statements(_file(module).read_text("utf-8")):
-        if unused_below is not None and indent > unused_below:
-            continue
-        unused_below = indent if tokens[0] == "if TYPE_CHECKING:" else None
-        if unused_below is not None or is_text:
-            continue
-        if tokens[0].startswith(("from prejit.", "import prejit.")):
-            imports.update(_imports("".join(tokens)))
-            continue
-        if tokens[0].startswith("raise "):
-            tokens = [token for token in tokens if token[-1] not in "\"'"]
-        hasher.update(f"{indent} {' '.join(tokens)}\n".encode())
-    ordered = sorted(imports, key=lambda each: (each.module, each.name, each.local))
-    return _Source(hasher.hexdigest(), tuple(ordered))
+def _links(module: str, definition: Definition) -> list[tuple[str, tuple[str, str]]]:
+    """Return the names of other modules that a definition mentions: as it spells them, and where they are."""
+    places = _imports(definition.imports)
+    found = []
+    for name, attribute in definition.mentions:
+        for at in (*places.get(name, ()), *_module(module).imports.get(name, ())):
+            # A module that is mentioned by itself may be used for anything.
+            found.append((name, at) if at[1] else (f"{name}.{attribute}", (at[0], attribute)))
+    return found
 
 
-def _statements(source: str) -> Iterator[tuple[int, list[str], bool]]:
-    """Yield the statements of a source: indentation, tokens, and whether it is a text and nothing else.
-
-    A statement is one logical line. Comments and blank lines are left out.
-    """
-    indent = depth = 0
-    tokens: list[str] = []
-    is_text = True
-    for match in _TOKEN.finditer(f"\n{source}\n"):
-        kind, token = match.lastgroup, match[0]
-        if kind == "none":
-            continue
-        code = token.strip()
-        if kind == "line" and not depth:
-            if tokens:
-                yield indent, tokens, is_text
-                tokens, is_text = [], True
-            indent = len(token) - len(token.lstrip()) - 1
-        elif kind == "open":
-            depth += 1
-        elif kind == "close":
-            depth -= 1
-        if code:
-            tokens.append(code)
-            is_text = is_text and kind == "text"
+@cache
+def _content(module: str, name: str) -> str:
+    """Return the digest of what a name of a module stands for."""
+    read = _module(module)
+    if name in read.imports:
+        return " ".join(_content(*at) for at in read.imports[name])
+    found = read.named.get(name, ()) if name else read.definitions
+    return " ".join(each.digest for each in found) or name
 
 
-def _imports(statement: str) -> Iterator[_Import]:
-    """Yield the names that a statement imports from modules of prejit."""
-    words = statement.replace("(", " ").replace(")", " ").split(None, 1)[1]
-    package, _, names = words.partition(" import ")
-    for each in filter(None, (name.strip() for name in (names or words).split(","))):
-        name, _, local = each.partition(" as ")
-        module = f"{package}.{name}" if names else name
-        if _is_module(module):
-            yield _Import(module, "", local or name)
-        elif _is_module(package):
-            yield _Import(package, name, local or name)
+@cache
+def _module(name: str) -> _Module:
+    found, imports = definitions(_file(name).read_text("utf-8"))
+    module = _Module(found, imports=_imports(imports))
+    for each in found:
+        for defined in each.names:
+            module.named.setdefault(defined, []).append(each)
+        if not each.names:
+            module.run.append(each)
+    return module
+
+
+def _imports(statements: Iterable[Import]) -> dict[str, list[tuple[str, str]]]:
+    """Return the modules that imports name, and the names there, by the names that they get."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for each in statements:
+        if each.name and _is_module(inner := f"{each.statement}.{each.name}"):
+            found.setdefault(each.local, []).append((inner, ""))
+        elif _is_module(each.statement):
+            found.setdefault(each.local, []).append((each.statement, each.name))
+    return found
 
 
 @cache

@@ -5,11 +5,19 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+from prejit.runtime.machine.fingerprint import Fingerprint
+
 _DECIDING = (
     # LLVM names a CPU by these and by its extensions (llvm/lib/TargetParser/Host.cpp).
     *("vendor_id", "cpu family", "model"),  # x86
     *("CPU implementer", "CPU part", "Features"),  # Arm
 )
+
+
+@cache
+def host_features() -> tuple[str, ...]:
+    """Return the extensions of this machine's CPU, in LLVM's names, sorted. A process reads them once."""
+    return Fingerprint.current().cpu_features
 
 
 @cache

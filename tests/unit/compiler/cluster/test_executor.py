@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prejit.compiler.cluster import executor as cluster_executor
-from prejit.compiler.cluster.connection import Answer, Size, check_address
+from prejit.compiler.cluster.connection import Ended, Size, check_address
 from prejit.compiler.cluster.exchange import address_of, bring, open_exchange, send
 from prejit.compiler.cluster.executor import ClusterExecutor
 from prejit.compiler.cluster.node import Order
@@ -28,22 +28,22 @@ from prejit.runtime.errors import BuildError, NetworkError, StoreError, UsageErr
 from prejit.runtime.format.schema import Memory, Segment
 
 EXACT = host_toolchain(target("cpu-x86-64-v3"), {"jax": "0.12.0", "jaxlib": "0.12.0"})
-Behave = Callable[[Order], Answer | None]
+Behave = Callable[[Order], Ended | None]
 
 
-def compiled_by(store: DirectoryStore, order: Order) -> Answer:
+def compiled_by(store: DirectoryStore, order: Order) -> Ended:
     program = store.read_blob(order.source.program)
     assert program is not None
     content = program * 2
     digest = store.put_blob(content)
     segment = Segment(0, len(content), digest, len(content), digest)
     compiled = Compiled(segment, ("avx2",), Memory(1, 2, 3, 4), 5, 5, 1 << 20)
-    return Answer(order.attempt, body={"result": compiled.to_plain()})
+    return Ended(order.attempt, body={"result": compiled.to_plain()})
 
 
 @dataclass
 class FakeCluster:
-    """Stands for `Connection`: one core, and an answer to each order at the next `wait`; None: never."""
+    """Stands for `RayConnection`: one core, and an answer to each order at the next `wait`; None: never."""
 
     behave: Behave
     addresses: frozenset[str] = frozenset({"127.0.0.1"})
@@ -54,7 +54,7 @@ class FakeCluster:
     broken: bool = False
 
     def __post_init__(self) -> None:
-        self._answers: list[Answer] = []
+        self._answers: list[Ended] = []
 
     def size(self) -> Size:
         return Size(4, 4, 1 << 40, self.addresses)
@@ -68,7 +68,7 @@ class FakeCluster:
     def cancel(self, attempt: int) -> None:
         self.cancelled.append(attempt)
 
-    def wait(self, seconds: float) -> list[Answer]:
+    def wait(self, seconds: float) -> list[Ended]:
         if self.broken:
             raise ConnectionError("gone")
         found, self._answers = self._answers, []
@@ -89,7 +89,7 @@ class Site:
     patch: pytest.MonkeyPatch
 
     def executor(self, cluster: FakeCluster, shared: str | None = None) -> ClusterExecutor:
-        self.patch.setattr(cluster_executor, "Connection", lambda address: cluster)
+        self.patch.setattr(cluster_executor, "RayConnection", lambda address: cluster)
         return ClusterExecutor("ray://auto", self.store, shared=shared, workers=1)
 
     def job(self, program: str) -> CompileJob:
@@ -120,7 +120,7 @@ def test_a_job_is_compiled_on_the_cluster_once(site: Site) -> None:
 
 def test_a_job_that_does_not_compile_is_named_and_is_not_tried_again(site: Site) -> None:
     error = {"code": BuildError.code, "message": "no such operation", "hint": "change it"}
-    cluster = FakeCluster(lambda order: Answer(order.attempt, body={"error": error}))
+    cluster = FakeCluster(lambda order: Ended(order.attempt, body={"error": error}))
     with site.executor(cluster) as executor:
         with pytest.raises(BuildError, match="p for cpu-x86-64-v3: no such operation") as caught:
             executor.submit(site.job("p")).result(60)
@@ -129,9 +129,9 @@ def test_a_job_that_does_not_compile_is_named_and_is_not_tried_again(site: Site)
 
 
 def test_a_job_whose_node_died_runs_again(site: Site) -> None:
-    def behave(order: Order) -> Answer:
+    def behave(order: Order) -> Ended:
         if order.attempt == 0:
-            return Answer(0, loss=Loss.NODE)
+            return Ended(0, loss=Loss.NODE)
         return compiled_by(site.store, order)
 
     with site.executor(FakeCluster(behave)) as executor:
@@ -139,7 +139,7 @@ def test_a_job_whose_node_died_runs_again(site: Site) -> None:
 
 
 def test_a_job_that_kills_its_workers_is_an_error_that_says_so(site: Site) -> None:
-    cluster = FakeCluster(lambda order: Answer(order.attempt, loss=Loss.WORKER))
+    cluster = FakeCluster(lambda order: Ended(order.attempt, loss=Loss.WORKER))
     with site.executor(cluster) as executor:
         with pytest.raises(BuildError, match="2 attempts ended without an answer") as caught:
             executor.submit(site.job("p")).result(60)
@@ -148,9 +148,9 @@ def test_a_job_that_kills_its_workers_is_an_error_that_says_so(site: Site) -> No
 
 
 def test_a_job_whose_compiler_was_killed_gets_more_memory(site: Site) -> None:
-    def behave(order: Order) -> Answer:
+    def behave(order: Order) -> Ended:
         if order.attempt == 0:
-            return Answer(0, body={"killed": "SIGKILL"})
+            return Ended(0, body={"killed": "SIGKILL"})
         return compiled_by(site.store, order)
 
     cluster = FakeCluster(behave)
@@ -200,7 +200,7 @@ def test_programs_and_executables_go_through_the_shared_store(site: Site, tmp_pa
     shared, node = str(tmp_path / "shared"), DirectoryStore.open(tmp_path / "node")
     remote = open_exchange(shared)
 
-    def behave(order: Order) -> Answer:
+    def behave(order: Order) -> Ended:
         assert (order.store, order.root) == (shared, None)
         for digest in order.inputs:
             bring(remote, node, digest)
@@ -218,7 +218,7 @@ def test_programs_and_executables_go_through_the_shared_store(site: Site, tmp_pa
 def test_code_for_this_cpu_is_not_taken_from_a_node_with_another(site: Site) -> None:
     old = host_toolchain(target("cpu-x86-64-v3"), {"jax": "0.10.2", "jaxlib": "0.10.2"})
     job = replace(site.job("p"), toolchain=old)
-    cluster = FakeCluster(lambda order: Answer(order.attempt, body={"other": "node7"}))
+    cluster = FakeCluster(lambda order: Ended(order.attempt, body={"other": "node7"}))
     executor = site.executor(cluster)
     done = site.job("p")
     site.store.put(done.key, {}, blobs=[])  # unusable: it has to be compiled
@@ -277,7 +277,7 @@ def test_without_ray_the_hint_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("place", ["127.0.0.1:1", "nowhere.invalid:1"])
 def test_a_cluster_that_is_not_there_is_an_error_at_once(place: str) -> None:
-    from prejit.compiler.cluster.connection import Connection
+    from prejit.compiler.cluster.connection import RayConnection
 
     with pytest.raises(NetworkError, match="expected a Ray cluster, found none"):
-        Connection(f"ray://{place}")
+        RayConnection(f"ray://{place}")

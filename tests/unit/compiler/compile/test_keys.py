@@ -21,6 +21,7 @@ from prejit.compiler.targets.gpu_description import gpu_config
 from prejit.compiler.targets.host_cpu import host_cpu
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, Tuned, host_toolchain
+from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.targets import Target, catalogue
 
 V3 = target("cpu-x86-64-v3")
@@ -221,3 +222,26 @@ def test_what_was_measured_counts_by_what_it_says() -> None:
     assert len({ingredients(x, {}) for x in (plain, a, c)}) == 3
     [flags] = {x.environment({}, Path("/x/a"))["XLA_FLAGS"] for x in (a, c)}
     assert flags.endswith("--xla_gpu_load_autotune_results_from=/x/a")
+
+
+def test_every_ingredient_of_an_executable_is_in_the_table_of_the_docs() -> None:
+    page = (Path(__file__).parents[4] / "docs/architecture/build.md").read_text()
+    [row] = re.findall(r"^\| `compile` \| (.*) \|$", page, re.MULTILINE)
+    listed = {*re.split(r"[,;] ", row.partition("; versions")[0])}
+    versions = {"jax", "jaxlib", "jax-cuda13-pjrt", "libtpu", "our code"}
+    tpu = Toolchain(target("tpu-v5e"), ("python",), new(V3).versions, isolated=True)
+    source = replace(SOURCE, kernels=None, calls=(("scale", "scale.1"),))
+    tuned = replace(for_gpu(), tuned=Tuned(b"x", "", "sha256:1"))
+    found = set[str]()
+    for each in (new(HOST), new(V3), tuned, tpu):
+        found |= {name for name, _ in ingredients(each, {}, source)}
+    found = {"library calls" if name.startswith("library call ") else name for name in found}
+    assert found - versions == listed - {"kernels"}
+
+
+def test_the_machine_is_looked_at_once_for_all_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build has thousands of programs, and a look takes as long as all the rest of a key."""
+    ingredients(new(HOST), {})
+    monkeypatch.setattr(Fingerprint, "current", None)
+    monkeypatch.setattr(Path, "read_text", None)
+    ingredients(new(HOST), {})

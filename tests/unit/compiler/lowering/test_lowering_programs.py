@@ -125,8 +125,9 @@ def test_a_function_that_some_platforms_lack_is_lowered_for_the_others(tmp_path:
 def f(x):
     return lax.platform_dependent(x, cpu=lambda x: x + 1, cuda=lambda x: x + 2)
 """
-    assert lower(tmp_path, module, ("cpu",)).platforms == ("cpu",)
-    assert lower(tmp_path, module, ("cuda", "cpu")).platforms == ("cpu", "cuda")
+    one, both = lower(tmp_path, module, ("cpu",)), lower(tmp_path, module, ("cuda", "cpu"))
+    assert one.platforms == both.platforms == ("cpu", "cuda")
+    assert one.portable == both.portable, "another target compiles all again"
     with pytest.raises(BuildError, match="cannot lower mymodel:f for tpu: ") as caught:
         lower(tmp_path, module, ("cpu", "tpu"))
     assert "platform_dependent" in str(caught.value.hint)

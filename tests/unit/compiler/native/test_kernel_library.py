@@ -121,6 +121,12 @@ def test_what_decides_the_library_is_in_its_key(
     with monkeypatch.context() as patch:
         patch.setattr(library, "_COMPILE_FLAGS", ("-O0",))
         assert compiles(toolchain(), sources)
+    with monkeypatch.context() as patch:
+        patch.setenv("CPLUS_INCLUDE_PATH", str(tmp_path))
+        assert compiles(toolchain(), sources)
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "code_digest", lambda *roots: f"sha256:of mended {roots}")
+        assert compiles(toolchain(), sources)
     monkeypatch.setenv("CXX", "g++ -O0 -ffast-math")
     assert compiles(toolchain(), sources)
     monkeypatch.delenv("CXX")

@@ -135,6 +135,52 @@ def test_other_targets_and_compilers_change_neither_layout_nor_program(
     assert others == [first] * 3
 
 
+def compile_digests(found: Planned, name: str) -> dict[str, str]:
+    """The keys of the executables of a target, by program."""
+    [target] = (each for each in found.plan.targets if each.name == name)
+    toolchain = find_toolchain(target)
+    assert toolchain is not None
+    kernels = {}
+    for each in found.plan.targets:  # as a build does, for all before the first program
+        if (tools := find_toolchain(each)) is not None:
+            library = build_kernels(tools, found.store)
+            if isinstance(library, KernelLibrary):
+                kernels[each.name] = kernels_of(library, tools, found.plan.forms)
+    digests = {}
+    for program in found.plan.programs:
+        lowered = lower(found.plan, program, lambda: found.model, UserCode, found.store, Quiet())
+        source = source_of(
+            found.plan,
+            program,
+            lowered,
+            kernels.get(name),
+            lambda: found.model,
+            UserCode,
+            found.store,
+        )
+        key = compile_key(found.plan.manifest, program.spec, toolchain, source)
+        digests[program.spec.name] = key.digest
+    return digests
+
+
+def test_another_target_and_its_missing_kernels_change_no_executable(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: tuple[Any, bytes]
+) -> None:
+    (tmp_path / "made.so").write_bytes(toy_library[1])
+    copies = f"cp {tmp_path}/made.so $out"
+    v2, v3 = "cpu-x86-64-v2", "cpu-x86-64-v3"
+    write_compiler(tmp_path, monkeypatch, f'case "$*" in *x86-64-v3*) exit 1;; esac; {copies}')
+    found = [compile_digests(planned(tmp_path / "m", model, v3, v2), v2)]
+    write_compiler(tmp_path, monkeypatch, copies)
+    for others in ((), (v3,), ("cuda-l4",)):
+        found.append(compile_digests(planned(tmp_path / "m", model, *others, v2), v2))
+    assert found == found[:1] * 4
+    monkeypatch.setenv("PATH", "/nonexistent")
+    bare = compile_digests(planned(tmp_path / "m", model, v2), v2)
+    assert bare != found[0], "without kernels its own programs are others"
+    assert compile_digests(planned(tmp_path / "m", model, v3, v2), v2) == bare
+
+
 def test_a_mesh_has_no_kernels_and_each_matrix_as_xla_wants_it(model: Path, tmp_path: Path) -> None:
     split = planned(tmp_path / "a", model, "cpu-host", mesh="[mesh]\ntensor = 3\n")
     assert layout_and_keys(split)[0] == "each as XLA wants it"

@@ -81,9 +81,26 @@ def test_a_server_that_never_answers_is_given_up() -> None:
             place.read(AC, 1)
         with pytest.raises(RemoteError):
             place.write(AC, b"{}")
+        with pytest.raises(RemoteError):
+            place.create(AC, b"{}")
+        with pytest.raises(RemoteError):
+            place.has(AC)
         assert time.monotonic() - started < 60
 
 
 def test_an_unknown_url_is_refused() -> None:
     with pytest.raises(UsageError, match="expected the URL of a shared store"):
         Objects("gopher://x/y")
+
+
+@pytest.mark.parametrize("kind", ["directory", "http"])
+def test_a_file_is_created_once(tmp_path: Path, kind: str) -> None:
+    with http_store({}, []) as url:
+        place = Objects(url if kind == "http" else tmp_path.as_uri())
+        assert place.create(AC, b"first")
+        assert not place.create(AC, b"second")
+        assert place.read(AC, 100) == b"first"
+        assert place.remove(AC) is (kind == "directory")
+        if kind == "directory":
+            assert place.remove(AC), "what is not there is removed"
+            assert place.create(AC, b"third")

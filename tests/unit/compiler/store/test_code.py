@@ -12,23 +12,32 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler.store import code
-from prejit.compiler.store.code import ACCURACY, COMPILING, LOWERING, WEIGHTS, code_digest
+from prejit.compiler.store.code import LOWERING, code_digest
+from prejit.compiler.store.source_file import definitions
 
 Edit = Callable[[str, Callable[[str], str]], None]
 
 
-@pytest.fixture
-def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
-    """Changes the source of a module, in a copy of ours."""
-    roots = {
-        name: Path(shutil.copytree(root, tmp_path / name, ignore=shutil.ignore_patterns("*.so")))
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A copy of our sources."""
+    at, unwanted = tmp_path_factory.mktemp("sources"), shutil.ignore_patterns("*.so", "*.pyc")
+    return {
+        name: Path(shutil.copytree(root, at / name, ignore=unwanted))
         for name, root in code._ROOTS.items()
     }
-    monkeypatch.setattr(code, "_ROOTS", roots)
+
+
+@pytest.fixture
+def edit(copied: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
+    """Changes the source of a module, in a copy of ours, until the end of the test."""
+    monkeypatch.setattr(code, "_ROOTS", copied)
+    originals: dict[Path, str] = {}
 
     def change(module: str, how: Callable[[str], str]) -> None:
         file = code._file(module)
         before = file.read_text()
+        originals.setdefault(file, before)
         after = how(before)
         assert after != before, "the edit changes nothing"
         file.write_text(after)
@@ -36,55 +45,90 @@ def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
 
     forget()
     yield change
+    for file, content in originals.items():
+        file.write_text(content)
     forget()
 
 
 def forget() -> None:
-    for cached in (code.code_digest, code.imported, code._source, code._is_module):
+    for cached in (
+        *(code.code_digest, code.reached),
+        *(code._content, code._links, code._module, code._is_module),
+    ):
         cached.cache_clear()
 
 
-def mended(source: str) -> str:
-    return source + "_MENDED = True\n"
+STEPS = {
+    name: roots
+    for name, roots in vars(code).items()
+    if name.isupper() and not name.startswith("_") and isinstance(roots, tuple)
+}
+"""The roots of each step's code."""
+MODELS = {"LOWERING", "WEIGHTS", "ACCURACY"}
+LOWERED = {"LOWERING", "USER_DECODERS"}
+CHANGES = [
+    # What decides a result makes it again, and no other.
+    ("compiler.models.families.gpt2:GPT2", MODELS),
+    ("compiler.models.layers.rope:frequencies", MODELS),
+    ("compiler.models.sharding:shardings", {"LOWERING"}),
+    (
+        "compiler.models.precision:quantized",
+        {"WEIGHTS", "OWN_WEIGHTS", "OWN_ACCURACY", "USER_DECODERS"},
+    ),
+    ("compiler.lowering.sampling:sample", LOWERED),
+    ("compiler.lowering.decoder:lower_decoder", LOWERED),
+    ("compiler.lowering.user.lower:lower_function", {"USER_FUNCTIONS"}),
+    ("compiler.pipeline.lowering:put_lowered", {*LOWERED, "USER_FUNCTIONS"}),
+    ("compiler.checkpoint.checkpoint:Checkpoint", {"WEIGHTS", "ACCURACY"}),
+    ("compiler.pipeline.pack.bundle_files:_entry", {"PACKING"}),
+    ("compiler.pipeline.measure.comparison:of_decoder", {"ACCURACY", "OWN_ACCURACY"}),
+    ("compiler.pipeline.measure.golden_child:NUDGE", {"GOLDEN"}),
+    ("runtime.machine.fingerprint:Fingerprint", {"GOLDEN"}),
+    ("compiler.compile.worker.compiling:ZSTD_LEVEL", {"COMPILING"}),
+    ("compiler.compile.worker.disassembly:in_order", {"COMPILING"}),
+    ("compiler.compile.worker.xla:CompileFor", {"COMPILING"}),
+    ("runtime.device.portable:compile_ahead", {"COMPILING"}),
+    ("runtime.device._jaxlib:compile_options", {"COMPILING", "GOLDEN"}),
+    ("compiler.native.library:_LINK_FLAGS", {"KERNELS"}),
+    ("compiler.checkpoint.tokenizer_check:", {"TOKENIZER"}),
+    # What starts, feeds, keeps, packs, serves or shows decides nothing, even in the same file.
+    ("compiler.compile.worker.requests:serve", set()),
+    ("compiler.compile.worker_process:WorkerProcess", set()),
+    ("compiler.compile.pool:WorkerPool", set()),
+    ("compiler.native.library:find_kernels", set()),
+    ("compiler.pipeline.lowering:products_of", set()),
+    ("compiler.pipeline.pack.bundle_files:assemble", set()),
+    ("compiler.pipeline.plan:plan_build", set()),
+    ("compiler.pipeline.run:build", set()),
+    ("compiler.store.directory:DirectoryStore", set()),
+    ("compiler.targets.toolchain:Toolchain", set()),
+    ("compiler.progress:Plain", set()),
+    ("compiler.cli.build:build", set()),
+    ("runtime.format.schema:ImageManifest", set()),
+    ("runtime.server.app:", set()),
+    ("runtime.generation.batch:", set()),
+]
 
 
-@pytest.mark.parametrize(
-    ("result", "module"),
-    [
-        (COMPILING, "prejit.runtime.device._jaxlib"),
-        (COMPILING, "prejit.runtime.device.portable"),
-        (COMPILING, "prejit.compiler.compile.worker.xla"),
-        (COMPILING, "prejit.compiler.compile.worker.disassembly"),
-        (COMPILING, "prejit.compiler.compile.worker.compiling"),
-        (LOWERING, "prejit.compiler.models.layers.rope"),
-        (LOWERING, "prejit.compiler.lowering.sampling"),
-        (LOWERING, "prejit.compiler.native.products"),
-        (LOWERING, "prejit.compiler.native.calls"),
-        (WEIGHTS, "prejit.compiler.checkpoint.checkpoint"),
-        (WEIGHTS, "prejit.compiler.checkpoint.tensor_files"),
-        (WEIGHTS, "prejit.compiler.pipeline.pack.bundle_files"),
-        (WEIGHTS, "prejit.compiler.models.precision"),
-    ],
-)
-def test_a_mended_module_makes_again_what_it_decides(
-    result: tuple[str, ...], module: str, edit: Edit
+@pytest.mark.parametrize(("place", "steps"), CHANGES, ids=[place for place, _ in CHANGES])
+def test_a_change_of_our_code_makes_again_what_it_decides_and_nothing_else(
+    place: str, steps: set[str], edit: Edit
 ) -> None:
-    before = code_digest(*result)
-    edit(module, mended)
-    assert code_digest(*result) != before
+    before = {name: code_digest(*roots) for name, roots in STEPS.items()}
+    module, _, name = place.partition(":")
+    edit(
+        f"prejit.{module}",
+        lambda source: f"{source}\n{name} = {name}\n" if name else f"{source}\nprint(1)\n",
+    )
+    assert not name or f"prejit.{place}" in defined(f"prejit.{module}"), "it is gone"
+    after = {step for step, roots in STEPS.items() if code_digest(*roots) != before[step]}
+    assert after == steps
 
 
-@pytest.mark.parametrize("result", [COMPILING, LOWERING, WEIGHTS])
-@pytest.mark.parametrize(
-    "module",
-    ["prejit.compiler.cli.run", "prejit.compiler.progress", "prejit.runtime.generation.batch"],
-)
-def test_a_module_that_decides_nothing_is_in_no_key(
-    result: tuple[str, ...], module: str, edit: Edit
-) -> None:
-    before = code_digest(*result)
-    edit(module, mended)
-    assert code_digest(*result) == before
+def defined(module: str) -> set[str]:
+    """The names that a module defines twice: of which an edit added the second."""
+    named = code._module(module).named
+    return {f"{module}:{name}" for name, found in named.items() if len(found) == 2}
 
 
 def rewritten(source: str) -> str:
@@ -102,15 +146,16 @@ def rewritten(source: str) -> str:
 
 def test_prose_changes_no_digest(edit: Edit) -> None:
     """Nothing of any module but its code counts; unparsed twice, code has one form."""
-    modules = code.imported(*COMPILING, *LOWERING, *WEIGHTS, *ACCURACY)
+    results = tuple(STEPS.values())
+    modules = code.imported(*(root for roots in results for root in roots))
     for module in modules:
         edit(
             module, lambda source: ast.unparse(ast.parse(source)) + "\n# The form of the parser.\n"
         )
-    before = [code_digest(*each) for each in (COMPILING, LOWERING, WEIGHTS, ACCURACY)]
+    before = [code_digest(*each) for each in results]
     for module in modules:
         edit(module, lambda source: "# A comment.\n\n" + rewritten(source) + "\n\n")
-    assert [code_digest(*each) for each in (COMPILING, LOWERING, WEIGHTS, ACCURACY)] == before
+    assert [code_digest(*each) for each in results] == before
 
 
 MAIN, HELPER, OTHER = (f"prejit.compiler.{name}" for name in ("main", "base.helper", "base.other"))
@@ -215,30 +260,123 @@ def test_digests_are_quick() -> None:
     assert least < 0.25
 
 
-def test_imports_are_found_as_python_finds_them() -> None:
-    """They are read without a parser: this reads them with one."""
-
-    def run(node: ast.AST) -> Iterator[ast.AST]:
-        for child in ast.iter_child_nodes(node):
-            if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
-                yield child
-                yield from run(child)
-
+def all_sources() -> Iterator[tuple[str, str]]:
+    """The name and the source of each of our modules."""
     for root, directory in code._ROOTS.items():
         for file in sorted(directory.rglob("*.py")):
             parts = file.relative_to(directory).with_suffix("").parts
             module = ".".join((root, *(part for part in parts if part != "__init__")))
-            if module in code._ROOTS:
+            if module not in code._ROOTS:
+                yield module, file.read_text("utf-8")
+
+
+def walked(node: ast.AST) -> Iterator[ast.AST]:
+    """All that runs within a node: no types of arguments and results, and no texts of errors."""
+    if isinstance(node, ast.Raise):
+        for each in ast.walk(node):
+            if isinstance(each, ast.JoinedStr):
+                each.values = []
+    for name, value in ast.iter_fields(node):
+        is_type = name == "annotation" and isinstance(node, ast.arg)
+        if is_type or (
+            name == "returns" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            is_unused = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            if isinstance(child, ast.AST) and not is_unused:
+                yield child
+                yield from walked(child)
+
+
+def test_imports_are_found_as_python_finds_them() -> None:
+    """They are read without a parser: this reads them with one."""
+    for module, source in all_sources():
+        expected = set[tuple[str, str]]()
+        for node in walked(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                names = [alias for alias in node.names if alias.name.startswith("prejit.")]
+                expected |= {(alias.name, alias.asname or alias.name) for alias in names}
+            elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("prejit."):
+                assert node.level == 0, f"{module}: relative imports are not found"
+                for alias in node.names:
+                    expected.add((f"{node.module}.{alias.name}", alias.asname or alias.name))
+        found, imports = definitions(source)
+        imports += [each for one in found for each in one.imports]
+        names = {(".".join(filter(None, (e.statement, e.name))), e.local) for e in imports}
+        assert names == expected, module
+
+
+def test_definitions_and_what_they_mention_are_found_as_python_finds_them() -> None:
+    """A name that is not found would be missing in keys, with all that it stands for."""
+    for module, source in all_sources():
+        found, _ = definitions(source)
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names = {node.name}
+            elif isinstance(node, ast.AnnAssign) or (
+                isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Tuple)
+            ):
+                targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+                names = {
+                    n.id for each in targets for n in ast.walk(each) if isinstance(n, ast.Name)
+                }
+            else:
                 continue
-            expected = set[tuple[str, str]]()
-            for node in run(ast.parse(file.read_bytes())):
-                if isinstance(node, ast.Import):
-                    expected |= {(alias.name, alias.asname or alias.name) for alias in node.names}
-                elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("prejit."):
-                    assert node.level == 0, f"{module}: relative imports are not found"
-                    for alias in node.names:
-                        inner = f"{node.module}.{alias.name}"
-                        at = inner if code._is_module(inner) else str(node.module)
-                        expected.add((at, alias.asname or alias.name))
-            found = {(each.module, each.local) for each in code._source(module).imports}
-            assert found == {each for each in expected if code._is_module(each[0])}, module
+            mentioned = {n.id for n in walked(node) if isinstance(n, ast.Name)}
+            defining = [each for each in found if names & {*each.names}]
+            assert {name for each in defining for name in each.names} >= names, (module, names)
+            missing = mentioned - {name for each in defining for name, _ in each.mentions}
+            assert not missing, (module, names, missing)
+
+
+def test_a_root_that_is_gone_is_an_error(package: Edit) -> None:
+    """Its step would have a digest without its code."""
+    with pytest.raises(ValueError, match=r"found nothing at prejit\.compiler\.main:gone"):
+        code_digest(f"{MAIN}:gone")
+
+
+def test_code_beside_what_is_used_changes_no_digest(package: Edit) -> None:
+    package(HELPER, lambda source: source + "\ndef triple(x):\n    return 3 * x\n")
+    before = code_digest(f"{MAIN}:run")
+    package(HELPER, replaced("3 *", "4 *"))
+    assert code_digest(f"{MAIN}:run") == before
+    package(HELPER, replaced("2 *", "triple(1) - 1 *"))
+    used = code_digest(f"{MAIN}:run")
+    package(HELPER, replaced("4 *", "5 *"))
+    assert code_digest(f"{MAIN}:run") != used
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "    return {}(x)\n",
+        "    return list(map({}, [x]))\n",
+        "    return f'{{{}(x)}}'\n",
+        "    def inner(y={}):\n        return y(x)\n    return inner()\n",
+    ],
+    ids=["call", "value", "f-string", "default"],
+)
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [
+        ("from prejit.compiler.base.other import double", "double"),
+        ("from prejit.compiler.base.other import double as twice", "twice"),
+        ("from prejit.compiler.base import other", "other.double"),
+        ("import prejit.compiler.base.other as another", "another.double"),
+    ],
+)
+def test_code_is_found_however_it_is_imported_and_used(
+    statement: str, name: str, use: str, package: Edit
+) -> None:
+    for place in ("top", "inside"):
+        body = use.format(name)
+        inside = f"    {statement}\n" if place == "inside" else ""
+        top = f"{statement}\n" if place == "top" else ""
+        package(MAIN, lambda _, t=top, i=inside, b=body: f"{t}\ndef run(x):\n{i}{b}")
+        before = code_digest(f"{MAIN}:run")
+        package(OTHER, replaced("class Other:\n    pass\n", "class Other:\n    x = 1\n"))
+        assert code_digest(f"{MAIN}:run") == before
+        package(OTHER, replaced("x + x", "x - -x"))
+        assert code_digest(f"{MAIN}:run") != before
+        package(OTHER, lambda _: textwrap.dedent(SOURCES[OTHER]))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prejit.compiler.store.key import Key, why
+from prejit.compiler.store.key import Key, nearest, why
 
 TEXT = st.text(max_size=8)
 INGREDIENTS = st.lists(st.tuples(TEXT, TEXT), max_size=5, unique_by=lambda pair: pair[0]).map(tuple)
@@ -66,3 +66,13 @@ def test_why_tells_each_ingredient_that_differs() -> None:
 def test_why_tells_a_first_build_and_a_lost_result() -> None:
     assert why(None, OLD) == "first build of this program"
     assert why(OLD, OLD) == "its last result is gone from the cache, or was damaged"
+
+
+def test_of_several_last_keys_the_nearest_one_explains() -> None:
+    """A miss that names ten ingredients of an old result hides the one that matters."""
+    new = Key("compile", "p", (("jaxlib", "2"), ("stablehlo", "x"), ("xla_flags", "")))
+    far = Key("compile", "p", (("jaxlib", "1"), ("stablehlo", "y"), ("xla_flags", "")))
+    near = Key("compile", "p", (("jaxlib", "1"), ("stablehlo", "x"), ("xla_flags", "")))
+    assert nearest((far, near), new) == near
+    assert why(nearest((far, near), new), new) == "jaxlib: 1 -> 2"
+    assert nearest((), new) is None

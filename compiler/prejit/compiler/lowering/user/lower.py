@@ -232,22 +232,23 @@ def _export_where_possible(
     wanted: tuple[str, ...],
     options: Mapping[str, Any],
 ) -> tuple[export.Exported | None, dict[str, Exception]]:
-    """Export a function for all platforms, or those of the targets; else return each platform's error.
+    """Export a function for all platforms where that is possible; else return each wanted platform's error.
 
-    Options are those of `export_program`.
+    The wanted platforms are those of the targets. They do not decide the program, or another target would
+    compile it again for all. Options are those of `export_program`.
     """
-    for platforms in (PLATFORMS, wanted):
-        with contextlib.suppress(Exception):  # it calls something that only some platforms have
-            return export_program(function, values, platforms, **options), {}
+    with contextlib.suppress(Exception):  # it calls something that only some platforms have
+        return export_program(function, values, PLATFORMS, **options), {}
     refused: dict[str, Exception] = {}
-    for platform in wanted:
+    for platform in PLATFORMS:
         try:
             export_program(function, values, (platform,), **options)
         except Exception as error:
             refused[platform] = error
-    if not refused:  # each platform lowers alone, but not together
-        export_program(function, values, wanted, **options)
-    return None, refused
+    if unmet := {platform: refused[platform] for platform in wanted if platform in refused}:
+        return None, unmet
+    possible = tuple(platform for platform in PLATFORMS if platform not in refused)
+    return export_program(function, values, possible, **options), {}
 
 
 def _cannot_lower(function: ClosedJaxpr, refused: Mapping[str, Exception], what: str) -> BuildError:

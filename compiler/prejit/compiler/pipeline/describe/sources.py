@@ -20,22 +20,24 @@ from typing import Any, Literal
 
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.pipeline.model import file_digest
-from prejit.runtime.errors import StoreError
+from prejit.runtime.base.digests import digest_of
 
 Base = Literal["manifest", "model"]
 """The directory that a name is relative to: the manifest's, or the model's."""
 
+_MOST = 2_000
+"""Maximum number of sources, because signed statements have a maximum size."""
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Source:
-    """A file that decides what is in a bundle.
+    """A file or directory that decides what is in a bundle.
 
     Attributes:
         base: the directory that the name is relative to.
-        name: path of the file, relative.
-        digest: digest of its content.
+        name: its relative path; that of a directory ends with a slash.
+        digest: digest of its content; of a directory, of the names and digests of all files in it.
     """
 
     base: Base
@@ -54,14 +56,12 @@ def manifest_sources(manifest: Manifest) -> tuple[Source, ...]:
     directory = manifest.directory.absolute()
     files = {Path(os.path.abspath(manifest.resolve(name))) for name in _named(manifest)}
     files |= {Path(each) for each in _modules(manifest, directory)}
-    found = (each for file in files for each in _below(file))
-    return tuple(
-        sorted(
-            Source("manifest", os.path.relpath(file, directory), file_digest(file))
-            for file in found
-            if file.is_file()
-        )
-    )
+    sources = []
+    for file in sorted(files)[:_MOST]:
+        name = os.path.relpath(file, directory) + "/" * file.is_dir()
+        if (digest := _digest(file)) is not None:
+            sources.append(Source("manifest", name, digest))
+    return tuple(sorted(sources))
 
 
 def digest_now(source: Source, directory: Path) -> str | None:
@@ -70,15 +70,17 @@ def digest_now(source: Source, directory: Path) -> str | None:
     Raises:
         StoreError: it cannot be read.
     """
-    path = directory / source.name
-    try:
-        return file_digest(path) if path.is_file() else None
-    except OSError as error:
-        raise StoreError(f"{path}: cannot read: {error.strerror}") from error
+    return _digest(directory / source.name)
 
 
-def _below(path: Path) -> Iterable[Path]:
-    return path.rglob("*") if path.is_dir() else (path,)
+def _digest(path: Path) -> str | None:
+    if path.is_file():
+        return file_digest(path)
+    if not path.is_dir():
+        return None
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    lines = (f"{each.relative_to(path)} {file_digest(each)}\n" for each in files)
+    return digest_of("".join(lines).encode("utf-8", "surrogateescape"))
 
 
 def _named(manifest: Manifest) -> Iterator[str]:

@@ -77,8 +77,11 @@ def measure_accuracy(
     measure: Callable[[], Accuracy]
     if (own := plan.own) is not None:
         of_weights = weights_key(manifest, None, (), {}, own.parameters, own.orders).digest
-        key = own_accuracy_key(manifest, of_weights, programs, *texts)
-        measure = partial(_measure_own, plan, code, weights, text)
+        bos = None
+        if files is not None:
+            _, bos, _ = special_ids(files.directory, own.vocab_size, own=True)
+        key = own_accuracy_key(manifest, of_weights, programs, *texts, bos or 0)
+        measure = partial(_measure_own, plan, code, weights, text, bos or 0)
     elif published is not None and files is not None:
         key = accuracy_key(manifest, files, published.files, *texts)
         checkpoint, dtype = published.checkpoint, manifest.model.dtype
@@ -94,7 +97,9 @@ def measure_accuracy(
         return found
 
 
-def _measure_own(plan: Plan, code: ReadCode, weights: PackedLayer, text: Path | None) -> Accuracy:
+def _measure_own(
+    plan: Plan, code: ReadCode, weights: PackedLayer, text: Path | None, bos: int
+) -> Accuracy:
     """Compare a decoder of the user as it is packed with itself as the user gave it."""
     from prejit.compiler.lowering.user.models import CHECK_MODEL
     from prejit.compiler.pipeline.measure import comparison
@@ -105,12 +110,10 @@ def _measure_own(plan: Plan, code: ReadCode, weights: PackedLayer, text: Path | 
     assert own is not None
     exact = {name: read() for name, read in own.exact.values.items()}
     packed = comparison.mapped(weights.content)
-    named, bos = None, None
-    if files is not None:
-        _, bos, _ = special_ids(files.directory, own.vocab_size, own=True)
-        if text is not None:
-            tokenizer = files.directory / "tokenizer.json"
-            named = (text.name, *comparison.read_text(text, tokenizer))
+    named = None
+    if files is not None and text is not None:
+        tokenizer = files.directory / "tokenizer.json"
+        named = (text.name, *comparison.read_text(text, tokenizer))
     longest = own.max_positions or longest_context(manifest)
     assert longest is not None
     with own.modules.tracing(f"{manifest.where}: cannot run {own.label}", CHECK_MODEL):
@@ -124,7 +127,7 @@ def _measure_own(plan: Plan, code: ReadCode, weights: PackedLayer, text: Path | 
             ),
             (own.vocab_size, longest),
             named,
-            bos or 0,
+            bos,
         )
 
 

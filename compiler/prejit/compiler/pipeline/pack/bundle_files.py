@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from prejit.compiler.store.key import Key
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, RejectError
@@ -160,34 +162,49 @@ def _entry(dtype: str, shape: tuple[int, ...], start: int, end: int) -> dict[str
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
 
 
-def pack(frames: Mapping[str, Segment], cache: Store) -> tuple[bytes, dict[str, Segment]]:
-    """Return zstd frames one behind the other.
+def pack(
+    media_type: str, title: str, frames: Mapping[str, Segment], cache: Store
+) -> tuple[PackedLayer, dict[str, Segment]]:
+    """Return a layer of zstd frames one behind the other, which is a file of the store.
+
+    No more than one frame is in memory. The store keeps the layer, so that a build which changes nothing
+    reads no frame.
 
     Args:
+        media_type: see `PackedLayer`.
+        title: see `PackedLayer`.
         frames: frames by name of program, whose offsets are ignored. Equal frames are stored once.
         cache: where they are.
 
     Returns:
-        The content, and the frames with their offsets.
+        The layer, and the frames with their offsets.
 
     Raises:
         BuildError: the store has lost a frame.
     """
-    content = bytearray()
-    offsets: dict[str, int] = {}
-    for name, frame in frames.items():
-        if frame.digest in offsets:
-            continue
-        stored = cache.read_blob(frame.digest)
-        if stored is None:
-            raise BuildError(
-                f"{name}: expected its compressed form in the build cache, found it damaged or missing",
-                hint="build again: it is made anew",
-            )
-        offsets[frame.digest] = len(content)
-        content += stored
+    names = {frame.digest: name for name, frame in frames.items()}
+    once = {frame.digest: frame for frame in frames.values()}
+    offsets = dict(zip(once, accumulate((f.size for f in once.values()), initial=0), strict=False))
+    key = Key("pack", title, (("frames", digest_of(to_json(list(once)))),))
+    with cache.making(key):
+        result = cache.get(key, verify=True)
+        if result is None:
+            with cache.blob_writer() as blob:
+                for digest in once:
+                    if (stored := cache.read_blob(digest)) is None:
+                        raise BuildError(
+                            f"{names[digest]}: expected its compressed form in the build cache, found it "
+                            "damaged or missing",
+                            hint="build again: it is made anew",
+                        )
+                    blob.write(stored)
+            result = {"digest": blob.digest, "size": blob.size}
+            cache.put(key, result, blobs=[blob.digest])
+    path = cache.blob_path(result["digest"])
+    if path is None:
+        raise BuildError(f"{title} is gone from the build cache", hint="build again")
     placed = {name: replace(frame, offset=offsets[frame.digest]) for name, frame in frames.items()}
-    return bytes(content), placed
+    return PackedLayer(media_type, result["digest"], result["size"], path, title), placed
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,8 @@ def pack_targets(
         for name, program in lowered.items()
         if program.symbolic is not None
     }
-    portable, segments = bundle_files.pack(frames, store)
-    shared = (*layers, bundle_files.layer(PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"))
+    portable, segments = bundle_files.pack(PORTABLE_MEDIA_TYPE, "programs.stablehlo", frames, store)
+    shared = (*layers, portable)
     return tuple(
         _pack_target(plan, target, shared, segments, products, accuracy, costs, store)
         for target in targets
@@ -124,8 +124,8 @@ def _pack_target(
     store: Store,
 ) -> PackedTarget:
     frames = {name: compiled.executable for name, compiled in target.results.items()}
-    content, segments = bundle_files.pack(frames, store)
-    own = [bundle_files.layer(EXECUTABLES_MEDIA_TYPE, content, "programs.xla")]
+    executables, segments = bundle_files.pack(EXECUTABLES_MEDIA_TYPE, "programs.xla", frames, store)
+    own = [executables]
     library = target.library
     if library is not None:
         own.append(bundle_files.kernels_layer(library, store))

@@ -70,10 +70,35 @@ def test_equal_frames_are_stored_once_and_found_at_their_offsets(tmp_path: Path)
     for name, content in (("a", b"one"), ("b", b"other"), ("c", b"one")):
         digest = cache.put_blob(content)
         frames[name] = Segment(0, len(content), digest, 0, "")
-    content, placed = pack(frames, cache)
+    layer, placed = pack("type", "programs", frames, cache)
+    assert isinstance(layer.content, Path)
+    content = layer.content.read_bytes()
     assert content == b"oneother"
+    assert (layer.digest, layer.size) == (digest_of(content), len(content))
+    again = pack("type", "programs", frames, cache)
+    assert again == (layer, placed), "found in the store"
     for name, frame in placed.items():
         assert digest_of(content[frame.offset : frame.offset + frame.size]) == frames[name].digest
+
+
+def test_a_pack_that_was_damaged_is_made_again(tmp_path: Path) -> None:
+    """Its digest would be in the bundle, and other bytes beside it."""
+    cache = DirectoryStore.open(tmp_path)
+    frames = {
+        content.decode(): Segment(0, 3, cache.put_blob(content), 0, "")
+        for content in (b"one", b"two")
+    }
+    layer, _ = pack("type", "programs", frames, cache)
+    assert isinstance(layer.content, Path)
+    layer.content.write_bytes(b"twoone")
+    assert pack("type", "programs", frames, cache)[0] == layer
+    assert layer.content.read_bytes() == b"onetwo"
+
+
+def test_a_frame_that_is_gone_is_named(tmp_path: Path) -> None:
+    cache = DirectoryStore.open(tmp_path)
+    with pytest.raises(BuildError, match="decode: expected its compressed form"):
+        pack("type", "programs", {"decode": Segment(0, 3, digest_of(b"one"), 0, "")}, cache)
 
 
 def test_a_bundle_that_no_reader_takes_is_not_made(recipe: Any) -> None:

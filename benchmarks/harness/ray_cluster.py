@@ -1,0 +1,102 @@
+"""A Ray cluster on this machine, in processes of its own, whose nodes can be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class Node:
+    """A node: `ray start --block` and all that it starts."""
+
+    def __init__(self, environ: dict[str, str], *arguments: str) -> None:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
+        command += ["--object-store-memory=80000000"]
+        self._process = subprocess.Popen(
+            command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def kill(self) -> None:
+        """End it at once, as when a machine loses its power."""
+        for each in (*_descendants(self._process.pid), self._process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        self._process.wait()
+
+    def compiles(self) -> bool:
+        """Return whether a worker that compiles runs there."""
+        return any("prejit.compiler.compile.worker" in each for each in self._commands())
+
+    def _commands(self) -> list[str]:
+        found = []
+        for each in _descendants(self._process.pid):
+            with suppress(OSError):
+                found.append(Path(f"/proc/{each}/cmdline").read_text().replace("\0", " "))
+        return found
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster whose head node compiles nothing.
+
+    Attributes:
+        address: for RAY_ADDRESS.
+        environ: environment variables of its nodes.
+    """
+
+    address: str
+    environ: dict[str, str]
+
+    def join(self) -> Node:
+        """Start a node with one core."""
+        return Node(self.environ, f"--address={self.address}", "--num-cpus=1")
+
+
+@contextmanager
+def ray_cluster(directory: Path, port: int, client_port: int) -> Iterator[Cluster]:
+    """Run the head node of a cluster.
+
+    Args:
+        directory: the nodes' cache of builds.
+        port: of the head node.
+        client_port: of Ray Client there.
+    """
+    environ = (
+        os.environ
+        | {
+            "PREJIT_CACHE": str(directory),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_agent_register_timeout_ms": "300000",  # nodes of a busy machine end after 30 s without it
+        }
+    )
+    head = Node(
+        environ,
+        *("--head", "--num-cpus=0", f"--port={port}", f"--ray-client-server-port={client_port}"),
+        "--include-dashboard=false",
+        f"--temp-dir=/tmp/r{os.getpid()}",  # a socket's path may have 107 characters
+    )
+    try:
+        yield Cluster(f"127.0.0.1:{port}", environ)
+    finally:
+        head.kill()
+
+
+def _descendants(parent: int) -> list[int]:
+    """Return all processes that a process and its children started and that live."""
+    children: dict[int, list[int]] = {}
+    for each in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            fields = (each / "stat").read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(each.name))
+    found, left = list[int](), [parent]
+    while left:
+        some = children.get(left.pop(), [])
+        found += some
+        left += some
+    return found
