@@ -548,7 +548,7 @@ def count_way(repository: Path, manifest: Path) -> dict[str, Any]:
         command = ["build", str(manifest), "-o", scratch, "--target", "cpu-host", "--json"]
         for _ in range(2):  # the first one fills the cache
             way = _run([sys.executable, "-c", _COUNT_WAY, homes, *command])
-        bundle = next(Path(scratch).iterdir())
+        bundle = next(path for path in Path(scratch).iterdir() if path.is_dir())
         first = [_run([sys.executable, "-c", _COUNT_START, str(bundle)]) for _ in range(2)][1]
     return {"way": way, "first_token": first}
 

@@ -32,7 +32,7 @@ from prejit.compiler.suggesting.buckets import (
     suggest_decoder,
     suggest_encoder,
 )
-from prejit.compiler.suggesting.log import Encoding, Generation, Log
+from prejit.compiler.suggesting.log import LoggedEncoding, LoggedGeneration, LoggedRequests
 from prejit.compiler.suggesting.seconds import CompileSeconds, read_seconds
 from prejit.runtime.errors import UsageError
 
@@ -51,7 +51,7 @@ class Load:
     """
 
     name: str
-    log: Log
+    log: LoggedRequests
     by_hand: Generate | Encode
 
     def judged(self) -> Buckets:
@@ -76,32 +76,34 @@ def loads() -> list[Load]:
 
     prompt, answer = log_normal(150, 1.0, 4096), log_normal(180, 0.8, 1024)
     chat = [
-        Generation(prompt(), answer(), batch=int(np.clip(draw.poisson(6), 1, 16)))
+        LoggedGeneration(prompt(), answer(), batch=int(np.clip(draw.poisson(6), 1, 16)))
         for _ in range(REQUESTS)
     ]
     length = log_normal(60, 0.5, 512)
-    documents = [Encoding(length(), min(32, int(draw.geometric(0.15)))) for _ in range(REQUESTS)]
+    documents = [
+        LoggedEncoding(length(), min(32, int(draw.geometric(0.15)))) for _ in range(REQUESTS)
+    ]
     code = []
     for _ in range(REQUESTS):
         completes = draw.random() < 0.7
         tokens = draw.normal(1500, 250) if completes else draw.normal(220, 60)
         new = min(512, int(draw.geometric(1 / 24 if completes else 1 / 200)))
         batch = int(np.clip(draw.poisson(3), 1, 8))
-        code.append(Generation(int(np.clip(tokens, 16, 3000)), new, batch=batch))
+        code.append(LoggedGeneration(int(np.clip(tokens, 16, 3000)), new, batch=batch))
     return [
         Load(
             "chat, log-normal",
-            Log(Counter(chat), {}, {}),
+            LoggedRequests(Counter(chat), {}, {}),
             Generate(batch=(1, 4, 16), prompt=(64, 256, 1024), context=(512, 2048, 5120)),
         ),
         Load(
             "embedding short documents",
-            Log({}, Counter(documents), {}),
+            LoggedRequests({}, Counter(documents), {}),
             Encode(tuple(product((1, 8, 32), (32, 64, 128, 512)))),
         ),
         Load(
             "code completion, bimodal",
-            Log(Counter(code), {}, {}),
+            LoggedRequests(Counter(code), {}, {}),
             Generate(batch=(1, 4, 8), prompt=(64, 256, 1024), context=(512, 2048, 4096)),
         ),
     ]

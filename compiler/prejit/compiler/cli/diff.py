@@ -12,7 +12,7 @@ import click
 from prejit.compiler.cli.options import JSON, PATH, print_json
 
 if TYPE_CHECKING:
-    from prejit.compiler.comparing.difference import Difference, ProgramDifference
+    from prejit.compiler.comparing.difference import BundleDifference, ProgramDifference
     from prejit.compiler.comparing.speed import Speed
 
 _SHOWN = 4
@@ -56,7 +56,7 @@ def diff(before: Path, after: Path, measures: bool, as_json: bool) -> int:
     return 0 if found.is_equal else 1
 
 
-def _print(found: Difference) -> None:
+def _print(found: BundleDifference) -> None:
     if found.is_equal:
         click.echo(f"equal: {found.before}")
         return

@@ -11,7 +11,7 @@ import click
 from prejit.compiler.cli.options import JSON, PATH, print_json
 
 if TYPE_CHECKING:
-    from prejit.compiler.rebuilding.parts import Part
+    from prejit.compiler.rebuilding.parts import ComparedPart
     from prejit.compiler.rebuilding.verifying import Rebuilt
 
 REBUILD_DIFFERS = 8
@@ -94,7 +94,7 @@ def _print(found: Rebuilt) -> None:
     from prejit.runtime.base.tables import table
     from prejit.runtime.errors import printable
 
-    groups: dict[tuple[str, str], list[Part]] = {}
+    groups: dict[tuple[str, str], list[ComparedPart]] = {}
     for each in found.parts:
         groups.setdefault((each.kind, each.target), []).append(each)
     rows = []

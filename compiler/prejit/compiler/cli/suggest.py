@@ -13,7 +13,7 @@ from prejit.compiler.cli.options import JSON, PATH, print_json
 if TYPE_CHECKING:
     from prejit.compiler.manifest.manifest import Manifest
     from prejit.compiler.suggesting.buckets import Buckets
-    from prejit.compiler.suggesting.log import Log
+    from prejit.compiler.suggesting.log import LoggedRequests
 
 
 @click.command(
@@ -77,7 +77,7 @@ def suggest(
 
 
 def _buckets(
-    log: Log, manifest: Manifest | None, programs: int | None
+    log: LoggedRequests, manifest: Manifest | None, programs: int | None
 ) -> tuple[Buckets | None, Buckets]:
     """Return the buckets of today, if there is a manifest, and the suggested ones.
 

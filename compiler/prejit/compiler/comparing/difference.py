@@ -81,7 +81,7 @@ class ProgramDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class BundleDifference:
     """What differs between two bundles.
 
     Attributes:
@@ -150,7 +150,7 @@ def _by_name(targets: Iterable[ReadTarget]) -> dict[str, ReadTarget]:
     }
 
 
-def compare_bundles(before: ReadBundle, after: ReadBundle) -> Difference:
+def compare_bundles(before: ReadBundle, after: ReadBundle) -> BundleDifference:
     """Return what differs between two bundles.
 
     Raises:
@@ -181,7 +181,7 @@ def compare_bundles(before: ReadBundle, after: ReadBundle) -> Difference:
         pairs = (old.contents.config.versions, new.contents.config.versions)
         _note(versions, name, _fields(*pairs))
         _note(requirements, name, _fields(asdict(old.requirement), asdict(new.requirement)))
-    return Difference(
+    return BundleDifference(
         before.digest,
         after.digest,
         tuple(added),

@@ -23,7 +23,7 @@ _LINE_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
-class Difference:
+class PartDifference:
     """How two versions of a part differ.
 
     Attributes:
@@ -35,7 +35,7 @@ class Difference:
     harmless: bool = False
 
 
-def in_programs(old: bytes, new: bytes, platforms: Sequence[str], platform: str) -> Difference:
+def in_programs(old: bytes, new: bytes, platforms: Sequence[str], platform: str) -> PartDifference:
     """Return how two portable programs differ: by their operations, or by the first line that differs."""
     texts = []
     for portable in (old, new):
@@ -46,33 +46,37 @@ def in_programs(old: bytes, new: bytes, platforms: Sequence[str], platform: str)
     if names:
         shown = [f"{name} {counts[0][name]} -> {counts[1][name]}" for name in names[:_SHOWN]]
         more = f" and {len(names) - _SHOWN} more operations" if len(names) > _SHOWN else ""
-        return Difference(f"{', '.join(shown)}{more}")
+        return PartDifference(f"{', '.join(shown)}{more}")
     lines = [text.splitlines() for text in texts]
     for before, after in zip(*lines, strict=False):
         if before != after:
             both = [line.strip()[:_LINE_CHARACTERS] for line in (before, after)]
-            return Difference(f"the same operations, another line: {both[0]!r} -> {both[1]!r}")
-    return Difference("the same text: other large constants, or another version of its encoding")
+            return PartDifference(f"the same operations, another line: {both[0]!r} -> {both[1]!r}")
+    return PartDifference(
+        "the same text: other large constants, or another version of its encoding"
+    )
 
 
-def in_executables(old: bytes, new: bytes) -> Difference:
+def in_executables(old: bytes, new: bytes) -> PartDifference:
     """Return how two executables differ: by the object files in them, or by their first byte that differs."""
     objects, rest = zip(*map(_split, (old, new)), strict=True)
     if any(objects):
         counts = [Counter(each) for each in objects]
         # The lengths between the objects move with them: without order they are the same bytes.
         if counts[0] == counts[1] and Counter(rest[0]) == Counter(rest[1]):
-            return Difference(f"the same {len(objects[0])} kernels in another order", harmless=True)
+            return PartDifference(
+                f"the same {len(objects[0])} kernels in another order", harmless=True
+            )
         if counts[0] == counts[1]:
-            return Difference(f"the same {len(objects[0])} kernels with another description")
+            return PartDifference(f"the same {len(objects[0])} kernels with another description")
         differing = sum((counts[0] - counts[1]).values())
-        return Difference(
+        return PartDifference(
             f"{differing} of {len(objects[0])} kernels; {len(old)} -> {len(new)} bytes"
         )
-    return Difference(_first_byte(old, new))
+    return PartDifference(_first_byte(old, new))
 
 
-def in_weights(old: Content, new: Content) -> Difference:
+def in_weights(old: Content, new: Content) -> PartDifference:
     """Return how two weights layers differ: by the tensors that do."""
     headers = [_header(each) for each in (old, new)]
     names = [*dict.fromkeys((*headers[0], *headers[1]))]
@@ -80,9 +84,9 @@ def in_weights(old: Content, new: Content) -> Difference:
         name for name in names if _tensor(old, headers[0], name) != _tensor(new, headers[1], name)
     ]
     if not differing:
-        return Difference("the same tensors in another order or place", harmless=True)
+        return PartDifference("the same tensors in another order or place", harmless=True)
     more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-    return Difference(
+    return PartDifference(
         f"{len(differing)} of {len(names)} tensors: {', '.join(differing[:_SHOWN])}{more}"
     )
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from prejit.compiler.rebuilding import differences
-from prejit.compiler.rebuilding.differences import Difference
+from prejit.compiler.rebuilding.differences import PartDifference
 from prejit.compiler.rebuilding.recorded import Recorded
 from prejit.runtime.base.files import Content
 from prejit.runtime.format.blobs import read_whole
@@ -43,7 +43,7 @@ _SHORT = 40
 
 
 @dataclass(frozen=True)
-class Part:
+class ComparedPart:
     """A part of a bundle, compared.
 
     Attributes:
@@ -63,7 +63,7 @@ class Part:
     reason: str = ""
 
 
-def compare(old: Recorded, new: Recorded) -> tuple[Part, ...]:
+def compare(old: Recorded, new: Recorded) -> tuple[ComparedPart, ...]:
     """Return all parts of a bundle, each compared with its rebuild.
 
     Raises:
@@ -78,7 +78,7 @@ class _Comparison:
         self._new = new
         self._tracing = _changes(old.tracing, new.tracing) or _other_versions(old, new)
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ComparedPart, ...]:
         layers = [*self._layers()]
         kernels = {each.target for each in layers if each.kind == "kernels.so" and each.detail}
         programs = [*self._programs()]
@@ -90,10 +90,12 @@ class _Comparison:
                 found += executables
                 found.append(self._table(name, executables))
             else:
-                found.append(Part("table", "", name, "differs", "the rebuild has no such target"))
+                found.append(
+                    ComparedPart("table", "", name, "differs", "the rebuild has no such target")
+                )
         return tuple(found)
 
-    def _layers(self) -> Iterator[Part]:
+    def _layers(self) -> Iterator[ComparedPart]:
         """Yield the layers except packs of programs: those that all targets have once."""
         done = set[tuple[str, str]]()
         for target, contents in self._old.targets.items():
@@ -107,16 +109,16 @@ class _Comparison:
                 own = target if layer.mediaType == KERNELS_MEDIA_TYPE else ""
                 yield self._layer(title, own, layer, after.pop(title, None), target)
             for title in after.keys() - _by_title(contents.manifest.layers).keys():
-                yield Part(title, "", "", "differs", "only the rebuild has it")
+                yield ComparedPart(title, "", "", "differs", "only the rebuild has it")
 
     def _layer(
         self, title: str, own: str, before: Descriptor, after: Descriptor | None, target: str
-    ) -> Part:
+    ) -> ComparedPart:
         if after is None:
-            return Part(title, "", own, "differs", "the rebuild has none")
+            return ComparedPart(title, "", own, "differs", "the rebuild has none")
         if before.digest == after.digest:
-            return Part(title, "", own, "equal")
-        found = Difference(f"{before.size} -> {after.size} bytes")
+            return ComparedPart(title, "", own, "equal")
+        found = PartDifference(f"{before.size} -> {after.size} bytes")
         changes: list[str] = []
         if before.mediaType == WEIGHTS_MEDIA_TYPE:
             found = differences.in_weights(_mapped(self._old, before), _mapped(self._new, after))
@@ -127,7 +129,7 @@ class _Comparison:
             changes += [each for each in self._tracing if each.startswith("prejit ")]
         return _judged(title, "", own, found, changes)
 
-    def _programs(self) -> Iterator[Part]:
+    def _programs(self) -> Iterator[ComparedPart]:
         """Yield the portable programs. All targets share them."""
         target, contents = next(iter(self._old.targets.items()))
         if target not in self._new.targets:
@@ -136,24 +138,24 @@ class _Comparison:
         for before in contents.config.programs:
             now = after.get(before.name)
             if now is None:
-                yield Part("StableHLO", before.name, "", "differs", "the rebuild has none")
+                yield ComparedPart("StableHLO", before.name, "", "differs", "the rebuild has none")
                 continue
             found = self._program(before, now, target, contents.config)
             if found is None:
-                yield Part("StableHLO", before.name, "", "equal")
+                yield ComparedPart("StableHLO", before.name, "", "equal")
             else:
                 yield _judged("StableHLO", before.name, "", found, self._tracing)
         before_names = {each.name for each in contents.config.programs}
         for name in after.keys() - before_names:
-            yield Part("StableHLO", name, "", "differs", "only the rebuild has it")
+            yield ComparedPart("StableHLO", name, "", "differs", "only the rebuild has it")
 
     def _program(
         self, before: ProgramEntry, now: ProgramEntry, target: str, config: Config
-    ) -> Difference | None:
+    ) -> PartDifference | None:
         for old, new in ((before.portable, now.portable), (before.symbolic, now.symbolic)):
             if old is None or new is None:
                 if old is not new:
-                    return Difference("the program for any size is in one of them alone")
+                    return PartDifference("the program for any size is in one of them alone")
             elif old.raw_digest != new.raw_digest:
                 contents = [
                     _frame(each, target, PORTABLE_MEDIA_TYPE, segment)
@@ -166,8 +168,8 @@ class _Comparison:
         return None
 
     def _executables(
-        self, target: str, changed: Mapping[str, Part], other_kernels: bool
-    ) -> Iterator[Part]:
+        self, target: str, changed: Mapping[str, ComparedPart], other_kernels: bool
+    ) -> Iterator[ComparedPart]:
         after = {each.name: each for each in self._new.targets[target].config.programs}
         before_conditions = self._old.compiling.get(target, {})
         changes = _changes(before_conditions, self._new.compiling.get(target, {}))
@@ -176,9 +178,11 @@ class _Comparison:
         for before in self._old.targets[target].config.programs:
             now = after.get(before.name)
             if now is None:
-                yield Part("executable", before.name, target, "differs", "the rebuild has none")
+                yield ComparedPart(
+                    "executable", before.name, target, "differs", "the rebuild has none"
+                )
             elif before.executable.raw_digest == now.executable.raw_digest:
-                yield Part("executable", before.name, target, "equal")
+                yield ComparedPart("executable", before.name, target, "equal")
             else:
                 contents = [
                     _frame(each, target, EXECUTABLES_MEDIA_TYPE, segment)
@@ -197,13 +201,13 @@ class _Comparison:
                     reasons = ["its StableHLO differs"] if program.verdict == "explained" else []
                 yield _judged("executable", before.name, target, found, reasons)
 
-    def _table(self, target: str, executables: Iterable[Part]) -> Part:
+    def _table(self, target: str, executables: Iterable[ComparedPart]) -> ComparedPart:
         tables = [_flat(_plain(each.targets[target].config)) for each in (self._old, self._new)]
         names = sorted(
             name for name in {*tables[0], *tables[1]} if tables[0].get(name) != tables[1].get(name)
         )
         if not names:
-            return Part("table", "", target, "equal")
+            return ComparedPart("table", "", target, "equal")
         follows = any(each.verdict != "equal" for each in executables)
         measured = [name for name in names if _is_measured(name)]
         others = [name for name in names if name not in measured]
@@ -213,20 +217,24 @@ class _Comparison:
         ]
         detail = "; ".join(shown) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         if not others:
-            return Part("table", "", target, "explained", detail, "measured again")
+            return ComparedPart("table", "", target, "explained", detail, "measured again")
         if follows:
-            return Part("table", "", target, "explained", detail, "its executables differ")
+            return ComparedPart("table", "", target, "explained", detail, "its executables differ")
         conditions = _changes(
             self._old.compiling.get(target, {}), self._new.compiling.get(target, {})
         )
-        return _judged("table", "", target, Difference(detail), conditions + self._tracing)
+        return _judged("table", "", target, PartDifference(detail), conditions + self._tracing)
 
 
-def _judged(kind: str, name: str, target: str, found: Difference, changes: Iterable[str]) -> Part:
+def _judged(
+    kind: str, name: str, target: str, found: PartDifference, changes: Iterable[str]
+) -> ComparedPart:
     reason = "; ".join(changes)
     if found.harmless:
-        return Part(kind, name, target, "explained", found.text, found.text)
-    return Part(kind, name, target, "explained" if reason else "differs", found.text, reason)
+        return ComparedPart(kind, name, target, "explained", found.text, found.text)
+    return ComparedPart(
+        kind, name, target, "explained" if reason else "differs", found.text, reason
+    )
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:

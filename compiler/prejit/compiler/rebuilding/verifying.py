@@ -22,7 +22,7 @@ from prejit.compiler.pipeline.describe.sources import Base, digest_now
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Progress
-from prejit.compiler.rebuilding.parts import Part, compare
+from prejit.compiler.rebuilding.parts import ComparedPart, compare
 from prejit.compiler.rebuilding.recorded import Recorded, read_recorded
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.base.digests import digest_of
@@ -45,10 +45,10 @@ class Rebuilt:
     path: Path
     digest: str
     rebuilt: str
-    parts: tuple[Part, ...]
+    parts: tuple[ComparedPart, ...]
 
     @property
-    def findings(self) -> tuple[Part, ...]:
+    def findings(self) -> tuple[ComparedPart, ...]:
         """The parts that differ, and nothing explains why."""
         return tuple(each for each in self.parts if each.verdict == "differs")
 

@@ -20,7 +20,7 @@ _MOST_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class StepMark:
     """A step in the picture.
 
     Attributes:
@@ -82,14 +82,14 @@ def _kind_of(what: str) -> str:
     return BETWEEN if what == BETWEEN else what.partition(" ")[0]
 
 
-def _marks(report: BuildReport, lanes: Sequence[str]) -> list[Mark]:
+def _marks(report: BuildReport, lanes: Sequence[str]) -> list[StepMark]:
     """Return the steps as they are drawn, those of the critical path in another colour."""
     scale = _PLOT / report.seconds if report.seconds else 0.0
     on_path = {(link.what, link.start) for link in report.critical_path}
     places = {name: _middle(place) for place, name in enumerate(lanes)}
     longest: list[Placed] = sorted(report.steps, key=lambda step: step.start - step.end)
     return [
-        Mark(
+        StepMark(
             _LABELS + step.start * scale,
             max(1.0, (step.end - step.start) * scale),
             places[step.lane],

@@ -18,7 +18,7 @@ import numpy as np
 
 from prejit.compiler.manifest.manifest import Encode, Generate
 from prejit.compiler.manifest.specs import ENCODER_KINDS, decoder_specs
-from prejit.compiler.suggesting.log import Encoding, Generation, Log
+from prejit.compiler.suggesting.log import LoggedEncoding, LoggedGeneration, LoggedRequests
 from prejit.compiler.suggesting.sizes import Sizes, best_sizes, candidates, folded, padded
 from prejit.runtime.errors import UsageError
 
@@ -30,7 +30,7 @@ PROMPT_MULTIPLE, CONTEXT_MULTIPLE, LENGTH_MULTIPLE = 8, 16, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class SizeAxis:
     """What the sizes of one axis compute for a load.
 
     Attributes:
@@ -63,12 +63,12 @@ class Buckets:
     """
 
     table: Generate | Encode
-    axes: tuple[Axis, ...]
+    axes: tuple[SizeAxis, ...]
     programs: int
     beyond: int = 0
 
 
-def decoder_buckets(log: Log, table: Generate) -> Buckets:
+def decoder_buckets(log: LoggedRequests, table: Generate) -> Buckets:
     """Return what a decoder's buckets cost for a load."""
     load = _Load(log)
     axes = []
@@ -81,7 +81,7 @@ def decoder_buckets(log: Log, table: Generate) -> Buckets:
 
 
 def suggest_decoder(
-    log: Log, budget: int, today: Generate | None = None, *, batch_multiple: int = 1
+    log: LoggedRequests, budget: int, today: Generate | None = None, *, batch_multiple: int = 1
 ) -> Buckets:
     """Return the buckets that pad a decoder's load least.
 
@@ -144,7 +144,7 @@ def suggest_decoder(
     return decoder_buckets(log, found[2])
 
 
-def encoder_buckets(log: Log, table: Encode) -> Buckets:
+def encoder_buckets(log: LoggedRequests, table: Encode) -> Buckets:
     """Return what an encoder's buckets cost for a load: each request in as few runs as possible."""
     needed = computed = 0.0
     longest = max(length for _, length in table.shapes)
@@ -159,11 +159,11 @@ def encoder_buckets(log: Log, table: Encode) -> Buckets:
         if rest:
             computed += count * min(b * t for b, t in fitting if b >= rest)
         needed += count * each.batch * length
-    axes = (Axis("shapes", "tokens", needed, computed),)
+    axes = (SizeAxis("shapes", "tokens", needed, computed),)
     return Buckets(table, axes, len(ENCODER_KINDS) * len(table.shapes), beyond)
 
 
-def suggest_encoder(log: Log, budget: int, today: Encode | None = None) -> Buckets:
+def suggest_encoder(log: LoggedRequests, budget: int, today: Encode | None = None) -> Buckets:
     """Return the buckets that pad an encoder's load least: each batch with each length.
 
     Args:
@@ -199,7 +199,11 @@ def suggest_encoder(log: Log, budget: int, today: Encode | None = None) -> Bucke
 
 
 def _taking_turns(
-    encodings: Mapping[Encoding, int], longest: int, most: int, batch_count: int, length_count: int
+    encodings: Mapping[LoggedEncoding, int],
+    longest: int,
+    most: int,
+    batch_count: int,
+    length_count: int,
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield batches and lengths, each exact for the other, until neither changes."""
     batches: tuple[int, ...] = (most,)
@@ -222,7 +226,7 @@ def _taking_turns(
 class _Load:
     """What a log weighs on each axis of a decoder."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: LoggedRequests) -> None:
         self._log = log
 
     def axes(self) -> Iterator[tuple[str, str, dict[int, float]]]:
@@ -247,7 +251,7 @@ class _Load:
         yield "batch", "rows of decode steps", rows
 
 
-def _steps(generations: Mapping[Generation, int]) -> dict[int, float]:
+def _steps(generations: Mapping[LoggedGeneration, int]) -> dict[int, float]:
     """Return how many decode steps run at each length of a text. A request without any counts as one."""
     longest = max(max(each.length, 1) for each in generations)
     changes = np.zeros(longest + 2, np.int64)
@@ -259,9 +263,9 @@ def _steps(generations: Mapping[Generation, int]) -> dict[int, float]:
     return {int(length): float(steps[length]) for length in np.flatnonzero(steps)}
 
 
-def _axis(name: str, what: str, weights: Mapping[int, float], sizes: Sequence[int]) -> Axis:
+def _axis(name: str, what: str, weights: Mapping[int, float], sizes: Sequence[int]) -> SizeAxis:
     computed = sum(padded(value, sizes) * weight for value, weight in weights.items())
-    return Axis(name, what, _needed(weights), computed)
+    return SizeAxis(name, what, _needed(weights), computed)
 
 
 def _needed(weights: Mapping[int, float]) -> float:

@@ -22,7 +22,7 @@ _HINT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class LoggedGeneration:
     """A request to a decoder.
 
     Attributes:
@@ -44,7 +44,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoding:
+class LoggedEncoding:
     """A request to an encoder.
 
     Attributes:
@@ -57,7 +57,7 @@ class Encoding:
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class LoggedRequests:
     """What a log holds.
 
     Attributes:
@@ -66,12 +66,12 @@ class Log:
         seconds_at: seconds during which a number of generations ran at once; empty: the log has no times.
     """
 
-    generations: Mapping[Generation, int]
-    encodings: Mapping[Encoding, int]
+    generations: Mapping[LoggedGeneration, int]
+    encodings: Mapping[LoggedEncoding, int]
     seconds_at: Mapping[int, float]
 
 
-def read_log(path: Path, model: str | None = None) -> Log:
+def read_log(path: Path, model: str | None = None) -> LoggedRequests:
     """Read a log.
 
     Args:
@@ -83,7 +83,7 @@ def read_log(path: Path, model: str | None = None) -> Log:
         UsageError: a line is none of the known ones, there is no request at all, or the log has several
             bundles and `model` names none of them.
     """
-    requests: Counter[tuple[str | None, Generation | Encoding]] = Counter()
+    requests: Counter[tuple[str | None, LoggedGeneration | LoggedEncoding]] = Counter()
     running: list[tuple[str, float, float]] = []
     try:
         with path.open(encoding="utf-8") as file:
@@ -93,7 +93,7 @@ def read_log(path: Path, model: str | None = None) -> Log:
                 if row.get("event") == "request":
                     for model_name, found in _server_calls(row, where):
                         requests[model_name, found] += 1
-                        if isinstance(found, Generation):
+                        if isinstance(found, LoggedGeneration):
                             end = float(row["time"])
                             running.append((model_name, end - float(row["seconds"]), end))
                 elif "event" not in row:
@@ -102,19 +102,19 @@ def read_log(path: Path, model: str | None = None) -> Log:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise StoreError(f"{path}: cannot read: {reason}") from error
     name = _only_model({of for of, _ in requests if of is not None}, model, path)
-    generations: dict[Generation, int] = {}
-    encodings: dict[Encoding, int] = {}
+    generations: dict[LoggedGeneration, int] = {}
+    encodings: dict[LoggedEncoding, int] = {}
     for (of, one), count in requests.items():
         if of not in (None, name):
             continue
-        if isinstance(one, Generation):
+        if isinstance(one, LoggedGeneration):
             generations[one] = generations.get(one, 0) + count
         else:
             encodings[one] = encodings.get(one, 0) + count
     if not generations and not encodings:
         raise UsageError(f"{path}: expected requests with lengths, found none", hint=_HINT)
     spans = ((start, end) for of, start, end in running if of == name)
-    return Log(generations, encodings, _seconds_at(spans))
+    return LoggedRequests(generations, encodings, _seconds_at(spans))
 
 
 def _only_model(names: set[str], model: str | None, path: Path) -> str | None:
@@ -155,7 +155,7 @@ def _json_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[int, dict[str
 
 def _server_calls(
     row: Mapping[str, Any], where: str
-) -> Iterator[tuple[str, Generation | Encoding]]:
+) -> Iterator[tuple[str, LoggedGeneration | LoggedEncoding]]:
     """Yield the calls of engines in a line of a server's log, without those that failed.
 
     Raises:
@@ -172,19 +172,19 @@ def _server_calls(
         ) from error
 
 
-def _server_call(call: Mapping[str, Any], where: str) -> Generation | Encoding | None:
+def _server_call(call: Mapping[str, Any], where: str) -> LoggedGeneration | LoggedEncoding | None:
     """Return a call of an engine in the log of a server; None: it has no lengths, because it failed."""
     if call.get("kind") == "generate" and "prompt_tokens" in call:
         reused = _count(call, "reused_tokens", where, default=0)
         prompt = _count(call, "prompt_tokens", where)
-        return Generation(max(0, prompt - reused), _count(call, "new_tokens", where), reused)
+        return LoggedGeneration(max(0, prompt - reused), _count(call, "new_tokens", where), reused)
     if call.get("kind") == "encode" and call.get("sentences"):
         sentences = _count(call, "sentences", where)
-        return Encoding(-(-_count(call, "tokens", where) // sentences), sentences)
+        return LoggedEncoding(-(-_count(call, "tokens", where) // sentences), sentences)
     return None
 
 
-def _request(row: Mapping[str, Any], where: str) -> Generation | Encoding:
+def _request(row: Mapping[str, Any], where: str) -> LoggedGeneration | LoggedEncoding:
     """Return the request of a line that the user wrote.
 
     Raises:
@@ -194,9 +194,9 @@ def _request(row: Mapping[str, Any], where: str) -> Generation | Encoding:
         batch = _count(row, "batch", where, least=1) if "batch" in row else None
         reused = _count(row, "reused_tokens", where, default=0)
         prompt = max(0, _count(row, "prompt_tokens", where) - reused)
-        return Generation(prompt, _count(row, "new_tokens", where), reused, batch)
+        return LoggedGeneration(prompt, _count(row, "new_tokens", where), reused, batch)
     if "length" in row:
-        return Encoding(
+        return LoggedEncoding(
             _count(row, "length", where, least=1), _count(row, "batch", where, least=1, default=1)
         )
     found = ", ".join(map(str, row)) or "nothing"

@@ -16,7 +16,7 @@ from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.describe.provenance import recording_provenance
 from prejit.compiler.progress import Quiet
 from prejit.compiler.rebuilding import parts, recorded
-from prejit.compiler.rebuilding.parts import Part
+from prejit.compiler.rebuilding.parts import ComparedPart
 from prejit.compiler.rebuilding.verifying import Rebuilt, rebuild
 from prejit.runtime import load
 from prejit.runtime.errors import BuildError, UsageError
@@ -72,7 +72,7 @@ def again(project: Path) -> Rebuilt:
     return rebuild(project / "out" / "again", project / "m.toml", progress=Quiet())
 
 
-def verdicts(found: Sequence[Part]) -> dict[tuple[str, str, str], str]:
+def verdicts(found: Sequence[ComparedPart]) -> dict[tuple[str, str, str], str]:
     return {(each.kind, each.name, each.target): each.verdict for each in found}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prejit.compiler.suggesting.log import Encoding, Generation, read_log
+from prejit.compiler.suggesting.log import LoggedEncoding, LoggedGeneration, read_log
 from prejit.runtime.errors import StoreError, UsageError
 
 
@@ -36,7 +36,7 @@ def test_the_log_of_a_server_gives_lengths_and_how_many_ran_at_once(tmp_path: Pa
         request(12.0, 0.1, {"kind": "generate", "model": "demo", "token_ids": None}),  # it failed
     )
     found = read_log(path)
-    assert found.generations == {Generation(4, 5, 16): 1, Generation(20, 5): 1}
+    assert found.generations == {LoggedGeneration(4, 5, 16): 1, LoggedGeneration(20, 5): 1}
     assert found.seconds_at == {1: 3.0, 2: 2.0}
 
 
@@ -50,12 +50,12 @@ def test_what_a_server_writes_is_what_is_read(tmp_path: Path) -> None:
         requestlog.RecordedCall("generate", "demo"),  # it failed
     ]
     path = log(tmp_path, request(1.0, 0.5, *(call.described() for call in calls)))
-    assert read_log(path).generations == {Generation(0, 3, 3): 1}
+    assert read_log(path).generations == {LoggedGeneration(0, 3, 3): 1}
 
 
 def test_sentences_of_a_call_have_its_mean_length(tmp_path: Path) -> None:
     call = {"kind": "encode", "model": "e", "sentences": 2, "tokens": 31}
-    assert read_log(log(tmp_path, request(1.0, 0.5, call))).encodings == {Encoding(16, 2): 1}
+    assert read_log(log(tmp_path, request(1.0, 0.5, call))).encodings == {LoggedEncoding(16, 2): 1}
 
 
 def test_bundles_of_a_server_are_not_mixed(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_bundles_of_a_server_are_not_mixed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"one of the bundles of the log \(a, b\), found none"):
         read_log(path)
     found = read_log(path, "b")
-    assert found.generations == {Generation(20, 9): 1}
+    assert found.generations == {LoggedGeneration(20, 9): 1}
     assert found.seconds_at == {1: 0.5}
     with pytest.raises(UsageError, match="found 'c'"):
         read_log(path, "c")
@@ -76,10 +76,10 @@ def test_bundles_of_a_server_are_not_mixed(tmp_path: Path) -> None:
 def test_lines_of_the_user_are_json_or_csv(tmp_path: Path) -> None:
     rows = ['{"prompt_tokens": 7, "new_tokens": 3, "batch": 2}', "", '{"length": 12}']
     found = read_log(log(tmp_path, *rows))
-    assert found.generations == {Generation(7, 3, batch=2): 1}
-    assert found.encodings == {Encoding(12): 1}
+    assert found.generations == {LoggedGeneration(7, 3, batch=2): 1}
+    assert found.encodings == {LoggedEncoding(12): 1}
     table = log(tmp_path, "length, batch", "12, 4", "9,", name="log.csv")
-    assert read_log(table).encodings == {Encoding(12, 4): 1, Encoding(9): 1}
+    assert read_log(table).encodings == {LoggedEncoding(12, 4): 1, LoggedEncoding(9): 1}
 
 
 @pytest.mark.parametrize(
