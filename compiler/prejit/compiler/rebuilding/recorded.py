@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.pipeline.describe.provenance import BASE, BUILD_TYPE, RECORDING_TYPE
-from prejit.compiler.pipeline.describe.sources import BundleSource
+from prejit.compiler.pipeline.describe.sources import SourceContent
 from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.oci import check_digest
@@ -43,7 +43,7 @@ class Recorded:
     targets: Mapping[str, Contents]
     manifest: str
     manifest_digest: str
-    sources: tuple[BundleSource, ...]
+    sources: tuple[SourceContent, ...]
     tracing: Mapping[str, str]
     compiling: Mapping[str, Mapping[str, str]]
 
@@ -114,7 +114,7 @@ def _recorded(
             hint="run the program again with another output, and compare the two with `prejit diff`",
         )
     sources = tuple(
-        BundleSource(each["annotations"][BASE], each["name"], f"sha256:{each['digest']['sha256']}")
+        SourceContent(each["annotations"][BASE], each["name"], f"sha256:{each['digest']['sha256']}")
         for each in definition["resolvedDependencies"]
         if BASE in each.get("annotations", {})
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from prejit.compiler.manifest.manifest import Manifest, Program
-from prejit.compiler.pipeline.describe.sources import BundleSource, digest_now, manifest_sources
+from prejit.compiler.pipeline.describe.sources import SourceContent, digest_now, manifest_sources
 from prejit.runtime.base.digests import digest_of
 
 
@@ -48,7 +48,7 @@ def test_a_directory_of_parameters_is_one_source_that_changes_with_each_file(
     for name in ("a", "b"):
         (steps / name).write_text(name)
     first, source = manifest_sources(manifest)
-    assert first == BundleSource("manifest", "code/first.py", digest_of(b""))
+    assert first == SourceContent("manifest", "code/first.py", digest_of(b""))
     assert source.name == "steps/"
     assert digest_now(source, tmp_path) == source.digest
     (steps / "b").rename(steps / "c")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.pipeline.describe.sources import BundleSource, manifest_sources
+from prejit.compiler.pipeline.describe.sources import SourceContent, manifest_sources
 from prejit.compiler.pipeline.executables import CompiledTarget
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.plan import Plan
@@ -183,7 +183,7 @@ def _sources(plan: Plan, weights: Sequence[tuple[str, str]]) -> list[dict[str, A
     files = manifest_sources(plan.manifest)
     if plan.model is not None:
         of_model = dict((*plan.model.configuration, *weights))
-        files += tuple(BundleSource("model", name, of_model[name]) for name in sorted(of_model))
+        files += tuple(SourceContent("model", name, of_model[name]) for name in sorted(of_model))
     return [
         {
             **(uri if each.base == "model" else {}),

@@ -31,7 +31,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class BundleSource:
+class SourceContent:
     """A file or directory that decides what is in a bundle.
 
     Attributes:
@@ -45,7 +45,7 @@ class BundleSource:
     digest: str
 
 
-def manifest_sources(manifest: Manifest) -> tuple[BundleSource, ...]:
+def manifest_sources(manifest: Manifest) -> tuple[SourceContent, ...]:
     """Return the files that a manifest names, and the modules of the user, sorted.
 
     Raises:
@@ -60,11 +60,11 @@ def manifest_sources(manifest: Manifest) -> tuple[BundleSource, ...]:
     for file in sorted(files)[:_MOST]:
         name = os.path.relpath(file, directory) + "/" * file.is_dir()
         if (digest := _digest(file)) is not None:
-            sources.append(BundleSource("manifest", name, digest))
+            sources.append(SourceContent("manifest", name, digest))
     return tuple(sorted(sources))
 
 
-def digest_now(source: BundleSource, directory: Path) -> str | None:
+def digest_now(source: SourceContent, directory: Path) -> str | None:
     """Return the digest that a source has now in a directory; None: it is gone.
 
     Raises:
