@@ -213,7 +213,8 @@ def find_trace(
             named = (Input(kind, of) for kind, of in step["inputs"])
             new = present.digests(each for each in named if each not in known)
             known |= new
-        result = store.get(_trace_key(name, section, known))
+        # Damaged contents would be found only in a worker. Programs of functions are small.
+        result = store.get(_trace_key(name, section, known), verify=True)
         if result is not None:
             return Known(name, section, known, result.get("trace"), result.get("never", ""))
         if not new:
