@@ -18,7 +18,6 @@ from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.store.code import LOWERING, WEIGHTS, code_digest
 from prejit.compiler.store.jax_settings import jax_configuration
-from prejit.compiler.targets import cpu_count
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.format.names import REF_NAME
 from prejit.runtime.format.schema import Config, Index
@@ -66,11 +65,6 @@ def build_provenance(
         "keys": {config.target: _keys(config) for config in configs},
         "tracing": _tracing(),
         "compiling": {each.tools.name: _compiling(each) for each in targets},
-        "cpus": {
-            target.name: cpu_count.seen_by_xla(target.cpus)
-            for target in plan.targets
-            if target.platform == "cpu"
-        },
     }
     sources = _sources(plan, weights)
     return _provenance(digest, index, configs, BUILD_TYPE, _parameters(plan), internal, sources)
