@@ -66,8 +66,17 @@ def kernel_recipe(
         stored = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
         return Segment(0, len(stored), cache.put_blob(stored), len(raw), digest_of(raw))
 
-    executables, placed = bundle_files.pack({"scale": frame(compiled.serialized)}, cache)
-    portables, portable_placed = bundle_files.pack({"scale": frame(portable)}, cache)
+    def packed_in_memory(media_type: str, title: str, raw: bytes) -> tuple[Any, Segment]:
+        packed, placed = bundle_files.pack(media_type, title, {"scale": frame(raw)}, cache)
+        assert isinstance(packed.content, Path)
+        return bundle_files.layer(media_type, packed.content.read_bytes(), title), placed["scale"]
+
+    executables, executable = packed_in_memory(
+        EXECUTABLES_MEDIA_TYPE, "programs.xla", compiled.serialized
+    )
+    portables, portable_placed = packed_in_memory(
+        PORTABLE_MEDIA_TYPE, "programs.stablehlo", portable
+    )
     features = {*declared_features(compiled.serialized), *library.cpu_features} - {*NEVER_CHOSEN}
     config = Config(
         format=FORMAT_VERSION,
@@ -89,8 +98,8 @@ def kernel_recipe(
                 key=digest_of(b"scale"),
                 arguments=(str(Array(("x",), "float32", (5,))),),
                 results=(str(Array((), "float32", (5,))),),
-                executable=placed["scale"],
-                portable=portable_placed["scale"],
+                executable=executable,
+                portable=portable_placed,
                 memory=compiled.memory,
                 kernels=True,
             ),
@@ -99,9 +108,9 @@ def kernel_recipe(
         kernels=Kernels(library.digest, library.level, library.compiler, library.handlers),
     )
     layers = (
-        bundle_files.layer(EXECUTABLES_MEDIA_TYPE, executables, "programs.xla"),
+        executables,
         bundle_files.layer(KERNELS_MEDIA_TYPE, content, "kernels.so"),
-        bundle_files.layer(PORTABLE_MEDIA_TYPE, portables, "programs.stablehlo"),
+        portables,
     )
     return Recipe((bundle_files.PackedTarget(config, layers),), "kernels", {})
 

@@ -101,7 +101,7 @@ def function_section(
         handlers: the names by which programs may call libraries.
         present: reads files.
     """
-    objects = (program.fn, program.args, program.params or "")
+    objects = (program.fn, program.args, program.params)
     if manifest.path is None or not all(map(_is_data, objects)):
         return None
     mesh = manifest.mesh
@@ -142,7 +142,7 @@ def decoder_section(
     """
     model = manifest.model
     assert model is not None
-    if manifest.path is None or not all(map(_is_data, (model.module, model.params or ""))):
+    if manifest.path is None or not all(map(_is_data, (model.module, model.params))):
         return None
     return (
         ("decoder", str(model.module)),

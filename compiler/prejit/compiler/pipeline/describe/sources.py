@@ -101,6 +101,8 @@ def _named(manifest: Manifest) -> Iterator[str]:
             yield from glob(pattern, root_dir=manifest.directory, recursive=True)
     yield from (library.path for library in manifest.libraries)
     assert manifest.path is not None
+    if not manifest.path.is_file():  # made in Python, with the path that names are relative to
+        return
     with manifest.path.open("rb") as file:  # a resolved target names no files
         tables: list[Any] = tomllib.load(file).get("target", [])
     for table in tables:
