@@ -18,7 +18,7 @@ from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.trust.dsse import PAYLOAD_TYPE
+from prejit.runtime.trust.dsse import MAX_ENVELOPE_BYTES, PAYLOAD_TYPE
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.statement import PROVENANCE_PREDICATE, read_statement
 
@@ -62,8 +62,10 @@ def read_recorded(path: Path) -> Recorded:
         contents = [read_contents(layout, target) for target in targets]
         statements = []
         for each in referrers(layout, root, root.digest):
-            if each.artifact_type == PAYLOAD_TYPE:
-                (at,) = each.layers
+            if each.artifact_type != PAYLOAD_TYPE or len(each.layers) != 1:
+                continue
+            [at] = each.layers
+            if at.size <= MAX_ENVELOPE_BYTES:
                 content = layout.read_blob(at.digest, at.size)
                 check_digest(content, at.digest, layout.blob_path(at.digest))
                 statements.append(content)

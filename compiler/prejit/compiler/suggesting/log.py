@@ -142,7 +142,7 @@ def _json_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[int, dict[str
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(
                 f"{path}: line {number}: expected JSON: {error}", hint=_HINT
             ) from error
