@@ -54,6 +54,17 @@ def test_what_one_machine_made_another_finds(tmp_path: Path, place: Memory) -> N
     assert (second.store.traffic[0].found, second.store.traffic[0].read_bytes) == (1, len(CONTENT))
 
 
+def test_a_result_under_a_sealed_key_stays_on_this_machine(tmp_path: Path, place: Memory) -> None:
+    machine = Machine(tmp_path / "a", Tier(place))
+    key = Key("trace", "demo/f", (("variable PIN", machine.store.seal("1234")),))
+    assert machine.store.get(key) is None
+    with machine.store.making(key):
+        machine.make(key)
+    assert machine.store.where(key) == LOCAL
+    assert place.files == {}
+    assert place.reads == 0
+
+
 def test_where_a_result_is_can_be_asked_without_fetching_it(tmp_path: Path, place: Memory) -> None:
     first = Machine(tmp_path / "a", Tier(place))
     assert first.store.where(KEY) is None
