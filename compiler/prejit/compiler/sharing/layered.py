@@ -190,6 +190,18 @@ class LayeredStore:
                 if lease is not None:
                     self._release_when_sent(lease)
 
+    def last_result(self, kind: str, name: str) -> Mapping[str, Any] | None:
+        """See `Store.last_result`."""
+        if (found := self._local.last_result(kind, name)) is not None:
+            return found
+        for tier, traffic in zip(self._tiers, self.traffic, strict=True):
+            last = self._look(tier, traffic, _last_key(kind, name))
+            key = None if last is None else _key_of(last, kind, name)
+            entry = None if key is None else self._look(tier, traffic, key)
+            if entry is not None:
+                return entry.result
+        return None
+
     def last_keys(self, kind: str, name: str) -> tuple[Key, ...]:
         """See `Store.last_keys`."""
         found = [*self._local.last_keys(kind, name)]

@@ -229,6 +229,14 @@ class DirectoryStore:
         """See `Store.where`."""
         return None if self.get(key, verify=True) is None else LOCAL
 
+    def last_result(self, kind: str, name: str) -> Mapping[str, Any] | None:
+        """See `Store.last_result`."""
+        for key in self.last_keys(kind, name):
+            if (body := self._files.read_json(self._action(key))) is not None:
+                result: dict[str, Any] = body["result"]
+                return result
+        return None
+
     def last_keys(self, kind: str, name: str) -> tuple[Key, ...]:
         """See `Store.last_keys`."""
         body = self._files.read_json(self._last(kind, name))

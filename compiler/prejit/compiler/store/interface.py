@@ -115,6 +115,15 @@ class Store(Protocol):
             StoreError: the store cannot be written.
         """
 
+    def last_result(self, kind: str, name: str) -> Mapping[str, Any] | None:
+        """Return the last result of a kind and name, whatever its key, from here or else from elsewhere.
+
+        It says what happened then. Its blobs may be missing, and none is fetched.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+
     def last_keys(self, kind: str, name: str) -> tuple[Key, ...]:
         """Return the keys of the last results of a kind and name, here and elsewhere, which explain a miss.
 
