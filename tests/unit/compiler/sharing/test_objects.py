@@ -104,8 +104,16 @@ def test_a_slow_network_is_not_a_store_that_is_down() -> None:
         place = Objects(url)
         place.write(CAS, LARGE[: 2 << 20])
         assert len(files[f"/{CAS}"]) == 2 << 20
-        with pytest.raises(RemoteError):
-            place.write(AC, b"{}")  # this needs no time
+
+
+def test_a_store_that_hangs_during_an_upload_is_given_up() -> None:
+    """It takes the file and says nothing more, to this request or any other."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = Objects(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        started = time.monotonic()
+        with pytest.raises(RemoteError, match="cas/b"):
+            place.write(CAS, io.BytesIO(LARGE))
+        assert time.monotonic() - started < 60  # a bound against an hour
 
 
 def test_a_large_file_goes_to_an_object_store_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -28,8 +29,10 @@ from prejit.runtime.errors import UsageError
 
 KEY = Key("compile", "demo/decode", (("stablehlo", "x"),))
 AC = f"ac/{'a' * 64}"
-SERVERS = {"nginx": nginx, "docker-registry": docker_registry, "moto": moto}
+SERVERS = {"nginx": nginx, "docker-registry": docker_registry}
 """The kinds that need a program which a machine may lack."""
+if "MOTO" in os.environ:  # its directory, of 290 MB
+    SERVERS["moto"] = moto
 CONDITIONS = ("kept", "ignored", "refused")
 KINDS = (
     "memory",
