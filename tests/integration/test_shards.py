@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -34,7 +34,9 @@ name = "cpu-x86-64-v2"
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("project")
-    (directory / "tiny_model.py").write_text("def f(x):\n    return x * 2 + 1\n")
+    (directory / "tiny_model.py").write_text(
+        "def f(x): return x * 2 + 1\ndef g(x): return x * 3 - 1\n"
+    )
     (directory / "tiny.toml").write_text(MANIFEST)
     return directory / "tiny.toml"
 
@@ -46,11 +48,16 @@ Start = Callable[..., WarmProcess]
 def start(warm: WarmPython, manifest: Path, tmp_path: Path) -> Start:
     """`start(shard, store)`: a build on a machine of its own."""
 
-    def begin(shard: str | None, store: str | Path, machine: str | None = None) -> WarmProcess:
+    def begin(
+        shard: str | None,
+        store: str | Path,
+        machine: str | None = None,
+        manifests: Sequence[Path] = (manifest,),
+    ) -> WarmProcess:
         home = tmp_path / (machine or f"machine {shard or 0}".replace("/", " of "))
         options = ["--cache", home / "cache", "-o", home / "out", "--store", store, "--json"]
         options += [] if shard is None else ["--shard", shard]
-        return warm.start("build", manifest, *options, quick=True)
+        return warm.start("build", *manifests, *options, quick=True)
 
     return begin
 
@@ -84,6 +91,32 @@ def test_three_shards_compile_each_program_once(start: Start, tmp_path: Path) ->
     plain, programs = finished(start(None, tmp_path / "store"))
     assert not programs
     assert {each["digest"] for each in built} == {plain[0]["digest"]}
+
+
+def test_shards_share_several_manifests(start: Start, manifest: Path, tmp_path: Path) -> None:
+    """All begin at once, and each bundle is packed by one shard, whatever the other one packs."""
+    other = manifest.with_name("other.toml")
+    changed = {'"tiny"': '"other"', '"p"': '"q"', "tiny_model:f": "tiny_model:g"}
+    text = MANIFEST
+    for before, after in changed.items():
+        text = text.replace(before, after)
+    other.write_text(text)
+    both = [manifest, other]
+    shards = [start(f"{number}/2", tmp_path / "store", manifests=both) for number in (1, 2)]
+    built, programs = finished(*shards)
+    assert programs == Counter(f"{name}/n{n}" for n in BUCKETS for name in ("tiny/p", "other/q"))
+    assert sum(each["compiled"] for each in built) == 2 * len(BUCKETS)
+    digests = {}
+    for name in ("tiny", "other"):
+        ours = [each for each in built if Path(each["path"]).name == name]
+        assert len(ours) == 2
+        assert len({each["packed_by"] for each in ours}) == 1
+        assert [each["packed_here"] for each in ours].count(True) == 1
+        assert all(each["packed_here"] == Path(each["path"]).exists() for each in ours)
+        [digests[name]] = {each["digest"] for each in ours}
+    plain, programs = finished(start(None, tmp_path / "store", manifests=both))
+    assert not programs
+    assert {Path(each["path"]).name: each["digest"] for each in plain} == digests
 
 
 def test_shards_that_never_start_are_not_missed(start: Start, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class ClusterExecutor:
         self._coordinator: threading.Thread | None = None
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._compiled = 0
+        self._compiled: set[str] = set()  # digests of keys
         self._submitted = 0
         self._other = ""  # a node with another CPU than this machine
         self._failure: Exception | None = None  # why no job is taken any more
@@ -120,9 +120,10 @@ class ClusterExecutor:
         self._keepers: set[threading.Thread] = set()
 
     @property
-    def compiled(self) -> int:
+    def compiled(self) -> frozenset[str]:
         """See `Executor.compiled`."""
-        return self._compiled + self._here.compiled
+        with self._lock:
+            return self._here.compiled.union(self._compiled)
 
     def submit(self, job: CompileJob) -> Future[Compiled]:
         """See `Executor.submit`.
@@ -422,7 +423,7 @@ class ClusterExecutor:
         try:
             if is_new:
                 with self._lock:
-                    self._compiled += 1
+                    self._compiled.add(job.key.digest)
                 self._progress.finished(job.program, job.target.name)
             else:
                 self._progress.cached()

@@ -54,6 +54,17 @@ def test_what_one_machine_made_another_finds(tmp_path: Path, place: Memory) -> N
     assert (second.store.traffic[0].found, second.store.traffic[0].read_bytes) == (1, len(CONTENT))
 
 
+def test_a_result_under_a_sealed_key_stays_on_this_machine(tmp_path: Path, place: Memory) -> None:
+    machine = Machine(tmp_path / "a", Tier(place))
+    key = Key("trace", "demo/f", (("variable PIN", machine.store.seal("1234")),))
+    assert machine.store.get(key) is None
+    with machine.store.making(key):
+        machine.make(key)
+    assert machine.store.where(key) == LOCAL
+    assert place.files == {}
+    assert place.reads == 0
+
+
 def test_where_a_result_is_can_be_asked_without_fetching_it(tmp_path: Path, place: Memory) -> None:
     first = Machine(tmp_path / "a", Tier(place))
     assert first.store.where(KEY) is None
@@ -245,6 +256,27 @@ def test_a_plan_and_a_reader_send_nothing(tmp_path: Path, place: Memory, is_plan
     assert store.get(KEY) is not None
     store.finish()
     assert not place.files
+
+
+def test_what_a_compile_took_elsewhere_is_known_without_its_executable(
+    tmp_path: Path, place: Memory
+) -> None:
+    digest = Machine(tmp_path / "a", Tier(place)).make()
+    second = Machine(tmp_path / "b", Tier(place))
+    assert second.store.last_result(KEY.kind, KEY.name) == {"executable": digest}
+    assert second.store.last_result(KEY.kind, "another") is None
+    assert second.local.blob_path(digest) is None
+    assert second.local.last_result(KEY.kind, KEY.name) is None
+
+
+def test_what_a_compile_took_here_is_asked_of_nobody(tmp_path: Path, place: Memory) -> None:
+    machine = Machine(tmp_path / "a", Tier(place))
+    digest = machine.make()
+    place.files.clear()
+    path = machine.local.blob_path(digest)
+    assert path is not None
+    path.unlink()  # evicted: its time is known all the same
+    assert machine.store.last_result(KEY.kind, KEY.name) == {"executable": digest}
 
 
 def test_the_last_key_of_another_machine_explains_a_miss(tmp_path: Path, place: Memory) -> None:
