@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -34,7 +34,9 @@ name = "cpu-x86-64-v2"
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("project")
-    (directory / "tiny_model.py").write_text("def f(x):\n    return x * 2 + 1\n")
+    (directory / "tiny_model.py").write_text(
+        "def f(x): return x * 2 + 1\ndef g(x): return x * 3 - 1\n"
+    )
     (directory / "tiny.toml").write_text(MANIFEST)
     return directory / "tiny.toml"
 
@@ -46,11 +48,16 @@ Start = Callable[..., WarmProcess]
 def start(warm: WarmPython, manifest: Path, tmp_path: Path) -> Start:
     """`start(shard, store)`: a build on a machine of its own."""
 
-    def begin(shard: str | None, store: str | Path, machine: str | None = None) -> WarmProcess:
+    def begin(
+        shard: str | None,
+        store: str | Path,
+        machine: str | None = None,
+        manifests: Sequence[Path] = (manifest,),
+    ) -> WarmProcess:
         home = tmp_path / (machine or f"machine {shard or 0}".replace("/", " of "))
         options = ["--cache", home / "cache", "-o", home / "out", "--store", store, "--json"]
         options += [] if shard is None else ["--shard", shard]
-        return warm.start("build", manifest, *options, quick=True)
+        return warm.start("build", *manifests, *options, quick=True)
 
     return begin
 
@@ -84,6 +91,32 @@ def test_three_shards_compile_each_program_once(start: Start, tmp_path: Path) ->
     plain, programs = finished(start(None, tmp_path / "store"))
     assert not programs
     assert {each["digest"] for each in built} == {plain[0]["digest"]}
+
+
+def test_shards_share_several_manifests(start: Start, manifest: Path, tmp_path: Path) -> None:
+    """All begin at once, and each bundle is packed by one shard, whatever the other one packs."""
+    other = manifest.with_name("other.toml")
+    changed = {'"tiny"': '"other"', '"p"': '"q"', "tiny_model:f": "tiny_model:g"}
+    text = MANIFEST
+    for before, after in changed.items():
+        text = text.replace(before, after)
+    other.write_text(text)
+    both = [manifest, other]
+    shards = [start(f"{number}/2", tmp_path / "store", manifests=both) for number in (1, 2)]
+    built, programs = finished(*shards)
+    assert programs == Counter(f"{name}/n{n}" for n in BUCKETS for name in ("tiny/p", "other/q"))
+    assert sum(each["compiled"] for each in built) == 2 * len(BUCKETS)
+    digests = {}
+    for name in ("tiny", "other"):
+        ours = [each for each in built if Path(each["path"]).name == name]
+        assert len(ours) == 2
+        assert len({each["packed_by"] for each in ours}) == 1
+        assert [each["packed_here"] for each in ours].count(True) == 1
+        assert all(each["packed_here"] == Path(each["path"]).exists() for each in ours)
+        [digests[name]] = {each["digest"] for each in ours}
+    plain, programs = finished(start(None, tmp_path / "store", manifests=both))
+    assert not programs
+    assert {Path(each["path"]).name: each["digest"] for each in plain} == digests
 
 
 def test_shards_that_never_start_are_not_missed(start: Start, tmp_path: Path) -> None:
@@ -125,6 +158,25 @@ def test_a_store_that_goes_down_ends_a_shard_and_loses_nothing(start: Start) -> 
         assert built[0]["packed_here"]
         # What was finished before is on no machine but the first, which sent it now.
         assert not finished(start("2/2", url))[1]
+
+
+@pytest.mark.thorough
+def test_a_store_that_is_restarted_ends_no_shard(start: Start) -> None:
+    """It answers nothing for two seconds, while results are sent and leases are written."""
+    files: dict[str, bytes] = {}
+    began: list[float] = []
+
+    def is_down() -> bool:
+        if not began and sum("/cas/" in path for path in files) > 2:
+            began.append(time.monotonic())
+        return bool(began) and time.monotonic() - began[0] < 2.0
+
+    with http_store(files, [], is_down) as url:
+        built, programs = finished(*(start(f"{number}/2", url) for number in (1, 2)))
+    assert began
+    assert set(programs) == {f"p/n{n}" for n in BUCKETS}
+    assert len({each["digest"] for each in built}) == 1
+    assert any(each["packed_here"] for each in built)
 
 
 def test_a_shard_without_a_store_that_it_may_write_is_refused(

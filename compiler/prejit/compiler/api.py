@@ -155,7 +155,7 @@ def build(
             none; None: large ones that no table has.
         executor: `local`, or the address of a Ray cluster that compiles, `ray://HOST:PORT` or `ray://auto`;
             None: $PREJIT_EXECUTOR or `local`.
-        workers: number of compile processes on this machine; None: by cores and free memory.
+        workers: maximum number of compile processes on this machine; None: by cores and free memory.
         timeout_seconds: time limit of one compile, and of measuring one product.
         shard: `i/N`: this is the i-th of N processes on any machines that share the build by their shared
             store; None: it is the only one.
@@ -182,7 +182,7 @@ def build(
         display as progress,
         _open_store(cache, shared, progress, builds=True, shard=part) as store,
     ):
-        compiles = _open_executor(executor, store, shared, workers, progress, timeout_seconds)
+        compiles = _open_executor(executor, store, shared, workers, progress, timeout_seconds, part)
         built = run_build(
             checked,
             Path(output),
@@ -191,8 +191,7 @@ def build(
             progress=progress,
             only=tuple(targets),
             forms=forms,
-            # What each shard measured for itself would make its programs differ from those of others.
-            measure=measure if part is None else bool(measure),
+            measure=_measured(measure, part),
             timeout_seconds=timeout_seconds,
             retrace=retrace,
             shard=part,
@@ -215,6 +214,7 @@ def build_all(
     workers: int | None = None,
     timeout_seconds: float = JOB_SECONDS,
     retrace: bool = False,
+    shard: str | None = None,
 ) -> None:
     """Build several manifests with one pool of workers, as `prejit build` does.
 
@@ -230,15 +230,21 @@ def build_all(
         workers: see `build`.
         timeout_seconds: see `build`.
         retrace: see `build`.
+        shard: see `build`.
 
     Raises:
         StoreError: the build cache cannot be opened.
+        UsageError: a shard has no shared store that it may write.
     """
-    with open_progress() as progress, _open_store(cache, shared, progress, builds=True) as store:
-        compiles = _open_executor(executor, store, shared, workers, progress, timeout_seconds)
+    part = None if shard is None else Shard.parse(shard)
+    with (
+        open_progress() as progress,
+        _open_store(cache, shared, progress, builds=True, shard=part) as store,
+    ):
+        compiles = _open_executor(executor, store, shared, workers, progress, timeout_seconds, part)
 
         def reported(result: Built | Failed) -> None:
-            if isinstance(result, Built):
+            if isinstance(result, Built) and result.packed_here:
                 report_build(result, progress, _fetched(store))
             done(result)
 
@@ -249,9 +255,10 @@ def build_all(
             executor=compiles,
             progress=progress,
             forms=forms,
-            measure=measure,
+            measure=_measured(measure, part),
             timeout_seconds=timeout_seconds,
             retrace=retrace,
+            shard=part,
             done=reported,
         )
 
@@ -263,11 +270,16 @@ def _open_executor(
     workers: int | None,
     progress: Progress,
     timeout_seconds: float,
+    shard: Shard | None,
 ) -> Executor:
     name = name or os.environ.get(EXECUTOR) or LOCAL
     if name == LOCAL:
         return WorkerPool(
-            store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
+            store,
+            workers=workers,
+            progress=progress,
+            timeout_seconds=timeout_seconds,
+            in_order=shard is not None,
         )
     from prejit.compiler.cluster.executor import ClusterExecutor
 
@@ -279,6 +291,12 @@ def _open_executor(
         progress=progress,
         timeout_seconds=timeout_seconds,
     )
+
+
+def _measured(measure: bool | None, shard: Shard | None) -> bool | None:
+    """Return which products are measured: see `build`."""
+    # What each shard measured for itself would make its programs differ from those of others.
+    return measure if shard is None else bool(measure)
 
 
 def _fetched(store: Store) -> Mapping[str, str]:

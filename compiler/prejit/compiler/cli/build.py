@@ -132,10 +132,11 @@ def build(
         "workers": jobs,
         "timeout_seconds": timeout,
         "retrace": retrace,
+        "shard": shard,
     }
-    if len(requests) == 1 or shard is not None:
-        for manifest, only in requests:
-            done(build_one(manifest, output, targets=only, shard=shard, **options))
+    if len(requests) == 1:
+        [(manifest, only)] = requests
+        done(build_one(manifest, output, targets=only, **options))
     else:
         build_all(requests, output, done=done, **options)
     if as_json:

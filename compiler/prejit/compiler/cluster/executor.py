@@ -109,7 +109,7 @@ class ClusterExecutor:
         self._coordinator: threading.Thread | None = None
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._compiled = 0
+        self._compiled: set[str] = set()  # digests of keys
         self._submitted = 0
         self._other = ""  # a node with another CPU than this machine
         self._failure: Exception | None = None  # why no job is taken any more
@@ -121,9 +121,10 @@ class ClusterExecutor:
         self._keepers: set[threading.Thread] = set()
 
     @property
-    def compiled(self) -> int:
+    def compiled(self) -> frozenset[str]:
         """See `Executor.compiled`."""
-        return self._compiled + self._here.compiled
+        with self._lock:
+            return self._here.compiled.union(self._compiled)
 
     @property
     def lowering_processes(self) -> int:
@@ -428,7 +429,7 @@ class ClusterExecutor:
         try:
             if is_new:
                 with self._lock:
-                    self._compiled += 1
+                    self._compiled.add(job.key.digest)
                 self._progress.finished(job.program, job.target.name)
             else:
                 self._progress.cached()

@@ -24,8 +24,8 @@ class Executor(Protocol):
     """
 
     @property
-    def compiled(self) -> int:
-        """Number of jobs that this executor compiled; all other results came from the store."""
+    def compiled(self) -> frozenset[str]:
+        """Digests of the keys of jobs that this executor compiled; all other results came from the store."""
 
     @property
     def lowering_processes(self) -> int:

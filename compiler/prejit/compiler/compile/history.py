@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from prejit.compiler.compile.executor import find_compiled
-from prejit.compiler.compile.jobs import CompileJob
+from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.compile.schedule import Need
 from prejit.compiler.store.interface import Store
+from prejit.runtime.errors import RejectError
 
 _BASE_SECONDS, _SECONDS_A_BYTE = 0.1, 100e-6
 _BASE_BYTES, _BYTES_A_BYTE = 300 << 20, 1000
@@ -26,8 +26,11 @@ def need_of(store: Store, job: CompileJob) -> Need:
     """
     path = store.blob_path(job.source.program)
     guess = size_need(0 if path is None else path.stat().st_size)
-    last = store.last_keys(job.key.kind, job.key.name)
-    known = find_compiled(store, last[0]) if last else None
+    last = store.last_result(job.key.kind, job.key.name)
+    try:
+        known = None if last is None else Compiled.from_plain(last)
+    except RejectError:  # another version of prejit wrote it, with other fields
+        known = None
     if known is None:
         return guess
     milliseconds = max(known.milliseconds, 1)

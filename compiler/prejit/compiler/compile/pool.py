@@ -1,7 +1,8 @@
 """An executor that compiles in worker processes of this machine.
 
 The pool has a few threads, each with at most one worker process. Jobs may be submitted while others are
-compiled.
+compiled. A thread takes the job that is expected to take longest, among those whose memory is free; both
+come from the last compile of the same program (`history`).
 """
 
 from __future__ import annotations
@@ -12,20 +13,28 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import final
 
 from prejit.compiler.compile.executor import compile_once, find_compiled
+from prejit.compiler.compile.history import need_of, size_need
 from prejit.compiler.compile.jobs import Compiled, CompileJob
-from prejit.compiler.compile.worker_process import JOB_SECONDS, OUTPUT_MARK, WorkerProcess
+from prejit.compiler.compile.schedule import Need
+from prejit.compiler.compile.worker_process import (
+    JOB_SECONDS,
+    OUTPUT_MARK,
+    WorkerKilledError,
+    WorkerProcess,
+)
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError, PrejitError, StoreError
 
-WORKER_BYTES = 1 << 30
-"""Memory that one worker may need. Programs of GPT-2 124M took 180 to 530 MB."""
-
+_SWITCH_SECONDS = 1.0
+"""What it takes to start a worker for another toolchain. A job there is taken if it lasts so much longer."""
 _DEFER_SECONDS = 0.5
 """Time after which a lane looks again at a job that another build compiles, if it has nothing else to do."""
 
@@ -33,7 +42,27 @@ _DEFER_SECONDS = 0.5
 def default_workers() -> int:
     """Return how many programs this machine compiles side by side, given its cores and its free memory."""
     cores = len(os.sched_getaffinity(0))
-    return max(1, min(cores, _available_bytes() // WORKER_BYTES))
+    return max(1, min(cores, _available_bytes() // size_need(0).bytes))
+
+
+@dataclass(frozen=True, eq=False)
+class _Attempt:
+    """A job that waits or is compiled.
+
+    Attributes:
+        job: the job.
+        future: gets its result.
+        need: what it is expected to need.
+        not_before: the time before which it is not tried again, because another build compiles it; 0: it was
+            not put off.
+        alone: whether nothing else may be compiled meanwhile: its worker was killed beside others.
+    """
+
+    job: CompileJob
+    future: Future[Compiled]
+    need: Need
+    not_before: float = 0.0
+    alone: bool = False
 
 
 @final
@@ -48,34 +77,40 @@ class WorkerPool:
         progress: Progress | None = None,
         environ: Mapping[str, str] | None = None,
         timeout_seconds: float = JOB_SECONDS,
+        in_order: bool = False,
     ) -> None:
         """Start nothing yet.
 
         Args:
             store: holds portable programs and kernels; executables go there.
-            workers: number of worker processes; None: `default_workers()`.
+            workers: maximum number of worker processes; None: `default_workers()`.
             progress: shows each job.
             environ: environment variables that workers inherit; None: this process's.
             timeout_seconds: time limit of one job; then the pool kills its worker.
+            in_order: whether jobs are taken as they are submitted, and not the longest first: the caller
+                divides them among machines by their order.
         """
         self._store = store
         self._limit = workers or default_workers()
         self._progress = progress or Quiet()
         self._environ = dict(os.environ if environ is None else environ)
         self._timeout_seconds = timeout_seconds
+        self._in_order = in_order
+        self._memory = _available_bytes()
         self._changed = threading.Condition()  # guards all that follows
-        self._compiled = 0
-        # Each with the time before which it is not tried again: another build compiles it.
-        self._waiting: list[tuple[CompileJob, Future[Compiled], float]] = []
+        self._compiled: set[str] = set()  # digests of keys
+        self._waiting: list[_Attempt] = []
+        self._running: set[_Attempt] = set()
         self._unfinished = 0
         self._closed = False
         self._lanes: list[threading.Thread] = []
         self._workers: set[WorkerProcess] = set()
 
     @property
-    def compiled(self) -> int:
+    def compiled(self) -> frozenset[str]:
         """See `Executor.compiled`."""
-        return self._compiled
+        with self._changed:
+            return frozenset(self._compiled)
 
     @property
     def lowering_processes(self) -> int:
@@ -91,8 +126,9 @@ class WorkerPool:
             self._progress.cached()
             future.set_result(stored)
             return future
+        attempt = _Attempt(job, future, need_of(self._store, job))
         with self._changed:
-            self._waiting.append((job, future, 0.0))
+            self._waiting.append(attempt)
             self._unfinished += 1
             if len(self._lanes) < min(self._limit, self._unfinished):
                 lane = threading.Thread(target=self._run_lane, name="compile", daemon=True)
@@ -105,9 +141,9 @@ class WorkerPool:
         """See `Executor.close`."""
         with self._changed:
             self._closed = True
-            for _, future, _ in self._waiting:
-                if not future.cancel():  # it was tried
-                    future.set_exception(CancelledError())
+            for each in self._waiting:
+                if not each.future.cancel():  # it was tried
+                    each.future.set_exception(CancelledError())
             self._waiting.clear()
             for worker in self._workers:
                 worker.kill()
@@ -137,61 +173,105 @@ class WorkerPool:
             return worker.compile(job.source, self._timeout_seconds)
 
         try:
-            while (next_job := self._next_job(worker)) is not None:
-                job, future = next_job
-                if not future.running():
-                    future.set_running_or_notify_cancel()
+            while (attempt := self._next(worker)) is not None:
+                if not attempt.future.running():
+                    attempt.future.set_running_or_notify_cancel()
+                outcome, compiled = None, False
+                error: Exception | None = None
                 try:
                     outcome, compiled = compile_once(
                         self._store,
-                        job,
+                        attempt.job,
                         compile_job,
                         progress=self._progress,
                         give_up=self._has_better_to_do,
                     )
-                except Exception as error:
+                except Exception as found:
                     # Any error: a thread that ended here would leave its future waiting for ever.
-                    self._fail(job, future, error)
-                else:
-                    if not (compiled or outcome or self._closed):
-                        self._defer(job, future)
-                    else:
-                        self._finish(job, future, outcome, compiled)
+                    error = found
+                with self._changed:
+                    self._running.remove(attempt)
+                    self._changed.notify_all()  # its memory is free
+                self._end(attempt, outcome, compiled, error)
         finally:
             self._release(worker)
 
-    def _next_job(self, worker: WorkerProcess | None) -> tuple[CompileJob, Future[Compiled]] | None:
-        """Return the next job, preferably for the worker's own toolchain; None: the pool is closed."""
+    def _next(self, worker: WorkerProcess | None) -> _Attempt | None:
+        """Wait for a job that may be compiled now, and return the best one; None: the pool is closed."""
         with self._changed:
             while not self._closed:
                 now = time.monotonic()
-                due = [i for i, (*_, at) in enumerate(self._waiting) if at <= now]
+                free = self._free_bytes()
+                due = [
+                    each
+                    for each in self._waiting
+                    if each.not_before <= now and self._has_room(each, free)
+                ]
                 if due:
-                    fitting = (
-                        i
-                        for i in due
-                        if worker and self._waiting[i][0].toolchain == worker.toolchain
-                    )
-                    job, future, _ = self._waiting.pop(next(fitting, due[0]))
-                    return job, future
-                first = min((at for *_, at in self._waiting), default=None)
-                self._changed.wait(None if first is None else first - now)
+                    best = min(due, key=partial(self._rank, worker))  # the first of equal ones
+                    self._waiting.remove(best)
+                    self._running.add(best)
+                    return best
+                later = [each.not_before for each in self._waiting if each.not_before > now]
+                self._changed.wait(min(later) - now if later else None)
             return None
+
+    def _free_bytes(self) -> int:
+        """Return the memory that no running job reserves, and that nobody has taken meanwhile."""
+        if not self._running:
+            return self._memory
+        reserved = sum(each.need.bytes for each in self._running)
+        return min(self._memory - reserved, _available_bytes())
+
+    def _has_room(self, attempt: _Attempt, free: int) -> bool:
+        """Return whether a job may be compiled beside those that run. Beside none, every job may."""
+        if not self._running:
+            return True
+        if attempt.alone or any(each.alone for each in self._running):
+            return False
+        return attempt.need.bytes <= free
+
+    def _rank(self, worker: WorkerProcess | None, attempt: _Attempt) -> tuple[bool, float]:
+        """Return the place of a job in the order of one lane."""
+        gained = 0.0 if self._in_order else attempt.need.seconds
+        if worker is None or worker.toolchain != attempt.job.toolchain:
+            gained -= _SWITCH_SECONDS
+        return attempt.not_before > 0, -gained
 
     def _has_better_to_do(self) -> bool:
         """Return whether a lane need not wait for another build: a job is due, or the pool is closed."""
         with self._changed:
             now = time.monotonic()
-            return self._closed or any(at <= now for *_, at in self._waiting)
+            return self._closed or any(each.not_before <= now for each in self._waiting)
 
-    def _defer(self, job: CompileJob, future: Future[Compiled]) -> None:
-        """Try a job later: another build compiles it now."""
+    def _end(
+        self, attempt: _Attempt, outcome: Compiled | None, compiled: bool, error: Exception | None
+    ) -> None:
+        """Take the end of an attempt: the job's result or error, or a reason to try it again."""
+        job = attempt.job
+        if isinstance(error, WorkerKilledError) and not (attempt.alone or self._closed):
+            try:
+                self._progress.note(
+                    f"{job.program} for {job.target.name}: its worker was killed, most likely because memory "
+                    "ran out; it is tried again while nothing else is compiled"
+                )
+            finally:
+                self._put_back(replace(attempt, alone=True, not_before=0.0))
+        elif error is not None:
+            self._fail(attempt, error)
+        elif outcome or compiled or self._closed:
+            self._finish(job, attempt.future, outcome, compiled)
+        else:  # another build compiles it now
+            self._put_back(replace(attempt, not_before=time.monotonic() + _DEFER_SECONDS))
+
+    def _put_back(self, attempt: _Attempt) -> None:
+        """Let a job wait again."""
         with self._changed:
             if not self._closed:
-                self._waiting.append((job, future, time.monotonic() + _DEFER_SECONDS))
+                self._waiting.append(attempt)
                 self._changed.notify_all()
                 return
-        self._finish(job, future, None, False)
+        self._finish(attempt.job, attempt.future, None, False)
 
     def _new_worker(self, toolchain: Toolchain) -> WorkerProcess | None:
         """Start a worker for a toolchain; None: the pool is closed."""
@@ -213,7 +293,8 @@ class WorkerPool:
     ) -> None:
         with self._changed:
             self._unfinished -= 1
-            self._compiled += compiled and outcome is not None
+            if compiled and outcome is not None:
+                self._compiled.add(job.key.digest)
         if outcome is None:
             future.set_exception(CancelledError())
             return
@@ -225,7 +306,8 @@ class WorkerPool:
         finally:  # even where progress cannot be shown, nobody waits for ever
             future.set_result(outcome)
 
-    def _fail(self, job: CompileJob, future: Future[Compiled], error: Exception) -> None:
+    def _fail(self, attempt: _Attempt, error: Exception) -> None:
+        job, future = attempt.job, attempt.future
         with self._changed:
             self._unfinished -= 1
             closed = self._closed
@@ -233,6 +315,8 @@ class WorkerPool:
             future.set_exception(CancelledError())
             return
         hint = error.hint if isinstance(error, PrejitError) else None
+        if attempt.alone and isinstance(error, WorkerKilledError):
+            hint = "nothing else was compiled: it may need more memory than this machine has (see `dmesg`)"
         kind = StoreError if isinstance(error, StoreError) else BuildError
         reason = str(error).partition(OUTPUT_MARK)[0]
         try:
@@ -243,14 +327,21 @@ class WorkerPool:
 
 def _available_bytes() -> int:
     """Return the memory that this process may still take, given the machine and its control group."""
-    limits = [WORKER_BYTES * 1024]  # where nothing is known, cores are the limit
+    limits = [1 << 40]  # where nothing is known, cores are the limit
     with suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 limits.append(int(line.split()[1]) * 1024)
-    with suppress(OSError, ValueError):  # "max", where there is no limit, is a ValueError
+    with suppress(OSError, ValueError, KeyError):  # "max", where there is no limit, is a ValueError
         group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
         directory = Path("/sys/fs/cgroup", group.lstrip("/"))
+        limit = int((directory / "memory.max").read_text())
         used = int((directory / "memory.current").read_text())
-        limits.append(int((directory / "memory.max").read_text()) - used)
+        limits.append(limit - used + _cached_bytes(directory / "memory.stat"))
     return max(0, min(limits))
+
+
+def _cached_bytes(stat: Path) -> int:
+    """Return the memory of a control group that holds files, which the kernel gives to whoever needs it."""
+    fields = dict(line.split() for line in stat.read_text().splitlines())
+    return int(fields["active_file"]) + int(fields["inactive_file"])

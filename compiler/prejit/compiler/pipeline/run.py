@@ -23,7 +23,7 @@ for several manifests at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -43,6 +43,7 @@ from prejit.compiler.pipeline.code import ReadCode, find_code
 from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.describe.provenance import build_provenance
 from prejit.compiler.pipeline.executables import (
+    CompiledExecutable,
     CompiledTarget,
     Jobs,
     Submitted,
@@ -54,13 +55,21 @@ from prejit.compiler.pipeline.executables import (
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.libraries import bind_libraries
 from prejit.compiler.pipeline.lowerers.crew import Crew, open_crew
-from prejit.compiler.pipeline.lowering import lower, lower_own, products_of, source_of
+from prejit.compiler.pipeline.lowering import (
+    has_lost_native,
+    is_lowered_again,
+    lower,
+    lower_own,
+    lowered_again,
+    products_of,
+    source_of,
+)
 from prejit.compiler.pipeline.measure.accuracy import measure_accuracy
 from prejit.compiler.pipeline.measure.costs import measure_costs
 from prejit.compiler.pipeline.measure.forms import measure_missing, runs_here
 from prejit.compiler.pipeline.measure.golden import with_golden_answers
 from prejit.compiler.pipeline.model import ReadModel, stores_out_in, uses_kernels
-from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
+from prejit.compiler.pipeline.pack.bundle_files import LostFramesError, PackedLayer
 from prejit.compiler.pipeline.pack.contents import PackedBundle, pack_bundle, pack_targets
 from prejit.compiler.pipeline.pack.model_layers import read_layers
 from prejit.compiler.pipeline.pack.weights import (
@@ -69,13 +78,14 @@ from prejit.compiler.pipeline.pack.weights import (
     pack_weights,
 )
 from prejit.compiler.pipeline.plan import (
+    Lowered,
     Plan,
     PlannedProgram,
     find_toolchain,
     kernels_of,
     plan_build,
 )
-from prejit.compiler.pipeline.shards import Packing, Shard
+from prejit.compiler.pipeline.shards import Packing, Shard, Turn
 from prejit.compiler.pipeline.tracing import parameters_of, remember
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
@@ -158,6 +168,7 @@ def build(
     timeout_seconds: float = JOB_SECONDS,
     retrace: bool = False,
     shard: Shard | None = None,
+    kernels_by: Mapping[str, str] | None = None,
 ) -> Built:
     """Build the bundle of a manifest into `output/NAME`.
 
@@ -175,6 +186,8 @@ def build(
             and of asking all programs for their golden answers.
         retrace: whether the user's code is traced again, whatever the store has.
         shard: which part of the build this is; None: the build has one machine.
+        kernels_by: identity of the C++ compiler that is tried first for each target's kernels, by target; a
+            target that is not named gets no kernels. None: every target, with the first compiler.
 
     Raises:
         BuildError: a program does not compile, or its worker died or took too long. What was finished stays
@@ -182,15 +195,18 @@ def build(
         ManifestError, CheckpointError, StoreError, NetworkError: something that the build starts from is
             wrong, or cannot be read.
     """
-    jobs = Jobs(executor, progress)
+    jobs = Jobs(executor, store, progress)
+    packings = _packings([manifest], shard, store)
     service = _Services(
-        output, store, progress, forms, measure, timeout_seconds, retrace, jobs, shard
+        *(output, store, progress, forms, measure, timeout_seconds, retrace),
+        *(executor, jobs, shard, packings, kernels_by),
     )
     with executor:
         begun = _begin(manifest, only, executor, service)
         service.jobs.wait()
-        compiled = executor.compiled - begun.compiled_before
-    return _finish(begun, compiled, service)
+    built = _finish(begun, service)
+    assert built is not None
+    return built
 
 
 @dataclass(frozen=True)
@@ -217,12 +233,16 @@ def build_all(
     measure: bool | None = None,
     timeout_seconds: float = JOB_SECONDS,
     retrace: bool = False,
+    shard: Shard | None = None,
     done: Callable[[Built | Failed], None],
 ) -> None:
     """Build the bundles of several manifests with one executor, each as `build` does.
 
     The next manifest is planned and lowered while programs of the others compile. Each bundle is written as
     soon as its programs are compiled. A build that fails ends no other one. Equal programs compile once.
+
+    Shards begin with different manifests. Each bundle is packed by the first shard that has all its programs;
+    the others go on meanwhile.
 
     Args:
         requests: manifests with different bundle names, each with the names of its targets (empty: all).
@@ -234,29 +254,53 @@ def build_all(
         measure: see `build`.
         timeout_seconds: see `build`.
         retrace: see `build`.
-        done: called with each build as it ends. `Built.compiled` counts the programs that no store had.
+        shard: see `build`.
+        done: called with each build as it ends.
+
+    Raises:
+        StoreError: the build has shards, and the store cannot be read.
     """
-    jobs = Jobs(executor, progress, several=True)
-    service = _Services(output, store, progress, forms, measure, timeout_seconds, retrace, jobs)
+    jobs = Jobs(executor, store, progress, several=True)
+    packings = _packings([manifest for manifest, _ in requests], shard, store)
+    service = _Services(
+        *(output, store, progress, forms, measure, timeout_seconds, retrace),
+        *(executor, jobs, shard, packings),
+    )
     left: list[_Begun] = []
 
-    def finish(ready: Sequence[_Begun]) -> None:
+    def finish(ready: Sequence[_Begun], *, patient: bool) -> None:
         for begun in ready:
-            left.remove(begun)
-            compiled = sum(each.new for each in begun.submitted)
-            done(_attempt(begun.plan.manifest, partial(_finish, begun, compiled, service)))
+            step = partial(_finish, begun, service, lambda: not patient)
+            if (end := _attempt(begun.plan.manifest, step)) is not None:
+                left.remove(begun)
+                done(end)
 
     with executor:
-        for manifest, only in requests:
+        for manifest, only in requests if shard is None else shard.ordered(requests):
             begun = _attempt(manifest, partial(_begin, manifest, only, executor, service))
             if isinstance(begun, Failed):
                 done(begun)
             else:
                 left.append(begun)
-            finish([each for each in left if each.is_compiled])
+            finish([each for each in left if each.is_compiled], patient=False)
         while left:
             wait([f for each in left for f in each.unfinished], return_when=FIRST_COMPLETED)
-            finish([each for each in left if each.is_compiled])
+            before = len(left)
+            finish([each for each in left if each.is_compiled], patient=False)
+            if len(left) == before and all(each.is_compiled for each in left):
+                finish(left[:1], patient=True)  # other shards pack all that is left
+
+
+def _packings(
+    manifests: Sequence[Manifest], shard: Shard | None, store: Store
+) -> Mapping[str, Packing]:
+    """Return what decides which shard packs each bundle, by its name; empty: the build has no shards.
+
+    All are made before any program: another shard may pack the last bundle before this one plans it.
+    """
+    if shard is None:
+        return {}
+    return {each.bundle.name: Packing(shard, each.bundle.name, store) for each in manifests}
 
 
 def _attempt(manifest: Manifest, step: Callable[[], _Step]) -> _Step | Failed:
@@ -278,8 +322,11 @@ class _Services:
     measure: bool | None
     timeout_seconds: float
     retrace: bool
+    executor: Executor
     jobs: Jobs
-    shard: Shard | None = None
+    shard: Shard | None
+    packings: Mapping[str, Packing]
+    kernels_by: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -295,7 +342,6 @@ class _Begun:
         submitted: the programs that are compiled.
         weights: returns the weights layer, which a shard packs only if it packs the bundle.
         layers: the other layers that all targets share.
-        compiled_before: what the executor had compiled before.
         packing: decides which shard packs; None: the build has no shards.
     """
 
@@ -307,7 +353,6 @@ class _Begun:
     submitted: Sequence[Submitted]
     weights: Callable[[], PackedLayer | None]
     layers: Sequence[PackedLayer]
-    compiled_before: int
     packing: Packing | None
 
     @property
@@ -364,7 +409,6 @@ def _begin(
             plan = replace(plan, own=checked.own)
         toolchains = [_make_toolchain(target, progress) for target in plan.targets]
         _note_cpus(toolchains, progress)
-        before = executor.compiled
         lowering = _Lowering(plan, model, code, None if checked is None else crew, service)
         lowering.run(toolchains, executor)
     plan, tools, found = lowering.plan, lowering.tools, lowering.found
@@ -373,12 +417,9 @@ def _begin(
     lowered = {each.spec.name: each.lowered for each in submitted}
     remember(lowering.untraced, lowered, user, plan.own, code, store, progress)
     weights = cache(partial(pack_weights, plan, published, user, code, model, store, progress))
-    packing = None
     if service.shard is None:
         packed = weights()  # while workers compile
         weights = cache(lambda: packed)
-    else:
-        packing = Packing(service.shard, manifest.bundle.name, store)
     return _Begun(
         plan,
         model,
@@ -388,8 +429,7 @@ def _begin(
         submitted,
         weights,
         tuple(layers),
-        before,
-        packing,
+        service.packings.get(manifest.bundle.name),
     )
 
 
@@ -422,6 +462,7 @@ class _Lowering:
         self._model = model
         self._code = code
         self._crew = crew
+        self._apart = set[str]()  # names of the programs that other processes lowered
         self._service = service
 
     def run(self, toolchains: list[Toolchain], executor: Executor) -> None:
@@ -431,7 +472,8 @@ class _Lowering:
             PrejitError: a program cannot be lowered.
         """
         store, progress, shard = self._service.store, self._service.progress, self._service.shard
-        libraries = _build_kernels(self.plan, toolchains, store, progress)
+        kernels_by = self._service.kernels_by
+        libraries = _build_kernels(self.plan, toolchains, kernels_by, store, progress)
         known = self.plan.forms
         measures = self._service.measure is not False
         if measures and libraries:
@@ -473,16 +515,26 @@ class _Lowering:
         return known is not None
 
     def _lower_apart(self, programs: Sequence[PlannedProgram], *, submits: bool = False) -> None:
-        """Lower programs in other processes, if there are some."""
-        if self._crew is None or not programs:
+        """Lower programs in other processes, if there are some.
+
+        What the store has lost is lowered here, which says so.
+        """
+        if self._crew is None:
             return
+        store, apart = self._service.store, self._apart
+        asked = [
+            each
+            for each in programs
+            if (each.lowered is None or each.spec.name in apart)
+            and not has_lost_native(each, store)
+        ]
         then = self._submit_known if submits else None
-        lowered = self._crew.lower(self.plan, programs, then, chosen=submits)
-        new = {each.spec.name for each in programs if each.lowered is None}
+        lowered = self._crew.lower(self.plan, asked, then, chosen=submits)
         self.plan = self.plan.with_programs(lowered)
         self.untraced = self.untraced.with_programs(
-            {name: each for name, each in lowered.items() if name in new}
+            {name: each for name, each in lowered.items() if name not in apart}
         )
+        apart |= lowered.keys()
 
     def _lower_own(self) -> None:
         """Lower the user's decoder here, as far as no other process did."""
@@ -493,45 +545,70 @@ class _Lowering:
         """Lower a program in this process, and submit it."""
         plan, store, jobs = self.plan, self._service.store, self._service.jobs
         lowered = lower(plan, program, self._model, self._code, store, self._service.progress)
-        found = []
+        progress = self._service.progress
+        found, lost = [], has_lost_native(program, store)
         for each in self.tools:
-            source = source_of(plan, program, lowered, each.kernels, self._model, self._code, store)
-            target = each.toolchain.target
-            where = plan.manifest.where
+            find = partial(
+                source_of, plan, program, lowered, each.kernels, self._model, self._code, store
+            )
+            source = find()
+            if store.read_blob(source.program) is None:  # which deletes what is damaged
+                lost = True
+                source = find()
+            target, where = each.toolchain.target, plan.manifest.where
             source = bind_libraries(plan.libraries, where, program.spec, source, target, store)
             found.append(submit(plan.manifest, program.spec, lowered, source, each, jobs))
+        if lost:
+            progress.note(lowered_again(f"{program.spec.name} with kernels"))
         return found
 
 
-def _finish(begun: _Begun, compiled: int, service: _Services) -> Built:
-    """Wait for the programs of a build, and write its bundle, unless another shard does."""
+def _finish(
+    begun: _Begun, service: _Services, give_up: Callable[[], bool] = lambda: False
+) -> Built | None:
+    """Wait for the programs of a build, and write its bundle, unless another shard does.
+
+    Args:
+        begun: the build.
+        service: what all builds of the command share.
+        give_up: called while another shard packs; true ends the wait.
+
+    Returns:
+        None: another shard packs, and `give_up` was true.
+    """
     packing = begun.packing
     targets = compiled_targets(begun.submitted, begun.tools)
     if packing is None:
-        return _pack(begun, targets, compiled, service)
+        return _pack(begun, targets, service)
     keys = sorted({each.job.key.digest for each in begun.submitted})
     with packing:
-        other = packing.wait(digest_of(to_json(keys)), service.progress)
-        if other is None:
-            built = _pack(begun, targets, compiled, service)
+        other = packing.wait(digest_of(to_json(keys)), service.progress, give_up=give_up)
+        if other is Turn.LATER:
+            return None
+        if other is Turn.NOW:
+            built = _pack(begun, targets, service)
             packing.finish(built.digest)
             return replace(built, packed_by=packing.shard.number)
     path = service.output / begun.plan.manifest.bundle.name
-    cached = len(begun.submitted) - compiled
+    compiled = sum(_compiled_here(begun, service))
     return Built(
         path,
         other.digest,
         compiled,
-        cached,
+        len(begun.submitted) - compiled,
         written=False,
         packed_by=other.shard,
         packed_here=False,
     )
 
 
-def _pack(
-    begun: _Begun, targets: tuple[CompiledTarget, ...], compiled: int, service: _Services
-) -> Built:
+def _compiled_here(begun: _Begun, service: _Services) -> list[bool]:
+    """Return of each program of a build whether this process compiled it now, and for no other build."""
+    here = service.executor.compiled
+    return [each.new and each.job.key.digest in here for each in begun.submitted]
+
+
+def _pack(begun: _Begun, targets: tuple[CompiledTarget, ...], service: _Services) -> Built:
     """Pack the compiled programs of a build, and write its bundle."""
     store, progress, seconds = service.store, service.progress, service.timeout_seconds
     plan, manifest, weights = begun.plan, begun.plan.manifest, begun.weights()
@@ -546,24 +623,72 @@ def _pack(
         if any(each.kernels for each in begun.tools)
         else ()
     )
-    packed = pack_targets(plan, targets, layers, products, accuracy, costs, store)
+    pack = partial(
+        pack_targets,
+        plan,
+        layers=layers,
+        products=products,
+        accuracy=accuracy,
+        costs=costs,
+        store=store,
+    )
+    try:
+        packed = pack(targets)
+    except LostFramesError as lost:
+        targets = _with_lost_frames(begun, targets, lost, service)
+        packed = pack(targets)
     packed = with_golden_answers(packed, store, progress, seconds)
     bundle = pack_bundle(manifest.bundle.name, packed)
     path, written = write(bundle, service.output, progress)
     digest = digest_of(bundle.index)
     files = () if begun.published is None else begun.published.files
-    attach_descriptions(path, digest, partial(build_provenance, plan, targets, files, digest))
+    attach_descriptions(
+        path, digest, partial(build_provenance, plan, targets, files, store, digest)
+    )
+    compiled = _compiled_here(begun, service)
     built = tuple(
         BuiltProgram(
             each.spec.name,
             each.job.target.name,
             each.job.key.digest,
             each.future.result().milliseconds,
-            each.new,
+            new,
         )
-        for each in begun.submitted
+        for each, new in zip(begun.submitted, compiled, strict=True)
     )
-    return Built(path, digest, compiled, len(built) - compiled, written, accuracy, built)
+    cached = len(built) - sum(compiled)
+    return Built(path, digest, sum(compiled), cached, written, accuracy, built)
+
+
+def _with_lost_frames(
+    begun: _Begun,
+    targets: tuple[CompiledTarget, ...],
+    lost: LostFramesError,
+    service: _Services,
+) -> tuple[CompiledTarget, ...]:
+    """Return compiled programs whose portable forms the store has again: they are lowered again.
+
+    Raises:
+        LostFramesError: one of them is not of a published model, or is another program now.
+    """
+    store, progress = service.store, service.progress
+    found: dict[str, Lowered] = {}
+    for program in begun.plan.programs:
+        if program.spec.name in lost.names and is_lowered_again(begun.plan, program):
+            made = lower(begun.plan, program, begun.model, begun.code, store, progress)
+            found[program.spec.name] = made
+
+    def mended(each: CompiledExecutable) -> CompiledExecutable:
+        made = found.get(each.spec.name, each.lowered)
+        if made.portable.raw_digest != each.lowered.portable.raw_digest:
+            raise lost
+        return replace(each, lowered=made)
+
+    if found.keys() != {*lost.names}:
+        raise lost
+    return tuple(
+        replace(target, executables=tuple(map(mended, target.executables))) for target in targets
+    )
 
 
 def _fetch(manifest: Manifest) -> Path | None:
@@ -596,12 +721,25 @@ def _note_cpus(toolchains: Sequence[Toolchain], progress: Progress) -> None:
 
 
 def _build_kernels(
-    plan: Plan, toolchains: list[Toolchain], store: Store, progress: Progress
+    plan: Plan,
+    toolchains: list[Toolchain],
+    kernels_by: Mapping[str, str] | None,
+    store: Store,
+    progress: Progress,
 ) -> dict[str, KernelLibrary]:
     """Return the kernels of each target that has some, compiled now if the store has none."""
     if not uses_kernels(plan.manifest):
         return {}
-    found = {each.target.name: build_kernels(each, store, progress) for each in toolchains}
+    found = {
+        each.target.name: build_kernels(
+            each,
+            store,
+            progress,
+            first=None if kernels_by is None else kernels_by[each.target.name],
+        )
+        for each in toolchains
+        if kernels_by is None or each.target.name in kernels_by
+    }
     missing = [each for each in found.values() if isinstance(each, NoKernels)]
     for reason in dict.fromkeys(each.reason for each in missing if each.worth_telling):
         progress.note(reason)

@@ -1,8 +1,9 @@
 """One build by several machines without a scheduler: each is a shard, and one of them packs the bundle.
 
 Every shard plans the same programs. It begins with its own part of them and goes on with the parts of
-others; `Store.making` lets one shard at a time make a result. In the end every shard has all executables, and
-the first one packs. The store then has a mark of it, which says to the others that they are done.
+others; `Store.making` lets one shard at a time make a result. In the end every shard has all executables of
+a bundle, and the first one packs it. The store then has a mark of it, which says to the others that they are
+done.
 
 Marks have numbers: a shard looks which ones are there when it begins, and counts only later ones. So another
 build of the same programs, a day later, packs its own bundle.
@@ -11,9 +12,10 @@ build of the same programs, a day later, packs its own bundle.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeVar, final
 
 from prejit.compiler.progress import Progress
@@ -78,6 +80,13 @@ class Packed:
     digest: str
 
 
+class Turn(Enum):
+    """Whether it is this shard's turn to pack."""
+
+    NOW = "pack now"
+    LATER = "another shard packs, and may fail"
+
+
 @final
 class Packing:
     """Lets one shard pack. A context manager, which lets another one try if this one fails."""
@@ -100,12 +109,19 @@ class Packing:
         self._stack = ExitStack()
         self._executables = ""
 
-    def wait(self, executables: str, progress: Progress) -> Packed | None:
-        """Wait until it is this shard's turn; return what another shard has packed, or None: pack now.
+    def wait(
+        self,
+        executables: str,
+        progress: Progress,
+        *,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> Packed | Turn:
+        """Wait while another shard packs; return what it has packed, or whose turn it is.
 
         Args:
             executables: digest of the keys of all executables.
             progress: shows the wait.
+            give_up: called during the wait; true ends it with `Turn.LATER`.
 
         Raises:
             StoreError: the store cannot be read or written.
@@ -115,10 +131,11 @@ class Packing:
             while True:
                 key = self._mark(self._number)
                 with ExitStack() as making:
-                    making.enter_context(self._store.making(key))
+                    if not making.enter_context(self._store.making(key, give_up=give_up)):
+                        return Turn.LATER
                     if (mark := self._store.get(key)) is None:
                         self._stack = making.pop_all()
-                        return None
+                        return Turn.NOW
                 if mark["executables"] == executables:
                     return Packed(mark["shard"], mark["digest"])
                 self._number += 1  # that of another build with the same name

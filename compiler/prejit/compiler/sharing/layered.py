@@ -152,7 +152,7 @@ class LayeredStore:
 
     def where(self, key: Key) -> str | None:
         """See `Store.where`."""
-        if (found := self._local.where(key)) is not None:
+        if (found := self._local.where(key)) is not None or _stays_here(key):
             return found
         for tier, traffic in zip(self._tiers, self.traffic, strict=True):
             entry = self._look(tier, traffic, key)
@@ -164,7 +164,7 @@ class LayeredStore:
         """See `Store.put`."""
         needed = tuple(blobs)
         self._local.put(key, result, blobs=needed)
-        if key.kind in LOCAL_KINDS:
+        if _stays_here(key):
             return
         with self._lock:
             self._offered.add(key.digest)
@@ -178,7 +178,7 @@ class LayeredStore:
             StoreError: machines share this build, and their store does not answer any more.
         """
         with self._local.making(key, give_up=give_up) as held:
-            if not held or self._leases is None or key.kind in LOCAL_KINDS:
+            if not held or self._leases is None or _stays_here(key):
                 yield held
                 return
             lease: Lease | None = None
@@ -195,6 +195,18 @@ class LayeredStore:
                 if lease is not None:
                     self._release_when_sent(lease)
 
+    def last_result(self, kind: str, name: str) -> Mapping[str, Any] | None:
+        """See `Store.last_result`."""
+        if (found := self._local.last_result(kind, name)) is not None:
+            return found
+        for tier, traffic in zip(self._tiers, self.traffic, strict=True):
+            last = self._look(tier, traffic, _last_key(kind, name))
+            key = None if last is None else _key_of(last, kind, name)
+            entry = None if key is None else self._look(tier, traffic, key)
+            if entry is not None:
+                return entry.result
+        return None
+
     def last_keys(self, kind: str, name: str) -> tuple[Key, ...]:
         """See `Store.last_keys`."""
         found = [*self._local.last_keys(kind, name)]
@@ -203,6 +215,10 @@ class LayeredStore:
             if entry is not None and (key := _key_of(entry, kind, name)) is not None:
                 found.append(key)
         return tuple(found)
+
+    def seal(self, text: str) -> str:
+        """See `Store.seal`."""
+        return self._local.seal(text)
 
     def put_blob(self, content: bytes) -> str:
         """See `Store.put_blob`."""
@@ -241,7 +257,7 @@ class LayeredStore:
 
     def _fetch(self, key: Key) -> bool:
         """Bring a result with its contents to this machine; return whether a shared store has it."""
-        if key.kind in LOCAL_KINDS or key.digest in self._absent:
+        if _stays_here(key) or key.digest in self._absent:
             return False
         for tier, traffic in zip(self._tiers, self.traffic, strict=True):
             entry = self._look(tier, traffic, key)
@@ -333,7 +349,7 @@ class LayeredStore:
 
     def _offer(self, key: Key, result: Mapping[str, Any]) -> None:
         """Send a result that this machine has, if a shared store lacks it. Each is looked for once."""
-        if not self._offers or key.kind in LOCAL_KINDS:
+        if not self._offers or _stays_here(key):
             return
         with self._lock:
             if key.digest in self._offered:
@@ -435,10 +451,16 @@ class LayeredStore:
             if traffic.down:
                 return
             traffic.down = str(error)
-        self._note(f"{error}; this build goes on without it")
+        shares = self._leases is not None and traffic is self.traffic[self._leading]
+        self._note(str(error) if shares else f"{error}; this build goes on without it")
 
     def _refuse(self, tier: Tier, key: Key, reason: str) -> None:
         self._note(f"{tier.label}: the result of {key.kind} {key.name} is not used: {reason}")
+
+
+def _stays_here(key: Key) -> bool:
+    """Return whether shared stores have nothing to do with a result."""
+    return key.kind in LOCAL_KINDS or key.is_sealed
 
 
 def _last_key(kind: str, name: str) -> Key:

@@ -119,11 +119,29 @@ class Store(Protocol):
             StoreError: the store cannot be written.
         """
 
+    def last_result(self, kind: str, name: str) -> Mapping[str, Any] | None:
+        """Return the last result of a kind and name, whatever its key, from here or else from elsewhere.
+
+        It says what happened then. Its blobs may be missing, and none is fetched.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+
     def last_keys(self, kind: str, name: str) -> tuple[Key, ...]:
         """Return the keys of the last results of a kind and name, here and elsewhere, which explain a miss.
 
         Raises:
             StoreError: the store cannot be read.
+        """
+
+    def seal(self, text: str) -> str:
+        """Return a text that stands for another one in keys of this store, and shows nothing of it.
+
+        Without the store's secret nobody can try which text it stands for. `Key.is_sealed` keys stay here.
+
+        Raises:
+            StoreError: the store's secret cannot be read or written.
         """
 
     def put_blob(self, content: bytes) -> str:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +22,9 @@ import zstandard
 
 from prejit.compiler.compile import pool, worker_process
 from prejit.compiler.compile.executor import Executor, collect, find_compiled
+from prejit.compiler.compile.history import need_of, size_need
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
-from prejit.compiler.compile.pool import WORKER_BYTES, WorkerPool, default_workers
+from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.worker.compiling import compress
 from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.progress import Plain
@@ -34,6 +35,7 @@ from prejit.compiler.targets.build_host import jaxlib_version
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
 from prejit.runtime.errors import BuildError, StoreError
+from prejit.runtime.format.schema import Memory, Segment
 from prejit.runtime.machine.targets import Target
 
 VERSIONS = (("jax", "0.12.0"), ("jaxlib", "0.12.0"))
@@ -79,6 +81,10 @@ def compile_program(portable, machine):
         with open(argument, "a") as file:
             file.write(f"{os.getpid()}\\n")
         time.sleep(0.2)
+    if action == "greedy" and not Path(argument).exists():
+        Path(argument).touch()
+        time.sleep(0.3)  # so that another program runs beside it
+        os.kill(os.getpid(), signal.SIGKILL)
     if action == "warn":
         print("a warning of another program", file=sys.stderr)
     if action == "sleep":
@@ -315,7 +321,7 @@ def test_an_out_of_memory_kill_is_reported_with_program_target_and_last_lines(
         "      | the last words",
     ]
     assert error.hint is not None
-    assert "--jobs 1" in error.hint
+    assert "more memory than this machine has" in error.hint
 
 
 @pytest.mark.parametrize(
@@ -433,7 +439,7 @@ def test_jobs_are_taken_while_others_run(
         first.result()
         second.result()
         pool.submit(job(cache, "c", "ok:", command=fake)).result()
-        assert pool.compiled == 3
+        assert len(pool.compiled) == 3
 
 
 def test_a_long_compile_is_reported_by_a_heartbeat(
@@ -635,7 +641,7 @@ def test_closing_a_pool_ends_its_wait_for_another_build(
             future.result(timeout=60)
     with WorkerPool(cache, workers=1) as pool:
         pool.submit(one).result()
-        assert pool.compiled == 1
+        assert pool.compiled == {one.key.digest}
 
 
 def test_closing_a_pool_cancels_what_it_has_not_compiled(
@@ -654,9 +660,156 @@ def test_closing_a_pool_cancels_what_it_has_not_compiled(
 
 def test_workers_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    for available, workers in ((0, 1), (3 * WORKER_BYTES, 3), (1 << 50, 16)):
+    for available, workers in ((0, 1), (3 * size_need(0).bytes, 3), (1 << 50, 16)):
         monkeypatch.setattr(pool, "_available_bytes", lambda found=available: found)
         assert default_workers() == workers
+
+
+def remember(cache: DirectoryStore, program: str, seconds: float, peak_mb: int, on: Target) -> None:
+    """Puts a compile of an older version of a program into the cache."""
+    digest = cache.put_blob(b"executable")
+    found = Compiled(
+        Segment(0, 10, digest, 10, digest),
+        (),
+        Memory(1, 2, 3, 4),
+        round(1000 * seconds),
+        peak_bytes=peak_mb << 20,
+    )
+    key = Key("compile", f"{program}/{on.name}", (("portable", f"an older {program}"),))
+    cache.put(key, found.to_plain(), blobs=[digest])
+
+
+def order_of(
+    cache: DirectoryStore, blocker: CompileJob, at: Path, jobs: list[CompileJob], **options: bool
+) -> str:
+    """The order in which the only worker compiles jobs that were submitted while it was busy."""
+    done: list[str] = []
+    with WorkerPool(cache, workers=1, **options) as workers:
+        first = workers.submit(blocker)
+        wait_for((at / "begun").exists)
+        futures = [workers.submit(each) for each in jobs]
+        for each, future in zip(jobs, futures, strict=True):
+            future.add_done_callback(lambda _, name=each.program: done.append(name))
+        (at / "go on").touch()
+        for future in (first, *futures):
+            future.result(60)
+    return "".join(done)
+
+
+@pytest.fixture
+def blocker(cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path) -> CompileJob:
+    return job(cache, "first", f"meet:{tmp_path / 'begun'},{tmp_path / 'go on'}", command=fake)
+
+
+def test_the_longest_job_does_not_run_last(
+    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path, blocker: CompileJob
+) -> None:
+    """At the end it would run beside nothing."""
+    for name, seconds in (("b", 3.0), ("c", 60.0), ("d", 9.0)):
+        remember(cache, name, seconds, 100, HOST)
+    # `a` is new, and small.
+    jobs = [job(cache, name, f"ok:{name}", command=fake) for name in "abcd"]
+    assert order_of(cache, blocker, tmp_path, jobs) == "cdba"
+
+
+def test_jobs_of_a_shard_run_in_the_order_that_divides_them_among_machines(
+    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path, blocker: CompileJob
+) -> None:
+    """All shards know the same times: each would take the longest job, and wait for the others."""
+    remember(cache, "b", 60.0, 100, HOST)
+    jobs = [job(cache, name, f"ok:{name}", command=fake) for name in "abc"]
+    assert order_of(cache, blocker, tmp_path, jobs, in_order=True) == "abc"
+
+
+def test_a_new_worker_is_started_only_for_a_job_that_is_worth_it(
+    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path, blocker: CompileJob
+) -> None:
+    for name, seconds, on in (("a", 3.0, HOST), ("b", 3.4, V3), ("c", 5.0, V3), ("d", 0.5, HOST)):
+        remember(cache, name, seconds, 100, on)
+    jobs = [
+        job(cache, name, f"ok:{name}", on, command=fake)
+        for name, on in (("a", HOST), ("b", V3), ("c", V3), ("d", HOST))
+    ]
+    # `c` is worth it. Its worker goes on with `b`; then `a` is worth it.
+    assert order_of(cache, blocker, tmp_path, jobs) == "cbad"
+
+
+@pytest.mark.parametrize("peak_mb", [3000, 30_000])
+def test_jobs_that_do_not_fit_together_never_run_together(
+    cache: DirectoryStore,
+    fake: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    peak_mb: int,
+) -> None:
+    """Also those that alone need more than the machine has: they must run, and beside nothing."""
+    monkeypatch.setattr(pool, "_available_bytes", lambda: 6 << 30)
+    beside: list[tuple[str, ...]] = []
+    compile_really = WorkerProcess.compile
+
+    def watch(self: WorkerProcess, source: Source, seconds: float) -> Compiled:
+        beside.append(tuple(sorted(each.job.program for each in workers._running)))
+        return compile_really(self, source, seconds)
+
+    monkeypatch.setattr(WorkerProcess, "compile", watch)
+    jobs = []
+    for number, name in enumerate("abc"):
+        remember(cache, name, 9.0 - number, peak_mb, HOST)
+        jobs.append(job(cache, name, f"count:{tmp_path / name}", command=fake))
+    small = [job(cache, name, f"count:{tmp_path / name}", command=fake) for name in "xy"]
+    with WorkerPool(cache, workers=3) as workers:
+        assert len(results(workers, *jobs, *small)) == 5
+    large = [sum(name in "abc" for name in each) for each in beside]
+    assert max(large) == 1
+    assert max(map(len, beside)) == (3 if peak_mb == 3000 else 2), (
+        "small ones fit beside a large one"
+    )
+    if peak_mb == 30_000:
+        assert all(len(each) == 1 for each in beside if set(each) & set("abc"))
+
+
+def test_memory_that_somebody_else_takes_is_not_given_to_jobs(
+    cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for available, free in ((8 << 30, 7 << 30), (1 << 30, 1 << 30)):
+        monkeypatch.setattr(pool, "_available_bytes", lambda: 8 << 30)
+        workers = WorkerPool(cache, workers=2)
+        monkeypatch.setattr(pool, "_available_bytes", lambda found=available: found)
+        one = job(cache, "a", "ok:")
+        need = replace(need_of(cache, one), bytes=1 << 30)
+        workers._running.add(pool._Attempt(one, Future(), need))
+        assert workers._free_bytes() == free
+
+
+def test_a_job_whose_worker_is_killed_runs_once_more_beside_nothing(
+    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its estimate was too low, or another program took the memory."""
+    mark, beside = tmp_path / "mark", list[tuple[str, ...]]()
+    compile_really = WorkerProcess.compile
+
+    def watch(self: WorkerProcess, source: Source, seconds: float) -> Compiled:
+        beside.append(tuple(sorted(each.job.program for each in workers._running)))
+        return compile_really(self, source, seconds)
+
+    monkeypatch.setattr(WorkerProcess, "compile", watch)
+    greedy = job(cache, "greedy", f"greedy:{mark}", command=fake)
+    others = [job(cache, f"p{n}", f"count:{tmp_path}/{n}", command=fake) for n in range(6)]
+    with WorkerPool(cache, workers=2) as workers:
+        found = results(workers, greedy, *others)
+        assert len(workers.compiled) == len(found) == 7
+    assert [each for each in beside if "greedy" in each][-1] == ("greedy",)
+    assert beside.index(("greedy",)) > 0
+
+
+def test_a_job_that_the_store_has_asks_for_no_history(
+    cache: DirectoryStore, fake: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build that changes nothing must not pay for it."""
+    jobs = [job(cache, name, "ok:", command=fake) for name in "ab"]
+    first = run(cache, fake, *jobs)
+    monkeypatch.setattr(pool, "need_of", lambda store, job: pytest.fail("it was asked for"))
+    assert run(cache, fake, *jobs) == first
 
 
 def test_a_frame_says_its_size_and_notices_every_flipped_bit() -> None:
@@ -686,7 +839,7 @@ def test_a_job_of_another_build_stops_no_other_job(
             assert pool.submit(second).result(60)
             assert not waiting.done()
         assert waiting.result(60)
-    assert pool.compiled == 2
+    assert pool.compiled == {first.key.digest, second.key.digest}
 
 
 def test_a_job_of_another_build_ends_with_the_pool(

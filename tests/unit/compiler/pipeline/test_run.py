@@ -76,7 +76,7 @@ def test_a_build_asks_for_no_more_than_the_interfaces_have(tmp_path: Path) -> No
 class Refusing:
     """An executor that compiles nothing."""
 
-    compiled = 0
+    compiled = frozenset[str]()
     lowering_processes = 0
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.pipeline.shards import MAX_SHARDS, Packed, Packing, Shard
+from prejit.compiler.pipeline.shards import MAX_SHARDS, Packed, Packing, Shard, Turn
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.errors import UsageError
@@ -56,13 +56,13 @@ def packing(store: DirectoryStore, number: int, bundle: str = "demo") -> Packing
 
 def test_one_shard_packs_and_the_others_learn_of_it(store: DirectoryStore) -> None:
     together = threading.Barrier(4)
-    found = list[tuple[int, Packed | None]]()
+    found = list[tuple[int, Packed | Turn]]()
 
     def run(number: int) -> None:
         with packing(store, number) as mine:
             together.wait(60)
             other = mine.wait("x", Quiet())
-            if other is None:
+            if other is Turn.NOW:
                 mine.finish(f"digest {number}")
             found.append((number, other))
 
@@ -71,16 +71,29 @@ def test_one_shard_packs_and_the_others_learn_of_it(store: DirectoryStore) -> No
         each.start()
     for each in threads:
         each.join()
-    [packer] = [number for number, other in found if other is None]
-    assert {other for _, other in found if other} == {Packed(packer, f"digest {packer}")}
+    [packer] = [number for number, other in found if other is Turn.NOW]
+    assert {other for _, other in found if other is not Turn.NOW} == {
+        Packed(packer, f"digest {packer}")
+    }
 
 
 def test_a_shard_that_fails_leaves_packing_to_another(store: DirectoryStore) -> None:
     first, second = packing(store, 1), packing(store, 2)
     with first:
-        assert first.wait("x", Quiet()) is None  # and it never finishes
+        assert first.wait("x", Quiet()) is Turn.NOW  # and it never finishes
     with second:
-        assert second.wait("x", Quiet()) is None
+        assert second.wait("x", Quiet()) is Turn.NOW
+
+
+def test_a_shard_with_other_bundles_need_not_wait(store: DirectoryStore) -> None:
+    first, second = packing(store, 1), packing(store, 2)
+    with first:
+        assert first.wait("x", Quiet()) is Turn.NOW
+        with second:
+            assert second.wait("x", Quiet(), give_up=lambda: True) is Turn.LATER
+        first.finish("digest")
+    with second:
+        assert second.wait("x", Quiet(), give_up=lambda: True) == Packed(1, "digest")
 
 
 def test_a_build_on_another_day_packs_its_own_bundle(store: DirectoryStore) -> None:
@@ -88,7 +101,7 @@ def test_a_build_on_another_day_packs_its_own_bundle(store: DirectoryStore) -> N
     for day in range(9):
         first, late = packing(store, 1), packing(store, 2)
         with first:
-            assert first.wait("x", Quiet()) is None, day
+            assert first.wait("x", Quiet()) is Turn.NOW, day
             first.finish("digest")
         with late:
             assert late.wait("x", Quiet()) == Packed(1, "digest")
@@ -98,9 +111,9 @@ def test_the_bundle_of_another_commit_is_not_ours(store: DirectoryStore) -> None
     """Two commits are built at the same time, under one name."""
     ours, theirs = packing(store, 1), packing(store, 2)
     with theirs:
-        assert theirs.wait("theirs", Quiet()) is None
+        assert theirs.wait("theirs", Quiet()) is Turn.NOW
         theirs.finish("theirs")
     with ours:
-        assert ours.wait("ours", Quiet()) is None
+        assert ours.wait("ours", Quiet()) is Turn.NOW
         ours.finish("ours")
-    assert packing(store, 3, "other").wait("ours", Quiet()) is None
+    assert packing(store, 3, "other").wait("ours", Quiet()) is Turn.NOW

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.compiler.sharing.fixtures import Memory, private_key
 
 from prejit.compiler.sharing.layered import LayeredStore
-from prejit.compiler.sharing.leases import Leases
+from prejit.compiler.sharing.leases import PREFIX, Leases
 from prejit.compiler.sharing.objects import Objects
 from prejit.compiler.sharing.shared_result import SharedResult, encode
 from prejit.compiler.sharing.tier import Tier
@@ -52,6 +52,17 @@ def test_what_one_machine_made_another_finds(tmp_path: Path, place: Memory) -> N
     assert second.store.read_blob(digest) == CONTENT
     assert second.local.get(KEY, verify=True) == {"executable": digest}  # kept on this machine
     assert (second.store.traffic[0].found, second.store.traffic[0].read_bytes) == (1, len(CONTENT))
+
+
+def test_a_result_under_a_sealed_key_stays_on_this_machine(tmp_path: Path, place: Memory) -> None:
+    machine = Machine(tmp_path / "a", Tier(place))
+    key = Key("trace", "demo/f", (("variable PIN", machine.store.seal("1234")),))
+    assert machine.store.get(key) is None
+    with machine.store.making(key):
+        machine.make(key)
+    assert machine.store.where(key) == LOCAL
+    assert place.files == {}
+    assert place.reads == 0
 
 
 def test_where_a_result_is_can_be_asked_without_fetching_it(tmp_path: Path, place: Memory) -> None:
@@ -247,6 +258,27 @@ def test_a_plan_and_a_reader_send_nothing(tmp_path: Path, place: Memory, is_plan
     assert not place.files
 
 
+def test_what_a_compile_took_elsewhere_is_known_without_its_executable(
+    tmp_path: Path, place: Memory
+) -> None:
+    digest = Machine(tmp_path / "a", Tier(place)).make()
+    second = Machine(tmp_path / "b", Tier(place))
+    assert second.store.last_result(KEY.kind, KEY.name) == {"executable": digest}
+    assert second.store.last_result(KEY.kind, "another") is None
+    assert second.local.blob_path(digest) is None
+    assert second.local.last_result(KEY.kind, KEY.name) is None
+
+
+def test_what_a_compile_took_here_is_asked_of_nobody(tmp_path: Path, place: Memory) -> None:
+    machine = Machine(tmp_path / "a", Tier(place))
+    digest = machine.make()
+    place.files.clear()
+    path = machine.local.blob_path(digest)
+    assert path is not None
+    path.unlink()  # evicted: its time is known all the same
+    assert machine.store.last_result(KEY.kind, KEY.name) == {"executable": digest}
+
+
 def test_the_last_key_of_another_machine_explains_a_miss(tmp_path: Path, place: Memory) -> None:
     Machine(tmp_path / "a", Tier(place)).make()
     second = Machine(tmp_path / "b", Tier(place))
@@ -305,6 +337,36 @@ def test_machines_that_share_a_build_make_a_result_once(tmp_path: Path, place: M
         each.store.finish()
 
 
+def test_a_store_that_gives_a_lease_to_everybody_gives_nobody_a_wrong_result(
+    tmp_path: Path,
+) -> None:
+    """It says of every file that it created it: both machines make the result, and both have it."""
+
+    class Liar(Memory):
+        def create(self, path: str, content: bytes) -> bool:
+            self.write(path, content)
+            return True
+
+        def read(self, path: str, most: int) -> bytes | None:
+            return None if path.startswith(PREFIX) else super().read(path, most)
+
+    place = Liar()
+    machines = [Sharing(tmp_path / name, Tier(place)) for name in "ab"]
+    with machines[0].store.making(KEY) as one, machines[1].store.making(KEY) as other:
+        assert one
+        assert other
+        digests = [each.store.put_blob(CONTENT) for each in machines]
+        for each, digest in zip(machines, digests, strict=True):
+            assert each.store.get(KEY) is None
+            each.store.put(KEY, {"executable": digest}, blobs=[digest])
+    for each in machines:
+        each.store.finish()
+        assert not [note for note in each.notes if "written" not in note]
+        assert each.local.get(KEY, verify=True) == {"executable": digests[0]}
+    third = Machine(tmp_path / "c", Tier(place))
+    assert third.store.get(KEY, verify=True) == {"executable": digests[0]}
+
+
 def test_who_makes_something_else_does_not_wait(tmp_path: Path, place: Memory) -> None:
     first, second = (Sharing(tmp_path / name, Tier(place)) for name in "ab")
     with first.store.making(KEY), second.store.making(KEY, give_up=lambda: True) as held:
@@ -346,7 +408,7 @@ def test_machines_that_cannot_agree_any_more_make_nothing_new(
     place.fails = "memory://: no route to host"
     with pytest.raises(StoreError, match="no route to host"), machine.store.making(KEY):
         pass
-    assert machine.notes == ["memory://: no route to host; this build goes on without it"]
+    assert machine.notes == ["memory://: no route to host"]
     machine.store.abandon()
 
 

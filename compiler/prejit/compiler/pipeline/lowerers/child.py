@@ -51,9 +51,29 @@ from prejit.compiler.pipeline.plan import (
     plan_build,
 )
 from prejit.compiler.pipeline.tracing import parameters_of, remember
-from prejit.compiler.progress import Quiet
+from prejit.compiler.progress import Progress
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.errors import PrejitError
+
+
+@final
+class _Notes(Progress):
+    """Keeps lines for the build, which shows them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: list[str] = []
+
+    def taken(self) -> tuple[str, ...]:
+        """Return the lines since the last call."""
+        found, self._lines = self._lines, []
+        return tuple(found)
+
+    def _tell(self, text: str) -> None:
+        self._lines.append(text)
+
+    def _tell_finished(self, text: str) -> None:
+        pass
 
 
 @final
@@ -66,7 +86,7 @@ class Lowerer:
         self._manifest = manifest
         self._recorder = Recorder(DirectoryStore(Path(project.root), project.namespace))
         self._store = self._recorder.as_store()
-        self._progress = Quiet()
+        self._progress = _Notes()
         self._parameters: dict[str, Mapping[str, str]] = {}  # by section
         first = self._plan(names=(), retrace=False)
         self._model: ReadModel = cache(partial(read_planned, first))
@@ -115,7 +135,8 @@ class Lowerer:
         remember(before, lowered, parameters, plan.own, self._code, self._store, self._progress)
         self._lower_native(plan, lowered, chosen=work.chosen)
         section = plan.programs[0].spec.section
-        return Done(lowered, parameters.get(section, {}), tuple(self._recorder.taken()))
+        stored, notes = tuple(self._recorder.taken()), self._progress.taken()
+        return Done(lowered, parameters.get(section, {}), stored, notes)
 
     def _plan(self, names: Sequence[str] | None, *, retrace: bool) -> Plan:
         return plan_build(

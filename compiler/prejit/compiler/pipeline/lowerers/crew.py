@@ -216,6 +216,8 @@ class Crew:
             done = self._ask(label, Work({n: e.lowered for n, e in known.items()}, chosen))
             if done is None:
                 return ()
+            for line in done.notes:
+                self._progress.note(line)
             for key in done.keys:  # so that a shared store gets what it lacks
                 self._store.get(key)
         lowered = [_with_result(plan, each, done) for each in known.values()]

@@ -134,17 +134,19 @@ class Done:
         programs: the portable forms by name.
         parameters: the parameters of the unit's function of the user, as `keys.content_of` describes them.
         stored: the keys of the results that were put into the store, as lists.
+        notes: lines for the user.
     """
 
     programs: Mapping[str, Lowered]
     parameters: Mapping[str, str]
     stored: tuple[Any, ...]
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> Done:
         """Return what `dataclasses.asdict` turned into JSON."""
         programs = {name: Lowered.from_json(each) for name, each in fields["programs"].items()}
-        return cls(programs, fields["parameters"], tuple(fields["stored"]))
+        return cls(programs, fields["parameters"], tuple(fields["stored"]), tuple(fields["notes"]))
 
     @property
     def keys(self) -> tuple[Key, ...]:
