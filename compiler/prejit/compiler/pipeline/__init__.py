@@ -5,6 +5,8 @@
     keys.py          the ingredients of every key
     model.py         the model: its files, and what they say
     lowering.py      programs and functions to StableHLO
+    lowerers         the same in processes of their own, side by side
+    checks.py        mistakes in models and code, before anything is lowered
     executables.py   StableHLO to executables
     measure          forms of products, costs of programs, accuracy of dtypes
     pack             tables, layers and index of the bundle

@@ -6,8 +6,10 @@ process. What the user's code prints goes to stderr, as in a build.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -54,6 +56,9 @@ from prejit.compiler.pipeline.tracing import parameters_of, remember
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.errors import PrejitError
+
+_PR_SET_PDEATHSIG = 1
+"""Number of a prctl option, from linux/prctl.h: end this process when the build's ends."""
 
 
 @final
@@ -252,6 +257,8 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 def main() -> None:
     """Serve stdin and stdout."""
+    # Code of the user may never return. The thread that started this process lives as long as its crew.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = open(os.dup(1), "wb")  # noqa: SIM115 (open until the process ends)
     os.dup2(2, 1)  # what the user's code prints must not mix with the answers
     requests = open(os.dup(0), "rb")  # noqa: SIM115

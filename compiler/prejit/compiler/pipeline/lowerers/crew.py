@@ -144,7 +144,7 @@ class Crew:
         self,
         plan: Plan,
         programs: Sequence[PlannedProgram],
-        then: Callable[[PlannedProgram], object] | None,
+        then: Callable[[PlannedProgram], bool] | None,
         *,
         chosen: bool,
     ) -> dict[str, PlannedProgram]:
@@ -153,7 +153,8 @@ class Crew:
         Args:
             plan: the plan of the build.
             programs: those of its programs that have to be lowered, or lack their form with kernels.
-            then: called in any thread; None: nothing is called.
+            then: called in any thread, and returns whether it needs no more of a program; None: nothing is
+                called.
             chosen: see `messages.Work`.
 
         Returns:
@@ -195,7 +196,7 @@ class Crew:
         plan: Plan,
         unit: Unit,
         *,
-        then: Callable[[PlannedProgram], object] | None,
+        then: Callable[[PlannedProgram], bool] | None,
         chosen: bool,
     ) -> Sequence[PlannedProgram]:
         """Lower a unit in a process, in a thread that waits for it. Returns its programs, or none."""
@@ -213,6 +214,8 @@ class Crew:
                 if not stack.enter_context(making):
                     raise CancelledError
             known = {each.spec.name: self._known(each) for each in unit}
+            if keys and then is not None and all(map(then, known.values())):
+                return [*known.values()]  # another build has lowered them meanwhile
             done = self._ask(label, Work({n: e.lowered for n, e in known.items()}, chosen))
             if done is None:
                 return ()
@@ -221,9 +224,9 @@ class Crew:
             for key in done.keys:  # so that a shared store gets what it lacks
                 self._store.get(key)
         lowered = [_with_result(plan, each, done) for each in known.values()]
-        for each in lowered if then is not None else ():
-            assert then is not None
-            then(each)
+        if then is not None:
+            for each in lowered:
+                then(each)
         return lowered
 
     def _known(self, program: PlannedProgram) -> PlannedProgram:
