@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
-from prejit.compiler.compile.executor import Executor, collect
+from prejit.compiler.compile.executor import Executor, collect, find_compiled
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
@@ -122,19 +122,36 @@ class Jobs:
     Any thread may submit.
     """
 
-    def __init__(self, executor: Executor, progress: Progress, *, several: bool = False) -> None:
+    def __init__(
+        self, executor: Executor, store: Store, progress: Progress, *, several: bool = False
+    ) -> None:
         """Submit nothing yet.
 
         Args:
             executor: compiles the jobs.
-            progress: counts the programs that wait for an equal one.
+            store: holds what they are compiled from, and what was compiled.
+            progress: counts the programs that take no worker.
             several: whether several manifests are built, so that messages name the bundle of a program.
         """
         self._executor = executor
+        self._store = store
         self._progress = progress
         self._several = several
         self._lock = threading.Lock()
         self._first: dict[str, tuple[CompileJob, Future[Compiled]]] = {}
+        self._stored: dict[str, Compiled | None] = {}  # by digest of the key
+
+    def lacks_program(self, job: CompileJob) -> bool:
+        """Return whether a job has to be compiled, and what it is compiled from is lost or damaged.
+
+        Only a program that is compiled is read: a build that changes nothing reads none.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        if job.key.digest in self._first or self._find(job) is not None:
+            return False
+        return self._store.read_blob(job.source.program) is None
 
     def submit(self, bundle: str, job: CompileJob) -> tuple[Future[Compiled], bool]:
         """Take a job of a bundle.
@@ -155,6 +172,11 @@ class Jobs:
             awaited.add_done_callback(partial(self._follow, first, job, future))
             return future, False
         try:
+            if (stored := self._find(job)) is not None:
+                self._progress.add()
+                self._progress.cached()
+                future.set_result(stored)
+                return future, False
             found = self._executor.submit(job)
         except BaseException as error:
             future.set_exception(error)  # nobody waits for ever
@@ -168,6 +190,13 @@ class Jobs:
         with self._lock:
             futures = [future for _, future in self._first.values()]
         wait(futures)
+
+    def _find(self, job: CompileJob) -> Compiled | None:
+        """Return a result from the store, which is read once."""
+        digest = job.key.digest
+        if digest not in self._stored:
+            self._stored[digest] = find_compiled(self._store, job.key)
+        return self._stored[digest]
 
     def _follow(
         self,
@@ -207,9 +236,13 @@ def submit(
     jobs: Jobs,
 ) -> Submitted:
     """Hand a program to the executor, which takes it from the store or compiles it."""
-    key = compile_key(manifest, spec, tools.toolchain, source)
-    job = CompileJob(spec.name, tools.toolchain, source, key)
+    job = _job(manifest, spec, source, tools)
     return Submitted(spec, lowered, job, *jobs.submit(manifest.bundle.name, job))
+
+
+def _job(manifest: Manifest, spec: ProgramSpec, source: Source, tools: TargetTools) -> CompileJob:
+    key = compile_key(manifest, spec, tools.toolchain, source)
+    return CompileJob(spec.name, tools.toolchain, source, key)
 
 
 def submit_known(
@@ -223,7 +256,7 @@ def submit_known(
     """Hand a program to the executor for each target, if the store has what it is compiled from.
 
     Returns:
-        None if it has to be lowered, or traced.
+        None if it has to be lowered, or traced, or is damaged in the store.
     """
     if (lowered := program.lowered) is None:
         return None
@@ -238,6 +271,8 @@ def submit_known(
             source = bind_libraries(plan.libraries, manifest.where, spec, source, target, store)
             found.append((source, each))
     except UnknownError:
+        return None
+    if any(jobs.lacks_program(_job(manifest, spec, source, each)) for source, each in found):
         return None
     return [submit(manifest, spec, lowered, source, each, jobs) for source, each in found]
 

@@ -61,12 +61,15 @@ def lower(
 ) -> Lowered:
     """Return a program as portable StableHLO: what the plan found, or lowered now and kept in the store.
 
-    Several builds that need the same program lower it once.
+    Several builds that need the same program lower it once. What the plan found and turns out to be damaged
+    is lowered again; traces of functions were checked when they were found.
 
     Raises:
         BuildError, ManifestError, CheckpointError: the program cannot be lowered.
     """
-    if program.lowered is not None:
+    if program.lowered is not None and (
+        not is_lowered_again(plan, program) or _is_whole(program.lowered, store)
+    ):
         return program.lowered
     if program.key is None:
         with progress.phase(f"lowering {program.spec.name}"):
@@ -77,10 +80,36 @@ def lower(
     with progress.phase(f"lowering {program.spec.name}"), store.making(program.key):
         if (found := find_lowered(program.key, store)) is not None:
             return found  # another build has lowered it meanwhile
+        if program.key in store.last_keys(program.key.kind, program.key.name):
+            progress.note(lowered_again(program.spec.name))
         lowered = _lower_model(plan, program, model, store)
         blobs = [lowered.portable.digest, lowered.portable.raw_digest]
         store.put(program.key, asdict(lowered), blobs=blobs)
         return lowered
+
+
+def is_lowered_again(plan: Plan, program: PlannedProgram) -> bool:
+    """Return whether a program can be lowered again if the store loses it: it is of a published model."""
+    return program.key is not None and not plan.manifest.has_own_model
+
+
+def has_lost_native(program: PlannedProgram, store: Store) -> bool:
+    """Return whether the store had a model's program with kernels, and has lost it."""
+    if program.key is None:
+        return False
+    wanted = {*program.key.ingredients}
+    last = store.last_keys("native", program.key.name)
+    return any(wanted <= {*key.ingredients} and store.get(key) is None for key in last)
+
+
+def lowered_again(name: str) -> str:
+    """Return what people read when the store has lost a program."""
+    return f"{name} was damaged or deleted in the build cache and is lowered again"
+
+
+def _is_whole(lowered: Lowered, store: Store) -> bool:
+    """Return whether the store has a program undamaged. What is damaged is deleted."""
+    return all([store.read_blob(digest) is not None for digest in lowered.blobs])
 
 
 def lower_own(plan: Plan, code: ReadCode, store: Store, progress: Progress) -> Plan:

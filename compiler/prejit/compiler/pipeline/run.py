@@ -41,6 +41,7 @@ from prejit.compiler.pipeline.code import ReadCode, find_code
 from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.describe.provenance import build_provenance
 from prejit.compiler.pipeline.executables import (
+    CompiledExecutable,
     CompiledTarget,
     Jobs,
     Submitted,
@@ -52,8 +53,11 @@ from prejit.compiler.pipeline.executables import (
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.libraries import bind_libraries
 from prejit.compiler.pipeline.lowering import (
+    has_lost_native,
+    is_lowered_again,
     lower,
     lower_own,
+    lowered_again,
     own_shape,
     products_of,
     source_of,
@@ -71,7 +75,7 @@ from prejit.compiler.pipeline.model import (
     stores_out_in,
     uses_kernels,
 )
-from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
+from prejit.compiler.pipeline.pack.bundle_files import LostFramesError, PackedLayer
 from prejit.compiler.pipeline.pack.contents import PackedBundle, pack_bundle, pack_targets
 from prejit.compiler.pipeline.pack.model_layers import read_layers
 from prejit.compiler.pipeline.pack.weights import (
@@ -80,6 +84,7 @@ from prejit.compiler.pipeline.pack.weights import (
     pack_weights,
 )
 from prejit.compiler.pipeline.plan import (
+    Lowered,
     Plan,
     PlannedProgram,
     find_toolchain,
@@ -193,7 +198,7 @@ def build(
         ManifestError, CheckpointError, StoreError, NetworkError: something that the build starts from is
             wrong, or cannot be read.
     """
-    jobs = Jobs(executor, progress)
+    jobs = Jobs(executor, store, progress)
     packings = _packings([manifest], shard, store)
     service = _Services(
         *(output, store, progress, forms, measure, timeout_seconds, retrace),
@@ -258,7 +263,7 @@ def build_all(
     Raises:
         StoreError: the build has shards, and the store cannot be read.
     """
-    jobs = Jobs(executor, progress, several=True)
+    jobs = Jobs(executor, store, progress, several=True)
     packings = _packings([manifest for manifest, _ in requests], shard, store)
     service = _Services(
         *(output, store, progress, forms, measure, timeout_seconds, retrace),
@@ -395,14 +400,19 @@ def _begin(
 
     def submit_new(program: PlannedProgram) -> list[Submitted]:
         lowered = lower(plan, program, model, code, store, progress)
-        found = []
+        found, lost = [], has_lost_native(program, store)
         for each in tools:
             source = source_of(plan, program, lowered, each.kernels, model, code, store)
+            if store.read_blob(source.program) is None:  # which deletes what is damaged
+                lost = True
+                source = source_of(plan, program, lowered, each.kernels, model, code, store)
             target = each.toolchain.target
             source = bind_libraries(
                 plan.libraries, manifest.where, program.spec, source, target, store
             )
             found.append(submit(manifest, program.spec, lowered, source, each, service.jobs))
+        if lost:
+            progress.note(lowered_again(f"{program.spec.name} with kernels"))
         return found
 
     # First what the stores know: a shared one answers many questions at a time.
@@ -494,7 +504,20 @@ def _pack(begun: _Begun, targets: tuple[CompiledTarget, ...], service: _Services
         if any(each.kernels for each in begun.tools)
         else ()
     )
-    packed = pack_targets(plan, targets, layers, products, accuracy, costs, store)
+    pack = partial(
+        pack_targets,
+        plan,
+        layers=layers,
+        products=products,
+        accuracy=accuracy,
+        costs=costs,
+        store=store,
+    )
+    try:
+        packed = pack(targets)
+    except LostFramesError as lost:
+        targets = _with_lost_frames(begun, targets, lost, service)
+        packed = pack(targets)
     packed = with_golden_answers(packed, store, progress, seconds)
     bundle = pack_bundle(manifest.bundle.name, packed)
     path, written = write(bundle, service.output, progress)
@@ -514,6 +537,37 @@ def _pack(begun: _Begun, targets: tuple[CompiledTarget, ...], service: _Services
     )
     cached = len(built) - sum(compiled)
     return Built(path, digest, sum(compiled), cached, written, accuracy, built)
+
+
+def _with_lost_frames(
+    begun: _Begun,
+    targets: tuple[CompiledTarget, ...],
+    lost: LostFramesError,
+    service: _Services,
+) -> tuple[CompiledTarget, ...]:
+    """Return compiled programs whose portable forms the store has again: they are lowered again.
+
+    Raises:
+        LostFramesError: one of them is not of a published model, or is another program now.
+    """
+    store, progress = service.store, service.progress
+    found: dict[str, Lowered] = {}
+    for program in begun.plan.programs:
+        if program.spec.name in lost.names and is_lowered_again(begun.plan, program):
+            made = lower(begun.plan, program, begun.model, begun.code, store, progress)
+            found[program.spec.name] = made
+
+    def mended(each: CompiledExecutable) -> CompiledExecutable:
+        made = found.get(each.spec.name, each.lowered)
+        if made.portable.raw_digest != each.lowered.portable.raw_digest:
+            raise lost
+        return replace(each, lowered=made)
+
+    if found.keys() != {*lost.names}:
+        raise lost
+    return tuple(
+        replace(target, executables=tuple(map(mended, target.executables))) for target in targets
+    )
 
 
 def _fetch(manifest: Manifest) -> Path | None:

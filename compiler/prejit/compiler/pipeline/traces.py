@@ -8,6 +8,9 @@ has two kinds of results:
 
 A look-up begins with the section alone, reads the named inputs as they are now, and goes on with their
 digests until it finds a trace. A trace is used only where every input that it read is as it was.
+
+The digest of a password could be tried out, so an environment variable is sealed in keys, and a trace that
+reads one which is set goes to no shared store. Settings of jax and Python are the exception.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, final
 
-from prejit.compiler.lowering.user.inputs import Input, Present, file_digest, is_input
+from prejit.compiler.lowering.user.inputs import UNSET, Input, Present, file_digest, is_input
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.pipeline.keys import versions
@@ -60,7 +63,7 @@ class Known:
         """Return why it has to be traced: the inputs that changed."""
         if self.never:
             return f"it is traced at every build: {self.never}"
-        new = _trace_key(self.name, self.section, self.inputs)
+        new = _trace_key(self.name, self.section, self.inputs, store)
         old = nearest(store.last_keys(new.kind, new.name), new)
         if old is not None:  # a look-up that ends early knows fewer inputs
             names = {name for name, _ in new.ingredients}
@@ -206,7 +209,7 @@ def find_trace(
     for _ in range(_MAX_STEPS):
         new: dict[Input, str] = {}
         if reads:
-            step = store.get(_inputs_key(name, section, known))
+            step = store.get(_inputs_key(name, section, known, store))
             if step is None:
                 break
             present = presents.of(tuple(step["front"]), tuple(step["back"]))
@@ -214,7 +217,7 @@ def find_trace(
             new = present.digests(each for each in named if each not in known)
             known |= new
         # Damaged contents would be found only in a worker. Programs of functions are small.
-        result = store.get(_trace_key(name, section, known), verify=True)
+        result = store.get(_trace_key(name, section, known, store), verify=True)
         if result is not None:
             return Known(name, section, known, result.get("trace"), result.get("never", ""))
         if not new:
@@ -245,7 +248,7 @@ def remember_trace(
     """
     name, section = known.name, known.section
     if not reads:
-        store.put(_trace_key(name, section, {}), result, blobs=blobs)
+        store.put(_trace_key(name, section, {}, store), result, blobs=blobs)
         return
     before = known.inputs if all(inputs.get(i, d) == d for i, d in known.inputs.items()) else {}
     together = {**before, **inputs}
@@ -253,17 +256,18 @@ def remember_trace(
         # Others may have the first step from a shared store: they find this trace behind it.
         if together.keys() - before.keys():
             new = sorted(together.keys() - before.keys())
-            store.put(_inputs_key(name, section, before), _step(new, search_path))
-        store.put(_trace_key(name, section, together), result, blobs=blobs)
+            store.put(_inputs_key(name, section, before, store), _step(new, search_path))
+        store.put(_trace_key(name, section, together, store), result, blobs=blobs)
     if not before or before.keys() - inputs.keys():
-        store.put(_inputs_key(name, section, {}), _step(sorted(inputs), search_path))
-        store.put(_trace_key(name, section, inputs), result, blobs=blobs)
+        store.put(_inputs_key(name, section, {}, store), _step(sorted(inputs), search_path))
+        store.put(_trace_key(name, section, inputs, store), result, blobs=blobs)
 
 
 def remembered(known: Known, inputs: Mapping[Input, str], store: Store) -> Mapping[str, Any] | None:
     """Return the trace that the store has for exactly these inputs."""
     for each in ({**known.inputs, **inputs}, inputs):
-        if (found := store.get(_trace_key(known.name, known.section, each))) is not None:
+        key = _trace_key(known.name, known.section, each, store)
+        if (found := store.get(key)) is not None:
             return found.get("trace")
     return None
 
@@ -279,13 +283,20 @@ def _step(
     }
 
 
-def _inputs_key(name: str, section: Ingredients, inputs: Mapping[Input, str]) -> Key:
-    return Key("inputs", name, (*section, *_ingredients(inputs)))
+def _inputs_key(name: str, section: Ingredients, inputs: Mapping[Input, str], store: Store) -> Key:
+    return Key("inputs", name, (*section, *_ingredients(inputs, store)))
 
 
-def _trace_key(name: str, section: Ingredients, inputs: Mapping[Input, str]) -> Key:
-    return Key("trace", name, (*section, *_ingredients(inputs)))
+def _trace_key(name: str, section: Ingredients, inputs: Mapping[Input, str], store: Store) -> Key:
+    return Key("trace", name, (*section, *_ingredients(inputs, store)))
 
 
-def _ingredients(inputs: Mapping[Input, str]) -> Ingredients:
-    return tuple((each.label, inputs[each]) for each in sorted(inputs))
+def _ingredients(inputs: Mapping[Input, str], store: Store) -> Ingredients:
+    return tuple((each.label, _value(each, inputs[each], store)) for each in sorted(inputs))
+
+
+def _value(read: Input, digest: str, store: Store) -> str:
+    """Return what stands for an input in a key. That a variable is not set is no secret."""
+    if read.is_private and digest != UNSET:
+        return store.seal(f"{read.label} {digest}")
+    return digest

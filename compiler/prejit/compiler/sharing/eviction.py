@@ -1,20 +1,23 @@
 """Removing what was not used for the longest time from a shared store, until it has a given size.
 
 Results and contents are files of their own. A build that finds a result whose contents are gone makes it
-again, so any file may go at any time, also beside running builds.
+again, so any of them may go at any time, also beside running builds. Leases stay for a day: without that of
+a machine that died, the lease of the machine that took over counts for nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from prejit.compiler.sharing.leases import PREFIX as LEASES
 from prejit.compiler.sharing.remote import Remote, RemoteError
 from prejit.runtime.errors import StoreError
 
 _REQUESTS = 16
 """How many files are removed at the same time."""
+_KEPT_SECONDS = 86_400
+"""Leases stay that were written in this time before the newest file, by the clock of the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class Evicted:
 
 
 def evict(remote: Remote, max_bytes: int, *, dry_run: bool = False) -> Evicted:
-    """Remove files, the last used last, until the rest has at most so many bytes.
+    """Remove files, the last used last, until the rest has at most so many bytes. Leases stay for a day.
 
     Args:
         remote: the store.
@@ -50,22 +53,22 @@ def evict(remote: Remote, max_bytes: int, *, dry_run: bool = False) -> Evicted:
     """
     try:
         files = sorted(remote.listed(), key=lambda each: (each.used, each.path))
-        total = sum(each.size for each in files)
-        leaving, left = 0, total
-        while left > max_bytes:
-            left -= files[leaving].size
-            leaving += 1
+        total = left = sum(each.size for each in files)
+        gone = list[str]()
+        for each in files:
+            if left <= max_bytes:
+                break
+            is_lease = each.path.startswith(LEASES)
+            if not is_lease or files[-1].used - each.used > _KEPT_SECONDS:
+                gone.append(each.path)
+                left -= each.size
         if not dry_run:
-            _remove(remote, [each.path for each in files[:leaving]])
+            with ThreadPoolExecutor(_REQUESTS, "prejit-evict") as pool:
+                for _ in pool.map(remote.remove, gone):
+                    pass
     except RemoteError as error:
         raise StoreError(
             f"{error}: cannot make room in this store",
             hint="check that it answers, and that its credentials let you list and delete",
         ) from error
-    return Evicted(remote.name, leaving, total - left, len(files) - leaving, left)
-
-
-def _remove(remote: Remote, paths: Sequence[str]) -> None:
-    with ThreadPoolExecutor(_REQUESTS, "prejit-evict") as pool:
-        for _ in pool.map(remote.remove, paths):
-            pass
+    return Evicted(remote.name, len(gone), total - left, len(files) - len(gone), left)

@@ -147,7 +147,7 @@ class LayeredStore:
 
     def where(self, key: Key) -> str | None:
         """See `Store.where`."""
-        if (found := self._local.where(key)) is not None:
+        if (found := self._local.where(key)) is not None or _stays_here(key):
             return found
         for tier, traffic in zip(self._tiers, self.traffic, strict=True):
             entry = self._look(tier, traffic, key)
@@ -159,7 +159,7 @@ class LayeredStore:
         """See `Store.put`."""
         needed = tuple(blobs)
         self._local.put(key, result, blobs=needed)
-        if key.kind in LOCAL_KINDS:
+        if _stays_here(key):
             return
         with self._lock:
             self._offered.add(key.digest)
@@ -173,7 +173,7 @@ class LayeredStore:
             StoreError: machines share this build, and their store does not answer any more.
         """
         with self._local.making(key, give_up=give_up) as held:
-            if not held or self._leases is None or key.kind in LOCAL_KINDS:
+            if not held or self._leases is None or _stays_here(key):
                 yield held
                 return
             lease: Lease | None = None
@@ -210,6 +210,10 @@ class LayeredStore:
             if entry is not None and (key := _key_of(entry, kind, name)) is not None:
                 found.append(key)
         return tuple(found)
+
+    def seal(self, text: str) -> str:
+        """See `Store.seal`."""
+        return self._local.seal(text)
 
     def put_blob(self, content: bytes) -> str:
         """See `Store.put_blob`."""
@@ -248,7 +252,7 @@ class LayeredStore:
 
     def _fetch(self, key: Key) -> bool:
         """Bring a result with its contents to this machine; return whether a shared store has it."""
-        if key.kind in LOCAL_KINDS or key.digest in self._absent:
+        if _stays_here(key) or key.digest in self._absent:
             return False
         for tier, traffic in zip(self._tiers, self.traffic, strict=True):
             entry = self._look(tier, traffic, key)
@@ -340,7 +344,7 @@ class LayeredStore:
 
     def _offer(self, key: Key, result: Mapping[str, Any]) -> None:
         """Send a result that this machine has, if a shared store lacks it. Each is looked for once."""
-        if not self._offers or key.kind in LOCAL_KINDS:
+        if not self._offers or _stays_here(key):
             return
         with self._lock:
             if key.digest in self._offered:
@@ -446,6 +450,11 @@ class LayeredStore:
 
     def _refuse(self, tier: Tier, key: Key, reason: str) -> None:
         self._note(f"{tier.label}: the result of {key.kind} {key.name} is not used: {reason}")
+
+
+def _stays_here(key: Key) -> bool:
+    """Return whether shared stores have nothing to do with a result."""
+    return key.kind in LOCAL_KINDS or key.is_sealed
 
 
 def _last_key(kind: str, name: str) -> Key:

@@ -27,6 +27,8 @@ from prejit.compiler.sharing.shared_result import (
 from prejit.compiler.sharing.tier import Tier
 from prejit.compiler.store.key import Key
 
+PREFIX = f"ac/{8 * '0'}"
+"""How the names of leases begin, so that who makes room in a store knows them without reading files."""
 LEASE_SECONDS = 30.0
 """A lease that its owner has not written for this time may be taken over."""
 _BEATS = 5
@@ -87,7 +89,7 @@ class Leases:
         generation = 0
         while True:
             lease = Lease(key, generation, time.monotonic())
-            path = self._tier.path_of(lease.key)
+            path = self._path_of(lease.key)
             if (content := self._tier.remote.read(path, MAX_BYTES)) is None:
                 break
             if not self._is_over(path, lease.key, content):
@@ -108,7 +110,7 @@ class Leases:
         Raises:
             RemoteError: the store does not answer. The lease ends by itself, later.
         """
-        path = self._tier.path_of(lease.key)
+        path = self._path_of(lease.key)
         with lease.writing:
             with self._lock:
                 held = self._held.pop(path, None)
@@ -116,7 +118,7 @@ class Leases:
                 return
             remote = self._tier.remote
             for generation in range(lease.generation, -1, -1):
-                before = self._tier.path_of(_lease_key(lease.of, generation))
+                before = self._path_of(_lease_key(lease.of, generation))
                 if not remote.remove(before):
                     remote.write(path, self._encoded(lease, _RELEASED))
                     break
@@ -129,6 +131,10 @@ class Leases:
         for lease in [*self._held.values()]:
             with suppress(RemoteError):
                 self.release(lease)
+
+    def _path_of(self, key: Key) -> str:
+        path = self._tier.path_of(key)
+        return PREFIX + path[len(PREFIX) :]
 
     def _is_over(self, path: str, key: Key, content: bytes) -> bool:
         """Return whether nobody makes a result whose lease has this content."""

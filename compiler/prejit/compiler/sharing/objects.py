@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,7 +17,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import url2pathname
 
-from prejit.compiler.sharing.remote import RemoteError, RemoteFile, claim
+from prejit.compiler.sharing.remote import (
+    LEASE_BYTES,
+    UPLOAD_BYTES_PER_SECOND,
+    RemoteError,
+    RemoteFile,
+    claim,
+    size_of,
+)
 from prejit.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,6 +39,15 @@ _PIECE_BYTES = 1 << 20
 _NOTE_SECONDS = 3600
 """A use updates the mtime of a file in a directory when the mtime is at least this many seconds old."""
 _JSON = "application/json"
+_SMALL_BYTES = 64 << 10
+"""Files up to this size must arrive within `ANSWER_SECONDS`."""
+_PARTS_AT_ONCE = 4
+_PART_BYTES = 5 << 20
+"""What a multipart upload sends in one request. S3 takes no smaller part but the last."""
+_NO_CONDITIONS = re.compile(r"status code: (400|405|501)\b")
+"""How a server of the S3 API refuses a request with a condition that it does not know."""
+_NO_LINKS = re.compile(r"Unable to rename file: .*\(os error (1|38|95)\)")
+"""How a file system without hard links (SMB, FUSE) refuses to create a file only if there is none."""
 
 
 class Objects:
@@ -50,7 +67,11 @@ class Objects:
         self.name = urlunsplit(parts._replace(netloc=host))
         self._is_http = parts.scheme in ("http", "https")
         self._directory = Path(url2pathname(parts.path)) if parts.scheme == "file" else None
-        self._objects = _open(self.name, _headers(parts.username, parts.password, parts.scheme))
+        self._headers = _headers(parts.username, parts.password, parts.scheme)
+        self._objects = _open(self.name, self._headers, ANSWER_SECONDS)
+        self._patient: dict[int, ObjectStore] = {}  # by the size of what is uploaded
+        # Whether it creates a file only if there is none; None: nobody knows yet.
+        self._arbitrates = False if self._is_http else True if self._directory else None
 
     def read(self, path: str, most: int) -> bytes | None:
         """See `Remote.read`."""
@@ -96,29 +117,62 @@ class Objects:
         """See `Remote.write`."""
         import obstore
 
+        size = size_of(content)
         options: dict[str, Any] = {}
         if self._is_http:
             options["use_multipart"] = False  # a protocol of object stores
             if path.startswith("ac/"):  # bazel-remote reads a result as JSON where its type says so
                 options["attributes"] = {"Content-Type": _JSON}
+        elif size > _PART_BYTES:
+            options = {"chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
+            size = min(size, _PART_BYTES * _PARTS_AT_ONCE)
         try:
-            obstore.put(self._objects, path, content, **options)
+            obstore.put(self._for_upload(size), path, content, **options)
         except (obstore.exceptions.BaseError, OSError) as error:
             raise self._failed(path, error) from error
 
     def create(self, path: str, content: bytes) -> bool:
-        """See `Remote.create`. Directories and object stores arbitrate; HTTP servers do not."""
+        """See `Remote.create`. Directories and object stores arbitrate; HTTP servers do not.
+
+        What a store refuses to do with a condition, it does as an HTTP server does.
+        """
+        if self._arbitrates is not False:
+            try:
+                return self._create(path, content)
+            except NotImplementedError:
+                self._arbitrates = False
+        return claim(self, path, content)
+
+    def _create(self, path: str, content: bytes) -> bool:
+        """Do what `create` does, in a store that knows conditions.
+
+        Some servers of the S3 API ignore them. So the first file that is created is created again, which must
+        fail.
+
+        Raises:
+            NotImplementedError: the store does not know conditions.
+        """
+        if self._arbitrates is None:
+            if self.read(path, LEASE_BYTES) not in (None, content):
+                return False
+            if self._put_new(path, content):
+                if self._put_new(path, content):
+                    raise NotImplementedError
+                self._arbitrates = True
+        return self._put_new(path, content) or self.read(path, LEASE_BYTES) == content
+
+    def _put_new(self, path: str, content: bytes) -> bool:
+        """Write a file on the condition that there is none; return whether it was written."""
         import obstore
 
-        if self._is_http:
-            return claim(self, path, content)
         try:
             obstore.put(self._objects, path, content, mode="create")
         except obstore.exceptions.AlreadyExistsError:
             return False
-        except NotImplementedError:  # an older protocol of an object store
-            return claim(self, path, content)
         except (obstore.exceptions.BaseError, OSError) as error:
+            refusal = _NO_CONDITIONS if self._directory is None else _NO_LINKS
+            if refusal.search(str(error)):
+                raise NotImplementedError from error
             raise self._failed(path, error) from error
         return True
 
@@ -157,6 +211,19 @@ class Objects:
         except (obstore.exceptions.BaseError, OSError) as error:
             raise self._failed("", error) from error
 
+    def _for_upload(self, size: int) -> ObjectStore:
+        """Return a client that waits for an answer while so many bytes are sent.
+
+        The time limit of a client runs from the begin of a request, so it has to cover the upload.
+        """
+        if self._directory is not None or size <= _SMALL_BYTES:
+            return self._objects
+        most = 1 << (size - 1).bit_length()
+        if most not in self._patient:
+            seconds = ANSWER_SECONDS + most / UPLOAD_BYTES_PER_SECOND
+            self._patient[most] = _open(self.name, self._headers, seconds)
+        return self._patient[most]
+
     def _failed(self, path: str, error: Exception) -> RemoteError:
         reason = str(error).partition("\n")[0].replace(path, "").strip()
         return RemoteError(f"{self.name}: {path[:16]}: {reason:.300}")
@@ -179,7 +246,7 @@ def _headers(user: str | None, password: str | None, scheme: str) -> dict[str, s
     return headers
 
 
-def _open(url: str, headers: dict[str, str]) -> ObjectStore:
+def _open(url: str, headers: dict[str, str], answer_seconds: float) -> ObjectStore:
     try:
         from obstore import exceptions
         from obstore.store import from_url
@@ -189,12 +256,13 @@ def _open(url: str, headers: dict[str, str]) -> ObjectStore:
             hint="pip install 'prejit[store]'",
         ) from error
     seconds = timedelta(seconds=ANSWER_SECONDS)
+    answer = timedelta(seconds=answer_seconds)
     options: dict[str, Any] = {}
     if not url.startswith("file:"):
         options["client_options"] = {
             "allow_http": True,
             "connect_timeout": seconds,
-            "read_timeout": seconds,
+            "read_timeout": answer,
             "timeout": timedelta(hours=1),  # of a whole file
             "default_headers": headers if url.startswith("http") else {},
         }

@@ -32,15 +32,23 @@ class Patient:
         return _again(lambda: self._remote.read(path, most))
 
     def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
-        """See `Remote.download`. It is tried again while nothing was written."""
-        begun = False
+        """See `Remote.download`. A further attempt skips what was written before."""
+        written = 0
 
-        def take(piece: memoryview) -> None:
-            nonlocal begun
-            begun = True
-            write(piece)
+        def attempt() -> bool:
+            place = 0
 
-        return _again(lambda: self._remote.download(path, take), lambda: not begun)
+            def take(piece: memoryview) -> None:
+                nonlocal place, written
+                begin = max(0, written - place)
+                place += piece.nbytes
+                if begin < piece.nbytes:
+                    write(piece[begin:])
+                    written = place
+
+            return self._remote.download(path, take)
+
+        return _again(attempt)
 
     def has(self, path: str) -> bool:
         """See `Remote.has`."""
@@ -57,18 +65,8 @@ class Patient:
         _again(attempt)
 
     def create(self, path: str, content: bytes) -> bool:
-        """See `Remote.create`. An attempt whose answer was lost may have succeeded."""
-        attempts = 0
-
-        def attempt() -> bool:
-            nonlocal attempts
-            attempts += 1
-            created = self._remote.create(path, content)
-            if not created and attempts > 1:
-                return self._remote.read(path, len(content) + (1 << 20)) == content
-            return created
-
-        return _again(attempt)
+        """See `Remote.create`."""
+        return _again(lambda: self._remote.create(path, content))
 
     def remove(self, path: str) -> bool:
         """See `Remote.remove`."""
@@ -79,12 +77,10 @@ class Patient:
         return self._remote.listed()
 
 
-def _again(ask: Callable[[], _Answer], may: Callable[[], bool] = lambda: True) -> _Answer:
+def _again(ask: Callable[[], _Answer]) -> _Answer:
     for pause in PAUSES_SECONDS:
         try:
             return ask()
         except RemoteError:
-            if not may():
-                raise
             time.sleep(pause)
     return ask()

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
 
 from prejit.compiler.sharing.objects import ANSWER_SECONDS
-from prejit.compiler.sharing.remote import RemoteError, RemoteFile, claim
+from prejit.compiler.sharing.remote import (
+    UPLOAD_BYTES_PER_SECOND,
+    RemoteError,
+    RemoteFile,
+    claim,
+    size_of,
+)
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import UsageError
 
@@ -153,7 +159,9 @@ class Repository:
         url = location if "://" in location else f"{host}{location}"
         url += f"{'&' if '?' in url else '?'}digest={digest}"
         headers = {"Content-Type": "application/octet-stream"}
-        self._ask("PUT", url, headers=headers, data=content)
+        # The registry answers once it has stored everything.
+        seconds = ANSWER_SECONDS + size_of(content) / UPLOAD_BYTES_PER_SECOND
+        self._ask("PUT", url, headers=headers, data=content, timeout=(ANSWER_SECONDS, seconds))
 
     def _ask(self, method: str, path: str, **options: Any) -> Response | None:
         """Return the answer of the registry; None: 404."""

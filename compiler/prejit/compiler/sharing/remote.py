@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +10,10 @@ from typing import BinaryIO, Protocol
 
 SETTLE_SECONDS = 0.5
 """Time in which the writes of machines that all saw no file take effect. Then the last one has won."""
+LEASE_BYTES = 1 << 20
+"""Maximum size of a file that is read to see whose it is."""
+UPLOAD_BYTES_PER_SECOND = 256 << 10
+"""A file may take this long to arrive at a store: a slow network is not a store that is down."""
 
 
 class RemoteError(Exception):
@@ -76,7 +81,8 @@ class Remote(Protocol):
         """Write a small file unless there is one; return whether the file is ours.
 
         Of several machines that do so at the same time, one succeeds. A store without conditional writes
-        cannot promise it (`claim`).
+        cannot promise it (`claim`). A file with the same content is ours: the answer to an earlier attempt
+        was lost.
 
         Raises:
             RemoteError: it does not answer, or does not let us write.
@@ -98,12 +104,24 @@ class Remote(Protocol):
         """
 
 
+def size_of(content: bytes | BinaryIO) -> int:
+    """Return the number of bytes to write; a file is read from where it stands."""
+    if isinstance(content, bytes):
+        return len(content)
+    begin = content.tell()
+    size = content.seek(0, os.SEEK_END) - begin
+    content.seek(begin)
+    return size
+
+
 def claim(remote: Remote, path: str, content: bytes) -> bool:
     """Do what `Remote.create` does, for a store that writes without a condition.
 
     This is Fischer's algorithm (Lamport, A fast mutual exclusion algorithm, 1987): who finds no file writes
     one, waits until the writes of all others that found none have taken effect, and reads back whose is
-    there. Two machines may both succeed if one needs more than `SETTLE_SECONDS` from its look to its write.
+    there. The wait is twice the time from our own look to our write where that is more than
+    `SETTLE_SECONDS`, so a store may be slow. Two machines may both succeed if the write of one of them takes
+    that much longer than that of the other.
 
     Args:
         remote: the store.
@@ -113,8 +131,11 @@ def claim(remote: Remote, path: str, content: bytes) -> bool:
     Raises:
         RemoteError: the store does not answer, or does not let us write.
     """
-    if remote.has(path):
+    began = time.monotonic()
+    found = remote.read(path, LEASE_BYTES)
+    if found is None:
+        remote.write(path, content)
+    elif found != content:
         return False
-    remote.write(path, content)
-    time.sleep(SETTLE_SECONDS)
-    return remote.read(path, len(content) + (1 << 20)) == content
+    time.sleep(max(SETTLE_SECONDS, 2 * (time.monotonic() - began)))
+    return remote.read(path, LEASE_BYTES) == content

@@ -6,6 +6,7 @@
     <root>/v1/temp/                        files being written; locks of results being made
     <root>/v1/in-use                       locked, shared, by every process that has the store open
     <root>/v1/names                        locked while a file gets its name or is deleted
+    <root>/v1/secret-<user>                32 random bytes, for that user's eyes only: the key of `seal`
 
 Every file appears whole by a rename, blobs before the result that names them, so a process may be killed at
 any moment. When several builds need a result, one makes it and the others wait for its lock
@@ -15,18 +16,30 @@ file is the time of its last use, to the hour; `prejit gc` removes files by it.
 
 from __future__ import annotations
 
+import hmac
 import os
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, final
 
 from prejit.compiler.store.blobs import FileBlobWriter, StoreBlobs
-from prejit.compiler.store.files import Files, discard, parse_json, reading, size_of, writing
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.files import (
+    Files,
+    discard,
+    opened,
+    parse_json,
+    reading,
+    size_of,
+    writing,
+)
+from prejit.compiler.store.key import SEALED, Key
 from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import write_file
 from prejit.runtime.base.locks import lock_file, remove_and_unlock
 from prejit.runtime.errors import StoreError
 
@@ -39,6 +52,9 @@ VERSION = "v1"
 """Rises when files of the last version can no longer be read. 1 (2026-11-20): the first."""
 ZIG = "zig"
 """Directory below the root in which the compiler zig keeps its own cache (native/library.py)."""
+
+_SECRET_BYTES = 32
+"""Size of the secret of `DirectoryStore.seal`."""
 
 _POLL_SECONDS = 0.05
 """Interval at which a build tries the lock that another build holds."""
@@ -228,6 +244,27 @@ class DirectoryStore:
             return ()
         return (Key(kind, name, tuple((name, value) for name, value in body["ingredients"])),)
 
+    def seal(self, text: str) -> str:
+        """See `Store.seal`."""
+        content = text.encode("utf-8", "surrogatepass")
+        return f"{SEALED}{hmac.digest(self._secret, content, 'sha256').hex()}"
+
+    @cached_property
+    def _secret(self) -> bytes:
+        """The secret of this user, made at the first use.
+
+        Where nothing can be written, it is one for this process: what is sealed is then found by nobody.
+        """
+        path = self._base / f"secret-{os.getuid()}"
+        if (found := _read_secret(path)) is not None:
+            return found
+        made = secrets.token_bytes(_SECRET_BYTES)
+        with suppress(StoreError, OSError), self._files.changing_names(shared=False):
+            if (found := _read_secret(path)) is not None:
+                return found  # another process was faster
+            write_file(path, made, mode=0o600)
+        return made
+
     def blobs_of(self, key: Key) -> tuple[str, ...] | None:
         """Return the digests of the blobs that the result of a key needs; None: there is no result.
 
@@ -292,6 +329,12 @@ class DirectoryStore:
     def _last(self, kind: str, name: str) -> Path:
         digits = digest_of(name.encode("utf-8", "surrogatepass")).removeprefix("sha256:")
         return self._base / "last" / kind / f"{digits}.json"
+
+
+def _read_secret(path: Path) -> bytes | None:
+    with reading(path), opened(path) as file:
+        found = None if file is None else file.read()
+    return found if found is not None and len(found) == _SECRET_BYTES else None
 
 
 def _try_lock(path: Path) -> int | None:

@@ -131,6 +131,15 @@ class Store(Protocol):
             StoreError: the store cannot be read.
         """
 
+    def seal(self, text: str) -> str:
+        """Return a text that stands for another one in keys of this store, and shows nothing of it.
+
+        Without the store's secret nobody can try which text it stands for. `Key.is_sealed` keys stay here.
+
+        Raises:
+            StoreError: the store's secret cannot be read or written.
+        """
+
     def put_blob(self, content: bytes) -> str:
         """Store a blob and return its digest.
 

@@ -1,7 +1,8 @@
 """Keys of the build cache: named ingredients, hashed in order, so that a miss explains itself.
 
 An ingredient is a text that is the same on every machine and at every path: versions, flags, digests of
-contents; never a time or an absolute path.
+contents; never a time or an absolute path. What nobody else may learn is there in a sealed form
+(`interface.Store.seal`), which is another one in every store.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+SEALED = "sealed:"
+"""The values of ingredients that one store alone understands begin with this."""
 _ABSENT = "absent"
 
 
@@ -42,6 +45,11 @@ class Key:
             [self.kind, self.ingredients], separators=(",", ":"), ensure_ascii=True
         ).encode("ascii")
         return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+    @cached_property
+    def is_sealed(self) -> bool:
+        """Whether an ingredient is sealed: the key means nothing outside of its store."""
+        return any(value.startswith(SEALED) for _, value in self.ingredients)
 
     def digits_in(self, namespace: str) -> str:
         """Return 64 digits that name the result of this key in a namespace, and no result in another."""
@@ -83,6 +91,6 @@ def why(old: Key | None, new: Key) -> str:
 def _short(value: str) -> str:
     """Return a short form of a value for people: a digest by 12 digits, an empty text in quotes."""
     head, separator, digits = value.partition(":")
-    if head == "sha256" and separator and len(digits) > 12:
-        return f"sha256:{digits[:12]}"
+    if f"{head}:" in ("sha256:", SEALED) and separator and len(digits) > 12:
+        return f"{head}:{digits[:12]}"
     return value or "''"

@@ -15,7 +15,7 @@ from prejit.compiler.compile.executor import Executor, collect, compile_once, fi
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.interface import BlobWriter, Store
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.key import SEALED, Key
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.base.digests import digest_of
@@ -61,6 +61,9 @@ class MemoryStore:
 
     def last_keys(self, kind: str, name: str) -> tuple[Key, ...]:
         return tuple(key for key in self.results if (key.kind, key.name) == (kind, name))[-1:]
+
+    def seal(self, text: str) -> str:
+        return f"{SEALED}{text}"
 
     def put_blob(self, content: bytes) -> str:
         self.blobs[digest_of(content)] = content

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.pipeline.executables import Jobs
 from prejit.compiler.progress import Quiet
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
@@ -52,9 +55,14 @@ def job(program: str, content: str = "same") -> CompileJob:
     return CompileJob(program, TOOLCHAIN, Source(content, ("cpu",)), key)
 
 
-def test_equal_programs_take_one_worker() -> None:
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore.open(tmp_path)
+
+
+def test_equal_programs_take_one_worker(store: DirectoryStore) -> None:
     executor = Recording()
-    jobs = Jobs(executor, Quiet())
+    jobs = Jobs(executor, store, Quiet())
     first, new = jobs.submit("a", job("f"))
     second, again = jobs.submit("b", job("g"))
     _, other = jobs.submit("b", job("h", "another"))
@@ -65,9 +73,9 @@ def test_equal_programs_take_one_worker() -> None:
     assert jobs.submit("c", job("late"))[0].result() is RESULT
 
 
-def test_the_error_of_a_program_names_the_one_that_waited_for_it() -> None:
+def test_the_error_of_a_program_names_the_one_that_waited_for_it(store: DirectoryStore) -> None:
     executor = Recording()
-    jobs = Jobs(executor, Quiet(), several=True)
+    jobs = Jobs(executor, store, Quiet(), several=True)
     first, _ = jobs.submit("a", job("f"))
     second, _ = jobs.submit("b", job("g"))
     assert executor.taken[0][0].program == "a/f"
@@ -79,9 +87,9 @@ def test_the_error_of_a_program_names_the_one_that_waited_for_it() -> None:
     assert caught.value.hint == "try again"
 
 
-def test_nobody_waits_for_a_job_that_was_ended_or_refused() -> None:
+def test_nobody_waits_for_a_job_that_was_ended_or_refused(store: DirectoryStore) -> None:
     executor = Recording()
-    jobs = Jobs(executor, Quiet())
+    jobs = Jobs(executor, store, Quiet())
     waiting = [jobs.submit("a", job(name))[0] for name in ("f", "g")]
     executor.close()
     jobs.wait()
@@ -94,3 +102,31 @@ def test_nobody_waits_for_a_job_that_was_ended_or_refused() -> None:
     jobs.wait()
     with pytest.raises(StoreError):
         jobs.submit("b", job("h", "another"))[0].result(timeout=60)
+
+
+def test_a_result_of_the_store_is_read_once_and_takes_no_worker(store: DirectoryStore) -> None:
+    executor = Recording()
+    jobs = Jobs(executor, store, Quiet())
+    frame = store.put_blob(b"executable")
+    compiled = replace(RESULT, executable=Segment(0, 10, frame, 10, frame))
+    store.put(job("f").key, compiled.to_plain(), blobs=[frame])
+    assert not jobs.lacks_program(job("f"))
+    (path := store.blob_path(frame)) and path.write_bytes(
+        b"damaged!!!"
+    )  # it is not read a second time
+    assert jobs.submit("a", job("f"))[0].result() == compiled
+    assert executor.taken == []
+
+
+def test_a_program_that_has_to_be_compiled_is_looked_at_before(store: DirectoryStore) -> None:
+    executor = Recording()
+    jobs = Jobs(executor, store, Quiet())
+    program = store.put_blob(b"stablehlo")
+    assert not jobs.lacks_program(job("f", program))
+    path = store.blob_path(program)
+    assert path is not None
+    path.write_bytes(b"STABLEHLO")
+    assert jobs.lacks_program(job("f", program))
+    assert not path.exists()
+    jobs.submit("a", job("f", program))
+    assert not jobs.lacks_program(job("g", program))  # the worker of the first one says it

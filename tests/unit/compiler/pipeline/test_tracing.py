@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
 import importlib
+import json
 import os
 import shutil
 import sys
@@ -16,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.unit.compiler.sharing.fixtures import Memory
 
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.code import find_code
@@ -23,7 +26,11 @@ from prejit.compiler.pipeline.lowering import lower
 from prejit.compiler.pipeline.plan import TRACED, Lowered, plan_build, planned_executables
 from prejit.compiler.pipeline.tracing import parameters_of, remember
 from prejit.compiler.progress import Quiet
+from prejit.compiler.sharing.layered import LayeredStore
+from prejit.compiler.sharing.tier import Tier
 from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.interface import Store
+from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import BuildError, ManifestError
 
 
@@ -50,7 +57,7 @@ class Project:
         )
         for name, content in modules.items():
             self.write(f"{name}.py", content)
-        self.store = DirectoryStore.open(directory.parent / "cache")
+        self.store: Store = DirectoryStore.open(directory.parent / "cache")
         self.lowered: dict[str, Lowered] = {}
 
     def write(self, name: str, content: str) -> None:
@@ -413,8 +420,42 @@ def test_an_environment_variable_that_code_reads_is_noticed(
     monkeypatch.setenv("MY_FACTOR", "2")
     found = project(tmp_path, f"import os\n\n\ndef f(x):\n    return x * int({read})\n")
     monkeypatch.setenv("MY_FACTOR", "3")
-    assert "variable MY_FACTOR: sha256:" in found.why()
+    assert "variable MY_FACTOR: sealed:" in found.why()
     assert found.changed()
+
+
+def test_no_shared_store_learns_anything_of_a_variable_that_code_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A password has few values to try: not even its digest may leave this machine."""
+    monkeypatch.setenv("MY_PIN", "1234")
+    monkeypatch.setenv("JAX_MY_SETTING", "2")
+    read = "import os\n\n\ndef f(x):\n    return x * len(os.environ.get({!r}, '2'))\n"
+    names = {"pin": "MY_PIN", "setting": "JAX_MY_SETTING", "unset": "MY_UNSET_SETTING"}
+    found = Project(
+        tmp_path / "p",
+        {name: f"{name}_module:f" for name in names},
+        **{f"{name}_module": read.format(variable) for name, variable in names.items()},
+    )
+    place = Memory()
+    local, notes = found.store, list[str]()
+    found.store = LayeredStore(local, [Tier(place)], notes.append)
+    assert found.trace() == {*names}
+    found.store.finish()
+    results = [each for path, each in place.files.items() if path.startswith("ac/")]
+    sent = [base64.b64decode(json.loads(each)["stdoutRaw"]) for each in results]
+    shared = {name for name in names if any(f'"m/{name}"'.encode() in each for each in sent)}
+    assert shared >= {"setting", "unset"}
+    traces = [each for each in sent if b'"kind":"trace"' in each.replace(b" ", b"")]
+    assert len(traces) == 2
+    digest = digest_of(b"1234")
+    kept = [path.read_text() for path in tmp_path.glob("cache/v1/*/*/*.json")]
+    assert any("variable MY_PIN" in each for each in kept)
+    assert not [each for each in (*kept, *map(bytes.decode, sent)) if digest in each]
+    found.store = local
+    assert found.trace() == set()
+    monkeypatch.setenv("MY_PIN", "12345")
+    assert found.trace() == {"pin"}
 
 
 def test_an_environment_variable_that_code_does_not_read_changes_nothing(

@@ -1,15 +1,20 @@
-"""Shared stores for tests: in memory, an HTTP server as nginx with WebDAV is one, and an OCI registry."""
+"""Shared stores for tests: in memory, an HTTP server as nginx with WebDAV is one, S3, and an OCI registry."""
 
 from __future__ import annotations
 
 import base64
 import json
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import BinaryIO
+from typing import BinaryIO, Literal
+from urllib.parse import parse_qs
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -68,7 +73,7 @@ class Memory:
 
     def create(self, path: str, content: bytes) -> bool:
         self._check()
-        return self.files.setdefault(path, content) is content
+        return self.files.setdefault(path, content) == content
 
     def remove(self, path: str) -> bool:
         self._check()
@@ -106,9 +111,12 @@ def _serving(handler: type[_Handler]) -> Iterator[str]:
 
 @contextmanager
 def http_store(
-    files: dict[str, bytes], seen: list[str], is_down: Callable[[], bool] = lambda: False
+    files: dict[str, bytes],
+    seen: list[str],
+    is_down: Callable[[], bool] = lambda: False,
+    upload_seconds: float = 0.0,
 ) -> Iterator[str]:
-    """Serve files over HTTP; PUT adds one. Yields the URL."""
+    """Serve files over HTTP; PUT adds one, after a time. Yields the URL."""
 
     class Handler(_Handler):
         def do_GET(self) -> None:
@@ -119,6 +127,7 @@ def http_store(
 
         def do_PUT(self) -> None:
             seen.append(f"{self.path[:8]} {self.headers.get('content-type')}")
+            time.sleep(upload_seconds)
             content = self.rfile.read(int(self.headers["content-length"]))
             if not is_down():
                 files[self.path] = content
@@ -138,11 +147,12 @@ def http_store(
 
 
 @contextmanager
-def registry(user: str | None = None) -> Iterator[str]:
+def registry(user: str | None = None, upload_seconds: float = 0.0) -> Iterator[str]:
     """Serve a small OCI registry: blobs and manifests of any repository. Yields `host:port`.
 
     Args:
         user: `name:password` that it asks for, by basic authentication.
+        upload_seconds: what it needs to store a blob.
     """
     files: dict[str, bytes] = {}
 
@@ -160,6 +170,7 @@ def registry(user: str | None = None) -> Iterator[str]:
             content = self.rfile.read(int(self.headers["content-length"]))
             path = self.path
             if "/uploads/" in path:
+                time.sleep(upload_seconds)
                 digest = path.partition("digest=")[2]
                 assert digest == digest_of(content)
                 path = f"{path.partition('/uploads/')[0]}/{digest}"
@@ -186,3 +197,101 @@ def registry(user: str | None = None) -> Iterator[str]:
 
     with _serving(Handler) as host:
         yield host
+
+
+@contextmanager
+def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iterator[str]:
+    """Serve a bucket of the S3 API, without signatures. Yields the endpoint; the bucket is `bucket`.
+
+    Args:
+        conditions: what a PUT with `If-None-Match: *` does where the object exists. S3 itself keeps the
+            condition; older servers of its API ignore it or refuse every request that has one.
+    """
+    files: dict[str, tuple[bytes, float]] = {}
+    parts: dict[int, bytes] = {}  # of the one multipart upload that a test may do
+    lock = threading.Lock()
+
+    class Handler(_Handler):
+        def do_GET(self) -> None:
+            path, _, query = self.path.partition("?")
+            if "list-type=2" in query:
+                self.answer(200, self.listing(parse_qs(query).get("prefix", [""])[0]))
+            elif (found := files.get(path)) is None:
+                self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            else:
+                self.answer(200, found[0])
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_PUT(self) -> None:
+            content = self.rfile.read(int(self.headers["content-length"]))
+            if "uploadId=" in self.path:
+                parts[int(parse_qs(self.path.partition("?")[2])["partNumber"][0])] = content
+                self.answer(200, b"")
+                return
+            conditional = self.headers.get("if-none-match") == "*"
+            if conditional and conditions == "refused":
+                self.answer(501, b"<Error><Code>NotImplemented</Code></Error>")
+                return
+            with lock:
+                taken = conditional and conditions == "kept" and self.path in files
+                if not taken:
+                    files[self.path] = (content, time.time())
+            self.answer(412 if taken else 200, b"")
+
+        def do_POST(self) -> None:
+            path, _, query = self.path.partition("?")
+            found = self.rfile.read(int(self.headers.get("content-length", 0))).decode()
+            if query.startswith("uploads"):
+                self.answer(200, b"<R><UploadId>1</UploadId></R>")
+                return
+            if query.startswith("uploadId="):
+                files[path] = (b"".join(parts[number] for number in sorted(parts)), time.time())
+                self.answer(200, b'<R><ETag>"x"</ETag></R>')
+                return
+            keys = re.findall("<Key>(.*?)</Key>", found)
+            for key in keys:
+                files.pop(f"/bucket/{key}", None)
+            deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+            self.answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+
+        def do_DELETE(self) -> None:
+            files.pop(self.path, None)
+            self.answer(204, b"")
+
+        def listing(self, prefix: str) -> bytes:
+            def entry(path: str, content: bytes, written: float) -> str:
+                time_text = datetime.fromtimestamp(written, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+                return (
+                    f"<Contents><Key>{path.removeprefix('/bucket/')}</Key><Size>{len(content)}</Size>"
+                    f"<LastModified>{time_text}</LastModified></Contents>"
+                )
+
+            entries = [
+                entry(path, *found)
+                for path, found in sorted(files.items())
+                if path.startswith(f"/bucket/{prefix}")
+            ]
+            return f"<ListBucketResult>{''.join(entries)}</ListBucketResult>".encode()
+
+        def answer(self, status: int, content: bytes) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(content)))
+            written = files.get(self.path, (b"", 0.0))[1]
+            self.send_header("last-modified", formatdate(written, usegmt=True))
+            self.send_header("etag", '"x"')
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+    with _serving(Handler) as host:
+        yield f"http://{host}"
+
+
+S3_SETTINGS = {
+    "AWS_ACCESS_KEY_ID": "x",
+    "AWS_SECRET_ACCESS_KEY": "y",
+    "AWS_REGION": "us-east-1",
+}
+"""The environment variables of a client of `s3_store`, beside AWS_ENDPOINT."""

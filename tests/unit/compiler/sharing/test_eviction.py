@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.unit.compiler.sharing.fixtures import Memory
+from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, Memory, s3_store
 
 from prejit.compiler.cli.run import run
 from prejit.compiler.sharing.eviction import evict
 from prejit.compiler.sharing.layered import LayeredStore
+from prejit.compiler.sharing.leases import PREFIX, Leases
 from prejit.compiler.sharing.objects import Objects
 from prejit.compiler.sharing.registry import Repository
 from prejit.compiler.sharing.remote import RemoteFile
@@ -58,6 +60,88 @@ def fill(directory: Path, machine: Path, name: str) -> Key:
     store.put(key, {"executable": digest}, blobs=[digest])
     store.finish()
     return key
+
+
+@pytest.fixture(params=["directory", "s3"])
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """The URL of a store of which prejit may delete files."""
+    if request.param == "directory":
+        yield (tmp_path / "shared").as_uri()
+        return
+    with s3_store() as endpoint:
+        for name, value in {**S3_SETTINGS, "AWS_ENDPOINT": endpoint}.items():
+            monkeypatch.setenv(name, value)
+        yield "s3://bucket/store"
+
+
+LEASED = Key("compile", "leased", (("name", "leased"),))
+
+
+def test_a_lease_in_use_is_not_removed(place: str) -> None:
+    """Another machine would take it, and make the same result."""
+    first, second = (Leases(Tier(Objects(place)), name, 3600.0) for name in ("first", "second"))
+    lease = first.take(LEASED)
+    assert lease is not None
+    Objects(place).write(f"cas/{'a' * 64}", b"content")
+    found = evict(Objects(place), 0)
+    assert (found.removed, found.kept) == (1, 1)
+    assert second.take(LEASED) is None
+    first.release(lease)
+    assert evict(Objects(place), 0).kept == 0
+    assert second.take(LEASED) is not None
+    second.close()
+
+
+def test_the_lease_of_a_machine_that_died_stays_for_its_successor(place: str) -> None:
+    """Without it a third machine would begin with the first lease, beside the owner of the second."""
+    dead, second, third = (Leases(Tier(Objects(place)), name, 3600.0) for name in "abc")
+    assert dead.take(LEASED) is not None
+    second._seconds = 0.0
+    second.take(LEASED)  # now it has seen that nobody writes it
+    second._seconds = 3600.0
+    second._watched = {path: (content, -1e9) for path, (content, _) in second._watched.items()}
+    assert second.take(LEASED) is not None
+    assert evict(Objects(place), 0).kept == 2
+    third._watched = dict(second._watched)
+    assert third.take(LEASED) is None
+    for each in (dead, second, third):
+        each.close()
+
+
+def test_an_old_lease_goes() -> None:
+    old, new = f"{PREFIX}{'a' * 56}", f"{PREFIX}{'b' * 56}"
+
+    class Dated(Memory):
+        def listed(self) -> Iterator[RemoteFile]:
+            yield RemoteFile(old, 1, 0.0)
+            yield RemoteFile(new, 1, 2.0 * DAY_SECONDS)
+
+    remote = Dated(files={old: b"x", new: b"x"})
+    evict(remote, 0)
+    assert set(remote.files) == {new}
+
+
+def test_a_running_build_makes_what_it_was_just_told_is_there(place: str, tmp_path: Path) -> None:
+    def machine(name: str) -> tuple[LayeredStore, list[str]]:
+        notes = list[str]()
+        local = DirectoryStore.open(tmp_path / name)
+        return LayeredStore(local, [Tier(Objects(place))], notes.append), notes
+
+    def make(store: LayeredStore) -> None:
+        digest = store.put_blob(b"content")
+        store.put(LEASED, {"executable": digest}, blobs=[digest])
+        store.finish()
+
+    make(machine("first")[0])
+    second, notes = machine("second")
+    assert second.where(LEASED) == Objects(place).name
+    assert evict(Objects(place), 0).removed == 3
+    assert second.get(LEASED) is None
+    make(second)
+    assert not [note for note in notes if "written" not in note]
+    assert machine("third")[0].get(LEASED) is not None
 
 
 @pytest.fixture

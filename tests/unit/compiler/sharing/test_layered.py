@@ -12,7 +12,7 @@ import pytest
 from tests.unit.compiler.sharing.fixtures import Memory, private_key
 
 from prejit.compiler.sharing.layered import LayeredStore
-from prejit.compiler.sharing.leases import Leases
+from prejit.compiler.sharing.leases import PREFIX, Leases
 from prejit.compiler.sharing.objects import Objects
 from prejit.compiler.sharing.shared_result import SharedResult, encode
 from prejit.compiler.sharing.tier import Tier
@@ -52,6 +52,17 @@ def test_what_one_machine_made_another_finds(tmp_path: Path, place: Memory) -> N
     assert second.store.read_blob(digest) == CONTENT
     assert second.local.get(KEY, verify=True) == {"executable": digest}  # kept on this machine
     assert (second.store.traffic[0].found, second.store.traffic[0].read_bytes) == (1, len(CONTENT))
+
+
+def test_a_result_under_a_sealed_key_stays_on_this_machine(tmp_path: Path, place: Memory) -> None:
+    machine = Machine(tmp_path / "a", Tier(place))
+    key = Key("trace", "demo/f", (("variable PIN", machine.store.seal("1234")),))
+    assert machine.store.get(key) is None
+    with machine.store.making(key):
+        machine.make(key)
+    assert machine.store.where(key) == LOCAL
+    assert place.files == {}
+    assert place.reads == 0
 
 
 def test_where_a_result_is_can_be_asked_without_fetching_it(tmp_path: Path, place: Memory) -> None:
@@ -324,6 +335,36 @@ def test_machines_that_share_a_build_make_a_result_once(tmp_path: Path, place: M
     for each in (first, second):
         assert each.local.get(KEY, verify=True) is not None
         each.store.finish()
+
+
+def test_a_store_that_gives_a_lease_to_everybody_gives_nobody_a_wrong_result(
+    tmp_path: Path,
+) -> None:
+    """It says of every file that it created it: both machines make the result, and both have it."""
+
+    class Liar(Memory):
+        def create(self, path: str, content: bytes) -> bool:
+            self.write(path, content)
+            return True
+
+        def read(self, path: str, most: int) -> bytes | None:
+            return None if path.startswith(PREFIX) else super().read(path, most)
+
+    place = Liar()
+    machines = [Sharing(tmp_path / name, Tier(place)) for name in "ab"]
+    with machines[0].store.making(KEY) as one, machines[1].store.making(KEY) as other:
+        assert one
+        assert other
+        digests = [each.store.put_blob(CONTENT) for each in machines]
+        for each, digest in zip(machines, digests, strict=True):
+            assert each.store.get(KEY) is None
+            each.store.put(KEY, {"executable": digest}, blobs=[digest])
+    for each in machines:
+        each.store.finish()
+        assert not [note for note in each.notes if "written" not in note]
+        assert each.local.get(KEY, verify=True) == {"executable": digests[0]}
+    third = Machine(tmp_path / "c", Tier(place))
+    assert third.store.get(KEY, verify=True) == {"executable": digests[0]}
 
 
 def test_who_makes_something_else_does_not_wait(tmp_path: Path, place: Memory) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
+import obstore
 import pytest
-from tests.unit.compiler.sharing.fixtures import http_store
+from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, http_store, s3_store
 
-from prejit.compiler.sharing.objects import TOKEN, Objects
+from prejit.compiler.sharing.objects import ANSWER_SECONDS, TOKEN, Objects
 from prejit.compiler.sharing.remote import RemoteError
 from prejit.runtime.errors import UsageError
 
@@ -93,14 +97,51 @@ def test_an_unknown_url_is_refused() -> None:
         Objects("gopher://x/y")
 
 
-@pytest.mark.parametrize("kind", ["directory", "http"])
-def test_a_file_is_created_once(tmp_path: Path, kind: str) -> None:
-    with http_store({}, []) as url:
-        place = Objects(url if kind == "http" else tmp_path.as_uri())
-        assert place.create(AC, b"first")
-        assert not place.create(AC, b"second")
-        assert place.read(AC, 100) == b"first"
-        assert place.remove(AC) is (kind == "directory")
-        if kind == "directory":
-            assert place.remove(AC), "what is not there is removed"
-            assert place.create(AC, b"third")
+def test_a_slow_network_is_not_a_store_that_is_down() -> None:
+    """An executable of many megabytes takes longer to arrive than an answer may."""
+    files: dict[str, bytes] = {}
+    with http_store(files, [], upload_seconds=1.5 * ANSWER_SECONDS) as url:
+        place = Objects(url)
+        place.write(CAS, LARGE[: 2 << 20])
+        assert len(files[f"/{CAS}"]) == 2 << 20
+        with pytest.raises(RemoteError):
+            place.write(AC, b"{}")  # this needs no time
+
+
+def test_a_large_file_goes_to_an_object_store_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3_store() as endpoint:
+        for name, value in {**S3_SETTINGS, "AWS_ENDPOINT": endpoint}.items():
+            monkeypatch.setenv(name, value)
+        place, got = Objects("s3://bucket/store"), bytearray()
+        place.write(CAS, io.BytesIO(LARGE + b"the last part"))
+        assert place.download(CAS, got.extend)
+    assert got == LARGE + b"the last part"
+
+
+@pytest.mark.parametrize("number", [1, 38, 95])
+def test_a_file_system_without_hard_links_lets_machines_agree_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """SMB and FUSE refuse what creates a file only if there is none."""
+    put = obstore.put
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        if options.get("mode") == "create":
+            text = "Generic LocalFileSystem error: Unable to rename file: {} (os error {})"
+            raise obstore.exceptions.GenericError(text.format(os.strerror(number), number))
+        return put(*args, **options)
+
+    monkeypatch.setattr(obstore, "put", refuse)
+    first, second = (Objects(tmp_path.as_uri()) for _ in range(2))
+    assert first.create(AC, b"first")
+    assert not second.create(AC, b"second")
+    assert second.remove(AC)
+    assert second.create(AC, b"second")
+
+
+def test_a_directory_that_may_not_be_written_lets_nobody_create_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ac").write_text("a file where a directory must be")
+    with pytest.raises(RemoteError, match="file://"):
+        Objects(tmp_path.as_uri()).create(AC, b"first")

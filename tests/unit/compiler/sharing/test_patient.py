@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 
 import pytest
 from tests.unit.compiler.sharing.fixtures import Memory
@@ -48,18 +49,23 @@ def test_one_that_is_down_is_an_error() -> None:
         Patient(Memory(fails="down")).read("ac/x", 1)
 
 
-def test_half_a_download_is_not_begun_again() -> None:
-    """The caller has the first half already: it would get it twice."""
+@pytest.mark.parametrize("cut_at", [(1000,), (2500, 700), (700, 2500), (0, 3000)])
+def test_a_download_that_is_cut_goes_on_where_it_was(cut_at: tuple[int, ...]) -> None:
+    """A server that is restarted must not end the build of a machine that was just reading from it."""
+    content = bytes(range(250)) * 12
 
-    class Half(Memory):
-        def download(self, path: str, write: object) -> bool:
-            write(memoryview(b"half"))  # type: ignore[operator]
-            raise RemoteError("cut")
+    class Cut(Memory):
+        def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
+            most = cuts.pop(0) if cuts else len(content) + 1
+            for start in range(0, min(most, len(content)), 333):
+                write(memoryview(content[start : min(start + 333, most)]))
+            if most <= len(content):
+                raise RemoteError("cut")
+            return True
 
-    got = bytearray()
-    with pytest.raises(RemoteError, match="cut"):
-        Patient(Half()).download("cas/x", got.extend)
-    assert got == b"half"
+    cuts, got = [*cut_at], bytearray()
+    assert Patient(Cut()).download("cas/x", got.extend)
+    assert got == content
 
 
 def test_a_file_that_was_created_without_an_answer_is_ours() -> None:

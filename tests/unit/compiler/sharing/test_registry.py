@@ -5,16 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import os
-import shutil
 import socket
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from tests.ports import free_port
 from tests.unit.compiler.sharing.fixtures import registry
 
+from benchmarks.harness.stores import docker_registry
+from prejit.compiler.sharing.objects import ANSWER_SECONDS
 from prejit.compiler.sharing.registry import Repository
 from prejit.compiler.sharing.remote import RemoteError
 from prejit.compiler.sharing.shared_result import SharedResult, decode, encode
@@ -70,22 +68,17 @@ def test_a_registry_that_is_not_there_is_an_error_at_once() -> None:
             Repository(f"oci://127.0.0.1:{taken.getsockname()[1]}/x").read(AC, 1)
 
 
-@pytest.mark.skipif(not shutil.which("docker-registry"), reason="docker-registry is not installed")
 def test_a_real_registry_holds_results_and_contents(tmp_path: Path) -> None:
-    port = free_port()
-    (tmp_path / "config.yml").write_text(
-        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {tmp_path}/data}}}}\n"
-        f"http: {{addr: '127.0.0.1:{port}'}}\n"
-    )
-    command = ["docker-registry", "serve", str(tmp_path / "config.yml")]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            end = time.monotonic() + 60
-            while time.monotonic() < end:
-                with socket.socket() as trial:
-                    if trial.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                time.sleep(0.05)
-            round_trip(Repository(f"oci://127.0.0.1:{port}/team/store"), tmp_path)
-        finally:
-            server.kill()
+    server = docker_registry(tmp_path)
+    if server is None:
+        pytest.skip("docker-registry is not installed")
+    server.start()
+    try:
+        round_trip(Repository(server.url), tmp_path)
+    finally:
+        server.kill()
+
+
+def test_a_registry_may_take_time_to_store_a_large_blob(tmp_path: Path) -> None:
+    with registry(upload_seconds=1.5 * ANSWER_SECONDS) as host:
+        Repository(f"oci://{host}/store").write(CAS, CONTENT)

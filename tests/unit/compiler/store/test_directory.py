@@ -26,6 +26,27 @@ def cache(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore.open(tmp_path / "cache")
 
 
+def test_a_sealed_text_is_another_one_in_every_store_and_the_same_in_every_process(
+    cache: DirectoryStore, tmp_path: Path
+) -> None:
+    sealed = cache.seal("password")
+    assert sealed == DirectoryStore.open(cache.root).seal("password") != cache.seal("passwort")
+    assert "password" not in sealed
+    assert sealed != DirectoryStore.open(tmp_path / "another").seal("password")
+    [secret] = cache.root.glob("v1/secret-*")
+    assert secret.stat().st_mode & 0o777 == 0o600
+    secret.write_bytes(b"cut")
+    assert DirectoryStore.open(cache.root).seal("password") != sealed
+    assert secret.stat().st_size == 32
+
+
+def test_what_cannot_be_written_still_seals(tmp_path: Path) -> None:
+    """A plan writes nothing, and a cache may be read-only."""
+    store = DirectoryStore(tmp_path / "absent")
+    assert store.seal("a") == store.seal("a") != DirectoryStore(tmp_path / "absent").seal("a")
+    assert not (tmp_path / "absent").exists()
+
+
 def temp_files(cache: DirectoryStore) -> list[Path]:
     return list((cache.root / "v1" / "temp").iterdir())
 

@@ -31,6 +31,10 @@ Kind = Literal[
 ABSENT = "absent"
 INSTALLED = "installed"
 """The digest of a module of an installed package, whose version decides what it does."""
+UNSET = "unset"
+"""The digest of an environment variable without a value."""
+_HARMLESS = ("JAX_", "XLA_", "PYTHON")
+"""Environment variables whose names begin with these hold settings and no secrets."""
 _NAMESPACE = "namespace package"
 _LARGE_BYTES = 1 << 20
 """Files from this size on are hashed once, and again only when they change."""
@@ -49,6 +53,11 @@ class Input:
 
     kind: Kind
     name: str
+
+    @property
+    def is_private(self) -> bool:
+        """Whether its digest is of a value that nobody else may guess: a password has few values to try."""
+        return self.kind == "variable" and not self.name.startswith(_HARMLESS)
 
     @property
     def label(self) -> str:
@@ -176,7 +185,7 @@ class Present:
                 return directory_digest(local_path(name, self._directory))
             case "variable":
                 value = os.environ.get(name)
-                return "unset" if value is None else digest_of(os.fsencode(value))
+                return UNSET if value is None else digest_of(os.fsencode(value))
             case "version of":
                 return version_of(name)
             case "our code in":

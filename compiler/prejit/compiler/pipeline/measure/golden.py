@@ -218,9 +218,10 @@ def _ask(
         SEED,
         tuple(asked),
         None if path is None else str(path),
-        tuple(map(len, layers)),
+        tuple(each if isinstance(each, str) else len(each) for each in layers),
     )
-    content = b"".join([json.dumps(asdict(request)).encode(), b"\n", *layers])
+    given = (each for each in layers if isinstance(each, bytes))
+    content = b"".join([json.dumps(asdict(request)).encode(), b"\n", *given])
     # One thread, so that sums have one order on every build host; devices of a mesh wait for each other, and
     # need one each. Nothing of it is kept.
     mesh = answering.target.config.mesh
@@ -288,9 +289,12 @@ def _too_large(program: ProgramEntry) -> str | None:
     return None
 
 
-def _layers(target: PackedTarget) -> list[bytes]:
-    """Return the layers that the process gets: executables, portable programs, kernels, libraries."""
-    found = []
+def _layers(target: PackedTarget) -> list[bytes | str]:
+    """Return the layers that the process gets: executables, portable programs, kernels, libraries.
+
+    Packs of programs are named by their files: this process does not read them.
+    """
+    found: list[bytes | str] = []
     for media_type in (EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE, KERNELS_MEDIA_TYPE):
         layer = _layer(target, media_type)
         found.append(b"" if layer is None else _content(layer))
@@ -302,5 +306,5 @@ def _layer(target: PackedTarget, media_type: str) -> PackedLayer | None:
     return next((each for each in target.layers if each.media_type == media_type), None)
 
 
-def _content(layer: PackedLayer) -> bytes:
-    return layer.content if isinstance(layer.content, bytes) else layer.content.read_bytes()
+def _content(layer: PackedLayer) -> bytes | str:
+    return layer.content if isinstance(layer.content, bytes) else str(layer.content)

@@ -1,7 +1,8 @@
 """The process that asks programs for their golden answers: `python -m` this module.
 
-The first line of stdin is a request, `GoldenRequest` as JSON. The bytes of its layers follow. Each line of
-stdout is one program: `{"program": ..., "tolerance": ..., "results": ...}`, or `"error"` in place of results.
+The first line of stdin is a request, `GoldenRequest` as JSON. The bytes of the layers that are in no file
+follow. Each line of stdout is one program: `{"program": ..., "tolerance": ..., "results": ...}`, or `"error"`
+in place of results.
 A process of its own: a program may end it, and XLA takes the number of its threads from the environment.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from prejit.runtime.base.files import Content
 from prejit.runtime.base.typed_json import from_json, from_plain
 from prejit.runtime.device import kernels
 from prejit.runtime.device.device import Device
@@ -42,7 +44,8 @@ class GoldenRequest:
         seed: of the recipe.
         wanted: name of a program, a space, and a tolerance.
         weights: file of the weights; None: there are none.
-        sizes: bytes of the layers that follow: executables, portable programs, kernels (0: none), libraries.
+        layers: executables, portable programs, kernels and libraries: the file of each, or the number of its
+            bytes that follow. Without kernels these are 0 bytes.
     """
 
     config: str
@@ -51,18 +54,26 @@ class GoldenRequest:
     seed: int
     wanted: tuple[str, ...]
     weights: str | None
-    sizes: tuple[int, ...]
+    layers: tuple[str | int, ...]
 
 
 def main() -> None:
     """Answer the request on stdin."""
     request = from_plain(GoldenRequest, json.loads(sys.stdin.buffer.readline()))
-    layers = [sys.stdin.buffer.read(size) for size in request.sizes]
+    layers = [
+        sys.stdin.buffer.read(each) if isinstance(each, int) else _mapped(each)
+        for each in request.layers
+    ]
     for answer in _answers(request, layers):
         print(json.dumps(answer), flush=True)
 
 
-def _answers(request: GoldenRequest, layers: list[bytes]) -> Iterator[dict[str, Any]]:
+def _mapped(path: str) -> Content:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _answers(request: GoldenRequest, layers: list[Content]) -> Iterator[dict[str, Any]]:
     config = from_json(Config, request.config.encode(), "config")
     programs = _open(request, config, layers)
     for wanted in request.wanted:
@@ -77,15 +88,15 @@ def _answers(request: GoldenRequest, layers: list[bytes]) -> Iterator[dict[str, 
         yield answer
 
 
-def _open(request: GoldenRequest, config: Config, layers: list[bytes]) -> Programs:
+def _open(request: GoldenRequest, config: Config, layers: list[Content]) -> Programs:
     executables, portable, native, *libraries = layers
     called = {}
     if native:
-        kernels.register(kernels.load(native))
+        kernels.register(kernels.load(bytes(native)))
     if libraries:
         for library, content in zip(config.libraries or (), libraries, strict=True):
             symbols = sorted(set(library.handlers.values()))
-            kernels.register(kernels.load_library(content, symbols, library.name))
+            kernels.register(kernels.load_library(bytes(content), symbols, library.name))
         called = handler_names(*config.libraries or ())
     weights = None
     if request.weights is not None:

@@ -91,6 +91,18 @@ class PackedLayer:
         return Descriptor(self.media_type, self.digest, self.size, annotations={TITLE: self.title})
 
 
+class LostFramesError(BuildError):
+    """The store has lost the compressed forms of programs, whose names are `names`."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        super().__init__(
+            f"{', '.join(self.names)}: expected the compressed form in the build cache, found it damaged "
+            "or missing",
+            hint="build again: it is made anew",
+        )
+
+
 def layer(media_type: str, content: bytes, title: str) -> PackedLayer:
     """Return a layer of bytes in memory."""
     return PackedLayer(media_type, digest_of(content), len(content), content, title)
@@ -180,24 +192,26 @@ def pack(
         The layer, and the frames with their offsets.
 
     Raises:
-        BuildError: the store has lost a frame.
+        LostFramesError: the store has lost frames.
+        BuildError: the store has lost the layer.
     """
-    names = {frame.digest: name for name, frame in frames.items()}
     once = {frame.digest: frame for frame in frames.values()}
     offsets = dict(zip(once, accumulate((f.size for f in once.values()), initial=0), strict=False))
     key = Key("pack", title, (("frames", digest_of(to_json(list(once)))),))
     with cache.making(key):
         result = cache.get(key, verify=True)
         if result is None:
+            lost = []
             with cache.blob_writer() as blob:
                 for digest in once:
                     if (stored := cache.read_blob(digest)) is None:
-                        raise BuildError(
-                            f"{names[digest]}: expected its compressed form in the build cache, found it "
-                            "damaged or missing",
-                            hint="build again: it is made anew",
-                        )
-                    blob.write(stored)
+                        lost.append(digest)
+                    elif not lost:
+                        blob.write(stored)
+                if lost:
+                    raise LostFramesError(
+                        name for name, frame in frames.items() if frame.digest in lost
+                    )
             result = {"digest": blob.digest, "size": blob.size}
             cache.put(key, result, blobs=[blob.digest])
     path = cache.blob_path(result["digest"])

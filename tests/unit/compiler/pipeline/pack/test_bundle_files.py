@@ -97,7 +97,7 @@ def test_a_pack_that_was_damaged_is_made_again(tmp_path: Path) -> None:
 
 def test_a_frame_that_is_gone_is_named(tmp_path: Path) -> None:
     cache = DirectoryStore.open(tmp_path)
-    with pytest.raises(BuildError, match="decode: expected its compressed form"):
+    with pytest.raises(BuildError, match="decode: expected the compressed form"):
         pack("type", "programs", {"decode": Segment(0, 3, digest_of(b"one"), 0, "")}, cache)
 
 

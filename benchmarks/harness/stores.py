@@ -1,0 +1,172 @@
+"""The kinds of shared stores that this machine can run, with servers that can be killed.
+
+nginx and docker-registry are packages of Debian (nginx-light, docker-registry). moto, which answers as S3, is
+used from the directory $MOTO: `pip install --target DIRECTORY 'moto[s3,server]'` (290 MB).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.ports import free_port
+
+_REQUEST = re.compile(rb'"(?:GET|HEAD|PUT|POST|PATCH|DELETE) ')
+"""What the log of every server has once for each request."""
+
+
+@dataclass
+class Server:
+    """A kind of store, and how to start it.
+
+    Attributes:
+        name: for people.
+        url: for `--store`.
+        files: the directory that holds them; None: the server loses them when it is killed.
+        log: what the server prints; None: there is no server.
+        command: starts its server; empty: it has none.
+        ready: called once it answers.
+        env: variables of builds that use it.
+        env_server: variables of the server.
+    """
+
+    name: str
+    url: str
+    files: Path | None
+    log: Path | None = None
+    command: tuple[str, ...] = ()
+    ready: Callable[[], object] = lambda: None
+    env: Mapping[str, str] = field(default_factory=dict)
+    env_server: Mapping[str, str] = field(default_factory=dict)
+    _process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the server, and wait until it answers."""
+        if self.log is None:
+            return
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                env={**os.environ, **self.env_server},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        found = re.search(r"([\d.]+):(\d+)", self.env.get("AWS_ENDPOINT", self.url))
+        assert found is not None
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            with socket.socket() as trial:
+                if trial.connect_ex((found[1], int(found[2]))) == 0:
+                    break
+            time.sleep(0.1)
+        self.ready()
+
+    def kill(self) -> None:
+        """Kill the server."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def empty(self) -> None:
+        """Delete all files; a server is started again."""
+        self.kill()
+        if self.files is not None:
+            shutil.rmtree(self.files, ignore_errors=True)
+            self.files.mkdir()
+        self.start()
+
+    def requests(self) -> int:
+        """Return the number of requests that the server has had."""
+        return 0 if self.log is None else len(_REQUEST.findall(self.log.read_bytes()))
+
+
+def directory_store(directory: Path) -> Server:
+    """Return a directory that machines share."""
+    return Server("a directory", str(directory / "shared"), directory / "shared")
+
+
+def nginx(directory: Path) -> Server | None:
+    """Return nginx with WebDAV; None: it is not installed. Its workers must be able to read the directory."""
+    program = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
+    if program is None:
+        return None
+    port = free_port()
+    files = directory / "www"
+    files.mkdir()
+    user = "user root;" if os.geteuid() == 0 else ""
+    (directory / "nginx.conf").write_text(
+        f"daemon off; pid {directory}/pid; error_log {directory}/error; {user} events {{}}\n"
+        f"http {{ access_log {directory}/nginx.log; client_max_body_size 0;\n"
+        f"client_body_temp_path {directory}/body;\n"
+        f"server {{ listen 127.0.0.1:{port}; root {files};\n"
+        "location / { dav_methods PUT DELETE; create_full_put_path on; } } }\n"
+    )
+    command = (program, "-p", str(directory), "-c", str(directory / "nginx.conf"))
+    url = f"http://127.0.0.1:{port}/store"
+    return Server("nginx, WebDAV", url, files, directory / "nginx.log", command)
+
+
+def docker_registry(directory: Path) -> Server | None:
+    """Return an OCI registry; None: docker-registry is not installed."""
+    program = shutil.which("docker-registry")
+    if program is None:
+        return None
+    port = free_port()
+    files = directory / "registry"
+    (directory / "registry.yml").write_text(
+        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {files}}}}}\n"
+        f"http: {{addr: '127.0.0.1:{port}'}}\n"
+    )
+    command = (program, "serve", str(directory / "registry.yml"))
+    url = f"oci://127.0.0.1:{port}/team/store"
+    return Server("docker-registry", url, files, directory / "registry.log", command)
+
+
+def moto(directory: Path) -> Server | None:
+    """Return an S3 in memory; None: moto is not there."""
+    paths = {"PYTHONPATH": os.environ.get("MOTO", "")}
+    has_moto = [sys.executable, "-c", "import moto.server"]
+    if subprocess.run(has_moto, env={**os.environ, **paths}, capture_output=True).returncode:
+        return None
+    port = free_port()
+    endpoint = f"http://127.0.0.1:{port}"
+
+    def make_bucket() -> None:
+        urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"))
+
+    return Server(
+        "S3 (moto; loses its files when killed)",
+        "s3://bucket/store",
+        None,
+        directory / "moto.log",
+        (sys.executable, "-m", "moto.server", "-p", str(port)),
+        make_bucket,
+        {
+            "AWS_ENDPOINT": endpoint,
+            "AWS_ACCESS_KEY_ID": "x",
+            "AWS_SECRET_ACCESS_KEY": "y",
+            "AWS_REGION": "us-east-1",
+        },
+        paths,
+    )
+
+
+KINDS: tuple[Callable[[Path], Server | None], ...] = (
+    directory_store,
+    nginx,
+    docker_registry,
+    moto,
+)
+"""All kinds; each gives None where this machine cannot run it."""
