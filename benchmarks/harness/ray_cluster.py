@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+_PATIENCE_SECONDS = 180
 
 
 class Node:
@@ -57,6 +61,20 @@ class Cluster:
     address: str
     environ: dict[str, str]
     logs: Path
+
+    def wait(self) -> None:
+        """Wait until the head node answers.
+
+        Raises:
+            SystemExit: it does not within three minutes.
+        """
+        host, _, port = self.address.partition(":")
+        for _ in range(_PATIENCE_SECONDS):
+            with suppress(OSError):
+                socket.create_connection((host, int(port)), 1).close()
+                return
+            time.sleep(1)
+        raise SystemExit(f"expected a head node at {self.address}, found none")
 
     def join(self) -> Node:
         """Start a node with one core."""

@@ -105,9 +105,9 @@ def on_cluster(
     killed = list[int]()
     with ray_cluster(home / "nodes", PORT, CLIENT_PORT) as cluster:
         os.environ["RAY_ADDRESS"] = cluster.address
-        time.sleep(10)  # the head node starts
+        cluster.wait()
         running = [cluster.join() for _ in range(nodes)]
-        time.sleep(10)
+        time.sleep(10)  # they start
         options = ["--executor", "ray://auto", "--store", str(home / "store")]
         try:
             process = Process(manifests, home / "build", *options)
