@@ -79,6 +79,11 @@ class Server:
             self._process.wait()
             self._process = None
 
+    def stop(self) -> None:
+        """Let the server hang: it takes connections and answers nothing, until it is killed."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGSTOP)
+
     def empty(self) -> None:
         """Delete all files; a server is started again."""
         self.kill()
@@ -98,14 +103,14 @@ def directory_store(directory: Path) -> Server:
 
 
 def nginx(directory: Path) -> Server | None:
-    """Return nginx with WebDAV; None: it is not installed. Its workers must be able to read the directory."""
+    """Return nginx with WebDAV; None: it is not installed."""
     program = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     if program is None:
         return None
     port = free_port()
     files = directory / "www"
     files.mkdir()
-    user = "user root;" if os.geteuid() == 0 else ""
+    user = "user root;" if os.geteuid() == 0 else ""  # else its workers could not read our files
     (directory / "nginx.conf").write_text(
         f"daemon off; pid {directory}/pid; error_log {directory}/error; {user} events {{}}\n"
         f"http {{ access_log {directory}/nginx.log; client_max_body_size 0;\n"

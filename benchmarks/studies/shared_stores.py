@@ -1,222 +1,132 @@
-"""Build on two machines that share a store, in each kind of store, and break each of them in the middle.
+"""Build on machines that share a store, in each kind of store, and kill machines and stores in the middle.
 
-    python -m benchmarks.studies.shared_stores            about 12 minutes on two cores
+    python -m benchmarks.studies.shared_stores            about 8 minutes on two cores
+    python -m benchmarks.studies.shared_stores --only nginx --programs 10     a trial, which is not saved
 
-A machine is an empty directory for caches. The stores are those that are installed of nginx with WebDAV, moto
-(S3; `pip install 'moto[s3,server]'` beside the compiler's packages, or in $MOTO), docker-registry and a
-directory. For each: a first machine builds the demo's programs for one target; a second builds the same; the
-server is killed in the middle of a first build, and back for the second; and a first build is killed itself.
+A machine is an empty directory for caches. The stores are those of harness/stores.py that this machine can
+run: a directory, nginx with WebDAV, docker-registry and moto (S3, in $MOTO). For each:
+
+- a first machine builds, and a second one builds the same;
+- three shards build, and the first is killed in the middle;
+- the server is killed in the middle of a build without shards, and stays away;
+- it hangs from the middle of such a build on;
+- it is killed in the middle of a build by two shards, and stays away: both must say so;
+- it is killed in the middle of a build by three shards, and comes back after three seconds.
+
+All bundles must have one digest, and no two machines that live may compile the same program, unless the store
+has lost its files.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.matrix import write_matrix
 from benchmarks.harness.measure import progress
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, save, use_two_cores
+from benchmarks.harness.stores import KINDS, Server
 from benchmarks.harness.workspace import RESULTS
 
-MANIFEST = Path("manifests/demo.toml")
-TARGET = "cpu-x86-64-v3"
+TARGETS = ("cpu-x86-64-v3",)
+PROGRAMS = 20
+SHARDS = 3
+AWAY_SECONDS = 3.0
+"""How long a store is away that comes back."""
+_COMPILED = re.compile(r"^compiled (\S+) for", re.MULTILINE)
 _TRAFFIC = re.compile(r"(\d+) results read \(([\d.]+) MB\), (\d+) written \(([\d.]+) MB\)")
+_STORE_ERROR = 6
+"""The exit status of `StoreError`."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """How a build went.
+    """How a process of a build went.
 
     Attributes:
         seconds: by the clock.
-        compiled, cached: programs.
-        digest: of the bundle.
+        status: its exit status; negative: it was killed.
+        compiled: names of the programs that it compiled.
+        digest: of the bundle; None: the process failed.
         read, written: results that came from the store, and went there.
         read_mb, written_mb: their contents.
-        notes: what it said about the store.
+        said: what it said about the store, and its error.
     """
 
     seconds: float
-    compiled: int
-    cached: int
-    digest: str
-    read: int = 0
-    written: int = 0
-    read_mb: float = 0.0
-    written_mb: float = 0.0
-    notes: tuple[str, ...] = ()
+    status: int
+    compiled: tuple[str, ...]
+    digest: str | None
+    read: int
+    written: int
+    read_mb: float
+    written_mb: float
+    said: tuple[str, ...]
 
 
-@dataclass
-class Server:
-    """A kind of store, and how to start it.
+class Machine:
+    """A running `prejit build` on a machine of its own."""
 
-    Attributes:
-        name: for people.
-        url: for `--store`.
-        command: starts its server; empty: it has none.
-        ready: called once it answers.
-        env: variables of builds that use it.
-        env_server: variables of the server.
-    """
+    def __init__(self, manifest: Path, home: Path, server: Server, shard: str | None) -> None:
+        home.mkdir()
+        command = [sys.executable, "-m", "prejit.runtime", "build", str(manifest), "--json"]
+        command += ["-o", str(home / "artifacts"), "--cache", str(home / "cache")]
+        command += ["--store", server.url]
+        command += [] if shard is None else ["--shard", shard, "--jobs", "1"]
+        self._output, self._errors = home / "output", home / "errors"
+        self._started = time.perf_counter()
+        with self._output.open("w") as output, self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, **server.env},
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
 
-    name: str
-    url: str
-    command: tuple[str, ...] = ()
-    ready: Callable[[], object] = lambda: None
-    env: Mapping[str, str] = field(default_factory=dict)
-    env_server: Mapping[str, str] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] | None = None
+    def compiled(self) -> tuple[str, ...]:
+        """Return the programs that it has compiled until now."""
+        return tuple(_COMPILED.findall(self._errors.read_text()))
 
-    def start(self) -> None:
-        """Start the server, and wait until it answers."""
-        if not self.command:
-            return
-        self.process = subprocess.Popen(
-            self.command,
-            env={**os.environ, **self.env_server},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        host, port = re.search(r"([\d.]+):(\d+)", self.env.get("AWS_ENDPOINT", self.url)).groups()  # type: ignore[union-attr]
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            with socket.socket() as trial:
-                if trial.connect_ex((host, int(port))) == 0:
-                    break
-            time.sleep(0.1)
-        self.ready()
+    def ended(self) -> bool:
+        """Return whether it has ended."""
+        return self._process.poll() is not None
 
     def kill(self) -> None:
-        """Kill the server."""
-        if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.process = None
+        """Kill it with its workers."""
+        os.killpg(self._process.pid, signal.SIGKILL)
 
-
-def servers(directory: Path) -> Iterator[Server]:
-    """Yield the kinds of stores that this machine can run, with their files below a directory."""
-    yield Server("a directory", str(directory / "shared"))
-    if nginx := shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin"):
-        port = _free_port()
-        (directory / "www").mkdir()
-        (directory / "nginx.conf").write_text(
-            f"daemon off; pid {directory}/pid; error_log {directory}/error; user root; events {{}}\n"
-            f"http {{ access_log off; client_max_body_size 0; client_body_temp_path {directory}/body;\n"
-            f"server {{ listen 127.0.0.1:{port}; root {directory}/www;\n"
-            "location / { dav_methods PUT DELETE; create_full_put_path on; } } }\n"
-        )
-        yield Server(
-            "nginx, WebDAV",
-            f"http://127.0.0.1:{port}/store",
-            (nginx, "-p", str(directory), "-c", str(directory / "nginx.conf")),
-        )
-    if registry := shutil.which("docker-registry"):
-        port = _free_port()
-        (directory / "registry.yml").write_text(
-            f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {directory}/registry}}}}\n"
-            f"http: {{addr: '127.0.0.1:{port}'}}\n"
-        )
-        yield Server(
-            "docker-registry",
-            f"oci://127.0.0.1:{port}/team/store",
-            (registry, "serve", str(directory / "registry.yml")),
-        )
-    env = {**os.environ, "PYTHONPATH": os.environ.get("MOTO", "")}
-    has_moto = [sys.executable, "-c", "import moto.server"]
-    if subprocess.run(has_moto, env=env, capture_output=True).returncode == 0:
-        port = _free_port()
-        endpoint = f"http://127.0.0.1:{port}"
-
-        def make_bucket() -> None:
-            urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"))
-
-        yield Server(
-            "S3 (moto; loses its files when killed)",
-            "s3://bucket/store",
-            (sys.executable, "-m", "moto.server", "-p", str(port)),
-            make_bucket,
-            {
-                "AWS_ENDPOINT": endpoint,
-                "AWS_ACCESS_KEY_ID": "x",
-                "AWS_SECRET_ACCESS_KEY": "y",
-                "AWS_REGION": "us-east-1",
-            },
-            {"PYTHONPATH": os.environ.get("MOTO", "")},
-        )
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
-class Machines:
-    """Machines that share one store."""
-
-    def __init__(self, server: Server, directory: Path) -> None:
-        self._server = server
-        self._directory = directory
-        self._count = 0
-
-    def start(self) -> subprocess.Popen[str]:
-        """Start a build on a new machine."""
-        self._count += 1
-        home = self._directory / f"machine{self._count}"
-        command = [sys.executable, "-m", "prejit.runtime", "build", str(MANIFEST), "--json"]
-        command += [
-            "--target",
-            TARGET,
-            "-o",
-            str(home / "artifacts"),
-            "--cache",
-            str(home / "cache"),
-        ]
-        return subprocess.Popen(
-            [*command, "--store", self._server.url],
-            env={**os.environ, **self._server.env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def finish(self, build: subprocess.Popen[str], started: float) -> Built:
-        """Wait for a build."""
-        output, errors = build.communicate()
-        seconds = time.perf_counter() - started
-        if build.returncode:
-            raise SystemExit(errors)
-        (found,) = json.loads(output)
+    def finish(self) -> Built:
+        """Wait for its end."""
+        status = self._process.wait()
+        seconds = time.perf_counter() - self._started
+        errors = self._errors.read_text()
+        traffic = _TRAFFIC.search(errors)
+        read, read_mb, written, written_mb = traffic.groups() if traffic else ("0", "0", "0", "0")
         lines = [
             line
             for line in errors.splitlines()
-            if "this build goes on" in line or "not used" in line
+            if re.search("this build goes on|not used|does not answer|^error|hint:", line)
         ]
-        traffic = _TRAFFIC.search(errors)
-        read, read_mb, written, written_mb = traffic.groups() if traffic else ("0", "0", "0", "0")
+        digest = None if status else json.loads(self._output.read_text())[0]["digest"]
         return Built(
             seconds,
-            found["compiled"],
-            found["cached"],
-            found["digest"],
+            status,
+            tuple(_COMPILED.findall(errors)),
+            digest,
             int(read),
             int(written),
             float(read_mb),
@@ -224,105 +134,203 @@ class Machines:
             tuple(lines),
         )
 
-    def build(self) -> Built:
-        """Build on a new machine."""
-        started = time.perf_counter()
-        return self.finish(self.start(), started)
 
-    def build_until(
-        self, share: float, seconds: float, act: Callable[[Any], object]
-    ) -> Built | None:
-        """Build on a new machine, and do something after a share of the time of a build."""
-        started = time.perf_counter()
-        build = self.start()
-        time.sleep(share * seconds)
-        act(build)
-        if build.poll() == -signal.SIGKILL:
-            build.communicate()
-            return None
-        return self.finish(build, started)
+@dataclass(frozen=True)
+class Step:
+    """What the machines of one build did, in one store.
 
-
-def study(server: Server, root: Path, directory: Path) -> dict[str, Any]:
-    """Return how the builds went that use one kind of store.
-
-    Args:
-        server: the store.
-        root: directory of the files of all stores.
-        directory: directory of the machines that use this one.
+    Attributes:
+        name: what happened.
+        machines: the processes; one that was killed has a negative status.
+        seconds: until the last one ended.
+        requests: that the server had.
     """
-    machines = Machines(server, directory)
-    server.start()
-    progress(f"{server.name}: first machine")
-    first = machines.build()
-    progress(f"{server.name}: second machine")
-    second = machines.build()
-    found: dict[str, Built | None] = {"first": first, "second": second}
-    _empty(server, root)
-    if server.command:
-        progress(f"{server.name}: the server is killed during a build")
-        found["server killed"] = machines.build_until(0.5, first.seconds, lambda _: server.kill())
+
+    name: str
+    machines: tuple[Built, ...]
+    seconds: float
+    requests: int
+
+    @property
+    def twice(self) -> int:
+        """Number of programs that machines that live compiled, beyond one time each."""
+        counts = Counter(
+            name for each in self.machines if not each.status for name in each.compiled
+        )
+        return sum(count - 1 for count in counts.values())
+
+
+class Study:
+    """The builds over one store."""
+
+    def __init__(self, server: Server, manifest: Path, directory: Path) -> None:
+        self._server = server
+        self._manifest = manifest
+        self._directory = directory
+        self._count = 0
+        self.steps: list[Step] = []
+
+    def run(self) -> None:
+        """Do all of them."""
+        server = self._server
         server.start()
-        found["after that"] = machines.build()
-        _empty(server, root)
-    progress(f"{server.name}: a build is killed")
-    machines.build_until(0.5, first.seconds, _kill)
-    found["after a killed build"] = machines.build()
-    server.kill()
-    built = {name: each for name, each in found.items() if each is not None}
-    digests = {each.digest for each in built.values()}
+        try:
+            self._finish("a first machine", self._start(1))
+            self._finish("a second machine", self._start(1))
+            server.empty()
+            shards = self._start(SHARDS)
+            _wait(shards[:1])
+            shards[0].kill()
+            self._finish(f"{SHARDS} shards, one of them killed", shards)
+            if server.log is not None:
+                self._break_server()
+        finally:
+            server.kill()
+
+    def _break_server(self) -> None:
+        server = self._server
+        server.empty()
+        machine = self._start(1)
+        _wait(machine)
+        server.kill()
+        self._finish("the server killed in the middle", machine)
+        server.empty()
+        machine = self._start(1)
+        _wait(machine)
+        server.stop()
+        self._finish("the server hangs from the middle on", machine)
+        server.empty()
+        shards = self._start(2)
+        _wait(shards)
+        server.kill()
+        self._finish("the server killed in the middle of 2 shards", shards)
+        server.empty()
+        shards = self._start(SHARDS)
+        _wait(shards)
+        server.kill()
+        time.sleep(AWAY_SECONDS)
+        server.start()
+        self._finish(f"the server killed and back, {SHARDS} shards", shards)
+
+    def _start(self, count: int) -> list[Machine]:
+        """Start a build by so many new machines."""
+        self._requests = self._server.requests()
+        self._began = time.perf_counter()
+        shards = [None] if count == 1 else [f"{number}/{count}" for number in range(1, count + 1)]
+        self._count += 1
+        return [
+            Machine(
+                self._manifest,
+                self._directory / f"machine{self._count}-{number}",
+                self._server,
+                shard,
+            )
+            for number, shard in enumerate(shards)
+        ]
+
+    def _finish(self, name: str, machines: Sequence[Machine]) -> None:
+        progress(f"{self._server.name}: {name}")
+        built = tuple(each.finish() for each in machines)
+        seconds = time.perf_counter() - self._began
+        requests = self._server.requests() - self._requests
+        self.steps.append(Step(name, built, seconds, requests))
+
+
+def _wait(machines: Sequence[Machine]) -> None:
+    """Wait until these machines have compiled three programs each."""
+    while not all(len(each.compiled()) >= 3 or each.ended() for each in machines):
+        time.sleep(0.02)
+
+
+def mistakes(server: Server, steps: Sequence[Step]) -> list[str]:
+    """Return what machines did that they must not do: other bundles, programs compiled twice, wrong ends."""
+    wrong: list[str] = []
+    digests = {each.digest for step in steps for each in step.machines if each.digest}
     if len(digests) != 1:
-        raise SystemExit(f"{server.name}: the bundles differ: {digests}")
-    return {name: vars(each) for name, each in built.items()}
+        wrong.append(f"the bundles differ: {digests}")
+    keeps = server.log is None or server.files is not None
+    for number, step in enumerate(steps):
+        statuses = [each.status for each in step.machines]
+        gone = step.name.endswith("of 2 shards")
+        if gone and not (
+            statuses == [_STORE_ERROR] * 2
+            and all(server.url in " ".join(each.said) for each in step.machines)
+        ):
+            wrong.append(f"{step.name}: expected errors that name the store, found {step.machines}")
+        if not gone and any(status not in (0, -signal.SIGKILL) for status in statuses):
+            wrong.append(f"{step.name}: {step.machines}")
+        if step.twice and keeps:
+            wrong.append(f"{step.name}: {step.twice} programs were compiled twice")
+        if number == 1 and step.machines[0].compiled:
+            wrong.append(f"{step.name}: compiled something: {step.machines[0]}")
+    return [f"{server.name}: {line}" for line in wrong]
 
 
-def _kill(build: subprocess.Popen[str]) -> None:
-    build.kill()
-    build.wait()
-
-
-def _empty(server: Server, directory: Path) -> None:
-    """Empty the store."""
-    server.kill()
-    for name in ("shared", "www", "registry"):
-        if (directory / name).exists():
-            shutil.rmtree(directory / name)
-            (directory / name).mkdir()
-    server.start()
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="shared-stores-") as directory:
-        os.chmod(directory, 0o755)  # nginx's workers read it
-        yield Path(directory)
+def row(server: str, step: Step) -> tuple[str, ...]:
+    """Return a row of the table."""
+    killed = [" (killed)" if each.status < 0 else "" for each in step.machines]
+    counts = [f"{len(m.compiled)}{k}" for m, k in zip(step.machines, killed, strict=True)]
+    read, read_mb = sum(m.read for m in step.machines), sum(m.read_mb for m in step.machines)
+    sent, sent_mb = sum(m.written for m in step.machines), sum(m.written_mb for m in step.machines)
+    failed = any(each.status == _STORE_ERROR for each in step.machines)
+    return (
+        server,
+        step.name,
+        f"{step.seconds:.1f}",
+        " + ".join(counts),
+        f"{step.twice}",
+        f"{read} ({read_mb:.1f} MB)",
+        f"{sent} ({sent_mb:.1f} MB)",
+        f"{step.requests}" if step.requests else "-",
+        "exit status 6 names the store" if failed else "one bundle",
+    )
 
 
 def main() -> None:
     """Measure every kind of store, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--programs", type=int, default=PROGRAMS)
+    parser.add_argument("--only", metavar="TEXT", help="stores with this in their names")
+    chosen = parser.parse_args()
     use_two_cores()
-    facts = begin(1, manifest=str(MANIFEST), target=TARGET)
-    found: dict[str, dict[str, Any]] = {}
-    with _scratch() as root:
-        for server in servers(root):
-            with tempfile.TemporaryDirectory(dir=root) as directory:
-                found[server.name] = study(server, root, Path(directory))
-    rows = []
-    for name, builds in found.items():
-        for which, each in builds.items():
-            rows.append(
-                (
-                    name,
-                    which,
-                    f"{each['seconds']:.1f}",
-                    f"{each['compiled']}",
-                    f"{each['read']} ({each['read_mb']:.1f} MB)",
-                    f"{each['written']} ({each['written_mb']:.1f} MB)",
-                )
-            )
-    head = ("store", "build", "seconds", "compiled", "read", "written")
-    note = "All bundles of a store have one digest. `first` fills an empty store; every machine begins empty."
+    facts = begin(1, programs=chosen.programs, target=TARGETS[0])
+    found: dict[str, Any] = {}
+    rows: list[tuple[str, ...]] = []
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="shared-stores-") as directory:
+        root = Path(directory)
+        manifest = write_matrix(root / "project", chosen.programs, targets=TARGETS)
+        for kind in KINDS:
+            server = kind(root)
+            if server is None or (chosen.only or "") not in server.name:
+                continue
+            with tempfile.TemporaryDirectory(dir=root) as machines:
+                study = Study(server, manifest, Path(machines))
+                study.run()
+            wrong += mistakes(server, study.steps)
+            found[server.name] = [asdict(each) for each in study.steps]
+            rows += [row(server.name, each) for each in study.steps]
+    head = (
+        "store",
+        "build",
+        "seconds",
+        "compiled",
+        "twice",
+        "results read",
+        "results written",
+        "requests",
+        "end",
+    )
+    note = (
+        "All bundles of a store have one digest. Every machine begins empty, and so does the store, but for "
+        "the second machine. `twice` counts programs that two machines compiled of which neither was killed. "
+        "Each shard has one worker. The server is killed, or one shard, when the machine that is watched has "
+        "compiled three programs."
+    )
     page = f"# Machines that share a store\n\n{Table('Builds', head, rows, note).markdown()}"
+    if wrong or chosen.only is not None:
+        print(page)
+        sys.exit("\n".join(wrong) or None)
     save(RESULTS, f"{facts['date'][:10]}-shared-stores", {**facts, "stores": found}, page)
 
 

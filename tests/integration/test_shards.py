@@ -160,6 +160,25 @@ def test_a_store_that_goes_down_ends_a_shard_and_loses_nothing(start: Start) -> 
         assert not finished(start("2/2", url))[1]
 
 
+@pytest.mark.thorough
+def test_a_store_that_is_restarted_ends_no_shard(start: Start) -> None:
+    """It answers nothing for two seconds, while results are sent and leases are written."""
+    files: dict[str, bytes] = {}
+    began: list[float] = []
+
+    def is_down() -> bool:
+        if not began and sum("/cas/" in path for path in files) > 2:
+            began.append(time.monotonic())
+        return bool(began) and time.monotonic() - began[0] < 2.0
+
+    with http_store(files, [], is_down) as url:
+        built, programs = finished(*(start(f"{number}/2", url) for number in (1, 2)))
+    assert began
+    assert set(programs) == {f"p/n{n}" for n in BUCKETS}
+    assert len({each["digest"] for each in built}) == 1
+    assert any(each["packed_here"] for each in built)
+
+
 def test_a_shard_without_a_store_that_it_may_write_is_refused(
     warm: WarmPython, manifest: Path, tmp_path: Path
 ) -> None:

@@ -64,7 +64,12 @@ class KnownForms:
             fresh: whether to ignore the recorded table.
         """
         at = (conditions.level, product)
-        found = self.given.by_level.get(at) or self.own.by_conditions.get((conditions, product))
+        found = self.given.by_jaxlib.get((conditions.level, conditions.jaxlib, product))
+        found = (
+            found
+            or self.given.by_level.get(at)
+            or self.own.by_conditions.get((conditions, product))
+        )
         return found or (None if fresh else self.recorded.by_level.get(at))
 
     def missing(

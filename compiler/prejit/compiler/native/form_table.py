@@ -96,6 +96,15 @@ class FormTable:
         oldest_first = sorted(self.entries, key=lambda each: (each.date, each.conditions))
         return {(each.conditions.level, each.product): each for each in oldest_first}
 
+    @cached_property
+    def by_jaxlib(self) -> Mapping[tuple[str, str, Product], Measured]:
+        """The latest entry for each level, version of jaxlib and product."""
+        oldest_first = sorted(self.entries, key=lambda each: (each.date, each.conditions))
+        return {
+            (each.conditions.level, each.conditions.jaxlib, each.product): each
+            for each in oldest_first
+        }
+
     def merged(self, newer: FormTable) -> FormTable:
         """Return the entries of both tables; for the same product and conditions, the newer one."""
         entries = {**self.by_conditions, **newer.by_conditions}

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -128,6 +129,7 @@ def build_kernels(
     progress: Progress | None = None,
     *,
     sources: Path = SOURCES,
+    first: str | None = None,
 ) -> KernelLibrary | NoKernels:
     """Return the kernels for a target, from the cache or compiled now.
 
@@ -138,6 +140,7 @@ def build_kernels(
         cache: keeps the library.
         progress: shows the compilation.
         sources: directory of the sources.
+        first: identity of the compiler that is tried before all others, if it is here.
 
     Raises:
         StoreError: the cache, the sources or the headers cannot be read, or the cache cannot be written.
@@ -153,7 +156,10 @@ def build_kernels(
         return NoKernels(f"expected sources of kernels in {sources}, found none")
     failures = []
     progress = progress or Quiet()
-    for compiler in find_compilers(level, cache.root, partial(_noted_version, cache)):
+    compilers = find_compilers(level, cache.root, partial(_noted_version, cache))
+    if first is not None:
+        compilers = iter(sorted(compilers, key=lambda each: each.identity != first))
+    for compiler in compilers:
         key = _key(toolchain, level, compiler, sources, headers)
         if (known := _find(cache, key)) is not None:
             return known
@@ -203,6 +209,31 @@ def find_kernels(
     except _UnknownVersionError:  # of a compiler that a build tries first
         return None
     return None if found else _no_compiler()
+
+
+def kernel_conditions(
+    library: KernelLibrary, toolchain: Toolchain, cache: Store, *, sources: Path = SOURCES
+) -> dict[str, str]:
+    """Return what decided a library that this machine made: compiler, flags, headers, each source.
+
+    Nothing where this machine no longer has the compiler that made it.
+
+    Args:
+        library: the library.
+        toolchain: the toolchain of its target.
+        cache: has the library.
+        sources: directory of the sources.
+    """
+    inputs = _inputs(toolchain, sources)
+    if isinstance(inputs, NoKernels):
+        return {}
+    level, headers = inputs
+    with suppress(_UnknownVersionError):
+        for compiler in find_compilers(level, cache.root, partial(_known_version, cache)):
+            key = _key(toolchain, level, compiler, sources, headers)
+            if _find(cache, key) == library:
+                return dict(key.ingredients)
+    return {}
 
 
 class _UnknownVersionError(Exception):

@@ -269,12 +269,12 @@ def submit_known(
             source = choose_source(lowered, kernels, native)
             target = each.toolchain.target
             source = bind_libraries(plan.libraries, manifest.where, spec, source, target, store)
-            found.append((source, each))
+            found.append(_job(manifest, spec, source, each))
     except UnknownError:
         return None
-    if any(jobs.lacks_program(_job(manifest, spec, source, each)) for source, each in found):
+    if any(map(jobs.lacks_program, found)):
         return None
-    return [submit(manifest, spec, lowered, source, each, jobs) for source, each in found]
+    return [Submitted(spec, lowered, job, *jobs.submit(manifest.bundle.name, job)) for job in found]
 
 
 def compiled_targets(

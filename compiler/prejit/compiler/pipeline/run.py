@@ -174,6 +174,7 @@ def build(
     timeout_seconds: float = JOB_SECONDS,
     retrace: bool = False,
     shard: Shard | None = None,
+    kernels_by: Mapping[str, str] | None = None,
 ) -> Built:
     """Build the bundle of a manifest into `output/NAME`.
 
@@ -191,6 +192,8 @@ def build(
             and of asking all programs for their golden answers.
         retrace: whether the user's code is traced again, whatever the store has.
         shard: which part of the build this is; None: the build has one machine.
+        kernels_by: identity of the C++ compiler that is tried first for each target's kernels, by target; a
+            target that is not named gets no kernels. None: every target, with the first compiler.
 
     Raises:
         BuildError: a program does not compile, or its worker died or took too long. What was finished stays
@@ -202,7 +205,7 @@ def build(
     packings = _packings([manifest], shard, store)
     service = _Services(
         *(output, store, progress, forms, measure, timeout_seconds, retrace),
-        *(executor, jobs, shard, packings),
+        *(executor, jobs, shard, packings, kernels_by),
     )
     with executor:
         begun = _begin(manifest, only, executor, service)
@@ -329,6 +332,7 @@ class _Services:
     jobs: Jobs
     shard: Shard | None
     packings: Mapping[str, Packing]
+    kernels_by: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -392,7 +396,7 @@ def _begin(
     plan = lower_own(plan, code, store, progress)
     toolchains = [_make_toolchain(target, progress) for target in plan.targets]
     _note_cpus(toolchains, progress)
-    libraries = _build_kernels(plan, toolchains, store, progress)
+    libraries = _build_kernels(plan, toolchains, service.kernels_by, store, progress)
     known = plan.forms
     if service.measure is not False:
         known = _measure_forms(plan, toolchains, libraries, model, code, executor, service)
@@ -523,7 +527,9 @@ def _pack(begun: _Begun, targets: tuple[CompiledTarget, ...], service: _Services
     path, written = write(bundle, service.output, progress)
     digest = digest_of(bundle.index)
     files = () if begun.published is None else begun.published.files
-    attach_descriptions(path, digest, partial(build_provenance, plan, targets, files, digest))
+    attach_descriptions(
+        path, digest, partial(build_provenance, plan, targets, files, store, digest)
+    )
     compiled = _compiled_here(begun, service)
     built = tuple(
         BuiltProgram(
@@ -629,12 +635,25 @@ def _note_cpus(toolchains: Sequence[Toolchain], progress: Progress) -> None:
 
 
 def _build_kernels(
-    plan: Plan, toolchains: list[Toolchain], store: Store, progress: Progress
+    plan: Plan,
+    toolchains: list[Toolchain],
+    kernels_by: Mapping[str, str] | None,
+    store: Store,
+    progress: Progress,
 ) -> dict[str, KernelLibrary]:
     """Return the kernels of each target that has some, compiled now if the store has none."""
     if not uses_kernels(plan.manifest):
         return {}
-    found = {each.target.name: build_kernels(each, store, progress) for each in toolchains}
+    found = {
+        each.target.name: build_kernels(
+            each,
+            store,
+            progress,
+            first=None if kernels_by is None else kernels_by[each.target.name],
+        )
+        for each in toolchains
+        if kernels_by is None or each.target.name in kernels_by
+    }
     missing = [each for each in found.values() if isinstance(each, NoKernels)]
     for reason in dict.fromkeys(each.reason for each in missing if each.worth_telling):
         progress.note(reason)

@@ -12,9 +12,12 @@ from typing import Any
 
 from prejit.runtime.base.files import Content
 from prejit.runtime.device.portable import stablehlo_module
+from prejit.runtime.format.checks.elf import read_sections
 
 _ELF = b"\x7fELF\x02\x01"
 """The first bytes of a 64-bit little-endian object file."""
+_EXECUTABLE = 4
+"""The flag of sections that hold code, SHF_EXECINSTR."""
 _OPERATION = re.compile(r"\b(?:stablehlo|chlo|mhlo|sdy)\.[a-z_0-9]+")
 _SHOWN = 6
 """Maximum number of operations or tensors in a description."""
@@ -74,6 +77,21 @@ def in_executables(old: bytes, new: bytes) -> PartDifference:
             f"{differing} of {len(objects[0])} kernels; {len(old)} -> {len(new)} bytes"
         )
     return PartDifference(_first_byte(old, new))
+
+
+def in_libraries(old: bytes, new: bytes) -> PartDifference:
+    """Return how two libraries of kernels differ: whether in code, and in how many sections."""
+    sizes = f"{len(old)} -> {len(new)} bytes"
+    try:
+        sections = [read_sections(each) for each in (old, new)]
+    except ValueError as error:
+        return PartDifference(f"{sizes}; {error}")
+    if len(sections[0]) != len(sections[1]):
+        return PartDifference(f"{len(sections[0])} -> {len(sections[1])} sections; {sizes}")
+    pairs = [pair for pair in zip(*sections, strict=True) if pair[0].content != pair[1].content]
+    code = any(section.flags & _EXECUTABLE for pair in pairs for section in pair)
+    which = ", code among them" if code else ", and no code"
+    return PartDifference(f"{len(pairs)} of {len(sections[0])} sections{which}; {sizes}")
 
 
 def in_weights(old: Content, new: Content) -> PartDifference:

@@ -6,7 +6,9 @@
     table       the config of each target, without what the other parts decide
 
 A difference is explained by what decides the part: another StableHLO makes another executable, and so does
-another version of jaxlib or another CPU. What nothing explains is a finding.
+another version of jaxlib or another CPU. What nothing explains is a finding. Kernels that differ always are
+one: they are code that no other part of the bundle can be compared with. What is known of the cause, such as
+another compiler, is said with it.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from prejit.runtime.format.names import (
     PORTABLE_MEDIA_TYPE,
     TITLE,
     WEIGHTS_MEDIA_TYPE,
+    handler_target,
 )
 from prejit.runtime.format.root import Root
 from prejit.runtime.format.schema import Config, Descriptor, ProgramEntry, Segment
@@ -40,6 +43,8 @@ _MEASURED = ("cost_microseconds", "accuracy", "forms")
 """Fields of tables that hold measurements. They differ from build to build."""
 _SHORT = 40
 """Maximum length of a value in a reason."""
+_LONG = 400
+"""Maximum length of a value that decides kernels: compilers and their flags."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +85,12 @@ class _Comparison:
 
     def parts(self) -> tuple[ComparedPart, ...]:
         layers = [*self._layers()]
-        kernels = {each.target for each in layers if each.kind == "kernels.so" and each.detail}
         programs = [*self._programs()]
         found = [*layers, *programs]
         changed = {each.name: each for each in programs if each.verdict != "equal"}
         for name in self._old.targets:
             if name in self._new.targets:
-                executables = [*self._executables(name, changed, name in kernels)]
+                executables = [*self._executables(name, changed)]
                 found += executables
                 found.append(self._table(name, executables))
             else:
@@ -97,16 +101,16 @@ class _Comparison:
 
     def _layers(self) -> Iterator[ComparedPart]:
         """Yield the layers except packs of programs: those that all targets have once."""
-        done = set[tuple[str, str]]()
+        done = set[tuple[str, str, str]]()
         for target, contents in self._old.targets.items():
             if target not in self._new.targets:
                 continue
             after = _by_title(self._new.targets[target].manifest.layers)
             for title, layer in _by_title(contents.manifest.layers).items():
-                if (title, layer.digest) in done:
-                    continue
-                done.add((title, layer.digest))
                 own = target if layer.mediaType == KERNELS_MEDIA_TYPE else ""
+                if (title, layer.digest, own) in done:
+                    continue
+                done.add((title, layer.digest, own))
                 yield self._layer(title, own, layer, after.pop(title, None), target)
             for title in after.keys() - _by_title(contents.manifest.layers).keys():
                 yield ComparedPart(title, "", "", "differs", "only the rebuild has it")
@@ -115,7 +119,11 @@ class _Comparison:
         self, title: str, own: str, before: Descriptor, after: Descriptor | None, target: str
     ) -> ComparedPart:
         if after is None:
-            return ComparedPart(title, "", own, "differs", "the rebuild has none")
+            missing = "the rebuild has none"
+            if before.mediaType == KERNELS_MEDIA_TYPE:
+                by = _compiler(self._old.targets[target].config)
+                missing += f", which {by} made there: no C++ compiler made them here"
+            return ComparedPart(title, "", own, "differs", missing)
         if before.digest == after.digest:
             return ComparedPart(title, "", own, "equal")
         found = PartDifference(f"{before.size} -> {after.size} bytes")
@@ -124,10 +132,29 @@ class _Comparison:
             found = differences.in_weights(_mapped(self._old, before), _mapped(self._new, after))
             changes = self._tracing
         elif before.mediaType == KERNELS_MEDIA_TYPE:
-            compilers = [_compiler(each.targets[target].config) for each in (self._old, self._new)]
-            changes = _changes({"compiler": compilers[0]}, {"compiler": compilers[1]})
-            changes += [each for each in self._tracing if each.startswith("prejit ")]
+            libraries = [bytes(_mapped(self._old, before)), bytes(_mapped(self._new, after))]
+            found = differences.in_libraries(*libraries)
+            causes = "; ".join(self._kernel_changes(target))
+            causes = (
+                causes or "by what is recorded, the same compiler made them of the same sources"
+            )
+            found = PartDifference(f"{found.text}; {causes}")
         return _judged(title, "", own, found, changes)
+
+    def _kernel_changes(self, target: str) -> list[str]:
+        """Return what decided the kernels of a target and is different now."""
+        before, now = (
+            {
+                "compiler": _compiler(each.targets[target].config),
+                **(each.kernels or {}).get(target, {}),
+            }
+            for each in (self._old, self._new)
+        )
+        if not (self._old.kernels or {}).get(target):
+            now = {"compiler": _compiler(self._new.targets[target].config)}
+        if before == now:  # a bundle of an older prejit records its version alone
+            return [each for each in self._tracing if each.startswith("prejit ")]
+        return _changes(before, now, short=_LONG)
 
     def _programs(self) -> Iterator[ComparedPart]:
         """Yield the portable programs. All targets share them."""
@@ -168,7 +195,7 @@ class _Comparison:
         return None
 
     def _executables(
-        self, target: str, changed: Mapping[str, ComparedPart], other_kernels: bool
+        self, target: str, changed: Mapping[str, ComparedPart]
     ) -> Iterator[ComparedPart]:
         after = {each.name: each for each in self._new.targets[target].config.programs}
         before_conditions = self._old.compiling.get(target, {})
@@ -191,15 +218,36 @@ class _Comparison:
                         (self._new, now.executable),
                     )
                 ]
-                found = differences.in_executables(contents[0], contents[1])
+                calls_other = self._calls_other_kernels(target, before, now)
+                if calls_other:
+                    contents[1] = self._with_old_kernels(target, contents[1])
+                if contents[0] == contents[1]:
+                    found = PartDifference(
+                        "the same, with another library of kernels", harmless=True
+                    )
+                else:
+                    found = differences.in_executables(contents[0], contents[1])
                 reasons = [*changes]
-                if other_kernels and before.kernels:
-                    reasons.append("it calls another library of kernels")
+                if calls_other and not (before.kernels and now.kernels):
+                    reasons.append("one of the two calls kernels")
                 program = changed.get(before.name)
                 if program is not None:
                     # It is a finding where its program is one.
                     reasons = ["its StableHLO differs"] if program.verdict == "explained" else []
                 yield _judged("executable", before.name, target, found, reasons)
+
+    def _calls_other_kernels(self, target: str, before: ProgramEntry, now: ProgramEntry) -> bool:
+        """Return whether a program and its rebuild call different libraries of kernels."""
+        digests = [_kernels_digest(each.targets[target].config) for each in (self._old, self._new)]
+        return bool(before.kernels or now.kernels) and digests[0] != digests[1]
+
+    def _with_old_kernels(self, target: str, executable: bytes) -> bytes:
+        """Return a rebuilt executable with the names of kernels that it would have with the old library."""
+        digests = [_kernels_digest(each.targets[target].config) for each in (self._old, self._new)]
+        if not all(digests):
+            return executable
+        old, new = (handler_target("", digest).encode() for digest in digests)
+        return executable.replace(new, old)
 
     def _table(self, target: str, executables: Iterable[ComparedPart]) -> ComparedPart:
         tables = [_flat(_plain(each.targets[target].config)) for each in (self._old, self._new)]
@@ -237,12 +285,13 @@ def _judged(
     )
 
 
-def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+def _changes(before: Mapping[str, str], after: Mapping[str, str], short: int = _SHORT) -> list[str]:
     """Return what decided the old part and is different now; nothing where it was not recorded."""
     if not before:
         return []
     return [
-        f"{name} {_short(before.get(name, 'none'))} there, {_short(after.get(name, 'none'))} here"
+        f"{name} {_short(before.get(name, 'none'), short)} there, "
+        f"{_short(after.get(name, 'none'), short)} here"
         for name in sorted({*before, *after})
         if before.get(name) != after.get(name)
     ]
@@ -284,15 +333,19 @@ def _is_measured(name: str) -> bool:
     return any(part in _MEASURED for part in name.split("."))
 
 
-def _short(value: object) -> str:
+def _short(value: object, most: int = _SHORT) -> str:
     text = str(value) or "''"
     if text.startswith("sha256:"):
         return text[:19]
-    return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _compiler(config: Config) -> str:
     return "" if config.kernels is None else config.kernels.compiler
+
+
+def _kernels_digest(config: Config) -> str:
+    return "" if config.kernels is None else config.kernels.digest
 
 
 def _by_title(layers: Iterable[Descriptor]) -> dict[str, Descriptor]:

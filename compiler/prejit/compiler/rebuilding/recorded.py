@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.pipeline.describe.provenance import BASE, BUILD_TYPE, RECORDING_TYPE
+from prejit.compiler.pipeline.describe.provenance import (
+    BASE,
+    BUILD_TYPE,
+    KERNEL_SOURCE,
+    RECORDING_TYPE,
+)
 from prejit.compiler.pipeline.describe.sources import SourceContent
 from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.format.blobs import read_whole
@@ -36,6 +41,7 @@ class Recorded:
         sources: the files that it was made from.
         tracing: what decided StableHLO and weights; empty: not recorded.
         compiling: what decided the executables of each target; empty: not recorded.
+        kernels: what decided the kernels of each target that has some; None: not recorded.
     """
 
     path: Path
@@ -46,6 +52,7 @@ class Recorded:
     sources: tuple[SourceContent, ...]
     tracing: Mapping[str, str]
     compiling: Mapping[str, Mapping[str, str]]
+    kernels: Mapping[str, Mapping[str, str]] | None
 
 
 def read_recorded(path: Path) -> Recorded:
@@ -130,7 +137,17 @@ def _recorded(
         sources,
         _texts(internal.get("tracing", {})),
         {name: _texts(found) for name, found in internal.get("compiling", {}).items()},
+        None if (kernels := internal.get("kernels")) is None else _kernels(kernels, internal),
     )
+
+
+def _kernels(
+    kernels: Mapping[str, Mapping[str, Any]], internal: Mapping[str, Any]
+) -> dict[str, Mapping[str, str]]:
+    """Return what decided the kernels of each target, their sources among it."""
+    sources = _texts(internal.get("kernel sources", {}))
+    named = {f"{KERNEL_SOURCE}{name}": digest for name, digest in sources.items()}
+    return {target: {**_texts(found), **named} for target, found in kernels.items()}
 
 
 def _texts(found: Mapping[str, Any]) -> dict[str, str]:

@@ -7,7 +7,7 @@ with itself.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.form_table import Conditions, FormTable, Measured, to_text
+from prejit.compiler.native.library import NoKernels, level_of
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.describe.sources import Base, digest_now
 from prejit.compiler.pipeline.keys import versions
@@ -27,7 +28,6 @@ from prejit.compiler.rebuilding.recorded import Recorded, read_recorded
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import BuildError, StoreError
-from prejit.runtime.format.schema import Config
 from prejit.runtime.machine.targets import Target
 
 
@@ -82,7 +82,7 @@ def rebuild(
     with tempfile.TemporaryDirectory(prefix="prejit-rebuild-") as temporary:
         directory = Path(temporary)
         forms = directory / "chosen-forms.json"
-        forms.write_text(to_text(_chosen_forms(each.config for each in recorded.targets.values())))
+        forms.write_text(to_text(_chosen_forms(pinned.targets, recorded)))
         store = DirectoryStore.open(directory / "store")
         built = build(
             pinned,
@@ -96,6 +96,7 @@ def rebuild(
             forms=forms,
             measure=False,
             timeout_seconds=timeout_seconds,
+            kernels_by=_recorded_compilers(recorded),
         )
         with progress.phase("comparing"):
             parts = compare(recorded, read_recorded(built.path))
@@ -158,15 +159,34 @@ def _pinned(target: Target, recorded: Recorded) -> Target:
     return target if wanted in (None, versions("jax")["jax"]) else replace(target, jax=wanted)
 
 
-def _chosen_forms(configs: Iterable[Config]) -> FormTable:
+def _recorded_compilers(recorded: Recorded) -> Mapping[str, str] | None:
+    """Return the compiler of each target's kernels. A target that was built without them gets none.
+
+    Where no program calls a kernel the bundle has no library, but the forms of its products all the same.
+    """
+    if recorded.kernels is None:  # an older prejit built it
+        return None
+    return {
+        name: recorded.kernels.get(name, {}).get("compiler", "")
+        for name, contents in recorded.targets.items()
+        if contents.config.kernels is not None or contents.config.forms is not None
+    }
+
+
+def _chosen_forms(targets: Iterable[Target], recorded: Recorded) -> FormTable:
     """Return a table from which a build chooses the forms of products that a bundle has.
 
-    Forms were chosen by measurement, which is no input that could be read again.
+    Forms were chosen by measurement, which is no input that could be read again. They may differ between
+    versions of jaxlib.
     """
     entries = []
-    for config in configs:
-        level = "" if config.kernels is None else config.kernels.level
-        conditions = Conditions(level, "the bundle that is rebuilt", 0, "", "", "")
+    for target in targets:
+        level = level_of(target)
+        if target.name not in recorded.targets or isinstance(level, NoKernels):
+            continue
+        config = recorded.targets[target.name].config
+        jaxlib = config.versions.get("jaxlib", "")
+        conditions = Conditions(level, "the bundle that is rebuilt", 0, jaxlib, "", "")
         for each in config.forms or ():
             product = Product.parse(each.product)
             entries.append(Measured(product, {each.form: 1}, conditions, each.date or "2026-01-01"))

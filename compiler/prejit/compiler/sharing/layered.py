@@ -446,7 +446,8 @@ class LayeredStore:
             if traffic.down:
                 return
             traffic.down = str(error)
-        self._note(f"{error}; this build goes on without it")
+        shares = self._leases is not None and traffic is self.traffic[self._leading]
+        self._note(str(error) if shares else f"{error}; this build goes on without it")
 
     def _refuse(self, tier: Tier, key: Key, reason: str) -> None:
         self._note(f"{tier.label}: the result of {key.kind} {key.name} is not used: {reason}")

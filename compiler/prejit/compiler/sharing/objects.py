@@ -5,6 +5,7 @@ An HTTP server is one that answers GET, HEAD and PUT: bazel-remote, nginx with W
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import re
@@ -12,19 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import url2pathname
 
-from prejit.compiler.sharing.remote import (
-    LEASE_BYTES,
-    UPLOAD_BYTES_PER_SECOND,
-    RemoteError,
-    RemoteFile,
-    claim,
-    size_of,
-)
+from prejit.compiler.sharing.remote import LEASE_BYTES, RemoteError, RemoteFile, claim, size_of
 from prejit.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,9 +36,8 @@ _NOTE_SECONDS = 3600
 _JSON = "application/json"
 _SMALL_BYTES = 64 << 10
 """Files up to this size must arrive within `ANSWER_SECONDS`."""
-_PARTS_AT_ONCE = 4
-_PART_BYTES = 5 << 20
-"""What a multipart upload sends in one request. S3 takes no smaller part but the last."""
+_TRANSFER_SECONDS = 3600.0
+"""Time limit of the transfer of a whole file."""
 _NO_CONDITIONS = re.compile(r"status code: (400|405|501)\b")
 """How a server of the S3 API refuses a request with a condition that it does not know."""
 _NO_LINKS = re.compile(r"Unable to rename file: .*\(os error (1|38|95)\)")
@@ -69,7 +63,6 @@ class Objects:
         self._directory = Path(url2pathname(parts.path)) if parts.scheme == "file" else None
         self._headers = _headers(parts.username, parts.password, parts.scheme)
         self._objects = _open(self.name, self._headers, ANSWER_SECONDS)
-        self._patient: dict[int, ObjectStore] = {}  # by the size of what is uploaded
         # Whether it creates a file only if there is none; None: nobody knows yet.
         self._arbitrates = False if self._is_http else True if self._directory else None
 
@@ -117,17 +110,16 @@ class Objects:
         """See `Remote.write`."""
         import obstore
 
-        size = size_of(content)
         options: dict[str, Any] = {}
         if self._is_http:
             options["use_multipart"] = False  # a protocol of object stores
             if path.startswith("ac/"):  # bazel-remote reads a result as JSON where its type says so
                 options["attributes"] = {"Content-Type": _JSON}
-        elif size > _PART_BYTES:
-            options = {"chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
-            size = min(size, _PART_BYTES * _PARTS_AT_ONCE)
         try:
-            obstore.put(self._for_upload(size), path, content, **options)
+            if self._directory is not None or size_of(content) <= _SMALL_BYTES:
+                obstore.put(self._objects, path, content, **options)
+            else:
+                asyncio.run(self._upload(path, content, options))
         except (obstore.exceptions.BaseError, OSError) as error:
             raise self._failed(path, error) from error
 
@@ -211,18 +203,27 @@ class Objects:
         except (obstore.exceptions.BaseError, OSError) as error:
             raise self._failed("", error) from error
 
-    def _for_upload(self, size: int) -> ObjectStore:
-        """Return a client that waits for an answer while so many bytes are sent.
+    @cached_property
+    def _uploads(self) -> ObjectStore:
+        """A client that waits as long as a transfer may take."""
+        return _open(self.name, self._headers, _TRANSFER_SECONDS)
 
-        The time limit of a client runs from the begin of a request, so it has to cover the upload.
+    async def _upload(self, path: str, content: bytes | BinaryIO, options: dict[str, Any]) -> None:
+        """Write a large file, for as long as the store answers other requests.
+
+        The time limit of a client runs from the begin of a request to the begin of its answer, so that of
+        `_objects` would end every upload that takes longer.
         """
-        if self._directory is not None or size <= _SMALL_BYTES:
-            return self._objects
-        most = 1 << (size - 1).bit_length()
-        if most not in self._patient:
-            seconds = ANSWER_SECONDS + most / UPLOAD_BYTES_PER_SECOND
-            self._patient[most] = _open(self.name, self._headers, seconds)
-        return self._patient[most]
+        import obstore
+
+        upload = asyncio.ensure_future(obstore.put_async(self._uploads, path, content, **options))
+        try:
+            while not (await asyncio.wait({upload}, timeout=ANSWER_SECONDS))[0]:
+                with suppress(FileNotFoundError):
+                    await obstore.head_async(self._objects, path)
+            upload.result()
+        finally:
+            upload.cancel()
 
     def _failed(self, path: str, error: Exception) -> RemoteError:
         reason = str(error).partition("\n")[0].replace(path, "").strip()
@@ -263,7 +264,7 @@ def _open(url: str, headers: dict[str, str], answer_seconds: float) -> ObjectSto
             "allow_http": True,
             "connect_timeout": seconds,
             "read_timeout": answer,
-            "timeout": timedelta(hours=1),  # of a whole file
+            "timeout": timedelta(seconds=_TRANSFER_SECONDS),
             "default_headers": headers if url.startswith("http") else {},
         }
         options["retry_config"] = {"max_retries": 0, "retry_timeout": seconds}

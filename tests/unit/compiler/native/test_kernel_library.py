@@ -21,6 +21,7 @@ from prejit.compiler.native.library import (
     build_kernels,
     ffi_headers,
     find_kernels,
+    kernel_conditions,
     level_of,
     needed_glibc,
 )
@@ -133,6 +134,30 @@ def test_what_decides_the_library_is_in_its_key(
     compiler = Path(os.environ["PATH"]) / "g++"
     compiler.write_text(compiler.read_text().replace("1.2.3", "1.2.4"))
     assert compiles(toolchain(), sources)
+
+
+def test_a_compiler_is_tried_first_by_its_identity_and_recorded_with_all_that_decides(
+    fake_compiler: Path, cache: DirectoryStore
+) -> None:
+    """A rebuild takes the compiler of the bundle, where it is, and not the first one of its machine."""
+    first, other = Path(os.environ["PATH"]) / "g++", Path(os.environ["PATH"]) / "clang++"
+    other.write_text(first.read_text().replace("g++ (Fake 1-2) 1.2.3", "clang version 19.1.7"))
+    other.chmod(first.stat().st_mode)
+    usual = build_kernels(toolchain(), cache, sources=TOY)
+    assert isinstance(usual, KernelLibrary)
+    assert usual.compiler == "g++ 1.2.3"
+    glibc = os.confstr("CS_GNU_LIBC_VERSION")
+    wanted = f"clang version 19.1.7; {glibc}"
+    chosen = build_kernels(toolchain(), cache, sources=TOY, first=wanted)
+    assert isinstance(chosen, KernelLibrary)
+    assert chosen.compiler == "clang 19.1.7"
+    absent = build_kernels(toolchain(), cache, sources=TOY, first="g++ 1.2.4")
+    assert absent == usual
+    found = kernel_conditions(chosen, toolchain(), cache, sources=TOY)
+    assert found["compiler"] == wanted
+    assert found.keys() >= {"flags", "link flags", "FFI headers", "our code", "source toy.cc"}
+    other.unlink()
+    assert kernel_conditions(chosen, toolchain(), cache, sources=TOY) == {}
 
 
 def test_a_damaged_library_is_made_again(fake_compiler: Path, cache: DirectoryStore) -> None:

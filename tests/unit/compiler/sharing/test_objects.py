@@ -13,7 +13,8 @@ import obstore
 import pytest
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, http_store, s3_store
 
-from prejit.compiler.sharing.objects import ANSWER_SECONDS, TOKEN, Objects
+from prejit.compiler.sharing import objects
+from prejit.compiler.sharing.objects import TOKEN, Objects
 from prejit.compiler.sharing.remote import RemoteError
 from prejit.runtime.errors import UsageError
 
@@ -97,18 +98,28 @@ def test_an_unknown_url_is_refused() -> None:
         Objects("gopher://x/y")
 
 
-def test_a_slow_network_is_not_a_store_that_is_down() -> None:
+def test_a_slow_network_is_not_a_store_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """An executable of many megabytes takes longer to arrive than an answer may."""
+    monkeypatch.setattr(objects, "ANSWER_SECONDS", 2.0)  # the test's server may be slow to answer
     files: dict[str, bytes] = {}
-    with http_store(files, [], upload_seconds=1.5 * ANSWER_SECONDS) as url:
+    with http_store(files, [], upload_seconds=3.0) as url:
         place = Objects(url)
         place.write(CAS, LARGE[: 2 << 20])
         assert len(files[f"/{CAS}"]) == 2 << 20
-        with pytest.raises(RemoteError):
-            place.write(AC, b"{}")  # this needs no time
+
+
+def test_a_store_that_hangs_during_an_upload_is_given_up() -> None:
+    """It takes the file and says nothing more, to this request or any other."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = Objects(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        started = time.monotonic()
+        with pytest.raises(RemoteError, match="cas/b"):
+            place.write(CAS, io.BytesIO(LARGE))
+        assert time.monotonic() - started < 60  # a bound against an hour
 
 
 def test_a_large_file_goes_to_an_object_store_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "ANSWER_SECONDS", 60.0)
     with s3_store() as endpoint:
         for name, value in {**S3_SETTINGS, "AWS_ENDPOINT": endpoint}.items():
             monkeypatch.setenv(name, value)

@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.native.library import kernel_conditions
 from prejit.compiler.pipeline.describe.sources import SourceContent, manifest_sources
 from prejit.compiler.pipeline.executables import CompiledTarget
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.store.code import LOWERING, WEIGHTS, code_digest
+from prejit.compiler.store.interface import Store
 from prejit.compiler.store.jax_settings import jax_configuration
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.format.names import REF_NAME
@@ -37,6 +39,8 @@ BUILDER = "urn:prejit:builder"
 
 BASE = "dev.prejit.relative-to"
 """The annotation of a file: it is named relative to the directory of the `manifest` or of the `model`."""
+KERNEL_SOURCE = "source "
+"""The names of ingredients of a library of kernels that hold digests of its sources begin with this."""
 _OF_PROGRAMS = ("stablehlo", "platforms", "kernels")
 """The ingredients of keys that belong to one program. A library of kernels is a part of the bundle."""
 _MAX_MANIFEST_BYTES = 64 << 10
@@ -47,6 +51,7 @@ def build_provenance(
     plan: Plan,
     targets: Sequence[CompiledTarget],
     weights: Sequence[tuple[str, str]],
+    store: Store,
     digest: str,
     index: Index,
     configs: Sequence[Config],
@@ -57,6 +62,7 @@ def build_provenance(
         plan: what was built.
         targets: the executables of each target.
         weights: the files of the checkpoint, each with its digest.
+        store: has the libraries of kernels.
         digest: the bundle's digest.
         index: its index.
         configs: the configs of its targets.
@@ -65,6 +71,7 @@ def build_provenance(
         "keys": {config.target: _keys(config) for config in configs},
         "tracing": _tracing(),
         "compiling": {each.tools.name: _compiling(each) for each in targets},
+        **_kernels(targets, store),
     }
     sources = _sources(plan, weights)
     return _provenance(digest, index, configs, BUILD_TYPE, _parameters(plan), internal, sources)
@@ -168,6 +175,24 @@ def _compiling(target: CompiledTarget) -> Mapping[str, str]:
         for name, value in keys[0].items()
         if name not in _OF_PROGRAMS and all(key.get(name) == value for key in keys)
     }
+
+
+def _kernels(targets: Sequence[CompiledTarget], store: Store) -> dict[str, dict[str, Any]]:
+    """Return what decided the kernels of each target that has some; the sources are those of all targets."""
+    found: dict[str, dict[str, str]] = {}
+    sources: dict[str, str] = {}
+    for each in targets:
+        if each.library is None:
+            continue
+        conditions = kernel_conditions(each.library, each.tools.toolchain, store)
+        # It names directories of the machine.
+        environment = conditions.pop("environment", "")
+        if environment:
+            conditions["environment"] = digest_of(environment.encode("utf-8", "surrogateescape"))
+        names = [name for name in conditions if name.startswith(KERNEL_SOURCE)]
+        sources |= {name.removeprefix(KERNEL_SOURCE): conditions.pop(name) for name in names}
+        found[each.tools.name] = conditions
+    return {"kernels": found, "kernel sources": sources}
 
 
 def _sources(plan: Plan, weights: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:

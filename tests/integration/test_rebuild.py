@@ -1,0 +1,84 @@
+"""A model with kernels is built again: the same bytes, or a finding that names what decided the kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.decoders import write_random
+from tests.quick_compiling import XLA_FLAGS
+
+import prejit.compiler
+from prejit.compiler.native import library
+from prejit.compiler.native.form_table import Conditions, FormTable, Measured, to_text
+from prejit.compiler.native.library import NoKernels, level_of
+from prejit.compiler.native.products import KERNEL, WIDENED, Product
+from prejit.compiler.progress import Quiet
+from prejit.compiler.rebuilding.recorded import read_recorded
+from prejit.compiler.rebuilding.verifying import rebuild
+from prejit.compiler.targets.target_table import target
+
+MANIFEST = """
+[bundle]
+name = "kernels"
+[model]
+source = "gpt2"
+dtype = "int8"
+[generate]
+batch = [1]
+prompt = [8]
+context = [24]
+[[target]]
+name = "cpu-host"
+"""
+
+
+@pytest.mark.thorough
+def test_kernels_are_the_same_bytes_or_a_finding_that_names_what_decided_them(
+    build_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All kernels are compiled twice here: a minute of CPU time."""
+    monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)
+    write_random("gpt2", tmp_path / "gpt2")
+    (tmp_path / "m.toml").write_text(MANIFEST)
+    # Forms that no table has here: a rebuild takes those of the bundle all the same.
+    level = level_of(target("cpu-host"))
+    if isinstance(level, NoKernels):
+        pytest.skip(level.reason)
+    product = Product("int8", 1, 24, 24, in_out=False)
+    measured = Measured(
+        product, {WIDENED: 1, KERNEL: 100}, Conditions(level, "", 1, "", "", ""), "2026-01-01"
+    )
+    forms = tmp_path / "forms.json"
+    forms.write_text(to_text(FormTable((measured,))))
+    built = prejit.compiler.build(
+        tmp_path / "m.toml",
+        tmp_path / "out",
+        cache=build_cache,
+        forms=forms,
+        measure=False,
+        quiet=True,
+    )
+    config = read_recorded(built.path).targets["cpu-host"].config
+    if config.kernels is None:
+        pytest.skip("no C++ compiler here, so no kernels")
+    assert {each.form for each in config.forms or ()} == {WIDENED}
+    same = rebuild(built.path, tmp_path / "m.toml", progress=Quiet())
+    assert {each.verdict for each in same.parts} == {"equal"}
+    assert {each.kind for each in same.parts} >= {"kernels.so", "executable", "StableHLO"}
+    assert same.rebuilt == same.digest
+
+    flags = (*library._COMPILE_FLAGS, "-fno-inline-small-functions")
+    monkeypatch.setattr(library, "_COMPILE_FLAGS", flags)
+    other = rebuild(built.path, tmp_path / "m.toml", progress=Quiet())
+    [finding] = other.findings
+    assert (finding.kind, finding.target) == ("kernels.so", "cpu-host")
+    assert "sections, code among them; " in finding.detail
+    assert "; flags -std=c++17 " in finding.detail
+    assert f"-fno-inline-small-functions -march={level} here" in finding.detail
+    assert "compiler " not in finding.detail
+    calling = [
+        each for each in other.parts if each.kind == "executable" and each.verdict != "equal"
+    ]
+    assert calling
+    assert {each.reason for each in calling} == {"the same, with another library of kernels"}
