@@ -299,7 +299,7 @@ def main() -> None:
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="shared-stores-") as directory:
         root = Path(directory)
-        manifest = write_matrix(root / "project", chosen.programs, targets=TARGETS)
+        manifest, *_ = write_matrix(root / "project", chosen.programs, targets=TARGETS)
         for kind in KINDS:
             server = kind(root)
             if server is None or (chosen.only or "") not in server.name:
