@@ -299,13 +299,13 @@ def main() -> None:
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="shared-stores-") as directory:
         root = Path(directory)
-        manifest, *_ = write_matrix(root / "project", chosen.programs, targets=TARGETS)
+        functions = write_matrix(root / "project", chosen.programs, targets=TARGETS)[0]
         for kind in KINDS:
             server = kind(root)
             if server is None or (chosen.only or "") not in server.name:
                 continue
             with tempfile.TemporaryDirectory(dir=root) as machines:
-                study = Study(server, manifest, Path(machines))
+                study = Study(server, functions, Path(machines))
                 study.run()
             wrong += mistakes(server, study.steps)
             found[server.name] = [asdict(each) for each in study.steps]
