@@ -299,13 +299,13 @@ def main() -> None:
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="shared-stores-") as directory:
         root = Path(directory)
-        manifest = write_functions(root / "project", chosen.programs, targets=TARGETS)
+        functions = write_functions(root / "project", chosen.programs, targets=TARGETS)
         for kind in KINDS:
             server = kind(root)
             if server is None or (chosen.only or "") not in server.name:
                 continue
             with tempfile.TemporaryDirectory(dir=root) as machines:
-                study = Study(server, manifest, Path(machines))
+                study = Study(server, functions, Path(machines))
                 study.run()
             wrong += mistakes(server, study.steps)
             found[server.name] = [asdict(each) for each in study.steps]
