@@ -97,7 +97,7 @@ def write_matrix(
     targets: Sequence[str] = TARGETS,
     jax_versions: Sequence[str | None] = (None,),
 ) -> list[Path]:
-    """Write manifests of at least so many programs x targets, with what they are built from.
+    """Write the manifest of functions, and one for each model.
 
     Args:
         directory: gets the manifests, a module of functions, and the directories of models.
@@ -108,31 +108,55 @@ def write_matrix(
     Returns:
         The paths of the manifests.
     """
-    parts = []
-    for version in jax_versions:
-        pinned = "" if version is None else f'jax = "{version}"\n'
-        parts += [f'[[target]]\nname = "{target}"\n{pinned}' for target in targets]
-    ends = "\n".join(parts)
-    directory.mkdir(parents=True, exist_ok=True)
-    executables = len(NAMES) * len(targets) * len(jax_versions)
-    buckets = list(range(1, 1 + -(-programs // executables)))
-    (directory / "matrix_model.py").write_text(FUNCTIONS)
-    tables = [
-        f'[[program]]\nname = "{name}"\nfunction = "matrix_model:{name}"\n'
-        f'args = {{ x = "float32[{{n}}]" }}\nbuckets = {{ n = {buckets} }}\n'
-        for name in NAMES
-    ]
-    manifests = {"matrix": "\n".join(tables)}
-    is_large = programs >= LARGE
+    found = [write_functions(directory, programs, targets=targets, jax_versions=jax_versions)]
+    batch, context = ([1, 2], [32, 64]) if programs >= LARGE else ([1], [32])
     for name, config in _DECODERS.items():
         Case(name, config, seed=1).write(directory / name)
-        batch, context = ([1, 2], [32, 64]) if is_large else ([1], [32])
-        manifests[name] = (
-            f'[model]\nsource = "{name}"\ndtype = "float32"\n'
-            f"[generate]\nbatch = {batch}\nprompt = [8]\ncontext = {context}\n"
-        )
-    found = []
-    for name, body in manifests.items():
         found.append(directory / f"{name}.toml")
-        found[-1].write_text(f'[bundle]\nname = "{name}"\n{body}\n{ends}')
+        found[-1].write_text(
+            f'[bundle]\nname = "{name}"\n[model]\nsource = "{name}"\ndtype = "float32"\n'
+            f"[generate]\nbatch = {batch}\nprompt = [8]\ncontext = {context}\n"
+            + _target_tables(targets, jax_versions)
+        )
     return found
+
+
+def write_functions(
+    directory: Path,
+    programs: int,
+    *,
+    targets: Sequence[str] = TARGETS,
+    jax_versions: Sequence[str | None] = (None,),
+) -> Path:
+    """Write a manifest of at least so many functions x buckets x targets, with the module of its functions.
+
+    Args:
+        directory: gets `matrix.toml` and `matrix_model.py`.
+        programs: minimum number of executables.
+        targets: names of targets.
+        jax_versions: versions of jax that each target is compiled with; None: that of this environment.
+
+    Returns:
+        The path of the manifest.
+    """
+    executables = len(NAMES) * len(targets) * len(jax_versions)
+    buckets = list(range(1, 1 + -(-programs // executables)))
+    parts = ['[bundle]\nname = "matrix"\n']
+    for name in NAMES:
+        parts.append(
+            f'[[program]]\nname = "{name}"\nfunction = "matrix_model:{name}"\n'
+            f'args = {{ x = "float32[{{n}}]" }}\nbuckets = {{ n = {buckets} }}\n'
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "matrix_model.py").write_text(FUNCTIONS)
+    manifest = directory / "matrix.toml"
+    manifest.write_text("\n".join([*parts, _target_tables(targets, jax_versions)]))
+    return manifest
+
+
+def _target_tables(targets: Sequence[str], jax_versions: Sequence[str | None]) -> str:
+    tables = []
+    for version in jax_versions:
+        pinned = "" if version is None else f'jax = "{version}"\n'
+        tables += [f'[[target]]\nname = "{target}"\n{pinned}' for target in targets]
+    return "\n".join(tables)

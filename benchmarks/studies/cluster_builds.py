@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.matrix import TARGETS, write_matrix
+from benchmarks.harness.matrix import TARGETS, write_functions, write_matrix
 from benchmarks.harness.measure import progress
 from benchmarks.harness.ray_cluster import ray_cluster
 from benchmarks.harness.report import Table
@@ -162,7 +162,7 @@ def main() -> None:
         root = Path(directory)
         if chosen.jax:
             progress("environments")
-            plain(write_matrix(root / "few", 1, jax_versions=versions)[:1], root / "first")
+            plain([write_functions(root / "few", 1, jax_versions=versions)], root / "first")
         manifests = write_matrix(root / "matrix", chosen.programs, jax_versions=versions)
         progress("this machine alone")
         alone = plain(manifests, root / "alone")

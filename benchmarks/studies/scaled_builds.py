@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.matrix import TARGETS, write_matrix
+from benchmarks.harness.matrix import TARGETS, write_functions, write_matrix
 from benchmarks.harness.measure import progress
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, save, use_two_cores
@@ -206,7 +206,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="scaled-builds-") as directory:
         root = Path(directory)
         progress("environments")
-        plain(write_matrix(root / "few", 1, jax_versions=versions)[:1], root / "first")
+        plain([write_functions(root / "few", 1, jax_versions=versions)], root / "first")
         hundred = write_matrix(root / "hundred", chosen.programs // 5, jax_versions=versions)
         manifests = write_matrix(root / "all", chosen.programs, jax_versions=versions)
         progress(f"{chosen.programs // 5} programs, one machine")

@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.matrix import write_matrix
+from benchmarks.harness.matrix import write_functions
 from benchmarks.harness.measure import progress
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, save, use_two_cores
@@ -301,7 +301,7 @@ def main() -> None:
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="shared-stores-") as directory:
         root = Path(directory)
-        functions = write_matrix(root / "project", chosen.programs, targets=TARGETS)[0]
+        functions = write_functions(root / "project", chosen.programs, targets=TARGETS)
         for kind in KINDS:
             server = kind(root)
             if server is None or (chosen.only or "") not in server.name:

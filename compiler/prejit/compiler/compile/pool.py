@@ -134,7 +134,7 @@ class WorkerPool:
                 lane = threading.Thread(target=self._run_lane, name="compile", daemon=True)
                 self._lanes.append(lane)
                 lane.start()
-            self._changed.notify_all()
+            self._changed.notify()
         return future
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class WorkerPool:
                     error = found
                 with self._changed:
                     self._running.remove(attempt)
-                    self._changed.notify_all()  # its memory is free
+                    self._changed.notify()  # its memory is free
                 self._end(attempt, outcome, compiled, error)
         finally:
             self._release(worker)
@@ -211,6 +211,7 @@ class WorkerPool:
                     best = min(due, key=partial(self._rank, worker))  # the first of equal ones
                     self._waiting.remove(best)
                     self._running.add(best)
+                    self._changed.notify()  # there may be room for one more
                     return best
                 later = [each.not_before for each in self._waiting if each.not_before > now]
                 self._changed.wait(min(later) - now if later else None)
@@ -220,16 +221,14 @@ class WorkerPool:
         """Return the memory that no running job reserves, and that nobody has taken meanwhile."""
         if not self._running:
             return self._memory
+        if any(each.alone for each in self._running):
+            return 0
         reserved = sum(each.need.bytes for each in self._running)
         return min(self._memory - reserved, _available_bytes())
 
     def _has_room(self, attempt: _Attempt, free: int) -> bool:
         """Return whether a job may be compiled beside those that run. Beside none, every job may."""
-        if not self._running:
-            return True
-        if attempt.alone or any(each.alone for each in self._running):
-            return False
-        return attempt.need.bytes <= free
+        return not self._running or (not attempt.alone and attempt.need.bytes <= free)
 
     def _rank(self, worker: WorkerProcess | None, attempt: _Attempt) -> tuple[bool, float]:
         """Return the place of a job in the order of one lane."""
@@ -269,7 +268,7 @@ class WorkerPool:
         with self._changed:
             if not self._closed:
                 self._waiting.append(attempt)
-                self._changed.notify_all()
+                self._changed.notify()
                 return
         self._finish(attempt.job, attempt.future, None, False)
 
