@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+_PATIENCE_SECONDS = 180
 
 
 class Node:
@@ -22,12 +27,14 @@ class Node:
             command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
 
-    def kill(self) -> None:
-        """End it at once, as when a machine loses its power."""
-        for each in (*_descendants(self._process.pid), self._process.pid):
+    def kill(self) -> tuple[int, ...]:
+        """End it at once, as when a machine loses its power; return the processes that it had."""
+        found = (*_descendants(self._process.pid), self._process.pid)
+        for each in found:
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
         self._process.wait()
+        return found
 
     def compiles(self) -> bool:
         """Return whether a worker that compiles runs there."""
@@ -48,10 +55,26 @@ class Cluster:
     Attributes:
         address: for RAY_ADDRESS.
         environ: environment variables of its nodes.
+        logs: directory of the logs of all nodes. What a process writes is in `worker-...-PID.err`.
     """
 
     address: str
     environ: dict[str, str]
+    logs: Path
+
+    def wait(self) -> None:
+        """Wait until the head node answers.
+
+        Raises:
+            SystemExit: it does not within three minutes.
+        """
+        host, _, port = self.address.partition(":")
+        for _ in range(_PATIENCE_SECONDS):
+            with suppress(OSError):
+                socket.create_connection((host, int(port)), 1).close()
+                return
+            time.sleep(1)
+        raise SystemExit(f"expected a head node at {self.address}, found none")
 
     def join(self) -> Node:
         """Start a node with one core."""
@@ -75,16 +98,18 @@ def ray_cluster(directory: Path, port: int, client_port: int) -> Iterator[Cluste
             "RAY_agent_register_timeout_ms": "300000",  # nodes of a busy machine end after 30 s without it
         }
     )
+    temporary = Path(f"/tmp/r{os.getpid()}")  # short: the path of a socket may have 107 characters
     head = Node(
         environ,
         *("--head", "--num-cpus=0", f"--port={port}", f"--ray-client-server-port={client_port}"),
         "--include-dashboard=false",
-        f"--temp-dir=/tmp/r{os.getpid()}",  # a socket's path may have 107 characters
+        f"--temp-dir={temporary}",
     )
     try:
-        yield Cluster(f"127.0.0.1:{port}", environ)
+        yield Cluster(f"127.0.0.1:{port}", environ, temporary / "session_latest" / "logs")
     finally:
         head.kill()
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _descendants(parent: int) -> list[int]:

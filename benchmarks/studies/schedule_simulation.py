@@ -16,6 +16,7 @@ import argparse
 import heapq
 import json
 import random
+import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -45,6 +46,11 @@ NODE_SLOTS = 8
 WORKER_LOSS, STRAGGLER, SLOWER = 0.005, 0.01, 10.0
 NODE_LOSS_SECONDS, BACK_SECONDS = 10_000.0, 60.0
 HISTORY, ERROR = 0.5, 0.2
+FEW = ((20, 2), (20, 4), (100, 4), (100, 16))
+"""Programs and workers of builds on one machine."""
+_FEW_RUNS = 30
+_FEW_HEAD = ("programs", "workers", "in the order of the manifest", "longest first")
+_FEW_NOTE = f"Makespan in times of the bound, the mean of {_FEW_RUNS} draws, without failures."
 EXECUTABLE_BYTES = 45_000
 """Mean size of a compressed executable of the same builds."""
 
@@ -333,6 +339,7 @@ def main() -> None:
         "The bound is max(sum / slots, longest), without failures: what is lost and what straggles is in "
         "the makespan alone."
     )
+    few = few_programs()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         counted = replay(programs, Path(directory))
     counts = [
@@ -361,10 +368,46 @@ def main() -> None:
         f"# {programs:,} programs on a cluster, simulated\n\n"
         + Table("Makespan", head, rows, note).markdown()
         + "\n"
+        + Table("Builds of one machine", _FEW_HEAD, _few_rows(few), _FEW_NOTE).markdown()
+        + "\n"
         + Table("Requests to the shared store", counts_head, counts, counts_note).markdown()
     )
     name = f"{facts['date'][:10]}-schedule-simulation"
-    save(RESULTS, name, {**facts, "simulations": simulations, "store": counted}, page)
+    save(RESULTS, name, {**facts, "simulations": simulations, "few": few, "store": counted}, page)
+
+
+def few_programs() -> list[dict[str, float]]:
+    """Return the mean makespan of small builds, in times of its bound, in both orders."""
+    found = []
+    for programs, workers in FEW:
+        ratios: dict[bool, list[float]] = {False: [], True: []}
+        for seed in range(_FEW_RUNS):
+            work = draw(programs, seed)
+            least = bound(work, workers)
+            for longest_first, each in ratios.items():
+                outcome = simulate(work, workers, longest_first=longest_first)
+                each.append(outcome.makespan / least)
+        found.append(
+            {
+                "programs": programs,
+                "workers": workers,
+                "in order": statistics.mean(ratios[False]),
+                "longest first": statistics.mean(ratios[True]),
+            }
+        )
+    return found
+
+
+def _few_rows(few: list[dict[str, float]]) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"{each['programs']}",
+            f"{each['workers']}",
+            f"{each['in order']:.3f}",
+            f"{each['longest first']:.3f}",
+        )
+        for each in few
+    ]
 
 
 def vars_of(outcome: Outcome) -> dict[str, float]:

@@ -323,13 +323,14 @@ def _rope(kind: str, variant: int, random: np.random.Generator, pairs: int | Non
         scaling |= {"low_freq_factor": 1.0, "high_freq_factor": _pick(random, [2.0, 4.0])}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = _pick(random, [8, 32])
-        scaling |= [
+        variants: list[Config] = [
             {},
             {"attention_factor": 0.8},
             {"beta_fast": 8.0, "beta_slow": 2.0},
             {"mscale": 0.7, "mscale_all_dim": 1.2},
             {"truncate": False},
-        ][variant % 5]
+        ]
+        scaling |= variants[variant % 5]
     if kind == "longrope":
         assert pairs is not None
         scaling |= {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,11 @@ _ANSWER_SECONDS = 3.0
 """How long the head node may take to accept a connection. Ray itself would wait for minutes."""
 _END_SECONDS = 10.0
 """How long cancelled tasks may take to end."""
+_DOUBT_SECONDS = 30.0
+"""A node that is alive so long after its worker has died lives on. Ray notices the death of a node after 5
+checks, one every 3 s, which begin 5 s after the node has joined."""
+_LOOK_SECONDS = 1.0
+"""Interval at which the cluster is asked meanwhile which nodes live."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +70,59 @@ class Size:
 
 
 class Board:
-    """An actor on which nodes note the attempts that they have begun."""
+    """An actor on which nodes note the attempts that they have taken and begun."""
 
     def __init__(self) -> None:
-        self._news: list[tuple[int, str]] = []
+        self._taken: list[tuple[int, str]] = []
+        self._begun: list[tuple[int, str]] = []
 
-    def tell(self, attempt: int, node: str) -> None:
-        """Note that a node began an attempt."""
-        self._news.append((attempt, node))
+    def take(self, attempt: int, node: str) -> None:
+        """Note that a node, by its number in the cluster, has taken an attempt."""
+        self._taken.append((attempt, node))
 
-    def take(self) -> list[tuple[int, str]]:
-        """Return what is new."""
-        news, self._news = self._news, []
-        return news
+    def begin(self, attempt: int, node: str) -> None:
+        """Note that a node, by its name for people, compiles."""
+        self._begun.append((attempt, node))
+
+    def news(self) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+        """Return what is new: the attempts that were taken, and those that were begun."""
+        found = self._taken, self._begun
+        self._taken, self._begun = [], []
+        return found
+
+
+@dataclass
+class _Running:
+    """An attempt that was handed to the cluster.
+
+    Attributes:
+        attempt: its number.
+        nodes: the nodes that lived then; once one has taken it, that one alone.
+    """
+
+    attempt: int
+    nodes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Doubt:
+    """An attempt whose worker died, perhaps because its node did.
+
+    Attributes:
+        running: the attempt.
+        until: when its node counts as alive, if no death was noticed.
+    """
+
+    running: _Running
+    until: float
 
 
 def run_order(order: Order, board: Any) -> dict[str, Any]:
     """Run one attempt, as a task of Ray."""
-    return compile_on_node(order, board.tell.remote)
+    import ray
+
+    board.take.remote(order.attempt, ray.get_runtime_context().get_node_id())
+    return compile_on_node(order, board.begin.remote)
 
 
 def check_address(address: str) -> None:
@@ -157,11 +198,14 @@ class RayConnection:
             .remote()
         )
         self._news: Any = None
-        self._running: dict[Any, int] = {}
+        self._running: dict[Any, _Running] = {}
+        self._doubts: list[_Doubt] = []
+        self._alive = frozenset[str]()  # numbers of the nodes that lived when it was last asked
+        self._looked = 0.0
 
     def size(self) -> Size:
         """Return the size of the cluster now."""
-        nodes = [each for each in self._ray.nodes() if each["Alive"]]
+        nodes = self._live_nodes()
         cores = [int(each["Resources"].get("CPU", 0)) for each in nodes]
         memory = [int(each["Resources"].get("memory", 0)) for each in nodes]
         addresses = frozenset(each["NodeManagerAddress"] for each in nodes)
@@ -172,45 +216,60 @@ class RayConnection:
         task = self._task.options(
             num_cpus=need.cores, memory=need.bytes, name=order.target.name, **self._options
         )
-        self._running[task.remote(order, self._board)] = order.attempt
+        running = _Running(order.attempt, self._alive)
+        self._running[task.remote(order, self._board)] = running
 
     def cancel(self, attempt: int) -> None:
         """End an attempt. No answer comes."""
-        for each, number in list(self._running.items()):
-            if number == attempt:
+        self._doubts = [each for each in self._doubts if each.running.attempt != attempt]
+        for each, running in list(self._running.items()):
+            if running.attempt == attempt:
                 del self._running[each]
                 self._ray.cancel(each, force=True)
 
     def wait(self, seconds: float) -> list[Ended]:
-        """Return the attempts that have ended, once there is one or the time is over."""
-        if not self._running:
-            return []
-        ready, _ = self._ray.wait(list(self._running), timeout=seconds)
+        """Return the attempts that have ended, once there is one or the time is over.
+
+        Raises:
+            ConnectionError: the cluster does not answer any more.
+        """
+        ready: list[Any] = []
+        if self._running:
+            ready, _ = self._ray.wait(list(self._running), timeout=seconds)
+        elif self._doubts:
+            time.sleep(seconds)
         if ready:  # with the first come all others
             ready, _ = self._ray.wait(
                 list(self._running), num_returns=len(self._running), timeout=0
             )
-        return [self._answer(each, self._running.pop(each)) for each in ready]
+        answers = [self._answer(each, self._running.pop(each)) for each in ready]
+        return [each for each in answers if each is not None] + self._resolved()
 
     def begun(self) -> list[tuple[int, str]]:
         """Return the attempts that began since the last call, each with its node."""
         exceptions = self._ray.exceptions
         if self._news is None:
-            self._news = self._board.take.remote()
+            self._news = self._board.news.remote()
         try:
             ready, _ = self._ray.wait([self._news], timeout=0)
             if not ready:
                 return []
-            found: list[tuple[int, str]] = self._ray.get(ready[0])
+            taken, begun = self._ray.get(ready[0])
         except exceptions.RayError:  # it starts again elsewhere; nobody depends on it
-            found = []
+            taken, begun = [], []
         self._news = None
+        nodes = dict(taken)
+        for running in (*self._running.values(), *(each.running for each in self._doubts)):
+            if running.attempt in nodes:
+                running.nodes = frozenset({nodes[running.attempt]})
+        found: list[tuple[int, str]] = begun
         return found
 
     def close(self) -> None:
         """End all attempts, and leave the cluster."""
         left = list(self._running)
         self._running.clear()
+        self._doubts.clear()
         try:
             for each in left:
                 self._ray.cancel(each, force=True)
@@ -221,23 +280,53 @@ class RayConnection:
             if self._connects:
                 self._ray.shutdown()
 
-    def _answer(self, ended: Any, attempt: int) -> Ended:
-        exceptions = self._ray.exceptions
+    def _answer(self, ended: Any, running: _Running) -> Ended | None:
+        """Return how an attempt ended; None: its worker died, and perhaps its node.
+
+        Raises:
+            ConnectionError: the cluster does not answer any more.
+        """
+        exceptions, attempt = self._ray.exceptions, running.attempt
         try:
             body: dict[str, Any] = self._ray.get(ended)
         except exceptions.OutOfMemoryError:
             return Ended(attempt, loss=Loss.MEMORY)
         except (exceptions.NodeDiedError, exceptions.ObjectLostError):
             return Ended(attempt, loss=Loss.NODE)
-        except exceptions.WorkerCrashedError as error:
-            # Ray cannot always tell one from the other.
-            return Ended(attempt, loss=Loss.NODE if "node" in str(error).lower() else Loss.WORKER)
+        except (exceptions.WorkerCrashedError, exceptions.RaySystemError):
+            # Ray says the same of a node whose worker dies a moment before it.
+            self._doubts.append(_Doubt(running, time.monotonic() + _DOUBT_SECONDS))
+            return None
         except exceptions.RayTaskError as error:
             return Ended(attempt, failure=_of_the_node(error))
-        except (exceptions.RayError, ConnectionError) as error:
+        except exceptions.RayError as error:
             first = " ".join(str(error).split())
             return Ended(attempt, failure=BuildError(f"Ray could not run it: {first:.400}"))
         return Ended(attempt, body=body)
+
+    def _resolved(self) -> list[Ended]:
+        """Return the attempts of which it is now known whether their node died with their worker."""
+        now = time.monotonic()
+        if not self._doubts or now - self._looked < _LOOK_SECONDS:
+            return []
+        self._live_nodes()
+        found, left = list[Ended](), list[_Doubt]()
+        for each in self._doubts:
+            if not each.running.nodes <= self._alive:
+                found.append(Ended(each.running.attempt, loss=Loss.NODE))
+            elif now > each.until:
+                found.append(Ended(each.running.attempt, loss=Loss.WORKER))
+            else:
+                left.append(each)
+        self._doubts = left
+        return found
+
+    def _live_nodes(self) -> list[dict[str, Any]]:
+        """Ask the cluster which nodes live."""
+        nodes = [each for each in self._ray.nodes() if each["Alive"]]
+        self._alive = frozenset(each["NodeID"] for each in nodes)
+        self._looked = time.monotonic()
+        return nodes
 
 
 def _require_answer(address: str) -> None:

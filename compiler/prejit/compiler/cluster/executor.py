@@ -28,7 +28,7 @@ from prejit.compiler.cluster.node import Order, counted_variables, own_cpu
 from prejit.compiler.compile.executor import compile_once, find_compiled
 from prejit.compiler.compile.history import need_of
 from prejit.compiler.compile.jobs import Compiled, CompileJob
-from prejit.compiler.compile.pool import WorkerPool
+from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
 from prejit.compiler.compile.worker_process import JOB_SECONDS, OUTPUT_MARK
 from prejit.compiler.progress import Progress, Quiet
@@ -96,6 +96,7 @@ class ClusterExecutor:
         self._address = address
         self._exchange = address_of(shared)
         self._store = store
+        self._workers = workers
         self._contents = DirectoryStore(store.root)
         self._remote = None if self._exchange is None else open_exchange(self._exchange)
         self._progress = progress or Quiet()
@@ -124,6 +125,11 @@ class ClusterExecutor:
         """See `Executor.compiled`."""
         with self._lock:
             return self._here.compiled.union(self._compiled)
+
+    @property
+    def lowering_processes(self) -> int:
+        """See `Executor.lowering_processes`. This machine's cores are free while the cluster compiles."""
+        return self._workers or default_workers()
 
     def submit(self, job: CompileJob) -> Future[Compiled]:
         """See `Executor.submit`.

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler import progress
 from prejit.compiler.cluster.exchange import bring, open_exchange, send
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.compile.worker_process import WorkerKilledError, WorkerProcess
@@ -106,6 +107,8 @@ def compile_on_node(order: Order, tell: Callable[[int, str], object]) -> dict[st
         worker = _worker(_toolchain(order), store, order)
         tell(order.attempt, _name())
         compiled = worker.compile(order.source, order.timeout_seconds)
+        # On the node's own stderr, which Ray keeps: the build may never see the answer.
+        progress.tell(f"compiled {order.source.program} for {_shown_target(order)}")
         if remote is not None:
             send(remote, store, compiled.executable.digest)
     except WorkerKilledError as error:
@@ -167,6 +170,10 @@ def _installed(names: dict[str, str]) -> dict[str, str]:
 def _shown(versions: dict[str, str], cpus: int | None) -> str:
     listed = ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
     return listed if cpus is None else f"{listed}, {cpus} CPUs that XLA sees"
+
+
+def _shown_target(order: Order) -> str:
+    return f"{order.target.name} ({_shown(dict(order.versions), order.cpus)})"
 
 
 _last: WorkerProcess | None = None  # it is kept: a worker takes 0.5 s to start

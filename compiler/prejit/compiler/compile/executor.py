@@ -27,6 +27,13 @@ class Executor(Protocol):
     def compiled(self) -> frozenset[str]:
         """Digests of the keys of jobs that this executor compiled; all other results came from the store."""
 
+    @property
+    def lowering_processes(self) -> int:
+        """Number of processes of this machine that may lower while this executor compiles.
+
+        Lowering a program takes about a quarter of the time that compiling it takes.
+        """
+
     def submit(self, job: CompileJob) -> Future[Compiled]:
         """Take a job: its result comes from the store, or is compiled as soon as there is room.
 

@@ -112,6 +112,11 @@ class WorkerPool:
         with self._changed:
             return frozenset(self._compiled)
 
+    @property
+    def lowering_processes(self) -> int:
+        """See `Executor.lowering_processes`."""
+        return self._limit // 4
+
     def submit(self, job: CompileJob) -> Future[Compiled]:
         """See `Executor.submit`."""
         self._progress.add()

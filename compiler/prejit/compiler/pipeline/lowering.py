@@ -131,11 +131,12 @@ def lower_own(plan: Plan, code: ReadCode, store: Store, progress: Progress) -> P
             key = own_lower_key(plan.manifest, program.spec, lowered.portable.raw_digest)
             program = replace(program, key=key, lowered=lowered)
         programs.append(program)
-    own = plan.own or _facts(code())
+    own = plan.own or own_facts(code())
     return replace(plan, programs=tuple(programs), own=own)
 
 
-def _facts(code: UserCode) -> OwnFacts:
+def own_facts(code: UserCode) -> OwnFacts:
+    """Return what a build needs to know of the user's decoder."""
     assert code.model is not None
     contents = {name: content_of(read()) for name, read in code.model.exact.values.items()}
     orders = {name: tuple(map(int, axes)) for name, axes in code.model.stored.orders.items()}

@@ -12,7 +12,7 @@ Two steps make an executable, and the store keeps the result of each under a key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import product
@@ -250,6 +250,10 @@ class Plan:
         """The programs, without what is known of them."""
         return tuple(program.spec for program in self.programs)
 
+    def with_programs(self, known: Mapping[str, PlannedProgram]) -> Plan:
+        """Return the plan with more known of some programs, by name."""
+        return replace(self, programs=tuple(known.get(p.spec.name, p) for p in self.programs))
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedExecutable:
@@ -283,6 +287,7 @@ def plan_build(
     forms: Path | None = None,
     directory: Path | None = None,
     retrace: bool = False,
+    names: Collection[str] | None = None,
 ) -> Plan:
     """Return the plan of a build.
 
@@ -293,6 +298,7 @@ def plan_build(
         forms: a table of measured forms, which goes before the store's and the recorded one.
         directory: the model directory, if it was fetched for this build; None: a local one.
         retrace: whether the user's code is traced again, whatever the store has.
+        names: names of the programs that the plan has; None: all programs of the manifest.
 
     Raises:
         BuildError: this machine cannot compile for a target.
@@ -329,10 +335,11 @@ def plan_build(
         key = lower_key(manifest, model, spec)
         return PlannedProgram(spec, key, find_lowered(key, store))
 
+    specs = [each for each in program_specs(manifest) if names is None or each.name in names]
     return Plan(
         manifest,
         targets,
-        tuple(store.map(planned, program_specs(manifest))),
+        tuple(store.map(planned, specs)),
         model,
         KnownForms(
             FormTable() if forms is None else read_table(forms),

@@ -2,11 +2,11 @@
 
     fetch         find or download the model directory           checkpoint.source
     plan          programs x targets, and what the store has     plan
-    check         model, files, functions: mistakes come first   model, pack.model_layers, lowering
+    check         model, files, functions: mistakes come first   checks, pack.model_layers
     environments  make the environments of pinned versions       targets.installing
     kernels       compile the C++ kernels of each CPU level      native.library
     forms         measure how products are computed fastest      measure.forms
-    lower         trace programs to StableHLO                    lowering
+    lower         trace programs to StableHLO                    lowering; lowerers: in processes, if many
     compile       StableHLO to executables, in workers           executables
     weights       round or quantize, and pack                    pack.weights
     accuracy      measure what the dtypes cost                   measure.accuracy
@@ -25,10 +25,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, final
 
 from prejit.compiler.checkpoint.source import resolve_source
 from prejit.compiler.compile.executor import Executor
@@ -37,6 +38,7 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.form_choice import KnownForms
 from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
+from prejit.compiler.pipeline.checks import check, read_planned, vocab_size
 from prejit.compiler.pipeline.code import ReadCode, find_code
 from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.describe.provenance import build_provenance
@@ -52,13 +54,13 @@ from prejit.compiler.pipeline.executables import (
 )
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.libraries import bind_libraries
+from prejit.compiler.pipeline.lowerers.crew import Crew, open_crew
 from prejit.compiler.pipeline.lowering import (
     has_lost_native,
     is_lowered_again,
     lower,
     lower_own,
     lowered_again,
-    own_shape,
     products_of,
     source_of,
 )
@@ -66,15 +68,7 @@ from prejit.compiler.pipeline.measure.accuracy import measure_accuracy
 from prejit.compiler.pipeline.measure.costs import measure_costs
 from prejit.compiler.pipeline.measure.forms import measure_missing, runs_here
 from prejit.compiler.pipeline.measure.golden import with_golden_answers
-from prejit.compiler.pipeline.model import (
-    ModelSource,
-    ReadModel,
-    check_model,
-    check_own_model,
-    read_model,
-    stores_out_in,
-    uses_kernels,
-)
+from prejit.compiler.pipeline.model import ReadModel, stores_out_in, uses_kernels
 from prejit.compiler.pipeline.pack.bundle_files import LostFramesError, PackedLayer
 from prejit.compiler.pipeline.pack.contents import PackedBundle, pack_bundle, pack_targets
 from prejit.compiler.pipeline.pack.model_layers import read_layers
@@ -386,51 +380,42 @@ def _begin(
         directory=directory,
         retrace=service.retrace,
     )
-    model: ReadModel = cache(partial(_read_model, plan))
+    model: ReadModel = cache(partial(read_planned, plan))
     out_in = stores_out_in(manifest, plan.targets)
     code: ReadCode = cache(partial(find_code, manifest, out_in=out_in))
-    layers = read_layers(plan, partial(_vocab_size, plan, model, code), store, progress)
-    published = find_published(plan)
-    _check(plan, model, published, code)
-    before_tracing = plan
-    plan = lower_own(plan, code, store, progress)
-    toolchains = [_make_toolchain(target, progress) for target in plan.targets]
-    _note_cpus(toolchains, progress)
-    libraries = _build_kernels(plan, toolchains, service.kernels_by, store, progress)
-    known = plan.forms
-    if service.measure is not False:
-        known = _measure_forms(plan, toolchains, libraries, model, code, executor, service)
-    tools = [_tools(toolchain, libraries, known) for toolchain in toolchains]
+    crew = open_crew(
+        plan,
+        executor,
+        store,
+        progress,
+        only=only,
+        directory=directory,
+        forms=service.forms,
+        retrace=service.retrace,
+    )
+    with nullcontext() if crew is None else crew:
 
-    def submit_new(program: PlannedProgram) -> list[Submitted]:
-        lowered = lower(plan, program, model, code, store, progress)
-        found, lost = [], has_lost_native(program, store)
-        for each in tools:
-            source = source_of(plan, program, lowered, each.kernels, model, code, store)
-            if store.read_blob(source.program) is None:  # which deletes what is damaged
-                lost = True
-                source = source_of(plan, program, lowered, each.kernels, model, code, store)
-            target = each.toolchain.target
-            source = bind_libraries(
-                plan.libraries, manifest.where, program.spec, source, target, store
-            )
-            found.append(submit(manifest, program.spec, lowered, source, each, service.jobs))
-        if lost:
-            progress.note(lowered_again(f"{program.spec.name} with kernels"))
-        return found
+        def count_tokens() -> int:
+            checked = None if crew is None else crew.check()
+            known = None if checked is None else checked.vocab_size
+            return vocab_size(plan, model, code) if known is None else known
 
-    # First what the stores know: a shared one answers many questions at a time.
-    ask = partial(submit_known, plan, tools=tools, store=store, jobs=service.jobs)
-    ordered = plan.programs if service.shard is None else service.shard.ordered(plan.programs)
-    answers = list(store.map(ask, ordered))
-    found = {
-        program.spec.name: submit_new(program) if known is None else known
-        for program, known in zip(ordered, answers, strict=True)
-    }
+        layers = read_layers(plan, count_tokens, store, progress)
+        published = find_published(plan)
+        checked = None if crew is None else crew.check()
+        if checked is None:
+            check(plan, model, None if published is None else published.checkpoint, code)
+        elif plan.own is None:
+            plan = replace(plan, own=checked.own)
+        toolchains = [_make_toolchain(target, progress) for target in plan.targets]
+        _note_cpus(toolchains, progress)
+        lowering = _Lowering(plan, model, code, None if checked is None else crew, service)
+        lowering.run(toolchains, executor)
+    plan, tools, found = lowering.plan, lowering.tools, lowering.found
     submitted = [each for program in plan.programs for each in found[program.spec.name]]
     user = parameters_of(plan, code)
     lowered = {each.spec.name: each.lowered for each in submitted}
-    remember(before_tracing, lowered, user, plan.own, code, store, progress)
+    remember(lowering.untraced, lowered, user, plan.own, code, store, progress)
     weights = cache(partial(pack_weights, plan, published, user, code, model, store, progress))
     if service.shard is None:
         packed = weights()  # while workers compile
@@ -446,6 +431,136 @@ def _begin(
         tuple(layers),
         service.packings.get(manifest.bundle.name),
     )
+
+
+@final
+class _Lowering:
+    """Lowers the programs of a build and submits them: in processes of their own, and here what is left.
+
+    Attributes:
+        plan: the plan, with all that is known of each program.
+        untraced: the same plan, without the traces that this process made.
+        tools: what compiles for each target.
+        found: the submitted programs by name.
+    """
+
+    def __init__(
+        self, plan: Plan, model: ReadModel, code: ReadCode, crew: Crew | None, service: _Services
+    ) -> None:
+        """Lower nothing yet.
+
+        Args:
+            plan: the plan of the build.
+            model: reads its model.
+            code: reads the user's code.
+            crew: processes that lower; None: this one does.
+            service: what all builds share.
+        """
+        self.plan = self.untraced = plan
+        self.tools: Sequence[TargetTools] = ()
+        self.found: dict[str, list[Submitted]] = {}
+        self._model = model
+        self._code = code
+        self._crew = crew
+        self._apart = set[str]()  # names of the programs that other processes lowered
+        self._service = service
+
+    def run(self, toolchains: list[Toolchain], executor: Executor) -> None:
+        """Lower all programs, and submit each to the executor as soon as it is lowered.
+
+        Raises:
+            PrejitError: a program cannot be lowered.
+        """
+        store, progress, shard = self._service.store, self._service.progress, self._service.shard
+        kernels_by = self._service.kernels_by
+        libraries = _build_kernels(self.plan, toolchains, kernels_by, store, progress)
+        known = self.plan.forms
+        measures = self._service.measure is not False
+        if measures and libraries:
+            # All products have to be known before the first program is compiled.
+            self._lower_apart([each for each in self.plan.programs if each.lowered is None])
+            self._lower_own()
+            known = _measure_forms(
+                self.plan,
+                toolchains,
+                libraries,
+                self._model,
+                self._code,
+                executor,
+                self._service,
+            )
+        self.tools = [_tools(toolchain, libraries, known) for toolchain in toolchains]
+        # First what the stores know: a shared one answers many questions at a time.
+        ordered = self.plan.programs if shard is None else shard.ordered(self.plan.programs)
+        left = [
+            program
+            for program, is_known in zip(
+                ordered, store.map(self._submit_known, ordered), strict=True
+            )
+            if not is_known
+        ]
+        self._lower_apart(left, submits=True)
+        self._lower_own()
+        here = {program.spec.name: program for program in self.plan.programs}
+        for name in [each.spec.name for each in left]:
+            if name not in self.found:
+                self.found[name] = self._lower_here(here[name])
+
+    def _submit_known(self, program: PlannedProgram) -> bool:
+        """Submit a program if the store has what it is compiled from."""
+        store, jobs = self._service.store, self._service.jobs
+        known = submit_known(self.plan, program, tools=self.tools, store=store, jobs=jobs)
+        if known is not None:
+            self.found[program.spec.name] = known
+        return known is not None
+
+    def _lower_apart(self, programs: Sequence[PlannedProgram], *, submits: bool = False) -> None:
+        """Lower programs in other processes, if there are some.
+
+        What the store has lost is lowered here, which says so.
+        """
+        if self._crew is None:
+            return
+        store, apart = self._service.store, self._apart
+        asked = [
+            each
+            for each in programs
+            if (each.lowered is None or each.spec.name in apart)
+            and not has_lost_native(each, store)
+        ]
+        then = self._submit_known if submits else None
+        lowered = self._crew.lower(self.plan, asked, then, chosen=submits)
+        self.plan = self.plan.with_programs(lowered)
+        self.untraced = self.untraced.with_programs(
+            {name: each for name, each in lowered.items() if name not in apart}
+        )
+        apart |= lowered.keys()
+
+    def _lower_own(self) -> None:
+        """Lower the user's decoder here, as far as no other process did."""
+        service = self._service
+        self.plan = lower_own(self.plan, self._code, service.store, service.progress)
+
+    def _lower_here(self, program: PlannedProgram) -> list[Submitted]:
+        """Lower a program in this process, and submit it."""
+        plan, store, jobs = self.plan, self._service.store, self._service.jobs
+        lowered = lower(plan, program, self._model, self._code, store, self._service.progress)
+        progress = self._service.progress
+        found, lost = [], has_lost_native(program, store)
+        for each in self.tools:
+            find = partial(
+                source_of, plan, program, lowered, each.kernels, self._model, self._code, store
+            )
+            source = find()
+            if store.read_blob(source.program) is None:  # which deletes what is damaged
+                lost = True
+                source = find()
+            target, where = each.toolchain.target, plan.manifest.where
+            source = bind_libraries(plan.libraries, where, program.spec, source, target, store)
+            found.append(submit(plan.manifest, program.spec, lowered, source, each, jobs))
+        if lost:
+            progress.note(lowered_again(f"{program.spec.name} with kernels"))
+        return found
 
 
 def _finish(
@@ -581,35 +696,6 @@ def _fetch(manifest: Manifest) -> Path | None:
         return None
     weights = not manifest.has_own_model
     return resolve_source(manifest.model.source, manifest.directory, weights=weights)
-
-
-def _read_model(plan: Plan) -> ModelSource:
-    assert plan.model is not None
-    return read_model(plan.manifest, plan.model)
-
-
-def _vocab_size(plan: Plan, model: ReadModel, code: ReadCode) -> int:
-    if plan.own is not None:
-        return plan.own.vocab_size
-    own = code().model if plan.manifest.has_own_model else None
-    size: int = model().shape.vocab_size if own is None else own.vocab_size
-    return size
-
-
-def _check(plan: Plan, model: ReadModel, published: Published | None, code: ReadCode) -> None:
-    """Check the model and the user's code against the programs that have to be lowered.
-
-    Others were checked before. All code is imported if any is, so that it finds the same modules each time.
-    """
-    traced = any(
-        each.lowered is None and (each.spec.kind == "call" or plan.manifest.has_own_model)
-        for each in plan.programs
-    )
-    if (traced or (plan.manifest.has_own_model and plan.own is None)) and (own := code().model):
-        check_own_model(plan.manifest, own, own_shape(plan.manifest, own), plan.specs)
-    new = [each.spec for each in plan.programs if each.key is not None and each.lowered is None]
-    if new and published is not None:
-        check_model(plan.manifest, model(), published.checkpoint, new)
 
 
 def _make_toolchain(target: Target, progress: Progress) -> Toolchain:

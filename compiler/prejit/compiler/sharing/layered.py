@@ -132,6 +132,11 @@ class LayeredStore:
         """See `Store.root`."""
         return self._local.root
 
+    @property
+    def namespace(self) -> str:
+        """See `Store.namespace`."""
+        return self._local.namespace
+
     def get(self, key: Key, *, verify: bool = False) -> Mapping[str, Any] | None:
         """See `Store.get`."""
         found = self._local.get(key, verify=verify)

@@ -10,8 +10,8 @@ from prejit.compiler.sharing.remote import Remote, RemoteError, RemoteFile
 
 _Answer = TypeVar("_Answer")
 
-PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
-"""Pauses before each further attempt."""
+PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Pauses before each further attempt. A server is restarted in this time, and leases last longer."""
 
 
 @final

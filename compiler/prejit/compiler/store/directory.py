@@ -96,7 +96,7 @@ class DirectoryStore:
             namespace: separates results from those of other namespaces in the same directory.
         """
         self.root = root
-        self._namespace = namespace
+        self.namespace = namespace
         self._base = root / VERSION
         self._files = Files(self._base)
         self._blobs = StoreBlobs(self._files)
@@ -323,7 +323,7 @@ class DirectoryStore:
         return self._base / "in-use"
 
     def _action(self, key: Key) -> Path:
-        digits = key.digits_in(self._namespace)
+        digits = key.digits_in(self.namespace)
         return self._base / "actions" / key.kind / f"{digits}.json"
 
     def _last(self, kind: str, name: str) -> Path:

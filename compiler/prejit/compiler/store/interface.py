@@ -61,6 +61,10 @@ class Store(Protocol):
     def root(self) -> Path:
         """Local directory of the store. Worker processes open it as a `DirectoryStore`."""
 
+    @property
+    def namespace(self) -> str:
+        """What separates the results of this store from those of others in the same directory."""
+
     def get(self, key: Key, *, verify: bool = False) -> Mapping[str, Any] | None:
         """Return the result of a key; None: the store has none, or one of its blobs is missing.
 

@@ -82,6 +82,8 @@ class MemoryStore:
 class InlineExecutor:
     """An executor that compiles a job when it is submitted."""
 
+    lowering_processes = 0
+
     def __init__(self, store: Store, compile_job: Compile) -> None:
         self.store, self.compile_job = store, compile_job
         self.compiled = frozenset[str]()

@@ -761,10 +761,9 @@ def test_jobs_that_do_not_fit_together_never_run_together(
         assert len(results(workers, *jobs, *small)) == 5
     large = [sum(name in "abc" for name in each) for each in beside]
     assert max(large) == 1
-    assert max(map(len, beside)) == (3 if peak_mb == 3000 else 2), (
-        "small ones fit beside a large one"
-    )
-    if peak_mb == 30_000:
+    if peak_mb == 3000:
+        assert max(map(len, beside)) > 1, "small ones fit beside a large one"
+    else:
         assert all(len(each) == 1 for each in beside if set(each) & set("abc"))
 
 
@@ -799,7 +798,7 @@ def test_a_job_whose_worker_is_killed_runs_once_more_beside_nothing(
         found = results(workers, greedy, *others)
         assert len(workers.compiled) == len(found) == 7
     assert [each for each in beside if "greedy" in each][-1] == ("greedy",)
-    assert beside.index(("greedy",)) > 0
+    assert len(beside) == 8, "each of the others once, and it twice"
 
 
 def test_a_job_that_the_store_has_asks_for_no_history(

@@ -24,7 +24,7 @@ from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker import requests
 from prejit.compiler.compile.worker.compiling import compile_program
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.pipeline import lowering, run
+from prejit.compiler.pipeline import checks, lowering, run
 from prejit.compiler.pipeline.code import UserCode
 from prejit.compiler.pipeline.lowering import lower_native
 from prejit.compiler.pipeline.measure import accuracy, golden, golden_child
@@ -39,7 +39,7 @@ WITHIN = (
     # The functions that make the result of each step, and where the build finds them.
     ("LOWERING", lowering, "_lower_model"),
     ("LOWERING", lowering, "_lower_native"),
-    ("LOWERING", run, "read_model"),
+    ("LOWERING", checks, "read_model"),
     ("PACKING", bundle_files, "write_weights"),
     ("WEIGHTS", weights, "_tensors"),
     ("WEIGHTS", weights, "open_weights"),
@@ -107,7 +107,7 @@ def main(manifest_file: Path, output: Path) -> None:
     if not manifest.has_own_model and manifest.model is not None and manifest.mesh is None:
         plan = plan_build(manifest, store)
         assert plan.model is not None
-        read = run.read_model(manifest, plan.model)
+        read = checks.read_model(manifest, plan.model)
         for program in plan.programs:
             if program.spec.kind not in ("copy", "embed"):
                 lower_native(plan, program, lambda: read, UserCode, store, {})

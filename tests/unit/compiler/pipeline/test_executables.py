@@ -28,6 +28,7 @@ class Recording:
     """An executor whose futures the test completes."""
 
     compiled = 0
+    lowering_processes = 0
 
     def __init__(self) -> None:
         self.taken: list[tuple[CompileJob, Future[Compiled]]] = []

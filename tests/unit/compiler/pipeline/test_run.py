@@ -77,6 +77,7 @@ class Refusing:
     """An executor that compiles nothing."""
 
     compiled = frozenset[str]()
+    lowering_processes = 0
 
     def __init__(self) -> None:
         self.submitted: list[CompileJob] = []

@@ -1,0 +1,294 @@
+"""Processes that lower the programs of one build, side by side.
+
+They fill the store; the build then finds there what it would have lowered itself. A process that ends early
+loses nothing but its unit: another process gets it, and after a second loss the build's own process.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import final
+
+from prejit.compiler.compile.executor import Executor
+from prejit.compiler.pipeline.keys import own_lower_key
+from prejit.compiler.pipeline.lowerers.messages import (
+    Checked,
+    Done,
+    Project,
+    Work,
+    manifest_digest,
+)
+from prejit.compiler.pipeline.lowerers.process import (
+    DeclinedError,
+    LoweringProcess,
+    ProcessEndedError,
+)
+from prejit.compiler.pipeline.lowerers.units import Unit, process_count, split
+from prejit.compiler.pipeline.plan import Plan, PlannedProgram, find_lowered
+from prejit.compiler.progress import Progress
+from prejit.compiler.store.interface import Store
+
+_TRIES = 2
+"""Number of processes that may end while they lower the same unit."""
+
+
+def open_crew(
+    plan: Plan,
+    executor: Executor,
+    store: Store,
+    progress: Progress,
+    *,
+    only: tuple[str, ...],
+    directory: Path | None,
+    forms: Path | None,
+    retrace: bool,
+) -> Crew | None:
+    """Start processes that lower the programs of a plan; None: the build's process lowers them as fast.
+
+    Args:
+        plan: the plan of the build.
+        executor: compiles the programs.
+        store: the build's store.
+        progress: shows what they do.
+        only: see `plan_build`, as for the others.
+        directory: see above.
+        forms: see above.
+        retrace: see above.
+    """
+    new = [each for each in plan.programs if each.lowered is None]
+    if plan.manifest.path is None or not new:
+        return None
+    if not (count := process_count(new, executor.lowering_processes)):
+        return None
+    project = Project(
+        str(plan.manifest.path),
+        manifest_digest(plan.manifest),
+        only,
+        None if directory is None else str(directory),
+        None if forms is None else str(forms),
+        retrace,
+        str(store.root),
+        store.namespace,
+        tuple(sys.path),
+    )
+    return Crew(project, count, store, progress)
+
+
+@final
+class Crew:
+    """Processes that lower. A context manager, which ends them."""
+
+    def __init__(self, project: Project, count: int, store: Store, progress: Progress) -> None:
+        """Start the processes; each begins to read the manifest and the user's code.
+
+        Args:
+            project: what they read.
+            count: number of processes.
+            store: gets the results.
+            progress: shows what they do.
+        """
+        self._project = project
+        self._count = count
+        self._store = store
+        self._progress = progress
+        self._lock = threading.Lock()  # guards what follows
+        self._closed = False
+        self._processes: set[LoweringProcess] = set()
+        self._declined = False
+        self._checked: Checked | None = None
+        self._threads = ThreadPoolExecutor(count, "lower")
+        # None: the thread that takes it starts a process.
+        self._idle: queue.SimpleQueue[LoweringProcess | None] = queue.SimpleQueue()
+        self._first = self._start(check=True)
+        for _ in range(count - 1):
+            self._idle.put(self._start())
+
+    def check(self) -> Checked | None:
+        """Wait until a process has checked the model and the user's code, and return what they show.
+
+        Returns:
+            None: the build has to check them, and to lower all programs itself.
+
+        Raises:
+            PrejitError: the model or the code has a mistake.
+        """
+        if self._checked is None and not self._declined:
+            self._checked = self._check()
+        return self._checked
+
+    def _check(self) -> Checked | None:
+        for _ in range(_TRIES):
+            process = self._first or self._start(check=True)
+            self._first = None
+            try:
+                if process is not None and (found := process.checked()) is not None:
+                    self._idle.put(process)
+                    return found
+            except ProcessEndedError as error:
+                self._progress.note(f"{self._label}: the process that checks its programs {error}")
+            except DeclinedError as error:
+                self._decline(str(error))
+                return None
+        self._decline("no process could check them")
+        return None
+
+    def lower(
+        self,
+        plan: Plan,
+        programs: Sequence[PlannedProgram],
+        then: Callable[[PlannedProgram], object] | None,
+        *,
+        chosen: bool,
+    ) -> dict[str, PlannedProgram]:
+        """Lower programs, and call a function with each as soon as it is lowered.
+
+        Args:
+            plan: the plan of the build.
+            programs: those of its programs that have to be lowered, or lack their form with kernels.
+            then: called in any thread; None: nothing is called.
+            chosen: see `messages.Work`.
+
+        Returns:
+            The lowered programs by name. The build's process has to lower the others.
+
+        Raises:
+            PrejitError: the error of the first program in this order that cannot be lowered.
+        """
+        work = partial(self._lower, plan, then=then, chosen=chosen)
+        futures = [self._threads.submit(work, unit) for unit in split(programs, self._count)]
+        found: dict[str, PlannedProgram] = {}
+        for future in futures:
+            found |= {each.spec.name: each for each in future.result()}
+        return found
+
+    def close(self) -> None:
+        """End all processes, and forget what they have not begun."""
+        with self._lock:
+            self._closed = True
+            processes = [*self._processes]
+        for each in processes:
+            each.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for each in processes:
+            each.release()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    @property
+    def _label(self) -> str:
+        return self._project.manifest
+
+    def _lower(
+        self,
+        plan: Plan,
+        unit: Unit,
+        *,
+        then: Callable[[PlannedProgram], object] | None,
+        chosen: bool,
+    ) -> Sequence[PlannedProgram]:
+        """Lower a unit in a process, in a thread that waits for it. Returns its programs, or none."""
+        label = f"lowering {unit[0].spec.name}"
+        if len(unit) > 1:
+            label += f" to {unit[-1].spec.name}"
+        keys = sorted(
+            (each.key for each in unit if each.key is not None and each.lowered is None),
+            key=lambda key: key.digest,
+        )
+        with ExitStack() as stack:
+            stack.enter_context(self._progress.phase(label))
+            for key in keys:  # several builds that need the same program lower it once
+                making = self._store.making(key, give_up=lambda: self._closed)
+                if not stack.enter_context(making):
+                    raise CancelledError
+            known = {each.spec.name: self._known(each) for each in unit}
+            done = self._ask(label, Work({n: e.lowered for n, e in known.items()}, chosen))
+            if done is None:
+                return ()
+            for line in done.notes:
+                self._progress.note(line)
+            for key in done.keys:  # so that a shared store gets what it lacks
+                self._store.get(key)
+        lowered = [_with_result(plan, each, done) for each in known.values()]
+        for each in lowered if then is not None else ():
+            assert then is not None
+            then(each)
+        return lowered
+
+    def _known(self, program: PlannedProgram) -> PlannedProgram:
+        """Return a program with its portable form, where another build has lowered it meanwhile."""
+        if program.lowered is not None or program.key is None:
+            return program
+        return replace(program, lowered=find_lowered(program.key, self._store))
+
+    def _ask(self, label: str, work: Work) -> Done | None:
+        """Return what a process answers; None: the build's process has to do it."""
+        for _ in range(_TRIES):
+            process = self._idle.get()
+            try:
+                if self._declined:
+                    return None
+                process = process or self._start()
+                if process is not None:
+                    return process.lower(work)
+            except DeclinedError as error:
+                self._decline(str(error))
+                return None
+            except ProcessEndedError as error:
+                if self._closed:
+                    raise CancelledError from error
+                assert process is not None
+                process.release()
+                process = None
+                self._progress.note(f"{label}: its process {error}")
+            finally:
+                self._idle.put(process)
+        self._progress.note(f"{label} in the process of the build")
+        return None
+
+    def _start(self, *, check: bool = False) -> LoweringProcess | None:
+        """Start a process; None: this machine has no room for it.
+
+        Raises:
+            CancelledError: the crew is closed.
+        """
+        with self._lock:  # `close` either sees the process or prevents it
+            if self._closed:
+                raise CancelledError
+            with suppress(ProcessEndedError):
+                process = LoweringProcess(self._project, check=check)
+                self._processes.add(process)
+                return process
+        return None
+
+    def _decline(self, why: str) -> None:
+        with self._lock:
+            if self._declined:
+                return
+            self._declined = True
+        self._progress.note(
+            f"{self._label}: programs are lowered in the process of the build: {why}"
+        )
+
+
+def _with_result(plan: Plan, program: PlannedProgram, done: Done) -> PlannedProgram:
+    """Return a program as a plan has it that finds its portable form in the store."""
+    lowered = done.programs[program.spec.name]
+    key, trace = program.key, program.trace
+    if trace is not None and program.spec.kind == "call":
+        result = {"lowered": asdict(lowered), "parameters": done.parameters}
+        trace = replace(trace, result=result)
+    elif trace is not None:
+        key = own_lower_key(plan.manifest, program.spec, lowered.portable.raw_digest)
+    return replace(program, key=key, lowered=lowered, trace=trace)

@@ -1,0 +1,236 @@
+"""The connection to a cluster: the death of a node is not taken for a crash that the job caused."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prejit.compiler.cluster import connection
+from prejit.compiler.cluster.connection import Board, Ended, RayConnection
+from prejit.compiler.cluster.node import Order
+from prejit.compiler.compile.jobs import Source
+from prejit.compiler.compile.schedule import Loss, Need
+from prejit.compiler.targets.target_table import target
+
+
+class RayError(Exception):
+    """As ray.exceptions has it; the others follow."""
+
+
+class OutOfMemoryError(RayError):
+    pass
+
+
+class NodeDiedError(RayError):
+    pass
+
+
+class ObjectLostError(RayError):
+    pass
+
+
+class WorkerCrashedError(RayError):
+    pass
+
+
+class RaySystemError(RayError):
+    pass
+
+
+class RayTaskError(RayError):
+    pass
+
+
+class RuntimeEnvSetupError(RayError):
+    pass
+
+
+ERRORS = (
+    *(RayError, OutOfMemoryError, NodeDiedError, ObjectLostError, WorkerCrashedError),
+    *(RaySystemError, RayTaskError),
+)
+
+
+class Remote:
+    """What `ray.remote` returns: it notes a call under a new reference."""
+
+    def __init__(self, call: Callable[..., str]) -> None:
+        self.remote = call
+
+    def options(self, **given: Any) -> Remote:
+        return self
+
+
+@dataclass
+class Cluster:
+    """Stands for the module `ray`, and for nodes that live as long as a test says."""
+
+    alive: set[str] = field(default_factory=lambda: {"a", "b"})
+    outcomes: dict[str, Any] = field(default_factory=dict)
+    board: Board = field(default_factory=Board)
+    handed: list[str] = field(default_factory=list)
+
+    def remote(self, what: Any) -> Remote:
+        if what is Board:
+            return Remote(lambda: SimpleNamespace(news=Remote(self._news)))  # type: ignore[arg-type, return-value]
+        return Remote(self._hand)
+
+    def _hand(self, order: Order, board: Any) -> str:
+        self.handed.append(f"attempt {order.attempt}")
+        return self.handed[-1]
+
+    def _news(self) -> str:
+        self.outcomes["news"] = self.board.news()
+        return "news"
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "NodeID": name,
+                "Alive": name in self.alive,
+                "Resources": {"CPU": 1.0},
+                "NodeManagerAddress": "127.0.0.1",
+            }
+            for name in "abc"
+        ]
+
+    def wait(self, refs: list[str], **given: Any) -> tuple[list[str], list[str]]:
+        return [each for each in refs if each in self.outcomes], []
+
+    def get(self, ref: str) -> Any:
+        found = self.outcomes.pop(ref)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def cancel(self, ref: str, *, force: bool) -> None:
+        self.handed.remove(ref)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made, module = Cluster(), ModuleType("ray")
+    for name in ("remote", "is_initialized", "nodes", "wait", "get", "cancel"):
+        setattr(module, name, getattr(made, name))
+    module.exceptions = SimpleNamespace(**{each.__name__: each for each in ERRORS})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", module)
+    monkeypatch.setattr(connection, "_keep_stdout_for_data", lambda: None)
+    monkeypatch.setattr(connection, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(connection, "_DOUBT_SECONDS", 60.0)
+    return made
+
+
+@pytest.fixture
+def ray(cluster: Cluster) -> RayConnection:
+    """A connection with one attempt, number 7, that was handed to the cluster."""
+    made = RayConnection("ray://auto")
+    made.size()
+    order = Order(
+        7, target("cpu-x86-64-v3"), (), 1, None, None, Source("x", ()), {}, None, None, None, 60.0
+    )
+    made.start(order, Need(1.0))
+    return made
+
+
+def test_a_node_that_ray_says_has_died_is_a_lost_node(cluster: Cluster, ray: RayConnection) -> None:
+    cluster.outcomes["attempt 7"] = NodeDiedError("gone")
+    assert ray.wait(0.0) == [Ended(7, loss=Loss.NODE)]
+
+
+@pytest.mark.parametrize("error", [WorkerCrashedError(), RaySystemError("the raylet was killed")])
+def test_a_worker_that_died_with_its_node_is_a_lost_node(
+    cluster: Cluster, ray: RayConnection, error: RayError
+) -> None:
+    """A job may end two workers, and five nodes. Ray notices the death of the node seconds later."""
+    cluster.board.take(7, "b")
+    assert ray.begun() == []
+    cluster.outcomes["attempt 7"] = error
+    assert ray.wait(0.0) == []
+    assert ray.wait(0.0) == [], "nothing is known yet"
+    cluster.alive = {"a", "c"}
+    assert ray.wait(0.0) == [Ended(7, loss=Loss.NODE)]
+    assert ray.wait(0.0) == []
+
+
+def test_a_worker_that_died_on_a_node_that_lives_counts_against_the_job(
+    cluster: Cluster, ray: RayConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node died at the same time; that is no excuse."""
+    monkeypatch.setattr(connection, "_DOUBT_SECONDS", 0.2)
+    cluster.board.take(7, "b")
+    ray.begun()
+    cluster.outcomes["attempt 7"] = WorkerCrashedError()
+    cluster.alive = {"b"}
+    assert ray.wait(0.0) == []
+    time.sleep(0.25)
+    assert ray.wait(0.0) == [Ended(7, loss=Loss.WORKER)]
+
+
+def test_the_note_of_a_node_may_come_after_the_death_of_its_worker(
+    cluster: Cluster, ray: RayConnection
+) -> None:
+    cluster.outcomes["attempt 7"] = WorkerCrashedError()
+    assert ray.wait(0.0) == []
+    cluster.board.take(7, "b")
+    ray.begun()
+    cluster.alive = {"b"}  # `a` died, where it did not run
+    assert ray.wait(0.0) == []
+    cluster.alive = {"a"}
+    assert ray.wait(0.0) == [Ended(7, loss=Loss.NODE)]
+
+
+def test_a_node_that_died_before_it_could_say_anything_is_a_lost_node(
+    cluster: Cluster, ray: RayConnection
+) -> None:
+    cluster.outcomes["attempt 7"] = WorkerCrashedError()
+    assert ray.wait(0.0) == []
+    cluster.alive = {"a", "c"}
+    assert ray.wait(0.0) == [Ended(7, loss=Loss.NODE)]
+
+
+def test_an_attempt_in_doubt_that_nobody_needs_is_forgotten(
+    cluster: Cluster, ray: RayConnection
+) -> None:
+    cluster.outcomes["attempt 7"] = WorkerCrashedError()
+    assert ray.wait(0.0) == []
+    ray.cancel(7)
+    cluster.alive = set()
+    assert ray.wait(0.0) == []
+
+
+def test_memory_that_ran_out_is_told_from_a_crash(cluster: Cluster, ray: RayConnection) -> None:
+    cluster.outcomes["attempt 7"] = OutOfMemoryError()
+    assert ray.wait(0.0) == [Ended(7, loss=Loss.MEMORY)]
+
+
+def test_what_ray_cannot_run_is_an_error_of_the_job(cluster: Cluster, ray: RayConnection) -> None:
+    cluster.outcomes["attempt 7"] = RuntimeEnvSetupError("no such package")
+    [ended] = ray.wait(0.0)
+    assert ended.loss is None
+    assert str(ended.failure) == "Ray could not run it: no such package"
+
+
+def test_a_connection_that_breaks_is_the_fault_of_no_job(
+    cluster: Cluster, ray: RayConnection
+) -> None:
+    """The executor says that the cluster does not answer; each job would say that Ray cannot run it."""
+    cluster.outcomes["attempt 7"] = ConnectionError("GRPC connection failed")
+    with pytest.raises(ConnectionError):
+        ray.wait(0.0)
+
+
+def test_a_board_gives_its_news_once() -> None:
+    board = Board()
+    board.take(1, "number")
+    board.begin(1, "name")
+    assert board.news() == ([(1, "number")], [(1, "name")])
+    assert board.news() == ([], [])

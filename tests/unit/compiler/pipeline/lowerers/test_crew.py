@@ -1,0 +1,341 @@
+"""Programs that other processes lower are those that the build would have lowered, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tests import own_decoders
+from tests.decoders import write_random
+
+from prejit.compiler.compile.executor import Executor
+from prejit.compiler.manifest.manifest import Manifest, Program
+from prejit.compiler.manifest.reading import read_manifest
+from prejit.compiler.pipeline.checks import check, read_planned
+from prejit.compiler.pipeline.code import find_code
+from prejit.compiler.pipeline.lowerers import units
+from prejit.compiler.pipeline.lowerers.crew import Crew, open_crew
+from prejit.compiler.pipeline.lowering import lower, lower_own
+from prejit.compiler.pipeline.model import open_weights
+from prejit.compiler.pipeline.plan import Plan, PlannedProgram, plan_build
+from prejit.compiler.pipeline.tracing import parameters_of, remember
+from prejit.compiler.progress import Progress
+from prejit.compiler.sharing.layered import LayeredStore
+from prejit.compiler.sharing.objects import Objects
+from prejit.compiler.sharing.tier import Tier
+from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.interface import Store
+from prejit.runtime.errors import PrejitError
+
+TWO = cast("Executor", SimpleNamespace(lowering_processes=2))
+"""What an executor says that leaves room for two processes."""
+CODE = """
+import os, sys
+import jax.numpy as jnp
+
+print("this line is no answer")
+sys.stdin.read()  # nor are requests for it
+
+
+def f(x):
+    return jnp.tanh(x) * 2
+
+
+def g(params, x):
+    return x * params["w"]
+"""
+SECTIONS = (
+    'name = "f"\nfunction = "code_of_crew:f"\nargs = ["float32[{n}]"]\nbuckets = { n = [1, 2, 3, 4, 5, 6] }',
+    'name = "g"\nfunction = "code_of_crew:g"\nargs = ["float32[3]"]\nparams = "w.safetensors"',
+)
+
+
+class Notes(Progress):
+    """A display that keeps its lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def _tell(self, text: str) -> None:
+        self.lines.append(text)
+
+    def _tell_finished(self, text: str) -> None:
+        self.lines.append(text)
+
+
+class Project:
+    """A manifest with a module beside it, and the steps of a build up to lowering."""
+
+    def __init__(self, directory: Path, code: str, *sections: str, more: str = "") -> None:
+        directory.mkdir()
+        self.directory = directory
+        (directory / "code_of_crew.py").write_text(code)
+        save_file({"w": np.float32([1, 2, 3])}, directory / "w.safetensors")
+        programs = "".join(f"[[program]]\n{each}\n" for each in sections)
+        text = f'[bundle]\nname = "crew"\n{more}{programs}[[target]]\nname = "cpu-host"\n'
+        (directory / "m.toml").write_text(text)
+        self.manifest = read_manifest(directory / "m.toml")
+        self.notes = Notes()
+
+    def store(self, name: str) -> DirectoryStore:
+        return DirectoryStore.open(self.directory / name)
+
+    def lower(self, store: Store, *, retrace: bool = False) -> dict[str, PlannedProgram]:
+        """Lower all programs in this process, as a build does on a small machine."""
+        plan = plan_build(self.manifest, store, retrace=retrace)
+        model: Any = cache(partial(read_planned, plan))
+        code = cache(partial(find_code, self.manifest))
+        own = self.manifest.has_own_model
+        weights = None if plan.model is None or own else open_weights(plan.model)
+        check(plan, model, weights, code)
+        before, plan = plan, lower_own(plan, code, store, self.notes)
+        found = {
+            each.spec.name: lower(plan, each, model, code, store, self.notes)
+            for each in plan.programs
+        }
+        parameters = parameters_of(plan, code)
+        remember(before, found, parameters, plan.own, code, store, self.notes)
+        return {each.spec.name: each for each in plan_build(self.manifest, store).programs}
+
+    def plan(self, store: Store, *, retrace: bool = False) -> Plan:
+        return plan_build(self.manifest, store, retrace=retrace)
+
+    def crew(self, plan: Plan, store: Store, *, retrace: bool = False) -> Crew:
+        found = self.open(plan, store, retrace=retrace)
+        assert found is not None
+        return found
+
+    def open(self, plan: Plan, store: Store, *, retrace: bool = False) -> Crew | None:
+        options: dict[str, Any] = {"only": (), "directory": None, "forms": None}
+        return open_crew(plan, TWO, store, self.notes, retrace=retrace, **options)
+
+    def lower_apart(self, store: Store, *, retrace: bool = False) -> dict[str, PlannedProgram]:
+        """Lower all programs in two processes."""
+        plan = self.plan(store, retrace=retrace)
+        with self.crew(plan, store, retrace=retrace) as crew:
+            assert crew.check() is not None
+            return crew.lower(plan, plan.programs, None, chosen=True)
+
+
+@pytest.fixture(autouse=True)
+def small_work_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "_PROCESS_SECONDS", 0.05)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Callable[..., Project]:
+    return partial(Project, tmp_path / "project")
+
+
+def forms(programs: Mapping[str, PlannedProgram]) -> dict[str, Any]:
+    """Return what decides the rest of a build, by program."""
+    return {
+        name: (asdict(each.lowered), each.spec.kind == "call" and each.parameters, each.key)
+        for name, each in programs.items()
+        if each.lowered is not None
+    }
+
+
+def test_programs_traces_and_parameters_are_those_of_the_builds_own_process(
+    project: Callable[..., Project],
+) -> None:
+    made = project(CODE.replace("sys.stdin.read()", "pass"), *SECTIONS)
+    expected = forms(made.lower(made.store("one")))
+    assert len(expected) == 7
+    made.notes.lines.clear()
+    store = made.store("two")
+    assert forms(made.lower_apart(store)) == expected
+    assert made.notes.lines == []
+    # And the traces are kept, as the build keeps its own.
+    assert all(each.lowered for each in made.plan(store).programs)
+    assert made.open(made.plan(store), store) is None
+
+
+def test_a_decoder_of_the_user_is_lowered_as_the_build_does(
+    project: Callable[..., Project],
+) -> None:
+    model = (
+        '[model]\nmodule = "code_of_crew:nnx_decoder"\n[generate]\nbatch = [1]\nprompt = [8]\n'
+        "context = [16, 32]\n"
+    )
+    made = project(Path(own_decoders.__file__).read_text(), more=model)
+    expected = forms(made.lower(made.store("one")))
+    assert forms(made.lower_apart(made.store("two"))) == expected
+    plan = made.plan(made.store("two"))
+    known = made.plan(made.store("one")).own
+    assert plan.own is not None
+    assert known is not None
+    # Not their values, which the processes of tests compute with other settings of XLA.
+    assert plan.own.parameters.keys() == known.parameters.keys()
+    assert forms({each.spec.name: each for each in plan.programs}) == expected
+
+
+def test_a_published_decoder_is_lowered_as_the_build_does(
+    project: Callable[..., Project], tmp_path: Path
+) -> None:
+    source = write_random("gpt2", tmp_path / "gpt2")
+    sizes = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16, 32]\n"
+    made = project("", more=f"[model]\nsource = {json.dumps(str(source))}\n{sizes}")
+    expected = forms(made.lower(made.store("one")))
+    assert forms(made.lower_apart(made.store("two"))) == expected
+
+
+def test_retracing_traces_no_program_more_often_than_the_build_does(
+    project: Callable[..., Project],
+) -> None:
+    code = (
+        "import os\n\n\ndef f(x):\n"
+        "    descriptor = os.open(TRACED, os.O_WRONLY | os.O_APPEND | os.O_CREAT)\n"
+        "    os.write(descriptor, b'.')\n    os.close(descriptor)\n    return x * 2\n"
+    )
+    sections = [each.replace('"f"', f'"f{n}"') for n, each in enumerate([SECTIONS[0]] * 2)]
+    made = project("", *(each.replace("[1, 2, 3, 4, 5, 6]", "[1, 2]") for each in sections))
+    traced = made.directory / "traced"
+    (made.directory / "code_of_crew.py").write_text(f"TRACED = {str(traced)!r}\n{code}")
+    made.lower(made.store("one"))
+    expected = traced.read_text()
+    assert len(expected) == 6  # four programs, and two of them again
+    traced.write_text("")
+    assert len(made.lower_apart(made.store("one"), retrace=True)) == 4
+    assert traced.read_text() == expected
+
+
+def test_a_mistake_in_a_function_reads_as_in_the_builds_own_process(
+    project: Callable[..., Project],
+) -> None:
+    made = project("def f(x):\n    return x @ x.missing\n", SECTIONS[0])
+    assert _error(lambda: made.lower_apart(made.store("one"))) == _error(
+        lambda: made.lower(made.store("two"))
+    )
+
+
+def test_a_module_that_is_not_there_is_found_before_anything_is_lowered(
+    project: Callable[..., Project],
+) -> None:
+    made = project("", SECTIONS[0].replace("code_of_crew", "code_of_nobody"))
+    plan = made.plan(made.store("one"))
+
+    def check_apart() -> None:
+        with made.crew(plan, made.store("one")) as crew:
+            crew.check()
+
+    assert _error(check_apart) == _error(lambda: made.lower(made.store("two")))
+
+
+def _error(call: Callable[[], object]) -> tuple[type[PrejitError], str]:
+    with pytest.raises(PrejitError) as caught:
+        call()
+    return type(caught.value), caught.value.describe()
+
+
+DIES = """
+import os, signal
+
+
+def f(x):
+    if {condition}:
+        os.close(os.open({flag!r}, os.O_WRONLY | os.O_CREAT))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x * 2
+"""
+
+
+def test_a_process_that_is_killed_loses_nothing_and_is_named(
+    project: Callable[..., Project], tmp_path: Path
+) -> None:
+    flag = str(tmp_path / "was-killed")
+    code = DIES.format(condition=f"not os.path.exists({flag!r})", flag=flag)
+    made = project(code, SECTIONS[0], SECTIONS[0].replace('"f"', '"again"'))
+    assert len(made.lower_apart(made.store("one"))) == 12
+    assert Path(flag).exists()
+    assert 1 <= len(made.notes.lines) <= 2  # both may have begun before there was a flag
+    assert made.notes.lines[0].endswith(": its process was killed by SIGKILL")
+
+
+def test_the_build_lowers_itself_what_kills_two_processes(
+    project: Callable[..., Project], tmp_path: Path
+) -> None:
+    code = DIES.format(condition="x.shape[0] == 5", flag=str(tmp_path / "flag"))
+    made = project(code, SECTIONS[0])
+    found = made.lower_apart(made.store("one"))
+    assert [*found] == [f"f/n{n}" for n in (1, 2, 3, 4)]  # the first unit
+    label = "lowering f/n5 to f/n6"
+    killed = f"{label}: its process was killed by SIGKILL"
+    assert made.notes.lines == [killed, killed, f"{label} in the process of the build"]
+
+
+def test_a_manifest_that_changed_since_the_build_read_it_is_not_lowered(
+    project: Callable[..., Project],
+) -> None:
+    made = project(CODE, *SECTIONS)
+    plan = made.plan(made.store("one"))
+    (made.directory / "m.toml").write_text(
+        (made.directory / "m.toml").read_text().replace("[3]", "[4]")
+    )
+    with made.crew(plan, made.store("one")) as crew:
+        assert crew.check() is None
+        assert crew.lower(plan, plan.programs, None, chosen=True) == {}
+    [line] = made.notes.lines
+    assert line.endswith(f"in the process of the build: {made.directory / 'm.toml'} has changed")
+
+
+def test_a_manifest_that_was_made_in_python_starts_no_process(tmp_path: Path) -> None:
+    store = DirectoryStore.open(tmp_path)
+    programs = [Program(f"f{n}", fn=lambda x: x, args=["float32[3]"]) for n in range(9)]
+    plan = plan_build(Manifest("python", programs=programs, targets=["cpu-host"]), store)
+    options: dict[str, Any] = {"only": (), "directory": None, "forms": None, "retrace": False}
+    assert open_crew(plan, TWO, store, Notes(), **options) is None
+
+
+def test_a_build_that_fails_leaves_no_process_behind(project: Callable[..., Project]) -> None:
+    made = project("def f(x):\n    while True:\n        pass\n", SECTIONS[0])
+    plan = made.plan(made.store("one"))
+    seen: list[int] = []
+
+    def fail() -> None:
+        with made.crew(plan, made.store("one")) as crew:
+            crew.check()
+            seen.extend(each.pid for each in crew._processes)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert len(seen) == 2
+    assert [pid for pid in seen if _is_alive(pid)] == []
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_another_machine_finds_in_a_shared_store_what_processes_lowered(
+    project: Callable[..., Project], tmp_path: Path
+) -> None:
+    """Though the user's code prints, and reads stdin: neither touches the messages."""
+    made = project(CODE, *SECTIONS)
+
+    def machine(name: str) -> LayeredStore:
+        tiers: Sequence[Tier] = [Tier(Objects((tmp_path / "shared").as_uri()))]
+        return LayeredStore(made.store(name), tiers, made.notes.note)
+
+    (tmp_path / "shared").mkdir()
+    first = machine("one")
+    made.lower_apart(first)
+    first.finish()
+    second = machine("two")
+    assert all(each.lowered for each in made.plan(second).programs)
+    second.finish()

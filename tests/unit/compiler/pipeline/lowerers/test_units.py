@@ -1,0 +1,82 @@
+"""No two processes lower the same program, and none is started for less than it costs."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.pipeline.lowerers.units import process_count, split
+from prejit.compiler.pipeline.plan import PlannedProgram
+from prejit.compiler.pipeline.traces import Known
+from prejit.compiler.store.key import Key
+
+
+def function(section: str, number: int) -> PlannedProgram:
+    """A bucket of a function of the user."""
+    spec = ProgramSpec(f"{section}/n{number}", "call", {"n": number}, section)
+    return PlannedProgram(spec, trace=Known(spec.name, (), {}))
+
+
+def model(kind: str, number: int) -> PlannedProgram:
+    """A program of a published model."""
+    spec = ProgramSpec(f"{kind}/{number}", kind, {"context": number})
+    return PlannedProgram(spec, key=Key("lower", spec.name, (("number", str(number)),)))
+
+
+programs = st.tuples(st.integers(0, 40), st.integers(0, 90), st.integers(0, 5)).map(
+    lambda sizes: [
+        *(model("decode", number) for number in range(sizes[0])),
+        *(function("f", number) for number in range(sizes[1])),
+        *(function("g", number) for number in range(sizes[2])),
+    ]
+)
+
+
+@given(programs, st.integers(1, 64))
+def test_every_program_is_in_one_unit_and_no_unit_has_two_sections(
+    left: list[PlannedProgram], processes: int
+) -> None:
+    units = split(left, processes)
+    assert list(chain(*units)) == left
+    assert all(len({each.spec.section for each in unit}) == 1 for unit in units)
+
+
+def test_another_build_waits_for_one_program_of_a_model_and_not_for_several() -> None:
+    assert [len(unit) for unit in split([model("decode", n) for n in range(5)], 2)] == [1] * 5
+
+
+def test_buckets_are_not_traced_twice_because_units_are_small() -> None:
+    """Each unit has a program that is traced a second time."""
+    assert all(len(unit) >= 4 for unit in split([function("f", n) for n in range(40)], 64))
+
+
+def test_all_processes_have_work_where_one_section_has_all_programs() -> None:
+    assert len(split([function("f", n) for n in range(400)], 4)) >= 16
+
+
+@pytest.mark.parametrize(
+    ("left", "limit", "count"),
+    [
+        ([model("decode", n) for n in range(64)], 16, 16),
+        ([model("decode", n) for n in range(64)], 0, 0),  # too few cores: they compile
+        ([model("decode", n) for n in range(64)], 1, 0),  # no faster than the build itself
+        ([model("decode", n) for n in range(5)], 16, 0),  # 5 s of work for a start of 1.5 s each
+        ([model("decode", n) for n in range(9)], 16, 3),
+        ([model("copy", n) for n in range(9)], 16, 0),
+        ([function("f", n) for n in range(100)], 16, 3),
+        ([], 16, 0),
+    ],
+)
+def test_a_process_is_started_where_it_is_worth_its_start(
+    left: list[PlannedProgram], limit: int, count: int
+) -> None:
+    assert process_count(left, limit) == count
+
+
+def test_no_process_is_asked_for_an_object_of_python() -> None:
+    of_python = PlannedProgram(ProgramSpec("f", "call", {}, "f"))
+    assert process_count([*(model("decode", n) for n in range(64)), of_python], 16) == 0
