@@ -14,6 +14,7 @@ from tests.quick_compiling import XLA_FLAGS
 
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.manifest import Generate, Manifest, Model
+from prejit.compiler.pipeline.built import Built
 from prejit.compiler.pipeline.plan import (
     Plan,
     choose_source,
@@ -22,7 +23,7 @@ from prejit.compiler.pipeline.plan import (
     known_native,
     plan_build,
 )
-from prejit.compiler.pipeline.run import Built, build
+from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.directory import DirectoryStore
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         Program,
     )
     from prejit.compiler.manifest.reading import read_manifest
+    from prejit.compiler.pipeline.built import Built
     from prejit.compiler.pipeline.plan import PlannedExecutable
-    from prejit.compiler.pipeline.run import Built
     from prejit.compiler.targets.target_table import GpuTable, TargetTable
     from prejit.runtime.errors import BuildError, CheckpointError, ManifestError, NetworkError
     from prejit.runtime.format.arrays import Mesh
@@ -41,7 +41,7 @@ _HOMES = {
     ),
     "prejit.compiler.manifest.reading": ("read_manifest",),
     "prejit.compiler.pipeline.plan": ("PlannedExecutable",),
-    "prejit.compiler.pipeline.run": ("Built",),
+    "prejit.compiler.pipeline.built": ("Built",),
     "prejit.compiler.targets.target_table": ("GpuTable", "TargetTable"),
     "prejit.runtime.errors": ("BuildError", "CheckpointError", "ManifestError", "NetworkError"),
     "prejit.runtime.format.arrays": ("Mesh",),

@@ -15,7 +15,7 @@ from prejit.compiler.cli.options import CACHE, FORMS, JSON, PATH, SHARED, TARGET
 
 if TYPE_CHECKING:
     from prejit.compiler.manifest.manifest import Manifest
-    from prejit.compiler.pipeline.run import Built, Failed
+    from prejit.compiler.pipeline.built import Built, Failed
     from prejit.runtime.errors import PrejitError
 
 
@@ -99,7 +99,7 @@ def build(
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
     from prejit.compiler.api import build as build_one
     from prejit.compiler.api import build_all
-    from prejit.compiler.pipeline.run import Failed
+    from prejit.compiler.pipeline.built import Failed
 
     requests = []
     for manifest in _read_all(manifests):

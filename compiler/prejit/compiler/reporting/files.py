@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.pipeline.run import Built
+from prejit.compiler.pipeline.built import Built
 from prejit.compiler.progress import Progress
 from prejit.compiler.reporting.report import REPORT_VERSION, PeakMemory, make_report
 from prejit.runtime.base.files import write_file

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prejit.compiler.pipeline.run import Built
+from prejit.compiler.pipeline.built import Built
 from prejit.compiler.progress import Step
 from prejit.compiler.reporting.change import Change
 from prejit.compiler.reporting.timing import Link, Placed, critical_path, place
