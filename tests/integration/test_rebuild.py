@@ -37,8 +37,11 @@ name = "cpu-host"
 def test_kernels_are_the_same_bytes_or_a_finding_that_names_what_decided_them(
     build_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All kernels are compiled twice here: a minute of CPU time."""
+    """All kernels are compiled three times here, without optimization, which is faster."""
     monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)
+    flags = tuple("-O0" if each == "-O3" else each for each in library._COMPILE_FLAGS)
+    assert "-O0" in flags
+    monkeypatch.setattr(library, "_COMPILE_FLAGS", flags)
     write_random("gpt2", tmp_path / "gpt2")
     (tmp_path / "m.toml").write_text(MANIFEST)
     # Forms that no table has here: a rebuild takes those of the bundle all the same.
@@ -64,18 +67,19 @@ def test_kernels_are_the_same_bytes_or_a_finding_that_names_what_decided_them(
         pytest.skip("no C++ compiler here, so no kernels")
     assert {each.form for each in config.forms or ()} == {WIDENED}
     same = rebuild(built.path, tmp_path / "m.toml", progress=Quiet())
-    assert {each.verdict for each in same.parts} == {"equal"}
     assert {each.kind for each in same.parts} >= {"kernels.so", "executable", "StableHLO"}
-    assert same.rebuilt == same.digest
+    # The figures of forms are of another measurement; the forms are not.
+    assert {(each.kind, each.reason) for each in same.parts if each.verdict != "equal"} == {
+        ("table", "measured again")
+    }
 
-    flags = (*library._COMPILE_FLAGS, "-fno-inline-small-functions")
-    monkeypatch.setattr(library, "_COMPILE_FLAGS", flags)
+    monkeypatch.setattr(library, "_COMPILE_FLAGS", (*flags, "-fno-omit-frame-pointer", "-fwrapv"))
     other = rebuild(built.path, tmp_path / "m.toml", progress=Quiet())
     [finding] = other.findings
     assert (finding.kind, finding.target) == ("kernels.so", "cpu-host")
     assert "sections, code among them; " in finding.detail
-    assert "; flags -std=c++17 " in finding.detail
-    assert f"-fno-inline-small-functions -march={level} here" in finding.detail
+    assert "; flags -std=c++17 -O0 " in finding.detail
+    assert f" -fwrapv -march={level} here" in finding.detail
     assert "compiler " not in finding.detail
     calling = [
         each for each in other.parts if each.kind == "executable" and each.verdict != "equal"

@@ -257,7 +257,12 @@ def _known_version(cache: Store, command: list[str], program: str) -> str | None
 
 
 def _version_key(command: list[str], program: str) -> Key:
-    return Key("compiler", command[0], (("program", program), ("arguments", " ".join(command[1:]))))
+    ingredients = (
+        ("program", program),
+        ("name", Path(command[0]).name),  # c++ is often g++, and prints its own name
+        ("arguments", " ".join(command[1:])),
+    )
+    return Key("compiler", command[0], ingredients)
 
 
 def _inputs(toolchain: Toolchain, sources: Path) -> tuple[str, Path] | NoKernels:

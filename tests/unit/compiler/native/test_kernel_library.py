@@ -160,6 +160,12 @@ def test_a_compiler_is_tried_first_by_its_identity_and_recorded_with_all_that_de
     assert kernel_conditions(chosen, toolchain(), cache, sources=TOY) == {}
 
 
+def test_one_program_under_two_names_has_two_versions() -> None:
+    """c++ is often g++ and prints its own name: a plan took the version of one for that of the other."""
+    keys = [library._version_key([f"/bin/{name}", "--version"], "x") for name in ("g++", "c++")]
+    assert keys[0].digest != keys[1].digest
+
+
 def test_a_damaged_library_is_made_again(fake_compiler: Path, cache: DirectoryStore) -> None:
     built = build_kernels(toolchain(), cache, sources=TOY)
     assert isinstance(built, KernelLibrary)
