@@ -23,6 +23,7 @@ from prejit.compiler.native.library import KernelLibrary, find_kernels
 from prejit.compiler.pipeline.checks import check, read_planned, vocab_size
 from prejit.compiler.pipeline.code import ReadCode, find_code
 from prejit.compiler.pipeline.keys import own_lower_key
+from prejit.compiler.pipeline.lowerers.child_store import ChildStore
 from prejit.compiler.pipeline.lowerers.messages import (
     Checked,
     Done,
@@ -32,7 +33,6 @@ from prejit.compiler.pipeline.lowerers.messages import (
     plain,
     plain_error,
 )
-from prejit.compiler.pipeline.lowerers.recorder import Recorder
 from prejit.compiler.pipeline.lowering import (
     lower,
     lower_native,
@@ -89,8 +89,8 @@ class Lowerer:
         """Read nothing yet."""
         self._project = project
         self._manifest = manifest
-        self._recorder = Recorder(DirectoryStore(Path(project.root), project.namespace))
-        self._store = self._recorder.as_store()
+        self._child_store = ChildStore(DirectoryStore(Path(project.root), project.namespace))
+        self._store = self._child_store.as_store()
         self._progress = _Notes()
         self._parameters: dict[str, Mapping[str, str]] = {}  # by section
         first = self._plan(names=(), retrace=False)
@@ -140,7 +140,7 @@ class Lowerer:
         remember(before, lowered, parameters, plan.own, self._code, self._store, self._progress)
         self._lower_native(plan, lowered, chosen=work.chosen)
         section = plan.programs[0].spec.section
-        stored, notes = tuple(self._recorder.taken()), self._progress.taken()
+        stored, notes = tuple(self._child_store.taken()), self._progress.taken()
         return Done(lowered, parameters.get(section, {}), stored, notes)
 
     def _plan(self, names: Sequence[str] | None, *, retrace: bool) -> Plan:

@@ -12,7 +12,7 @@ from prejit.compiler.store.key import Key
 
 
 @final
-class Recorder:
+class ChildStore:
     """Notes the keys of results, which the build sends to shared stores. Makes all at once.
 
     The build holds the right to make a result (`Store.making`) for its processes: it shares it with other
