@@ -276,4 +276,4 @@ def test_a_command_with_a_wrong_clock_does_the_same(
     healed = processes.run(
         faults.heal, str(directory / "tree"), directory, limit_seconds=LIMIT_SECONDS
     )
-    assert campaign.problem(SCENARIOS[scenario], fault, outcome, healed) is None
+    assert campaign.problem(SCENARIOS[scenario], fault, "no call", outcome, healed) is None
