@@ -130,7 +130,7 @@ def measure(manifest: Path, rounds: int) -> Noop:
         [built] = json.loads(done.stdout)
         if built["compiled"] or built["written"]:
             raise SystemExit(f"{manifest}: expected a build that changes nothing, found {built}")
-    has_jax = done.stderr.split()[-1] == "jax"
+    has_jax = done.stderr.splitlines()[-1] == "jax"
     median = statistics.median
     return Noop(built["cached"], median(seconds[1:]), median(cpu[1:]), has_jax, first)
 
