@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.ports import free_port
 
 _REQUEST = re.compile(rb'"(?:GET|HEAD|PUT|POST|PATCH|DELETE) ')
-"""What the log of every server has once for each request."""
+"""A text that the log of every server has once for each request."""
 
 
 @dataclass

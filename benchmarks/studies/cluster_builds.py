@@ -42,7 +42,7 @@ _COMPILED = re.compile(r"^compiled (sha256:[0-9a-f]{64} for .+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Attempts:
-    """What the nodes of a cluster did, by their own logs and by the lines of the build.
+    """Numbers of compiles on a cluster, by the logs of its nodes and by the lines of the build.
 
     Attributes:
         compiled: compiles that ended on nodes.

@@ -39,7 +39,7 @@ PROCESSES = 2
 
 @dataclass(frozen=True)
 class Lowered:
-    """What lowering a manifest took.
+    """The cost of lowering a manifest.
 
     Attributes:
         functions: number of its functions.

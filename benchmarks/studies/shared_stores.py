@@ -139,7 +139,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Step:
-    """What the machines of one build did, in one store.
+    """A build of one or more machines over one store, as measured.
 
     Attributes:
         name: what happened.
@@ -325,7 +325,7 @@ def main() -> None:
     )
     note = (
         "All bundles of a store have one digest. Every machine begins empty, and so does the store, but for "
-        "the second machine. `twice` counts programs that two machines compiled of which neither was killed. "
+        "the second machine. `twice` counts programs that two machines compiled although neither was killed. "
         "Each shard has one worker. The server is killed, or one shard, when the machine that is watched has "
         "compiled two programs."
     )

@@ -305,7 +305,7 @@ class RayConnection:
         return Ended(attempt, body=body)
 
     def _resolved(self) -> list[Ended]:
-        """Return the attempts of which it is now known whether their node died with their worker."""
+        """Return the attempts whose worker died, once it is known whether their node died, too."""
         now = time.monotonic()
         if not self._doubts or now - self._looked < _LOOK_SECONDS:
             return []

@@ -34,7 +34,7 @@ from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError, PrejitError, StoreError
 
 _SWITCH_SECONDS = 1.0
-"""What it takes to start a worker for another toolchain. A job there is taken if it lasts so much longer."""
+"""Time to start a worker for another toolchain. Its jobs are taken only if they last that much longer."""
 _DEFER_SECONDS = 0.5
 """Time after which a lane looks again at a job that another build compiles, if it has nothing else to do."""
 

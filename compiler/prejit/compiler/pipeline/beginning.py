@@ -10,7 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 
 from prejit.compiler.checkpoint.source import resolve_source
-from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.jobs import Compiled
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.checks import check, read_planned, vocab_size
@@ -71,9 +70,7 @@ class Begun:
         return not self.unfinished
 
 
-def begin(
-    manifest: Manifest, only: tuple[str, ...], executor: Executor, service: Services
-) -> Begun:
+def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun:
     """Plan a build, submit its programs, and pack its weights while they are compiled."""
     store, progress = service.store, service.progress
     directory = _fetch(manifest)
@@ -90,7 +87,7 @@ def begin(
     code: ReadCode = cache(partial(find_code, manifest, out_in=out_in))
     crew = open_crew(
         plan,
-        executor,
+        service.executor,
         store,
         progress,
         only=only,
@@ -115,7 +112,7 @@ def begin(
         toolchains = [_make_toolchain(target, progress) for target in plan.targets]
         _note_cpus(toolchains, progress)
         submitting = Submitting(plan, model, code, None if checked is None else crew, service)
-        submitting.run(toolchains, executor)
+        submitting.run(toolchains)
     plan, tools, found = submitting.plan, submitting.tools, submitting.found
     submitted = [each for program in plan.programs for each in found[program.spec.name]]
     user = parameters_of(plan, code)

@@ -1,4 +1,4 @@
-"""What a build did: the bundle, its programs, or why there is none."""
+"""The result of a build: a bundle with its programs, or an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BuiltProgram:
 
 @dataclass(frozen=True)
 class Built:
-    """What a build did.
+    """The result of a build.
 
     Attributes:
         path: directory of the bundle.

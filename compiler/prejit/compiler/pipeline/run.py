@@ -101,7 +101,7 @@ def build(
         kernels_by=kernels_by,
     )
     with executor:
-        begun = begin(manifest, only, executor, service)
+        begun = begin(manifest, only, service)
         service.jobs.wait()
     built = finish(begun, service)
     assert built is not None
@@ -171,7 +171,7 @@ def build_all(
 
     with executor:
         for manifest, only in requests if shard is None else shard.ordered(requests):
-            begun = _attempt(manifest, partial(begin, manifest, only, executor, service))
+            begun = _attempt(manifest, partial(begin, manifest, only, service))
             if isinstance(begun, Failed):
                 done(begun)
             else:

@@ -1,4 +1,4 @@
-"""What all builds of one command share."""
+"""The services and options of all builds of a command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from prejit.compiler.store.interface import Store
 
 @dataclass(frozen=True)
 class Services:
-    """What all builds of a command share: see `build`."""
+    """The services and options of all builds of a command: see `run.build`, and these two.
+
+    Attributes:
+        jobs: gets each program once, whichever build needs it.
+        packings: by bundle, decides which shard packs it; empty: the build has no shards.
+    """
 
     output: Path
     store: Store

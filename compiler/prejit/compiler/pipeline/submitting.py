@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import final
 
-from prejit.compiler.compile.executor import Executor
 from prejit.compiler.native.form_choice import KnownForms
 from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
 from prejit.compiler.pipeline.code import ReadCode
@@ -62,7 +61,7 @@ class Submitting:
         self._apart = set[str]()  # names of the programs that other processes lowered
         self._service = service
 
-    def run(self, toolchains: list[Toolchain], executor: Executor) -> None:
+    def run(self, toolchains: list[Toolchain]) -> None:
         """Lower all programs, and submit each to the executor as soon as it is lowered.
 
         Raises:
@@ -83,7 +82,6 @@ class Submitting:
                 libraries,
                 self._model,
                 self._code,
-                executor,
                 self._service,
             )
         self.tools = [_tools(toolchain, libraries, known) for toolchain in toolchains]
@@ -192,7 +190,6 @@ def _measure_forms(
     libraries: dict[str, KernelLibrary],
     model: ReadModel,
     code: ReadCode,
-    executor: Executor,
     service: Services,
 ) -> KnownForms:
     """Return the tables of measured forms, with what was missing measured for targets that run here."""
@@ -209,7 +206,7 @@ def _measure_forms(
             toolchain,
             library,
             service.store,
-            executor,
+            service.executor,
             service.progress,
             fresh=bool(service.measure),
             quiet=service.jobs.wait,

@@ -56,7 +56,7 @@ class Input:
 
     @property
     def is_private(self) -> bool:
-        """Whether its digest is of a value that nobody else may guess: a password has few values to try."""
+        """Whether its value may be a secret: others could try out all short passwords on a plain digest."""
         return self.kind == "variable" and not self.name.startswith(_HARMLESS)
 
     @property
