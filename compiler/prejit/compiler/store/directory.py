@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, final
+from typing import Any, BinaryIO, Self, TypeVar
 
 from prejit.compiler.store.blobs import FileBlobWriter, StoreBlobs
 from prejit.compiler.store.files import (
@@ -84,7 +84,6 @@ def default_root() -> Path:
         ) from error
 
 
-@final
 class DirectoryStore:
     """A `Store` in a directory."""
 
@@ -102,7 +101,7 @@ class DirectoryStore:
         self._blobs = StoreBlobs(self._files)
 
     @classmethod
-    def open(cls, root: Path | None = None, namespace: str = "") -> DirectoryStore:
+    def open(cls, root: Path | None = None, namespace: str = "") -> Self:
         """Open the store in a directory, which is created where it does not exist.
 
         Args:

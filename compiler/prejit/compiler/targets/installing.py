@@ -10,13 +10,13 @@ import ctypes
 import json
 import os
 import re
-import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from prejit.compiler.base.process_group import ProcessGroup
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.environments import MARKER, Environment, EnvironmentSpec, write_error
@@ -168,9 +168,7 @@ def _run(
     try:
         output, _ = process.communicate()
     except BaseException:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        ProcessGroup(process).release()
         raise
     if process.returncode:
         raise _pip_error(spec, path, output, process.returncode)

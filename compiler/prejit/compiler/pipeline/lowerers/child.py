@@ -54,7 +54,6 @@ from prejit.compiler.pipeline.plan import (
 )
 from prejit.compiler.pipeline.tracing import parameters_of, remember
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.errors import PrejitError
 
 _PR_SET_PDEATHSIG = 1
@@ -89,8 +88,7 @@ class Lowerer:
         """Read nothing yet."""
         self._project = project
         self._manifest = manifest
-        self._child_store = ChildStore(DirectoryStore(Path(project.root), project.namespace))
-        self._store = self._child_store.as_store()
+        self._store = ChildStore(Path(project.root), project.namespace)
         self._progress = _Notes()
         self._parameters: dict[str, Mapping[str, str]] = {}  # by section
         first = self._plan(names=(), retrace=False)
@@ -140,7 +138,7 @@ class Lowerer:
         remember(before, lowered, parameters, plan.own, self._code, self._store, self._progress)
         self._lower_native(plan, lowered, chosen=work.chosen)
         section = plan.programs[0].spec.section
-        stored, notes = tuple(self._child_store.taken()), self._progress.taken()
+        stored, notes = tuple(self._store.taken()), self._progress.taken()
         return Done(lowered, parameters.get(section, {}), stored, notes)
 
     def _plan(self, names: Sequence[str] | None, *, retrace: bool) -> Plan:

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast, final
+from pathlib import Path
+from typing import Any, final
 
 from prejit.compiler.store.directory import DirectoryStore
-from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
 
 
 @final
-class ChildStore:
+class ChildStore(DirectoryStore):
     """Notes the keys of results, which the build sends to shared stores. Makes all at once.
 
     The build holds the right to make a result (`Store.making`) for its processes: it shares it with other
     machines, and it looks in shared stores before.
     """
 
-    def __init__(self, store: DirectoryStore) -> None:
+    def __init__(self, root: Path, namespace: str) -> None:
         """Note nothing yet."""
-        self._store = store
+        super().__init__(root, namespace)
         self._keys: list[Key] = []
-
-    def as_store(self) -> Store:
-        """Return this store as a Store; the directory has all methods that are not here."""
-        return cast("Store", self)
 
     def taken(self) -> list[list[Any]]:
         """Return the keys of the results since the last call, as lists of kind, name and ingredients."""
@@ -35,7 +31,7 @@ class ChildStore:
 
     def put(self, key: Key, result: Mapping[str, Any], *, blobs: Iterable[str] = ()) -> None:
         """See `Store.put`."""
-        self._store.put(key, result, blobs=blobs)
+        super().put(key, result, blobs=blobs)
         self._keys.append(key)
 
     @contextmanager
@@ -43,6 +39,3 @@ class ChildStore:
         """See `Store.making`."""
         del key, give_up
         yield True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, final
 
+from prejit.compiler.base.process_group import ProcessGroup
 from prejit.compiler.pipeline.lowerers.messages import (
     Checked,
     Done,
@@ -48,8 +47,6 @@ class LoweringProcess:
         Raises:
             ProcessEndedError: it cannot be started.
         """
-        self._lock = threading.Lock()
-        self._killed = False
         self._checked: Checked | None = None
         self._is_ready = False
         self._error: PrejitError | None = None
@@ -62,6 +59,7 @@ class LoweringProcess:
             )
         except OSError as error:
             raise ProcessEndedError(f"cannot be started: {error.strerror}") from error
+        self._group = ProcessGroup(self._process)
         with suppress(OSError):  # it has ended already: the answer says so
             self._send(plain(replace(project, check=check)))
 
@@ -110,17 +108,11 @@ class LoweringProcess:
 
     def kill(self) -> None:
         """End the process now, with those that the user's code started. Safe from any thread, and again."""
-        with self._lock:
-            if not self._killed:
-                self._killed = True
-                with suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
+        self._group.kill()
 
     def release(self) -> None:
         """Kill the process and close its pipes. Call it from the thread that sends requests."""
-        self.kill()
-        with suppress(OSError), self._process:  # closes the pipes and waits
-            pass
+        self._group.release()
 
     def _send(self, request: Mapping[str, Any]) -> None:
         stdin = self._process.stdin
