@@ -106,6 +106,8 @@ def measure(manifest: Path, rounds: int) -> Noop:
         "PREJIT_CACHE": str(directory / "cache"),
         "PREJIT_RUNTIME_CACHE": str(directory / "runtime"),
     }
+    # An installation has its modules compiled. With this, each process would compile those that are not.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     arguments = ["build", str(manifest), "-o", str(directory / "out"), "--json", "--no-measure"]
     progress(f"{manifest.stem}: first build")
     started = time.perf_counter()

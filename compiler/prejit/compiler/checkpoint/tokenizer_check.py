@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 from prejit.runtime.errors import CheckpointError, PrejitError
-from prejit.runtime.text.tokenizer import Tokenizer
 
 _PROBES = {
     "an empty text": "",
@@ -104,6 +103,8 @@ def _main(path: str, vocab_size: str, seconds: str, memory_bytes: str) -> None:
 
 def _problem(content: bytes, path: str, vocab_size: int) -> str | None:
     """Return the problem of a tokenizer, or None if no check fails."""
+    from prejit.runtime.text.tokenizer import Tokenizer  # only this process needs the library
+
     doing = "reading it"
     try:
         print(doing, flush=True)

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.sharing.objects import Objects
-from prejit.compiler.sharing.registry import Repository
 from prejit.compiler.sharing.remote import Remote
 from prejit.compiler.sharing.tier import Tier
 from prejit.compiler.signing.private_key import PASSWORD_VARIABLE, PrivateKey, read_private_key
@@ -67,6 +65,10 @@ def read_stores(given: str | None, environ: dict[str, str] | None = None) -> Sha
 
 
 def _remote(url: str) -> Remote:
+    # Imported here, because both import asyncio, which builds without a shared store need not wait for.
+    from prejit.compiler.sharing.objects import Objects
+    from prejit.compiler.sharing.registry import Repository
+
     if url.startswith("oci://"):
         return Repository(url)
     return Objects(url if "://" in url else Path(url).expanduser().absolute().as_uri())

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import prejit.runtime
+from prejit.compiler.store.known_digests import KnownDigests
 from prejit.compiler.store.source_file import Definition, Import, definitions
 
 _ROOTS = {
@@ -124,6 +125,21 @@ def code_digest(*roots: str) -> str:
         roots: full names of modules, `prejit.compiler.lowering.export`, or of a function, class or constant:
             `prejit.compiler.lowering.export:export_program`.
     """
+    known, name = _known(), " ".join(roots)
+    digest = known.get(name)
+    if digest is None:
+        digest = _read_digest(*roots)
+        known.keep(name, digest)
+    return digest
+
+
+@cache
+def _known() -> KnownDigests:
+    return KnownDigests(_ROOTS)
+
+
+def _read_digest(*roots: str) -> str:
+    """Return what `code_digest` says, from the sources."""
     parts = set[str]()
     for module, found in reached(*roots).items():
         for each in found:

@@ -52,7 +52,7 @@ def edit(copied: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[E
 
 def forget() -> None:
     for cached in (
-        *(code.code_digest, code.reached),
+        *(code.code_digest, code.reached, code._known),
         *(code._content, code._links, code._module, code._is_module),
     ):
         cached.cache_clear()
