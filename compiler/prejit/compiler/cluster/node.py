@@ -104,9 +104,10 @@ def compile_on_node(order: Order, tell: Callable[[int, str], object]) -> dict[st
         if remote is not None:
             for digest in order.inputs:
                 bring(remote, store, digest)
-        worker = _worker(_toolchain(order), store, order)
+        toolchain = _toolchain(order)
+        worker = _worker(toolchain, store, order)
         tell(order.attempt, _name())
-        compiled = worker.compile(order.source, order.timeout_seconds)
+        compiled = worker.compile(order.source, toolchain, order.timeout_seconds)
         # On the node's own stderr, which Ray keeps: the build may never see the answer.
         progress.tell(f"compiled {order.source.program} for {_shown_target(order)}")
         if remote is not None:
@@ -176,15 +177,23 @@ def _shown_target(order: Order) -> str:
     return f"{order.target.name} ({_shown(dict(order.versions), order.cpus)})"
 
 
-_last: WorkerProcess | None = None  # it is kept: a worker takes 0.5 s to start
+_KEPT = 3
+"""Number of workers that a node keeps for a core. Each takes 0.5 s to start, and 60 MB."""
+_workers: list[WorkerProcess] = []  # the last used one comes last
 
 
 def _worker(toolchain: Toolchain, store: DirectoryStore, order: Order) -> WorkerProcess:
-    global _last
-    if _last is not None and _last.alive and _last.toolchain == toolchain:
-        return _last
-    if _last is not None:
-        _last.release()
-    own = {name: value for name, value in os.environ.items() if not name.startswith(_COUNTED)}
-    _last = WorkerProcess(toolchain, store, own | order.variables)
-    return _last
+    """Return a worker that serves a toolchain. A build has one or two of jax, in any order."""
+    found = next((each for each in _workers if each.serves(toolchain)), None)
+    if found is not None:
+        _workers.remove(found)
+        if not found.alive:
+            found.release()
+            found = None
+    if found is None:
+        while len(_workers) >= _KEPT:
+            _workers.pop(0).release()
+        own = {name: value for name, value in os.environ.items() if not name.startswith(_COUNTED)}
+        found = WorkerProcess(toolchain, store, own | order.variables)
+    _workers.append(found)
+    return found

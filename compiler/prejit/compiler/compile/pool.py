@@ -34,7 +34,7 @@ from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError, PrejitError, StoreError
 
 _SWITCH_SECONDS = 1.0
-"""Time to start a worker for another toolchain. Its jobs are taken only if they last that much longer."""
+"""Time to start a worker of another jax or platform: its jobs are taken if they last that much longer."""
 _DEFER_SECONDS = 0.5
 """Time after which a lane looks again at a job that another build compiles, if it has nothing else to do."""
 
@@ -158,19 +158,19 @@ class WorkerPool:
         self.close()
 
     def _run_lane(self) -> None:
-        """Run job after job in one thread, with one worker for as long as the toolchain stays the same."""
+        """Run job after job in one thread, with one worker for as long as it serves."""
         worker: WorkerProcess | None = None
 
         def compile_job(job: CompileJob) -> Compiled | None:
             nonlocal worker
-            if not (worker and worker.alive and worker.toolchain == job.toolchain):
+            if not (worker and worker.alive and worker.serves(job.toolchain)):
                 self._release(worker)
                 worker = None
                 worker = self._new_worker(job.toolchain)
             if worker is None:
                 return None
             self._progress.started(job.program, job.target.name)
-            return worker.compile(job.source, self._timeout_seconds)
+            return worker.compile(job.source, job.toolchain, self._timeout_seconds)
 
         try:
             while (attempt := self._next(worker)) is not None:
@@ -233,7 +233,7 @@ class WorkerPool:
     def _rank(self, worker: WorkerProcess | None, attempt: _Attempt) -> tuple[bool, float]:
         """Return the place of a job in the order of one lane."""
         gained = 0.0 if self._in_order else attempt.need.seconds
-        if worker is None or worker.toolchain != attempt.job.toolchain:
+        if worker is None or not worker.serves(attempt.job.toolchain):
             gained -= _SWITCH_SECONDS
         return attempt.not_before > 0, -gained
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
+from prejit.compiler.base.process_group import ProcessGroup
 from prejit.compiler.compile.jobs import Compiled, Source
 from prejit.compiler.native.products import Product
 from prejit.compiler.store.interface import Store
@@ -38,7 +39,7 @@ class WorkerKilledError(BuildError):
 
 @final
 class WorkerProcess:
-    """A worker process for one target: one request at a time. A context manager, which ends it.
+    """A worker process of one jax and platform: one request at a time. A context manager, which ends it.
 
     Its stderr goes to a file, from which an error quotes the last lines.
     """
@@ -47,28 +48,24 @@ class WorkerProcess:
         """Start the process.
 
         Args:
-            toolchain: what it compiles with, and for which target.
+            toolchain: what starts it, and what it measures for.
             store: holds portable programs; executables go there.
             environ: environment variables that it inherits.
 
         Raises:
             BuildError: the process cannot be started.
-            StoreError: XLA_FLAGS names a file, and it cannot be read; or the store cannot be written.
         """
-        self.toolchain = toolchain
+        self._toolchain, self._store, self._environ = toolchain, store, environ
         command = (*toolchain.command, str(store.root), toolchain.target.platform)
-        environment = toolchain.environment(environ, _stored_results(toolchain, store))
         # No pipe: nobody would have to read it, and the last lines are there after a crash.
         self._stderr: BinaryIO = tempfile.TemporaryFile("w+b")  # noqa: SIM115 (see release)
-        self._lock = threading.Lock()
-        self._killed = False
         try:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
-                env=environment,
+                env=toolchain.environment(environ),
                 start_new_session=True,  # Ctrl-C is ours to handle; and a group can be killed whole
             )
         except OSError as error:
@@ -77,29 +74,39 @@ class WorkerProcess:
                 f"cannot start a worker process, {command[0]}: {error.strerror}",
                 hint="try fewer workers: --jobs 1",
             ) from error
+        self._group = ProcessGroup(self._process)
 
     @property
     def alive(self) -> bool:
         """Return whether it can take another request."""
-        return not self._killed and self._process.poll() is None
+        return self._group.alive
 
-    def compile(self, source: Source, seconds: float = JOB_SECONDS) -> Compiled:
-        """Compile a program for the worker's target. The executable becomes a blob of the store.
+    def serves(self, toolchain: Toolchain) -> bool:
+        """Return whether a toolchain's programs can be compiled in this process, whatever their target."""
+        return self._toolchain.process == toolchain.process
+
+    def compile(
+        self, source: Source, toolchain: Toolchain, seconds: float = JOB_SECONDS
+    ) -> Compiled:
+        """Compile a program. The executable becomes a blob of the store.
 
         Args:
             source: the program.
+            toolchain: one that this process serves.
             seconds: time limit; then the process is killed.
 
         Raises:
             BuildError: the program does not compile, or the worker died.
-            StoreError: the worker cannot read or write the store.
+            StoreError: the worker cannot read or write the store; or XLA_FLAGS names a file that cannot be
+                read.
         """
         request = {
+            "flags": self._flags(toolchain),
             "program": source.program,
             "kernels": None if source.kernels is None else source.kernels.digest,
             "calls": dict(source.calls),
-            "machine": self.toolchain.machine(source.platforms),
-            "cpus": self.toolchain.cpus,
+            "machine": toolchain.machine(source.platforms),
+            "cpus": toolchain.cpus,
         }
         return Compiled.from_plain(self._ask(request, seconds))
 
@@ -149,12 +156,15 @@ class WorkerProcess:
 
     def _measured(self, request: Mapping[str, Any], seconds: float) -> Any:
         try:
-            return self._ask(request, seconds)
+            return self._ask({"flags": self._flags(self._toolchain), **request}, seconds)
         except PrejitError as error:
             raise BuildError(
-                f"target {self.toolchain.target.name}: cannot measure its programs on this machine: {error}",
+                f"target {self._toolchain.target.name}: cannot measure its programs on this machine: {error}",
                 hint=error.hint or "the compiler of this jax may have an error: try another jax",
             ) from error
+
+    def _flags(self, toolchain: Toolchain) -> str:
+        return toolchain.worker_flags(self._environ, _stored_results(toolchain, self._store))
 
     def _ask(self, request: Mapping[str, Any], seconds: float) -> Any:
         """Send a request and return the result in its answer.
@@ -195,17 +205,11 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """End the process and its forks now. Safe from any thread, and again."""
-        with self._lock:
-            if not self._killed:
-                self._killed = True
-                with suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
+        self._group.kill()
 
     def release(self) -> None:
         """Kill the process and close its pipes. Call it from the thread that sends requests."""
-        self.kill()
-        with suppress(OSError), self._process:  # closes the pipes and waits
-            pass
+        self._group.release()
         self._stderr.close()
 
     def __enter__(self) -> WorkerProcess:

@@ -1,7 +1,7 @@
 """The toolchain of a target: the interpreter, packages and flags that compile its programs.
 
-XLA reads its flags once, when a process first uses it, and a process has one jaxlib. So each target has
-worker processes of its own.
+A process has one jaxlib, so each version of jax has worker processes of its own. XLA reads its flags once,
+when a process first uses it: workers take them with each request, and answer it in a fork.
 """
 
 from __future__ import annotations
@@ -86,24 +86,24 @@ class Toolchain:
         """
         return cpu_count.seen_by_xla(self.target.cpus) if self.target.platform == "cpu" else None
 
-    def environment(
-        self, inherited: Mapping[str, str], tuning_results: Path | None = None
-    ) -> dict[str, str]:
-        """Return the environment variables of a worker process.
+    @property
+    def process(self) -> tuple[tuple[str, ...], str]:
+        """What decides a worker process, its command and platform: targets with equal ones can share it."""
+        return self.command, self.target.platform
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment variables of a worker process, without XLA_FLAGS.
 
         Args:
-            inherited: this process's variables. The user's own XLA_FLAGS stay.
-            tuning_results: file with the results of `tuned`; None: the target has none.
-
-        Raises:
-            StoreError: XLA_FLAGS names a file, and it cannot be read.
+            inherited: this process's variables.
         """
-        worker, flags = dict(inherited), self.xla_flags(inherited)
-        if tuning_results is not None:
-            flags += f" --xla_gpu_load_autotune_results_from={_quoted(str(tuning_results))}"
-        # They set the size of XLA's thread pool, and with it the parts of loops: see cpu_count.py.
-        for name in ("NPROC", "PJRT_NPROC"):
+        worker = dict(inherited)
+        # The first two set the size of XLA's thread pool, and with it the parts of loops: see cpu_count.py.
+        for name in ("NPROC", "PJRT_NPROC", "MALLOC_ARENA_MAX", "XLA_FLAGS"):
             worker.pop(name, None)
+        # Equal programs become equal executables only if the memory of a thread begins equally: not shared
+        # with other threads, and without pieces in it that others gave back. See worker/requests.py.
+        tunables = filter(None, [worker.get("GLIBC_TUNABLES"), "glibc.malloc.tcache_count=0"])
         if self.isolated:
             for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
                 worker.pop(name, None)
@@ -114,8 +114,8 @@ class Toolchain:
             )
         return worker | {
             "JAX_PLATFORMS": "cpu",  # compiling for others needs their plugin, not their devices
-            "XLA_FLAGS": flags,
             "PYTHONHASHSEED": "0",
+            "GLIBC_TUNABLES": ":".join(tunables),
             "OPENBLAS_NUM_THREADS": "1",  # a worker forks, which is safe only without threads
         }
 
@@ -129,6 +129,21 @@ class Toolchain:
         if self.target.xla_max_isa is not None and not self.is_exact:
             flags.append(f"--xla_cpu_max_isa={self.target.xla_max_isa}")
         return " ".join(flags)
+
+    def worker_flags(self, inherited: Mapping[str, str], tuning_results: Path | None = None) -> str:
+        """Return the XLA_FLAGS that a worker sets for this target's programs.
+
+        Args:
+            inherited: this process's variables. The user's own XLA_FLAGS stay.
+            tuning_results: file with the results of `tuned`; None: the target has none.
+
+        Raises:
+            StoreError: XLA_FLAGS names a file, and it cannot be read.
+        """
+        flags = self.xla_flags(inherited)
+        if tuning_results is not None:
+            flags += f" --xla_gpu_load_autotune_results_from={_quoted(str(tuning_results))}"
+        return flags
 
     def machine(self, platforms: tuple[str, ...]) -> dict[str, Any]:
         """Return the fields of `prejit.compiler.compile.worker.xla.CompileFor`, for a worker.

@@ -220,7 +220,7 @@ def test_what_was_measured_counts_by_what_it_says() -> None:
     )
     assert ingredients(a, {}) == ingredients(b, {})
     assert len({ingredients(x, {}) for x in (plain, a, c)}) == 3
-    [flags] = {x.environment({}, Path("/x/a"))["XLA_FLAGS"] for x in (a, c)}
+    [flags] = {x.worker_flags({}, Path("/x/a")) for x in (a, c)}
     assert flags.endswith("--xla_gpu_load_autotune_results_from=/x/a")
 
 

@@ -747,9 +747,11 @@ def test_jobs_that_do_not_fit_together_never_run_together(
     beside: list[tuple[str, ...]] = []
     compile_really = WorkerProcess.compile
 
-    def watch(self: WorkerProcess, source: Source, seconds: float) -> Compiled:
+    def watch(
+        self: WorkerProcess, source: Source, toolchain: Toolchain, seconds: float
+    ) -> Compiled:
         beside.append(tuple(sorted(each.job.program for each in workers._running)))
-        return compile_really(self, source, seconds)
+        return compile_really(self, source, toolchain, seconds)
 
     monkeypatch.setattr(WorkerProcess, "compile", watch)
     jobs = []
@@ -787,9 +789,11 @@ def test_a_job_whose_worker_is_killed_runs_once_more_beside_nothing(
     mark, beside = tmp_path / "mark", list[tuple[str, ...]]()
     compile_really = WorkerProcess.compile
 
-    def watch(self: WorkerProcess, source: Source, seconds: float) -> Compiled:
+    def watch(
+        self: WorkerProcess, source: Source, toolchain: Toolchain, seconds: float
+    ) -> Compiled:
         beside.append(tuple(sorted(each.job.program for each in workers._running)))
-        return compile_really(self, source, seconds)
+        return compile_really(self, source, toolchain, seconds)
 
     monkeypatch.setattr(WorkerProcess, "compile", watch)
     greedy = job(cache, "greedy", f"greedy:{mark}", command=fake)

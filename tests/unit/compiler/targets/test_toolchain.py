@@ -68,7 +68,7 @@ def test_flags_may_come_from_a_file(tmp_path: Path) -> None:
 def test_a_path_with_spaces_stays_one_flag() -> None:
     """XLA ends the process with unknown flags."""
     tuned = replace(for_gpu(), tuned=Tuned(b"", "", "one"))
-    flags = tuned.environment({}, Path("/home/a user/.cache/x"))["XLA_FLAGS"]
+    flags = tuned.worker_flags({}, Path("/home/a user/.cache/x"))
     assert flags.endswith('--xla_gpu_load_autotune_results_from="/home/a user/.cache/x"')
     done = subprocess.run(
         [sys.executable, "-c", "from jaxlib import xla_client; xla_client.make_cpu_client()"],
@@ -117,6 +117,9 @@ def test_a_worker_inherits_the_environment_but_for_what_changes_its_result() -> 
     assert found["PYTHONHASHSEED"] == "0"
     assert found["PYTHONPATH"] == "/ours"
     assert "NPROC" not in found
+    assert found["GLIBC_TUNABLES"] == "glibc.malloc.tcache_count=0"
+    own = new(V3).environment({"GLIBC_TUNABLES": "glibc.malloc.perturb=1"})["GLIBC_TUNABLES"]
+    assert own == "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"
     assert "PYTHONPATH" not in for_gpu().environment(inherited), "it would bring the host's jax"
 
 

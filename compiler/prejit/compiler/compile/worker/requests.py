@@ -1,18 +1,19 @@
-"""A worker process: compiles programs for one target, and measures them.
+"""A worker process: compiles programs with one jax for one platform, and measures them.
 
     python -m prejit.compiler.compile.worker STORE PLATFORM
 
 Each line of stdin is a request, each line of stdout its answer, both JSON. The end of stdin ends the worker:
 
-    {"program": digest, "kernels": digest or null, "calls": {name: name for XLA}, "machine": fields of
-     CompileFor, "cpus": number of CPUs that XLA sees, or null}
-    {"measure": {"weights": path, "programs": [...], "kernels": digest or null}}
-    {"measure_forms": {"product": ..., "forms": {form: digest}, "kernels": digest}}
+    {"flags": XLA_FLAGS, "program": digest, "kernels": digest or null, "calls": {name: name for XLA},
+     "machine": fields of CompileFor, "cpus": number of CPUs that XLA sees, or null}
+    {"flags": XLA_FLAGS, "measure": {"weights": path, "programs": [...], "kernels": digest or null}}
+    {"flags": XLA_FLAGS, "measure_forms": {"product": ..., "forms": {form: digest}, "kernels": digest}}
     {"result": ...} | {"error": {"code": ..., "message": ..., "hint": ...}} | {"exit": code or -signal}
 
 Each request runs in a fork of its own. A program that crashes XLA or runs out of memory ends its fork alone,
 memory is given back, and an executable does not depend on those compiled before it (XLA numbers the modules
-of a process). A fork costs 10 ms; jaxlib is imported once, before the forks.
+of a process). A fork costs 10 ms; jaxlib is imported once, before the forks. It reads XLA_FLAGS when it is
+first used, which is in the fork: so one process serves targets with different flags.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import socket
 import sys
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,6 +36,7 @@ from typing import Any, BinaryIO
 from prejit.compiler.compile.jobs import Compiled
 from prejit.compiler.compile.worker.compiling import (
     Compile,
+    CompilerOutput,
     compile_program,
     compress,
     with_kernels,
@@ -97,6 +100,7 @@ def _answer_and_exit(
     code = 1
     try:
         try:
+            os.environ["XLA_FLAGS"] = request["flags"]
             if "measure" in request:
                 _send(answers, {"result": measure(store, **request["measure"])})
             elif "measure_forms" in request:
@@ -129,7 +133,7 @@ def _compile(
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
     machine = CompileFor(**fields)
     start, before = time.perf_counter(), time.process_time()
-    output = compile_program(program, machine)
+    output = _in_a_new_thread(compile_program, program, machine)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - before
     frame = compress(output.serialized)
     segment = Segment(
@@ -148,6 +152,21 @@ def _compile(
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
     return compiled.to_plain()
+
+
+def _in_a_new_thread(
+    compile_program: Compile, program: bytes, machine: CompileFor
+) -> CompilerOutput:
+    """Compile in a thread that has done nothing before, so that equal programs become equal executables.
+
+    The order of some kernels' arguments follows a hash table, whose seed (Abseil's `NextSeed`) in jaxlib 0.12
+    is the address of a variable of the thread. A new thread has memory of its own, in which this variable
+    is always in the same place, if glibc gives the thread no pieces that others had (`Toolchain.environment`
+    turns its caches off). In the first thread of a process the place depends on all that came before, even
+    on the length of the program's path. Of jaxlib 0.10 the order varies all the same.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(compile_program, program, machine).result()
 
 
 def _wait(

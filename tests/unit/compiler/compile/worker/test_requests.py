@@ -1,0 +1,78 @@
+"""What an executable of a worker does not depend on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from prejit.compiler.compile.jobs import Source
+from prejit.compiler.compile.worker_process import WorkerProcess
+from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.targets.build_host import jaxlib_version
+from prejit.compiler.targets.target_table import target
+from prejit.compiler.targets.toolchain import host_toolchain
+
+
+def _small_loop(bits: jax.Array, table: jax.Array, at: jax.Array, scale: jax.Array) -> jax.Array:
+    """A loop that XLA makes a kernel of, with several arguments."""
+
+    def body(
+        number: int, state: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        total, place, seen = state
+        total = total + table[0, place[0]] * scale
+        return total, (place * 5 + number + at) % 128, seen ^ bits[0, place[0]]
+
+    total, place, seen = jax.lax.fori_loop(0, 9, body, (scale, at, bits[0, :1]))
+    return total + place + seen
+
+
+@pytest.mark.parametrize("level", ["cpu-x86-64-v3", "cpu-x86-64-v4"])
+def test_an_executable_does_not_depend_on_the_memory_of_its_worker(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long paths and variables shift all that a process has in memory."""
+    if jax.__version_info__ < (0, 12):
+        pytest.skip(
+            "older XLA orders the arguments of such a kernel by memory that its threads race for"
+        )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    shapes = [((1, 128), "uint32"), ((1, 128), "float32"), ((1,), "int32"), ((1,), "float32")]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+    portable = jax.export.export(jax.jit(_small_loop), platforms=["cpu"])(*arguments)
+    toolchain = host_toolchain(target(level), {"jaxlib": jaxlib_version()})
+    found = set[str]()
+    for length in (0, 30, 300, 3000, 30000):
+        store = DirectoryStore.open(tmp_path / ("x" * (length % 200)) / "store")
+        program = store.put_blob(portable.mlir_module_serialized)
+        with WorkerProcess(toolchain, store, os.environ | {"PADDING": "x" * length}) as worker:
+            found.add(worker.compile(Source(program, ("cpu",)), toolchain).executable.raw_digest)
+    assert len(found) == 1
+
+
+def test_one_worker_compiles_for_several_targets_with_the_flags_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    export = jax.export.export(jax.jit(lambda x: jnp.tanh(x @ x)), platforms=["cpu"])
+    portable = export(jax.ShapeDtypeStruct((32, 32), jnp.float32))
+    store = DirectoryStore.open(tmp_path)
+    source = Source(store.put_blob(portable.mlir_module_serialized), ("cpu",))
+    plain = replace(target("cpu-x86-64-v3"), xla_flags=("--xla_backend_optimization_level=0",))
+    targets = (target("cpu-x86-64-v2"), plain, target("cpu-x86-64-v3"))
+    toolchains = [host_toolchain(each, {"jaxlib": jaxlib_version()}) for each in targets]
+    alone = list[str]()
+    for each in toolchains:
+        with WorkerProcess(each, store, os.environ) as worker:
+            alone.append(worker.compile(source, each).executable.raw_digest)
+    assert len(set(alone)) == 3
+    with WorkerProcess(toolchains[-1], store, os.environ) as worker:
+        assert all(map(worker.serves, toolchains))
+        shared = [worker.compile(source, each).executable.raw_digest for each in toolchains]
+    assert shared == alone
