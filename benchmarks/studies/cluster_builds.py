@@ -1,6 +1,6 @@
 """Build a matrix of programs on Ray clusters of one and of two nodes, and kill nodes.
 
-    python -m benchmarks.studies.cluster_builds                     about 30 minutes on two cores
+    python -m benchmarks.studies.cluster_builds                     about 17 minutes on two cores
     python -m benchmarks.studies.cluster_builds --programs 60       a trial
     python -m benchmarks.studies.cluster_builds --jax 0.12.0.1      beside the jax of this environment
 
@@ -70,7 +70,7 @@ def count(logs: Path, killed: Collection[int], lines: Sequence[str]) -> Attempts
         lines: what the build printed.
     """
     ended = defaultdict[str, list[bool]](list)  # by program and target: whether on a killed node
-    for path in logs.glob("worker-*.err"):
+    for path in logs.rglob("worker-*.err"):  # Ray moves those of dead processes to `old`
         process = int(path.stem.rpartition("-")[2])
         for name in _COMPILED.findall(path.read_text(errors="replace")):
             ended[name].append(process in killed)

@@ -1,6 +1,6 @@
 """Build a matrix of programs by one machine and in shards, kill shards, and measure the memory of a build.
 
-    python -m benchmarks.studies.scaled_builds                         about 20 minutes on two cores
+    python -m benchmarks.studies.scaled_builds                         about 10 minutes on two cores
     python -m benchmarks.studies.scaled_builds --programs 60           a trial
     python -m benchmarks.studies.scaled_builds --jax 0.12.0.1          beside the jax of this environment
 
@@ -251,8 +251,11 @@ def main() -> None:
         "killed had compiled and not sent. No other program was compiled twice. Each bundle has the digest "
         "that one machine gives it."
     )
-    if any(each.bundles != one.bundles for each in (*shards, *lived)):
-        raise SystemExit("the bundles of shards differ from those of one machine")
+    for each in (*shards, *lived):
+        if each.bundles != one.bundles:
+            raise SystemExit(
+                f"expected the bundles of one machine, {one.bundles}, found {each.bundles}"
+            )
     page = f"# Builds at scale\n\n{Table('Builds', head, rows, note).markdown()}"
     save(RESULTS, f"{facts['date'][:10]}-scaled-builds", {**facts, **counts, "builds": found}, page)
 

@@ -13,12 +13,13 @@ def line(program: str, target: str = "cpu-x86-64-v3") -> str:
 
 def test_only_what_a_killed_node_had_compiled_may_be_compiled_again(tmp_path: Path) -> None:
     logs = {
-        "worker-aa-01000000-11.err": line("a") + "a warning\n" + line("b"),
+        "old/worker-aa-01000000-11.err": line("a") + "a warning\n" + line("b"),
         "worker-bb-01000000-12.err": line("b") + line("c") + line("d"),
         "worker-cc-01000000-13.err": line("d") + line("a", "cpu-x86-64-v2"),
         "worker-dd-01000000-14.out": line("a"),
         "raylet.err": line("a"),
     }
+    (tmp_path / "old").mkdir()
     for name, text in logs.items():
         (tmp_path / name).write_text(text)
     lines = [
