@@ -140,12 +140,18 @@ class Progress(abc.ABC):
             if node:
                 self._nodes[label] = node
 
-    def finished(self, program: str, target: str) -> None:
-        """Show that a program was compiled."""
+    def finished(self, program: str, target: str, compiler_seconds: float) -> None:
+        """Show that a program was compiled.
+
+        Args:
+            program: its name.
+            target: name of its target.
+            compiler_seconds: time that the compiler took. A cluster may tell late that it has started.
+        """
         with self._lock:
             self._finished += 1
             node = self._nodes.get(_label(program, target))
-            seconds = self._end(program, target)
+            seconds = self._end(program, target, compiler_seconds)
             place = f" on {node}" if node else ""
             self._tell_finished(
                 f"compiled {program} for {target}{place} in {seconds:.1f} s ({self._count()})"
@@ -193,9 +199,9 @@ class Progress(abc.ABC):
     def __exit__(self, *raised: object) -> None:
         return None
 
-    def _end(self, program: str, target: str) -> float:
+    def _end(self, program: str, target: str, least_seconds: float = 0.0) -> float:
         now, label = _now(), _label(program, target)
-        start = self._compiling.pop(label, now)
+        start = min(self._compiling.pop(label, now), now - least_seconds)
         self._seconds += now - start
         self._steps.append(Step(label, start - self._began, now - self._began, program, target))
         self._nodes.pop(label, None)

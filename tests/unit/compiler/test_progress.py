@@ -38,9 +38,9 @@ def build(progress: Progress) -> None:
     progress.cached()
     for program in ("a", "b", "c"):
         progress.started(program, "cpu-host")
-    progress.finished("a", "cpu-host")
+    progress.finished("a", "cpu-host", 0.0)
     progress.failed("b", "cpu-host", "XLA does not like it\nat all")
-    progress.finished("c", "cpu-host")
+    progress.finished("c", "cpu-host", 0.0)
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
@@ -149,7 +149,7 @@ def test_the_time_left_counts_what_is_under_way(monkeypatch: pytest.MonkeyPatch)
     progress.started("a", "t")
     assert progress._seconds_left() == 0  # nothing to go by
     clock.seconds = 10.0
-    progress.finished("a", "t")
+    progress.finished("a", "t", 9.0)
     progress.started("b", "t")
     progress.started("c", "t")
     assert progress._seconds_left() == 20  # 4 programs of 10 s, 2 side by side
@@ -157,6 +157,21 @@ def test_the_time_left_counts_what_is_under_way(monkeypatch: pytest.MonkeyPatch)
     assert progress._seconds_left() == 14
     clock.seconds = 60.0
     assert progress._seconds_left() == 0
+
+
+def test_a_start_that_was_told_late_does_not_shorten_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress_module, "_now", clock := Clock())
+    stream = io.StringIO()
+    with Plain(stream) as progress:
+        progress.add()
+        clock.seconds = 10.0
+        progress.started("a", "t", "node")
+        progress.finished("a", "t", 4.0)
+    assert stream.getvalue() == "compiled a for t on node in 4.0 s (1/1)\n"
+    [step] = progress.steps
+    assert (step.start, step.end) == (6.0, 10.0)
 
 
 def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:

@@ -430,7 +430,8 @@ class ClusterExecutor:
             if is_new:
                 with self._lock:
                     self._compiled.add(job.key.digest)
-                self._progress.finished(job.program, job.target.name)
+                took = outcome.milliseconds / 1000
+                self._progress.finished(job.program, job.target.name, took)
             else:
                 self._progress.cached()
         finally:

@@ -299,7 +299,8 @@ class WorkerPool:
             return
         try:
             if compiled:
-                self._progress.finished(job.program, job.target.name)
+                took = outcome.milliseconds / 1000
+                self._progress.finished(job.program, job.target.name, took)
             else:
                 self._progress.cached()
         finally:  # even where progress cannot be shown, nobody waits for ever

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
@@ -40,6 +41,17 @@ _EMPTY: Mapping[str, Any] = {
 }
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _PIECE_BYTES = 1 << 20
+_PAUSES = (0.05, 0.2, 0.5)
+"""Seconds before a manifest is sent again.
+
+While another machine uploads the same content, a registry on a file system finds it torn, or not at all: 400.
+"""
+
+
+class _RefusedError(RemoteError):
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class Repository:
@@ -112,9 +124,10 @@ class Repository:
             self._upload(f"sha256:{path.removeprefix('cas/')}", content)
             return
         assert isinstance(content, bytes)
-        if not self._has_config:
-            self._upload(_EMPTY["digest"], b"{}")
-            self._has_config = True
+        config = f"cas/{_EMPTY['digest'].removeprefix('sha256:')}"
+        if not self._has_config and not self.has(config):
+            self.write(config, b"{}")
+        self._has_config = True
         layers = [
             {
                 "mediaType": "application/octet-stream",
@@ -131,8 +144,7 @@ class Repository:
             "layers": layers or [dict(_EMPTY)],
             "annotations": {RESULT: base64.b64encode(content).decode("ascii")},
         }
-        data = json.dumps(manifest, sort_keys=True).encode("ascii")
-        self._ask("PUT", _at(path), headers={"Content-Type": _MANIFEST}, data=data)
+        self._tag(path, json.dumps(manifest, sort_keys=True).encode("ascii"))
 
     def create(self, path: str, content: bytes) -> bool:
         """See `Remote.create`. A registry writes tags without a condition."""
@@ -149,6 +161,16 @@ class Repository:
             "registry",
             hint="limit its size by the registry's own retention rules",
         )
+
+    def _tag(self, path: str, manifest: bytes) -> None:
+        for seconds in (*_PAUSES, None):
+            try:
+                self._ask("PUT", _at(path), headers={"Content-Type": _MANIFEST}, data=manifest)
+                return
+            except _RefusedError as error:
+                if error.status != 400 or seconds is None:
+                    raise
+            time.sleep(seconds)
 
     def _upload(self, digest: str, content: bytes | BinaryIO) -> None:
         begun = self._ask("POST", "blobs/uploads/", headers={"Content-Length": "0"})
@@ -184,8 +206,9 @@ class Repository:
         if response.status_code == 404 and method in ("GET", "HEAD"):
             return None
         if not response.ok:
-            raise RemoteError(
-                f"{self.name}: {method} {path:.24}: {response.status_code} {response.reason}"
+            raise _RefusedError(
+                f"{self.name}: {method} {path:.24}: {response.status_code} {response.reason}",
+                response.status_code,
             )
         return response
 

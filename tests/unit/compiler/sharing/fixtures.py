@@ -147,14 +147,18 @@ def http_store(
 
 
 @contextmanager
-def registry(user: str | None = None, upload_seconds: float = 0.0) -> Iterator[str]:
+def registry(
+    user: str | None = None, upload_seconds: float = 0.0, refused: int = 0
+) -> Iterator[str]:
     """Serve a small OCI registry: blobs and manifests of any repository. Yields `host:port`.
 
     Args:
         user: `name:password` that it asks for, by basic authentication.
         upload_seconds: what it needs to store a blob.
+        refused: number of manifests that it answers with 400 first.
     """
     files: dict[str, bytes] = {}
+    left = [400] * refused
 
     class Handler(_Handler):
         def do_GET(self) -> None:
@@ -176,6 +180,9 @@ def registry(user: str | None = None, upload_seconds: float = 0.0) -> Iterator[s
                 path = f"{path.partition('/uploads/')[0]}/{digest}"
             else:  # a registry takes no manifest whose blobs it lacks
                 base = path.partition("/manifests/")[0]
+                if left:
+                    self.answer(left.pop(), b"")
+                    return
                 found = json.loads(content)
                 for each in (found["config"], *found["layers"]):
                     assert len(files[f"{base}/blobs/{each['digest']}"]) == each["size"]

@@ -355,9 +355,9 @@ def test_a_store_that_gives_a_lease_to_everybody_gives_nobody_a_wrong_result(
     with machines[0].store.making(KEY) as one, machines[1].store.making(KEY) as other:
         assert one
         assert other
+        assert [each.store.get(KEY) for each in machines] == [None, None]
         digests = [each.store.put_blob(CONTENT) for each in machines]
         for each, digest in zip(machines, digests, strict=True):
-            assert each.store.get(KEY) is None
             each.store.put(KEY, {"executable": digest}, blobs=[digest])
     for each in machines:
         each.store.finish()

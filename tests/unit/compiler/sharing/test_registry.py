@@ -82,3 +82,13 @@ def test_a_real_registry_holds_results_and_contents(tmp_path: Path) -> None:
 def test_a_registry_may_take_time_to_store_a_large_blob(tmp_path: Path) -> None:
     with registry(upload_seconds=1.5 * ANSWER_SECONDS) as host:
         Repository(f"oci://{host}/store").write(CAS, CONTENT)
+
+
+def test_a_manifest_that_finds_a_blob_half_written_is_sent_again(tmp_path: Path) -> None:
+    """A registry on a file system answers 400 while another machine writes the same blob."""
+    with registry(refused=3) as host:
+        round_trip(Repository(f"oci://{host}/store"), tmp_path)
+    with registry(refused=4) as host:
+        place = Repository(f"oci://{host}/store")
+        with pytest.raises(RemoteError, match="400"):
+            place.write(AC, encode(RESULT_OF_KEY, None))
