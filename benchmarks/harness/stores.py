@@ -1,11 +1,14 @@
 """The kinds of shared stores that this machine can run, with servers that can be killed.
 
 nginx and docker-registry are packages of Debian (nginx-light, docker-registry). moto, which answers as S3, is
-used from the directory $MOTO: `pip install --target DIRECTORY 'moto[s3,server]'` (290 MB).
+used from the directory $MOTO: `pip install --target DIRECTORY 'moto[s3,server]'` (290 MB). Azurite, which
+answers as Azure, is used from $AZURITE: `npm install --prefix DIRECTORY azurite` (190 MB).
 """
 
 from __future__ import annotations
 
+import base64
+import hmac
 import os
 import re
 import shutil
@@ -17,10 +20,15 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from pathlib import Path
 
 from tests.ports import free_port
 
+_AZURITE_ACCOUNT = "devstoreaccount1"
+_AZURITE_KEY = (  # the same in every Azurite
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
 _REQUEST = re.compile(rb'"(?:GET|HEAD|PUT|POST|PATCH|DELETE) ')
 """A text that the log of every server has once for each request."""
 
@@ -62,7 +70,7 @@ class Server:
                 stderr=log,
                 start_new_session=True,
             )
-        found = re.search(r"([\d.]+):(\d+)", self.env.get("AWS_ENDPOINT", self.url))
+        found = re.search(r"([\d.]+):(\d+)", " ".join((*self.env.values(), self.url)))
         assert found is not None
         end = time.monotonic() + 60
         while time.monotonic() < end:
@@ -168,10 +176,43 @@ def moto(directory: Path) -> Server | None:
     )
 
 
+def azurite(directory: Path) -> Server | None:
+    """Return an Azure in memory; None: Azurite is not there."""
+    program = Path(os.environ.get("AZURITE", ""), "node_modules", ".bin", "azurite-blob")
+    if not program.is_file():
+        return None
+    port = free_port()
+    endpoint = f"http://127.0.0.1:{port}"
+
+    def make_container() -> None:
+        # Azure's Shared Key: the method, twelve headers that are not there, ours, and the resource.
+        headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+        ours = [f"{name}:{value}" for name, value in headers.items()]
+        resource = f"/{_AZURITE_ACCOUNT}/{_AZURITE_ACCOUNT}/bucket"
+        text = "\n".join(["PUT", *[""] * 11, *ours, resource, "restype:container"])
+        mac = hmac.digest(base64.b64decode(_AZURITE_KEY), text.encode(), "sha256")
+        signature = base64.b64encode(mac).decode("ascii")
+        headers["Authorization"] = f"SharedKey {_AZURITE_ACCOUNT}:{signature}"
+        url = f"{endpoint}/{_AZURITE_ACCOUNT}/bucket?restype=container"
+        urllib.request.urlopen(urllib.request.Request(url, headers=headers, method="PUT"))
+
+    command = (str(program), "--blobPort", str(port), "--inMemoryPersistence", "--disableTelemetry")
+    return Server(
+        "Azure (Azurite; loses its files when killed)",
+        "az://bucket/store",
+        None,
+        directory / "azurite.log",
+        (*command, "--skipApiVersionCheck"),
+        make_container,
+        {"AZURE_STORAGE_USE_EMULATOR": "true", "AZURITE_BLOB_STORAGE_URL": endpoint},
+    )
+
+
 KINDS: tuple[Callable[[Path], Server | None], ...] = (
     directory_store,
     nginx,
     docker_registry,
     moto,
+    azurite,
 )
 """All kinds; each gives None where this machine cannot run it."""

@@ -17,7 +17,7 @@ from tests.unit.compiler.sharing.fixtures import (
     s3_store,
 )
 
-from benchmarks.harness.stores import docker_registry, moto, nginx
+from benchmarks.harness.stores import azurite, docker_registry, moto, nginx
 from prejit.compiler.sharing import objects
 from prejit.compiler.sharing import registry as registry_module
 from prejit.compiler.sharing import remote as remote_module
@@ -35,6 +35,8 @@ SERVERS = {"nginx": nginx, "docker-registry": docker_registry}
 """The kinds that need a program which a machine may lack."""
 if "MOTO" in os.environ:  # its directory, of 290 MB
     SERVERS["moto"] = moto
+if "AZURITE" in os.environ:  # its directory, of 190 MB
+    SERVERS["azurite"] = azurite
 CONDITIONS = ("kept", "ignored", "refused")
 KINDS = (
     "memory",
