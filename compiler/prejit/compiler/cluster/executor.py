@@ -348,6 +348,9 @@ class ClusterExecutor:
         elif "error" in body:
             task.answer.set_exception(_error_of(body["error"]))
         else:
+            if not task.is_shown:  # Ray may tell that an attempt has begun after it has ended
+                task.is_shown = True
+                self._progress.started(task.job.program, task.job.target.name, body["node"])
             task.answer.set_result(Compiled.from_plain(body["result"]))
 
     def _give_up(self, task: _Task, reason: str, losses: tuple[Loss, ...]) -> None:

@@ -93,7 +93,7 @@ def compile_on_node(order: Order, tell: Callable[[int, str], object]) -> dict[st
         tell: called with the attempt and the node's name when the compiler starts.
 
     Returns:
-        `{"result": ...}`, the JSON of a Compiled; `{"killed": reason}`; `{"error": {...}}`; or
+        `{"result": the JSON of a Compiled, "node": name}`; `{"killed": reason}`; `{"error": {...}}`; or
         `{"other": name}`, where the code would depend on this node's CPU, which is not the build's.
     """
     if order.host is not None and order.host != own_cpu():
@@ -117,7 +117,7 @@ def compile_on_node(order: Order, tell: Callable[[int, str], object]) -> dict[st
     except PrejitError as error:
         body = {"code": error.code, "message": str(error), "hint": error.hint}
         return {"error": body}
-    return {"result": compiled.to_plain()}
+    return {"result": compiled.to_plain(), "node": _name()}
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -19,6 +20,7 @@ from prejit.compiler.cluster.node import Order
 from prejit.compiler.compile.executor import find_compiled
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.schedule import Loss, Need
+from prejit.compiler.progress import Plain, Progress, Quiet
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets.target_table import target
@@ -38,7 +40,7 @@ def compiled_by(store: DirectoryStore, order: Order) -> Ended:
     digest = store.put_blob(content)
     segment = Segment(0, len(content), digest, len(content), digest)
     compiled = Compiled(segment, ("avx2",), Memory(1, 2, 3, 4), 5, 5, 1 << 20)
-    return Ended(order.attempt, body={"result": compiled.to_plain()})
+    return Ended(order.attempt, body={"result": compiled.to_plain(), "node": "node7"})
 
 
 @dataclass
@@ -87,10 +89,13 @@ class FakeCluster:
 class Site:
     store: DirectoryStore
     patch: pytest.MonkeyPatch
+    progress: Progress = field(default_factory=Quiet)
 
     def executor(self, cluster: FakeCluster, shared: str | None = None) -> ClusterExecutor:
         self.patch.setattr(cluster_executor, "RayConnection", lambda address: cluster)
-        return ClusterExecutor("ray://auto", self.store, shared=shared, workers=1)
+        return ClusterExecutor(
+            "ray://auto", self.store, shared=shared, workers=1, progress=self.progress
+        )
 
     def job(self, program: str) -> CompileJob:
         digest = self.store.put_blob(program.encode())
@@ -145,6 +150,15 @@ def test_a_job_that_kills_its_workers_is_an_error_that_says_so(site: Site) -> No
             executor.submit(site.job("p")).result(60)
     assert caught.value.hint is not None
     assert "--executor local" in caught.value.hint
+
+
+def test_the_node_is_named_where_the_cluster_told_no_start(site: Site) -> None:
+    stream = io.StringIO()
+    with Plain(stream) as site.progress:
+        cluster = FakeCluster(lambda order: compiled_by(site.store, order))
+        with site.executor(cluster) as executor:
+            executor.submit(site.job("p")).result(60)
+    assert stream.getvalue().startswith("compiled p for cpu-x86-64-v3 on node7 in ")
 
 
 def test_a_job_whose_compiler_was_killed_gets_more_memory(site: Site) -> None:
