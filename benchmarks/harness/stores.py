@@ -185,7 +185,7 @@ def azurite(directory: Path) -> Server | None:
     endpoint = f"http://127.0.0.1:{port}"
 
     def make_container() -> None:
-        # Azure's Shared Key: the method, twelve headers that are not there, ours, and the resource.
+        # Azure's Shared Key: the method, eleven headers that are not there, ours, and the resource.
         headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
         ours = [f"{name}:{value}" for name, value in headers.items()]
         resource = f"/{_AZURITE_ACCOUNT}/{_AZURITE_ACCOUNT}/bucket"

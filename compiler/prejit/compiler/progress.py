@@ -146,7 +146,7 @@ class Progress(abc.ABC):
         Args:
             program: its name.
             target: name of its target.
-            compiler_seconds: time that the compiler took. A cluster may tell late that it has started.
+            compiler_seconds: time that the compiler took. `started` may have been called too late.
         """
         with self._lock:
             self._finished += 1

@@ -319,6 +319,9 @@ class ClusterExecutor:
         task = self._tasks[name]
         if task.is_shown:
             self._progress.note(f"{task.job.program} takes long: a second attempt runs on {node}")
+        self._show_begin(task, node)
+
+    def _show_begin(self, task: _Task, node: str) -> None:
         task.is_shown = True
         self._progress.started(task.job.program, task.job.target.name, node)
 
@@ -348,9 +351,8 @@ class ClusterExecutor:
         elif "error" in body:
             task.answer.set_exception(_error_of(body["error"]))
         else:
-            if not task.is_shown:  # Ray may tell that an attempt has begun after it has ended
-                task.is_shown = True
-                self._progress.started(task.job.program, task.job.target.name, body["node"])
+            if not task.is_shown:  # Ray's message about the beginning can come after the result
+                self._show_begin(task, body["node"])
             task.answer.set_result(Compiled.from_plain(body["result"]))
 
     def _give_up(self, task: _Task, reason: str, losses: tuple[Loss, ...]) -> None:

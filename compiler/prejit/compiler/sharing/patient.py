@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, TypeVar, final
+from typing import BinaryIO, final
 
-from prejit.compiler.sharing.remote import Remote, RemoteError, RemoteFile
-
-_Answer = TypeVar("_Answer")
+from prejit.compiler.sharing.remote import Remote, RemoteFile, again
 
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before each further attempt. A server is restarted in this time, and leases last longer."""
@@ -29,7 +26,7 @@ class Patient:
 
     def read(self, path: str, most: int) -> bytes | None:
         """See `Remote.read`."""
-        return _again(lambda: self._remote.read(path, most))
+        return again(lambda: self._remote.read(path, most), PAUSES_SECONDS)
 
     def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
         """See `Remote.download`. A further attempt skips what was written before."""
@@ -48,11 +45,11 @@ class Patient:
 
             return self._remote.download(path, take)
 
-        return _again(attempt)
+        return again(attempt, PAUSES_SECONDS)
 
     def has(self, path: str) -> bool:
         """See `Remote.has`."""
-        return _again(lambda: self._remote.has(path))
+        return again(lambda: self._remote.has(path), PAUSES_SECONDS)
 
     def write(self, path: str, content: bytes | BinaryIO) -> None:
         """See `Remote.write`."""
@@ -62,25 +59,16 @@ class Patient:
                 content.seek(0)
             self._remote.write(path, content)
 
-        _again(attempt)
+        again(attempt, PAUSES_SECONDS)
 
     def create(self, path: str, content: bytes) -> bool:
         """See `Remote.create`."""
-        return _again(lambda: self._remote.create(path, content))
+        return again(lambda: self._remote.create(path, content), PAUSES_SECONDS)
 
     def remove(self, path: str) -> bool:
         """See `Remote.remove`."""
-        return _again(lambda: self._remote.remove(path))
+        return again(lambda: self._remote.remove(path), PAUSES_SECONDS)
 
     def listed(self) -> Iterator[RemoteFile]:
         """See `Remote.listed`. It is tried once."""
         return self._remote.listed()
-
-
-def _again(ask: Callable[[], _Answer]) -> _Answer:
-    for pause in PAUSES_SECONDS:
-        try:
-            return ask()
-        except RemoteError:
-            time.sleep(pause)
-    return ask()

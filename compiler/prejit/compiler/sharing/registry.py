@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
@@ -20,6 +19,7 @@ from prejit.compiler.sharing.remote import (
     UPLOAD_BYTES_PER_SECOND,
     RemoteError,
     RemoteFile,
+    again,
     claim,
     size_of,
 )
@@ -41,17 +41,16 @@ _EMPTY: Mapping[str, Any] = {
 }
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _PIECE_BYTES = 1 << 20
-_PAUSES = (0.05, 0.2, 0.5)
-"""Seconds before a manifest is sent again.
+_PAUSES_SECONDS = (0.05, 0.2, 0.5)
+"""Pauses before a manifest is sent again that was answered with 400.
 
-While another machine uploads the same content, a registry on a file system finds it torn, or not at all: 400.
+A registry on a file system answers so while another machine uploads a blob of the manifest: it finds the blob
+half written.
 """
 
 
-class _RefusedError(RemoteError):
-    def __init__(self, text: str, status: int) -> None:
-        super().__init__(text)
-        self.status = status
+class _BadRequestError(RemoteError):
+    """The registry answered 400."""
 
 
 class Repository:
@@ -144,7 +143,13 @@ class Repository:
             "layers": layers or [dict(_EMPTY)],
             "annotations": {RESULT: base64.b64encode(content).decode("ascii")},
         }
-        self._tag(path, json.dumps(manifest, sort_keys=True).encode("ascii"))
+        data = json.dumps(manifest, sort_keys=True).encode("ascii")
+        headers = {"Content-Type": _MANIFEST}
+        again(
+            lambda: self._ask("PUT", _at(path), headers=headers, data=data),
+            _PAUSES_SECONDS,
+            _BadRequestError,
+        )
 
     def create(self, path: str, content: bytes) -> bool:
         """See `Remote.create`. A registry writes tags without a condition."""
@@ -161,16 +166,6 @@ class Repository:
             "registry",
             hint="limit its size by the registry's own retention rules",
         )
-
-    def _tag(self, path: str, manifest: bytes) -> None:
-        for seconds in (*_PAUSES, None):
-            try:
-                self._ask("PUT", _at(path), headers={"Content-Type": _MANIFEST}, data=manifest)
-                return
-            except _RefusedError as error:
-                if error.status != 400 or seconds is None:
-                    raise
-            time.sleep(seconds)
 
     def _upload(self, digest: str, content: bytes | BinaryIO) -> None:
         begun = self._ask("POST", "blobs/uploads/", headers={"Content-Length": "0"})
@@ -206,9 +201,9 @@ class Repository:
         if response.status_code == 404 and method in ("GET", "HEAD"):
             return None
         if not response.ok:
-            raise _RefusedError(
-                f"{self.name}: {method} {path:.24}: {response.status_code} {response.reason}",
-                response.status_code,
+            kind = _BadRequestError if response.status_code == 400 else RemoteError
+            raise kind(
+                f"{self.name}: {method} {path:.24}: {response.status_code} {response.reason}"
             )
         return response
 

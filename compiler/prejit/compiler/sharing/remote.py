@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, TypeVar
+
+_Answer = TypeVar("_Answer")
 
 SETTLE_SECONDS = 0.5
 """Time in which the writes of machines that all saw no file take effect. Then the last one has won."""
@@ -112,6 +114,29 @@ def size_of(content: bytes | BinaryIO) -> int:
     size = content.seek(0, os.SEEK_END) - begin
     content.seek(begin)
     return size
+
+
+def again(
+    ask: Callable[[], _Answer],
+    pauses: Sequence[float],
+    failure: type[RemoteError] = RemoteError,
+) -> _Answer:
+    """Ask a store, and once more after each pause for as long as it fails.
+
+    Args:
+        ask: sends the request.
+        pauses: seconds before each further attempt.
+        failure: the errors after which it is asked again.
+
+    Raises:
+        RemoteError: the last attempt failed too, or an attempt failed in another way.
+    """
+    for pause in pauses:
+        try:
+            return ask()
+        except failure:
+            time.sleep(pause)
+    return ask()
 
 
 def claim(remote: Remote, path: str, content: bytes) -> bool:

@@ -88,7 +88,7 @@ class Toolchain:
 
     @property
     def process(self) -> tuple[tuple[str, ...], str]:
-        """What decides a worker process, its command and platform: targets with equal ones can share it."""
+        """The command and platform of a worker process. Targets with the same two share workers."""
         return self.command, self.target.platform
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What an executable of a worker does not depend on."""
+"""A program becomes the same executable in every worker, whatever its memory and its other targets."""
 
 from __future__ import annotations
 
