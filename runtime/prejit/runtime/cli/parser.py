@@ -45,7 +45,7 @@ COMMANDS = {
 _EXAMPLES = {
     "inspect": "prejit inspect artifacts/demo\n  prejit inspect artifacts/demo --json",
     "verify": "prejit verify artifacts/demo\n  prejit verify artifacts/demo --policy trust.toml\n"
-    "  prejit verify artifacts/demo --run",
+    "  prejit verify artifacts/demo --run\n  prejit verify artifacts/demo --forget",
     "fingerprint": "prejit fingerprint > web-3.json",
     "explain": "prejit explain artifacts/demo\n"
     "  prejit explain artifacts/demo --fingerprint web-3.json\n"
@@ -130,6 +130,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="then run every program that this machine would load, and compare what it returns with the "
         "golden answer of its build (exit 3: one is wrong, and in quarantine on this machine)",
+    )
+    command.add_argument(
+        "--forget",
+        action="store_true",
+        help="then forget what this machine holds against the bundle: first loads that crashed, and "
+        "executables in quarantine",
     )
     add("fingerprint", "print the fingerprint of this machine as JSON", bundle=False, json=False)
     command = add(
