@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
 
 from prejit.runtime.base import arguments
+from prejit.runtime.base.finalizers import when_dropped
 from prejit.runtime.base.once import once
 from prejit.runtime.engine.loop import CacheState, GuardedMask, Loop, Ticket
 from prejit.runtime.engine.memory import CachePlan, free_bytes, plan_caches
@@ -146,7 +146,7 @@ class Engine:
             on_cpu = decoder.device.platform == "cpu"
             tokens = CPU_PREFILL_TOKENS if on_cpu else ACCELERATOR_PREFILL_TOKENS
         loop = Loop(decoder, self.plan, self._queue, tokens, self._recorder)
-        weakref.finalize(self, loop.close)
+        when_dropped(self, loop.close)
         return loop
 
     def submit(self, prompt: Prompt | None = None, **options: Unpack[RequestOptions]) -> Answer:
@@ -281,14 +281,14 @@ class Engine:
     def _encoding(self) -> Encoding:
         self._check_open()
         encoding = self._parts.encoding()
-        weakref.finalize(self, encoding.close)
+        when_dropped(self, encoding.close)
         return encoding
 
     @once
     def _calling(self) -> Calling:
         self._check_open()
         calling = self._parts.calling()
-        weakref.finalize(self, calling.close)
+        when_dropped(self, calling.close)
         return calling
 
     def _check_open(self) -> None:

@@ -23,6 +23,7 @@ from prejit.runtime import Bundle, load
 from prejit.runtime.engine.engine import Engine
 from prejit.runtime.engine.loop import Loop
 from prejit.runtime.engine.memory import plan_caches
+from prejit.runtime.engine.queue import FairQueue
 from prejit.runtime.engine.stream import Pipe
 from prejit.runtime.errors import (
     ClosedError,
@@ -670,6 +671,57 @@ def test_an_engine_that_nobody_has_ends_its_thread(bundle: Bundle) -> None:
     del engine
     gc.collect()
     thread.join(10)
+    assert not thread.is_alive()
+
+
+class CollectingQueue(FairQueue[Any]):
+    """A queue in whose middle the garbage collector finds streams that nobody has."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            yield item
+            gc.collect()
+
+
+def test_the_garbage_collector_ends_streams_while_the_queue_is_gone_through(
+    one_slot: Engine, alone: list[Any]
+) -> None:
+    one_slot._loop._queue = CollectingQueue()
+    with occupy(one_slot) as running:
+        for _ in range(2):
+            cycle: list[Any] = [one_slot.stream([2], max_new_tokens=1)]
+            cycle.append(cycle)
+            del cycle
+        waiting = one_slot.submit(prompt_of(0), **options_of(0), client="other")
+        list(running)  # it would raise what ended it
+    same(waiting.result(60), alone[0])
+    assert one_slot.metrics().finished["cancelled"] == 2
+    assert not one_slot.metrics().finished["error"]
+
+
+def test_an_engine_that_the_garbage_collector_ends_is_not_waited_for(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs the collector may hold what the engine's thread wants: here a step cannot end."""
+    original, goes_on = Batch.step, threading.Event()
+
+    def step(self: Batch, *arguments: Any) -> Any:
+        assert goes_on.wait(60)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Batch, "step", step)
+    engine = bundle.engine(slots=1)
+    future = engine.submit([1], max_new_tokens=70, stop_token_ids=())
+    thread = engine._loop._thread
+    assert isinstance(thread, threading.Thread)
+    cycle: list[Any] = [engine]
+    cycle.append(cycle)
+    del cycle, engine
+    gc.collect()
+    goes_on.set()  # the collection came back although the step had not ended
+    with pytest.raises(ClosedError):
+        future.result(60)
+    thread.join(60)
     assert not thread.is_alive()
 
 
