@@ -102,7 +102,7 @@ class Engine:
     ) -> None:
         """Plan the memory, and start nothing. Use `Bundle.engine`, which describes the arguments."""
         self._parts = parts
-        self._is_ending = False
+        self._is_ending = self._is_closed = False
         if slots is None:
             slots = parts.decoder().batches[-1] if parts.has_decoder else 1
         self._slots = arguments.integer("slots", slots, 1)
@@ -338,9 +338,22 @@ class Engine:
         is_drained = not self._parts.has_decoder or self._loop.drain(seconds)
         return all([is_drained, *(shared.drain(deadline) for shared in self._shared())])
 
+    def undrain(self) -> None:
+        """Take requests again after `drain`, which ends its wait.
+
+        Raises:
+            ClosedError: the engine is closed.
+        """
+        self._is_ending = self._is_closed
+        self._check_open()
+        for shared in self._shared():
+            shared.undrain()
+        if self._parts.has_decoder:
+            self._loop.undrain()
+
     def close(self) -> None:
         """End all requests with ClosedError, and free the caches. Closing twice is fine."""
-        self._is_ending = True
+        self._is_ending = self._is_closed = True
         for shared in self._shared():
             shared.close()
         if self._parts.has_decoder:

@@ -194,7 +194,15 @@ class Loop:
         """Take no more requests, and wait until none is left; return whether that is so."""
         with self._changed:
             self._refuses = self._refuses or "this engine is draining"
-            return self._changed.wait_for(self._is_idle, seconds)
+            self._changed.wait_for(lambda: not self._refuses or self._is_idle(), seconds)
+            return self._is_idle()
+
+    def undrain(self) -> None:
+        """Take requests again, unless the loop is closed."""
+        with self._changed:
+            if not self._stops:
+                self._refuses = ""
+                self._changed.notify_all()  # who waits in `drain` goes on
 
     def close(self) -> None:
         """End all requests with ClosedError, free the caches, and wait for the thread."""

@@ -662,6 +662,25 @@ def test_draining_finishes_what_is_there_and_takes_no_more(bundle: Bundle) -> No
     engine.close()
 
 
+@pytest.mark.usefixtures("slow")
+def test_undrain_ends_the_wait_and_takes_requests_again(bundle: Bundle) -> None:
+    engine = bundle.engine(slots=1)
+    running = engine.submit([1], max_new_tokens=200, stop_token_ids=())
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(engine.drain)
+        while not engine._loop._refuses:
+            time.sleep(0.001)
+        engine.undrain()
+        waits.result(60)
+    running.cancel()
+    assert len(engine.generate([1], max_new_tokens=2, stop_token_ids=()).token_ids) == 2
+    engine.close()
+    with pytest.raises(ClosedError):
+        engine.undrain()
+    with pytest.raises(ClosedError, match="closed"):
+        engine.submit([1])
+
+
 def test_an_engine_that_nobody_has_ends_its_thread(bundle: Bundle) -> None:
     engine = bundle.engine(slots=1)
     engine.generate([1], max_new_tokens=1)
