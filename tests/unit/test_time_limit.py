@@ -22,7 +22,10 @@ def test_every_test_has_a_time_limit(request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("code", "limit", "shown"),
-    [(IN_PYTHON, "timeout", "Timeout (>1.0s)"), (IN_C, "faulthandler_timeout", "Timeout (0:00:01)")],
+    [
+        (IN_PYTHON, "timeout", "Timeout (>1.0s)"),
+        (IN_C, "faulthandler_timeout", "Timeout (0:00:01)"),
+    ],
 )
 def test_a_hang_ends_the_test_with_its_stack(
     tmp_path: Path, code: str, limit: str, shown: str, workers: int
