@@ -18,16 +18,12 @@ from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import REF_NAME
+from prejit.runtime.format.names import REF_NAME, SIGNATURE_MEDIA_TYPE, STATEMENT_MEDIA_TYPE
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.format.schema import Descriptor
 from prejit.runtime.format.writing import EMPTY, Part, attach, remove_abandoned
-from prejit.runtime.trust.dsse import (
-    BUNDLE_MEDIA_TYPE,
-    MAX_ENVELOPE_BYTES,
-    PAYLOAD_TYPE,
-)
+from prejit.runtime.trust.dsse import MAX_ENVELOPE_BYTES
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.statement import (
     PROVENANCE_PREDICATE,
@@ -93,8 +89,8 @@ def sign(path: str | os.PathLike[str], signer: Signer) -> Signed:
             "dev.sigstore.bundle.predicateType": predicate,
             _CREATED: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
-        layer = Part(BUNDLE_MEDIA_TYPE, content)
-        attach(path, descriptors[subject], BUNDLE_MEDIA_TYPE, EMPTY, [layer], annotations)
+        layer = Part(SIGNATURE_MEDIA_TYPE, content)
+        attach(path, descriptors[subject], SIGNATURE_MEDIA_TYPE, EMPTY, [layer], annotations)
         added += 1
     # The signature is of every file in the directory.
     remove_abandoned(path)
@@ -141,7 +137,7 @@ def _read(layout: Layout, root: Root, signer: Signer) -> _Bundle:
 def _provenance(layout: Layout, root: Root) -> Iterable[bytes]:
     """Yield the statements of a bundle's provenance that are attached to it."""
     for each in referrers(layout, root, root.digest):
-        if each.artifact_type != PAYLOAD_TYPE or len(each.layers) != 1:
+        if each.artifact_type != STATEMENT_MEDIA_TYPE or len(each.layers) != 1:
             continue
         [at] = each.layers
         if at.size > MAX_ENVELOPE_BYTES:
@@ -156,7 +152,7 @@ def _provenance(layout: Layout, root: Root) -> Iterable[bytes]:
 def _signed_by(layout: Layout, root: Root, signer: Signer) -> Iterable[bytes]:
     """Yield the payloads of attached signatures by a signer."""
     for each in referrers(layout, root):
-        if each.artifact_type != BUNDLE_MEDIA_TYPE or len(each.layers) != 1:
+        if each.artifact_type != SIGNATURE_MEDIA_TYPE or len(each.layers) != 1:
             continue
         [at] = each.layers
         if at.size > MAX_ENVELOPE_BYTES:
