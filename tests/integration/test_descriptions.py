@@ -134,7 +134,7 @@ def test_signing_signs_the_provenance_too(demo: Path, tmp_path: Path) -> None:
     from prejit.runtime.trust.statement import PROVENANCE_PREDICATE, read_statement
 
     bundle = shutil.copytree(demo, tmp_path / "demo")
-    assert sign(bundle, signer("a")).added == 3  # the index, a target, the provenance
+    assert sign(bundle, signer("a")).added == 4  # the index, a target, the parts, the provenance
     assert sign(bundle, signer("a")).added == 0
     with Layout(bundle) as layout:
         root = read_root(layout)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from tests.layouts import blob, index_of
 from tests.recipes import Recipe
 from tests.signers import signer
 
-from prejit.compiler.pipeline.describe.attaching import attach_descriptions
-from prejit.compiler.pipeline.describe.provenance import recording_provenance
-from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS, assemble
+from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS
 from prejit.compiler.signing.sign import sign
 from prejit.runtime import RejectError, load
 from prejit.runtime.__main__ import main
@@ -29,7 +26,7 @@ from prejit.runtime.format.audit import Audit, audit
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.writing import EMPTY, Part, attach, remove_abandoned, write_layout
+from prejit.runtime.format.writing import EMPTY, Part, attach, remove_abandoned
 
 X = np.ones((2, 16), np.float32)
 PARTS, STATEMENT = DESCRIPTIONS
@@ -39,11 +36,7 @@ SIGNATURE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 @pytest.fixture(scope="session")
 def described(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A signed bundle of two targets, with list of parts and provenance."""
-    path = tmp_path_factory.mktemp("described") / "example"
-    index, blobs = assemble("example", recipe.targets, DESCRIPTIONS)
-    write_layout(path, index, blobs)
-    digest = digest_of(index)
-    attach_descriptions(path, digest, partial(recording_provenance, digest))
+    path = recipe.write_described(tmp_path_factory.mktemp("described") / "example")
     sign(path, signer("a"))
     return path
 

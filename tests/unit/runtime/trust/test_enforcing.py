@@ -289,10 +289,12 @@ def test_what_is_attached_as_a_signature_and_is_none_does_not_count(
     with Layout(bundle_dir) as layout:
         subject = read_root(layout).subject
     assert subject is not None
-    attach(bundle_dir, subject, SIGNATURE_MEDIA_TYPE, EMPTY, parts, {})
+    signed = shutil.copytree(bundle_dir, bundle_dir.with_name("signed"))
+    sign(signed, signer("a"))
+    for path in (bundle_dir, signed):
+        attach(path, subject, SIGNATURE_MEDIA_TYPE, EMPTY, parts, {})
     assert case_of(bundle_dir, policy) == case
-    sign(bundle_dir, signer("a"))
-    runs(bundle_dir, policy)
+    runs(signed, policy)
 
 
 def test_signatures_without_end_are_not_all_read(bundle_dir: Path, policy: Path) -> None:
