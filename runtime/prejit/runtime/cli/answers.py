@@ -1,4 +1,4 @@
-"""Golden answers on the command line: `verify --run` and `--forget`, and the quarantine that `inspect` shows."""
+"""Golden answers on the command line: `verify --run`, `verify --forget` and the quarantine in `inspect`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def forget(path: str) -> list[Path]:
 
 
 def _wrong_answers(content: Contents) -> Iterator[tuple[str, Path, KeptAnswer]]:
-    """Yield the programs of a target whose answers were wrong on this machine, with the files that keep it."""
+    """Yield the programs of a target whose answers were wrong on this machine, with the files of these."""
     manifest, machine = content.manifest, Fingerprint.current()
     has_weights = manifest.has_layer(WEIGHTS_MEDIA_TYPE)
     weights = manifest.layer(WEIGHTS_MEDIA_TYPE).digest if has_weights else ""

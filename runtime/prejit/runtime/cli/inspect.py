@@ -166,7 +166,8 @@ def verify(options: Namespace) -> int:
     if not options.json:
         print_text(
             f"{options.bundle}: ok: {found.target_count} targets, {found.program_count} programs, "
-            f"{size(found.hashed_bytes)} hashed in {seconds:.1f} s\n{found.digest}"
+            f"{found.attached_count} attached, {size(found.hashed_bytes)} hashed in {seconds:.1f} s\n"
+            f"{found.digest}"
         )
         _print_trusted(trusted)
     forgotten = [*map(str, forget(options.bundle))] if options.forget else []
@@ -178,6 +179,7 @@ def verify(options: Namespace) -> int:
     status = AnswerError.exit_code if any(each.difference for each in answers) else 0
     if options.json:
         counts = {"targets": found.target_count, "programs": found.program_count}
+        counts["attached"] = found.attached_count
         counts["bytes"] = found.hashed_bytes
         described: dict[str, Any] = {"digest": found.digest, **counts, "seconds": round(seconds, 3)}
         if options.policy is not None:
