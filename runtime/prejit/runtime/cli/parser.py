@@ -413,6 +413,12 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
         help="accept only requests with a key of FILE, one in a line: KEY or NAME: KEY",
     )
     command.add_argument(
+        "--share-prefixes",
+        action="store_true",
+        help="let prompts begin with what those of other keys have computed: who guesses a prompt then sees "
+        "that it was sent",
+    )
+    command.add_argument(
         "--log",
         metavar="FILE",
         help="append a JSON line for each request, with its body, for `prejit replay`; - is stdout",

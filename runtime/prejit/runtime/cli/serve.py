@@ -47,7 +47,9 @@ def serve(options: Namespace) -> int:
             keys=keys,
         )
         must_match = options.on_mismatch == "error"
-        engines = EngineOptions(options.slots, options.queue, options.prefix_memory, must_match)
+        engines = EngineOptions(
+            options.slots, options.queue, options.prefix_memory, must_match, options.share_prefixes
+        )
         serve(sources, engines, settings, (options.host, options.port), log)
     return 0
 

@@ -36,6 +36,8 @@ from prejit.runtime.errors import (
 from prejit.runtime.generation import decode
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
+from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.prefix_cache import PrefixCache
 
 LONG = [number % VOCABULARY for number in range(3, 40)]
 MIB = 1 << 20
@@ -185,6 +187,57 @@ def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(bundle: Bund
     assert metrics.cached_prompt_tokens == 60
     assert 0 < metrics.prefix_bytes <= 4 * MIB
     engine.close()
+
+
+def reused(engine: Engine, last: int, **options: Any) -> int:
+    """How many tokens of a prompt were in a cache."""
+    return engine.generate([*LONG[:30], last], max_new_tokens=2, **options).stats.reused_tokens
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "shares", "expected"),
+    [
+        ({"client": "a"}, {"client": "b"}, False, 0),
+        ({"client": "a"}, {"client": "b"}, True, 30),
+        ({"cache_salt": "a"}, {}, True, 0),
+        ({"cache_salt": "a"}, {"cache_salt": "b"}, False, 0),
+        ({"client": "a", "cache_salt": "b"}, {"client": "b", "cache_salt": "a"}, False, 0),
+    ],
+)
+def test_a_prompt_cannot_be_guessed_by_what_is_reused(
+    bundle: Bundle, mine: Any, theirs: Any, shares: bool, expected: int
+) -> None:
+    bundle.prepare()
+    engine = bundle.engine(slots=4, prefix_memory=4 * MIB, share_prefixes=shares)
+    prompt: dict[str, Any] = {"max_new_tokens": 30, "stop_token_ids": ()}
+    with engine.stream([*LONG[:30], 1], **prompt, **mine) as running:
+        next(running)
+        assert reused(engine, 2, **theirs) == expected  # of a slot that runs
+        list(running)
+    assert reused(engine, 3, **mine) == 30
+    assert reused(engine, 4, **theirs) >= expected
+    for number in range(8):  # other texts take all slots
+        engine.generate([number] * 20, max_new_tokens=2, client="c")
+    assert reused(engine, 5, **mine) == 30  # of what is kept
+    engine.close()
+    engine = bundle.engine(slots=4, prefix_memory=4 * MIB, share_prefixes=shares)
+    reused(engine, 1, **mine)
+    assert reused(engine, 2, **theirs) == expected  # of a slot that is free
+    engine.close()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_prompts_of_two_clients_that_enter_together_share_nothing(
+    bundle: Bundle, shares: bool
+) -> None:
+    batch = Batch(bundle.decoder, 2, prefixes=PrefixCache(bundle.decoder, 4 * MIB))
+    namespaces = [("a",), ("a",) if shares else ("b",)]
+    requests = [
+        Request([*LONG[:30], number], max_new_tokens=2, namespace=namespace)
+        for number, namespace in enumerate(namespaces)
+    ]
+    batch.insert(*requests)
+    assert max(token.usage.reused_tokens for token in batch.step()) == 30 * shares
 
 
 def test_two_conversations_in_turns_compute_only_what_is_new(

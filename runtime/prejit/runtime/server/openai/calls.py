@@ -47,6 +47,7 @@ class TextCall:
         priority: as `Engine.submit`.
         client: as `Engine.submit`.
         timeout: as `Engine.submit`.
+        cache_salt: as `Engine.submit`.
     """
 
     engine: Engine
@@ -57,6 +58,7 @@ class TextCall:
     priority: int
     client: str
     timeout: float | None
+    cache_salt: str
 
     def submit(self) -> list[Future[Result]]:
         """Submit all continuations, or none: if one is refused, the others are cancelled.
@@ -98,6 +100,7 @@ class TextCall:
             "priority": self.priority,
             "client": self.client,
             "timeout": self.timeout,
+            "cache_salt": self.cache_salt,
         }
 
 
@@ -133,6 +136,7 @@ def text_call(
         priority=body.priority or 0,
         client=request.state.client,
         timeout=settings.timeout_seconds,
+        cache_salt=body.cache_salt or "",
     )
 
 

@@ -67,6 +67,7 @@ class Sampled(RequestFields, frozen=True, kw_only=True):
         stop_token_ids: the text ends at these tokens too. As vLLM has it.
         ignore_eos: do not end at the model's own stop tokens. As vLLM has it.
         priority: a smaller one is served first. As vLLM has it.
+        cache_salt: only prompts of the same salt share what they have computed. As vLLM has it.
     """
 
     model: str | None = None
@@ -84,6 +85,7 @@ class Sampled(RequestFields, frozen=True, kw_only=True):
     stop_token_ids: Annotated[list[int], Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
     def chosen_temperature(self, served: Served) -> float:
         """Return the temperature: the request's, else the bundle's, else OpenAI's default."""
