@@ -17,9 +17,10 @@ from prejit.runtime.errors import NumbersError
 from prejit.runtime.server.disconnect import unless_gone
 from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai.bodies import (
-    RequestFields,
     ResponseFields,
+    Unused,
     answered,
+    check_only,
     read,
     served_model,
 )
@@ -31,7 +32,7 @@ _MAX_INPUTS = 2048
 """OpenAI's limit."""
 
 
-class EmbeddingRequest(RequestFields, frozen=True, kw_only=True):
+class EmbeddingRequest(Unused, frozen=True, kw_only=True):
     """The body of POST /v1/embeddings.
 
     Attributes:
@@ -39,12 +40,14 @@ class EmbeddingRequest(RequestFields, frozen=True, kw_only=True):
         model: the name of a served model; it may be missing if there is one.
         encoding_format: numbers, or the bytes of little-endian float32 in base64.
         dimensions: the width of the model; no other is supported.
+        truncate_prompt_tokens: -1 cuts inputs that are too long. As vLLM has it; no other value is supported.
     """
 
     input: str | list[int | str | list[int]]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 class EmbeddingVector(ResponseFields, frozen=True, kw_only=True):
@@ -76,14 +79,15 @@ _DECODER = msgspec.json.Decoder(EmbeddingRequest)
 
 async def embed(models: Models, settings: Settings, request: Request) -> Response:
     """Answer POST /v1/embeddings."""
-    body = await read(request, _DECODER)
+    body = await read(request, _DECODER, settings)
     served = served_model(models, body.model)
     _check_dimensions(body, served)
+    check_only(body, {"truncate_prompt_tokens": -1})
     inputs = _inputs(body)
     submit = partial(
         served.engine.submit_encode,
         inputs,
-        on_too_long="error",
+        on_too_long="error" if body.truncate_prompt_tokens is None else "truncate",
         timeout=settings.timeout_seconds,
     )
     characters = sum(len(each) for each in inputs)
