@@ -31,6 +31,7 @@ from prejit.runtime.server.openai.chat import ChatRequest
 from prejit.runtime.server.openai.completions import CompletionRequest
 from prejit.runtime.server.openai.embeddings import EmbeddingRequest
 from prejit.runtime.server.openai.responses_schema import ResponseRequest
+from prejit.runtime.server.openai.similarity import RerankRequest, ScoreRequest
 from prejit.runtime.server.openai.tokens import DetokenizeRequest, TokenizeRequest
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
@@ -904,6 +905,8 @@ REQUESTS: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponseRequest,
     "/v1/embeddings": EmbeddingRequest,
+    "/v1/score": ScoreRequest,
+    "/v1/rerank": RerankRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -912,6 +915,8 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": USER, "max_tokens": 1},
     "/v1/responses": {"input": "a", "max_output_tokens": 1},
     "/v1/embeddings": {"model": "tiny", "input": "a"},
+    "/v1/score": {"model": "tiny", "text_1": "a", "text_2": "b"},
+    "/v1/rerank": {"model": "tiny", "query": "a", "documents": ["b"]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }

@@ -27,7 +27,6 @@ from prejit.runtime.server.inference.schema import (
     ServerMetadata,
 )
 from prejit.runtime.server.openai.openapi import Operation
-from prejit.runtime.server.request_json import decode
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import Settings
 
@@ -42,7 +41,7 @@ _PROTOCOL_PARAMETERS = frozenset(
     ("binary_data_output", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
 )
 """Parameters of a request that belong to the protocol; the others are static arguments."""
-_DECODER = msgspec.json.Decoder(InferRequest)
+
 
 OPERATIONS = (
     Operation("get", "/v2", "Describe the server", None, ServerMetadata, error=InferError),
@@ -132,11 +131,10 @@ class _Protocol:
         model = self._model(request)
         body = await request.body()
         length = request.headers.get(_JSON_LENGTH)
-        ignore = self._settings.ignore_unknown_fields
         if len(body) > _SMALL_BYTES:
-            asked, given = await run_in_threadpool(_read, body, length, model, ignore)
+            asked, given = await run_in_threadpool(_read, body, length, model)
         else:
-            asked, given = _read(body, length, model, ignore)
+            asked, given = _read(body, length, model)
         args, kwargs = model.arguments(given)
         kwargs |= _static(asked, model)
         future = model.served.engine.submit_call(model.program, *args, **kwargs)
@@ -172,13 +170,12 @@ class _Protocol:
 
 
 def _read(
-    body: bytes, length: str | None, model: InferenceModel, ignore_unknown: bool
+    body: bytes, length: str | None, model: InferenceModel
 ) -> tuple[InferRequest, dict[str, np.ndarray[Any, Any]]]:
     """Return the JSON of a request, and its tensors by name.
 
     Raises:
-        UsageError, ApiError, msgspec.DecodeError: they are not what the protocol says, or not what the model
-            takes.
+        UsageError, msgspec.DecodeError: they are not what the protocol says, or not what the model takes.
     """
     end = len(body)
     if length is not None:
@@ -186,7 +183,7 @@ def _read(
             raise UsageError(f"{_JSON_LENGTH}: expected 0 to {len(body)}, found {length!r:.80}")
         end = int(length)
     view = memoryview(body)
-    asked = decode(view[:end], _DECODER, ignore_unknown=ignore_unknown)
+    asked = msgspec.json.decode(view[:end], type=InferRequest)
     expected = {tensor.name: tensor.datatype for tensor in model.inputs}
     given: dict[str, np.ndarray[Any, Any]] = {}
     at = end

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 
-class InferInput(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class InferInput(msgspec.Struct, kw_only=True):
     """A tensor of a request.
 
     Attributes:
@@ -25,7 +25,7 @@ class InferInput(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     parameters: dict[str, Any] = {}
 
 
-class InferOutput(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class InferOutput(msgspec.Struct, kw_only=True):
     """A result that a client wants.
 
     Attributes:
@@ -37,7 +37,7 @@ class InferOutput(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     parameters: dict[str, Any] = {}
 
 
-class InferRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class InferRequest(msgspec.Struct, kw_only=True):
     """A call of a program.
 
     Attributes:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai.prompts import off_loop
-from prejit.runtime.server.request_json import decode
+from prejit.runtime.server.openai.unknown_fields import decode
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 

@@ -1,4 +1,4 @@
-"""Read JSON that a client sent: a field that no Struct has is an error with the nearest name, or left out."""
+"""Unknown fields of requests: an error that names the nearest field there is, or left out."""
 
 from __future__ import annotations
 
