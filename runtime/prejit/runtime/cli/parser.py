@@ -408,6 +408,11 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
         help="the most new tokens that a request may ask for (default: what the context has room for)",
     )
     command.add_argument(
+        "--ignore-unknown-fields",
+        action="store_true",
+        help="ignore fields of requests that the server does not know (without it, they are status 400)",
+    )
+    command.add_argument(
         "--keys",
         metavar="FILE",
         help="accept only requests with a key of FILE, one in a line: KEY or NAME: KEY",

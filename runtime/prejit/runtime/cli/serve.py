@@ -45,6 +45,7 @@ def serve(options: Namespace) -> int:
             clients=options.clients,
             drain_seconds=options.drain_seconds,
             keys=keys,
+            ignore_unknown_fields=options.ignore_unknown_fields,
         )
         must_match = options.on_mismatch == "error"
         engines = EngineOptions(

@@ -200,6 +200,8 @@ class Request:
         sampling: how tokens are chosen.
         max_new_tokens: stop after this many tokens; None: at a stop token or when the longest context is
             full.
+        min_new_tokens: no stop token comes, and no stop string ends the text, before this many tokens.
+            Decoding takes one step per call until then.
         stop_token_ids: stop at any of these; None: at those of the model's generation config.
         logprobs: return the log-probability of each new token and of this many of the most likely tokens, 0
             to 20; None: none at all.
@@ -222,6 +224,13 @@ class Request:
         None,
         _optional(_integer(1)),
         "stop after N tokens; without it, at a stop token or at the end of the longest context",
+        flag=int,
+        published=True,
+    )
+    min_new_tokens: int = _option(
+        0,
+        _integer(0),
+        "no stop token and no stop text ends the answer before N tokens",
         flag=int,
         published=True,
     )
@@ -281,7 +290,8 @@ class Options(TypedDict, total=False):
     Attributes:
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
             logit_bias, seed: see `Sampling`.
-        max_new_tokens, stop_token_ids, logprobs, token_mask, prompt_lookup, prefix: see `Request`.
+        max_new_tokens, min_new_tokens, stop_token_ids, logprobs, token_mask, prompt_lookup, prefix: see
+            `Request`.
         source: what an encoder-decoder reads: text, token ids, or an array; see `Request`.
         stop: stop before any of these strings.
     """
@@ -296,6 +306,7 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     seed: int
     max_new_tokens: int | None
+    min_new_tokens: int
     stop_token_ids: Collection[int] | None
     stop: str | Sequence[str]
     logprobs: int | None
