@@ -45,9 +45,12 @@ def serve(options: Namespace) -> int:
             clients=options.clients,
             drain_seconds=options.drain_seconds,
             keys=keys,
+            ignore_unknown_fields=options.ignore_unknown_fields,
         )
         must_match = options.on_mismatch == "error"
-        engines = EngineOptions(options.slots, options.queue, options.prefix_memory, must_match)
+        engines = EngineOptions(
+            options.slots, options.queue, options.prefix_memory, must_match, options.share_prefixes
+        )
         serve(sources, engines, settings, (options.host, options.port), log)
     return 0
 
