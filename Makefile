@@ -30,7 +30,7 @@ TESTS ?= tests
 # What the newer interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo graphs artifacts test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos soak docs clean
+.PHONY: help demo graphs artifacts test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos soak hostile-clients docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -131,6 +131,9 @@ chaos: $(READY) ## commands that break at every call on their files, and races o
 
 soak: $(READY) ## a server under mixed load for 8 minutes, then its log again (13 minutes); writes its figures
 	PREJIT_SOAK_SECONDS=480 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_serving.py
+
+hostile-clients: $(READY) ## an honest client beside hostile ones and 10,000 connections (13 minutes); writes its figures
+	PREJIT_HOSTILE_SECONDS=600 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_hostile_clients.py
 
 docs: $(READY) $(DOCS_READY) ## build the documentation site into site/ and check its links
 	$(BIN)/python docs/generate.py .site-source
