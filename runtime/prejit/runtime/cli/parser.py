@@ -404,7 +404,8 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--keys",
         metavar="FILE",
-        help="accept only requests with a key of FILE, one in a line: KEY or NAME: KEY",
+        help="accept only requests with a key of FILE, one in a line: KEY or NAME: KEY, and limits of the key "
+        "behind it; the file is read again when it changes",
     )
     command.add_argument(
         "--share-prefixes",

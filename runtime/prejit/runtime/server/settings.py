@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from prejit.runtime.server.keys import ANYBODY, Key
+
 if TYPE_CHECKING:
     from prejit.runtime.server.keys import Keys
     from prejit.runtime.server.requestlog import Log
@@ -26,6 +28,7 @@ class Settings:
         clients: the most requests at once, waiting ones included. More are refused with status 503.
         drain_seconds: how long running requests may go on after a signal to end.
         keys: who may send requests; None: everybody.
+        anybody: what is allowed without keys.
         log: where requests are recorded for `prejit replay`; None: nowhere.
     """
 
@@ -35,4 +38,5 @@ class Settings:
     clients: int = 1024
     drain_seconds: float = 30.0
     keys: Keys | None = None
+    anybody: Key = ANYBODY
     log: Log | None = None

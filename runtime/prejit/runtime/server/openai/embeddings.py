@@ -14,8 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prejit.runtime.errors import NumbersError
+from prejit.runtime.server.allowed import check_tokens
 from prejit.runtime.server.disconnect import unless_gone
 from prejit.runtime.server.errors import ApiError
+from prejit.runtime.server.keys import Key
 from prejit.runtime.server.openai.bodies import (
     RequestFields,
     ResponseFields,
@@ -80,6 +82,8 @@ async def embed(models: Models, settings: Settings, request: Request) -> Respons
     served = served_model(models, body.model)
     _check_dimensions(body, served)
     inputs = _inputs(body)
+    key: Key = request.state.key
+    check_tokens(key)
     submit = partial(
         served.engine.submit_encode,
         inputs,
@@ -94,6 +98,8 @@ async def embed(models: Models, settings: Settings, request: Request) -> Respons
     if not np.isfinite(vectors).all():
         raise NumbersError("the model returned embeddings that are not numbers")
     tokens = encoded.stats.tokens
+    if key.meter is not None:
+        key.meter.spend(tokens)
     return answered(
         EmbeddingList(
             data=[
