@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from prejit.runtime.server.keys import ANYBODY, Key
+
 if TYPE_CHECKING:
     from prejit.runtime.server.keys import Keys
     from prejit.runtime.server.requestlog import Log
@@ -27,6 +29,7 @@ class Settings:
         drain_seconds: how long running requests may go on after a signal to end.
         keys: who may send requests; None: everybody.
         ignore_unknown_fields: whether fields that no request has are left out; if not, they are an error.
+        anybody: what is allowed without keys.
         log: where requests are recorded for `prejit replay`; None: nowhere.
     """
 
@@ -37,4 +40,5 @@ class Settings:
     drain_seconds: float = 30.0
     keys: Keys | None = None
     ignore_unknown_fields: bool = False
+    anybody: Key = ANYBODY
     log: Log | None = None
