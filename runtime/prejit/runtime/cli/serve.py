@@ -45,10 +45,11 @@ def serve(options: Namespace) -> int:
             clients=options.clients,
             drain_seconds=options.drain_seconds,
             keys=keys,
+            cors=tuple(options.cors),
         )
         must_match = options.on_mismatch == "error"
         engines = EngineOptions(options.slots, options.queue, options.prefix_memory, must_match)
-        serve(sources, engines, settings, (options.host, options.port), log)
+        serve(sources, engines, settings, (options.host, options.port), log, options.admin)
     return 0
 
 

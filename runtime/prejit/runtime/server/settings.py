@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from prejit.runtime.server.keys import Keys
+    from prejit.runtime.server.origins import Origins
     from prejit.runtime.server.requestlog import Log
 
 
@@ -27,6 +28,8 @@ class Settings:
         drain_seconds: how long running requests may go on after a signal to end.
         keys: who may send requests; None: everybody.
         log: where requests are recorded for `prejit replay`; None: nowhere.
+        cors: origins of web pages that may read answers; `*`: all.
+        origins: the hosts and pages that may send requests; None: all.
     """
 
     body_bytes: int = 16 << 20
@@ -36,3 +39,5 @@ class Settings:
     drain_seconds: float = 30.0
     keys: Keys | None = None
     log: Log | None = None
+    cors: tuple[str, ...] = ()
+    origins: Origins | None = None
