@@ -46,7 +46,7 @@ COMMANDS = {
 _EXAMPLES = {
     "inspect": "prejit inspect artifacts/demo\n  prejit inspect artifacts/demo --json",
     "verify": "prejit verify artifacts/demo\n  prejit verify artifacts/demo --policy trust.toml\n"
-    "  prejit verify artifacts/demo --run",
+    "  prejit verify artifacts/demo --run\n  prejit verify artifacts/demo --forget",
     "fingerprint": "prejit fingerprint > web-3.json",
     "explain": "prejit explain artifacts/demo\n"
     "  prejit explain artifacts/demo --fingerprint web-3.json\n"
@@ -131,6 +131,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="then run every program that this machine would load, and compare what it returns with the "
         "golden answer of its build (exit 3: one is wrong, and in quarantine on this machine)",
+    )
+    command.add_argument(
+        "--forget",
+        action="store_true",
+        help="then forget what this machine holds against the bundle: first loads that crashed, and "
+        "executables in quarantine",
     )
     add("fingerprint", "print the fingerprint of this machine as JSON", bundle=False, json=False)
     command = add(
@@ -418,9 +424,20 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
         help="the most new tokens that a request may ask for (default: what the context has room for)",
     )
     command.add_argument(
+        "--ignore-unknown-fields",
+        action="store_true",
+        help="ignore fields of requests that the server does not know (without it, they are status 400)",
+    )
+    command.add_argument(
         "--keys",
         metavar="FILE",
         help="accept only requests with a key of FILE, one in a line: KEY or NAME: KEY",
+    )
+    command.add_argument(
+        "--share-prefixes",
+        action="store_true",
+        help="let prompts begin with what those of other keys have computed: who guesses a prompt then sees "
+        "that it was sent",
     )
     command.add_argument(
         "--log",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -131,6 +133,7 @@ class Loop:
         )
         self._changed = threading.Condition()
         self._queue: FairQueue[Ticket] = FairQueue()
+        self._cancelled: deque[Ticket] = deque()  # some of them may still be in the queue
         self._running: dict[int, Ticket] = {}
         self._thread: threading.Thread | None = None
         self._refuses = ""  # why no request is taken any more
@@ -155,6 +158,7 @@ class Loop:
             if self._refuses:
                 self._recorder.refused()
                 raise ClosedError(self._refuses, hint="send it to another server, or later")
+            self._remove_cancelled()
             if len(self._queue) >= self._queue_size:
                 self._recorder.refused()
                 seconds = self._request_seconds / self._plan.batch
@@ -168,15 +172,23 @@ class Loop:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="prejit engine", daemon=True)
                 self._thread.start()
+                atexit.register(self.close)  # an end of the process inside XLA aborts it
             self._changed.notify_all()
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a request that nobody waits for any more."""
-        with self._changed:
-            ticket.cancelled = True
-            if self._queue.remove(ticket):
+        """End a request that nobody waits for any more.
+
+        It takes no lock and leaves the queue as it is, because finalizers call it: they run in any thread, at
+        any line, also while that thread goes through the queue.
+        """
+        ticket.cancelled = True
+        self._cancelled.append(ticket)
+
+    def _remove_cancelled(self) -> None:
+        """Remove cancelled requests from the queue. The caller holds the lock."""
+        while self._cancelled:
+            if self._queue.remove(self._cancelled.popleft()):
                 self._recorder.abandoned("cancelled")
-                self._changed.notify_all()
 
     def drain(self, seconds: float | None) -> bool:
         """Take no more requests, and wait until none is left; return whether that is so."""
@@ -200,6 +212,7 @@ class Loop:
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+            atexit.unregister(self.close)
 
     def _is_idle(self) -> bool:
         return not self._queue and not self._running
@@ -234,6 +247,7 @@ class Loop:
         for slot in list(self._running):
             self._fail(slot, closed)
         with self._changed:
+            self._remove_cancelled()
             left = list(self._queue)
             for ticket in left:
                 self._queue.remove(ticket)
@@ -262,6 +276,7 @@ class Loop:
         """End requests that were cancelled or are past their deadline."""
         now = time.perf_counter()
         with self._changed:
+            self._remove_cancelled()
             late = [t for t in self._queue if t.deadline is not None and t.deadline < now]
             for ticket in late:
                 self._queue.remove(ticket)

@@ -142,7 +142,7 @@ class Decoding:
 
     def _steps(self, program: ProgramEntry, cache: KVCache, live: Mapping[int, Row]) -> int:
         """Return how many steps the next decode call takes."""
-        if any(row.request.token_mask is not None for row in live.values()):
+        if any(row.is_masked for row in live.values()):
             return 1  # a token mask is called before every token
         if self._decoder.device.in_cluster:
             return 1  # all processes must take the same number, and they measure different times
@@ -186,7 +186,7 @@ class Decoding:
 
     def _draft(self, row: Row, context: int) -> list[int]:
         """Return the tokens that may follow a row's text, as many as there is room for."""
-        if row.lookup is None or row.request.token_mask is not None:
+        if row.lookup is None or row.is_masked:
             return []
         room = context - len(row.token_ids)
         if row.left is not None:

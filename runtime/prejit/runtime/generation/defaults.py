@@ -24,6 +24,7 @@ class Defaults:
         temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`. If do_sample is true and there
             is no temperature, it is 1.
         max_new_tokens: stop after this many tokens.
+        min_new_tokens: do not stop before this many tokens.
     """
 
     do_sample: bool = False
@@ -33,6 +34,7 @@ class Defaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
 
     def options(self) -> dict[str, Any]:
         """Return these as options of `Bundle.generate`, without those that change nothing."""
@@ -53,7 +55,8 @@ def check_generation(content: bytes, written: int, path: str) -> Defaults:
 
     Args:
         content: the bytes of the layer.
-        written: the bundle's format. Programs of formats 1 and 2 have no min_p and no repetition_penalty.
+        written: the bundle's format. Programs of formats 1 and 2 have no min_p, no
+            repetition_penalty and no masks.
         path: the file of the layer, for errors.
 
     Raises:
@@ -63,7 +66,11 @@ def check_generation(content: bytes, written: int, path: str) -> Defaults:
         found = parse(content)
     except ValueError as error:
         raise RejectError(path, str(error)) from error
-    return found if written > 2 else replace(found, min_p=None, repetition_penalty=None)
+    return (
+        found
+        if written > 2
+        else replace(found, min_p=None, repetition_penalty=None, min_new_tokens=None)
+    )
 
 
 def parse(content: bytes) -> Defaults:

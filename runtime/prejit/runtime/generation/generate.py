@@ -141,7 +141,9 @@ class Generation:
         text, reason = "", token.finish_reason
         if self._text is not None:
             if token.token_id is not None:
-                text = self._stops.push(self._text.push(token.token_id))
+                text = self._text.push(token.token_id)
+                if len(self._pieces) >= self.request.min_new_tokens:
+                    text = self._stops.push(text)
             if reason is not None:
                 text += self._stops.push(self._text.finish())
             if self._stops.found is not None:

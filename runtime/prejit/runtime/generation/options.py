@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int]
 """A prompt is text or a list of token ids."""
 
+Namespace = tuple[str, ...]
+"""Whose texts share caches. How long a prompt takes says how much of it a cache has, so those who must not
+guess each other's prompts have different namespaces."""
+
 TokenMask = Callable[[Sequence[int]], Any]
 """A token mask takes the token ids generated so far. It returns bool [V], true for each token that may come
 next, or None if all may."""
@@ -196,6 +200,8 @@ class Request:
         sampling: how tokens are chosen.
         max_new_tokens: stop after this many tokens; None: at a stop token or when the longest context is
             full.
+        min_new_tokens: no stop token comes, and no stop string ends the text, before this many tokens.
+            Decoding takes one step per call until then.
         stop_token_ids: stop at any of these; None: at those of the model's generation config.
         logprobs: return the log-probability of each new token and of this many of the most likely tokens, 0
             to 20; None: none at all.
@@ -205,6 +211,7 @@ class Request:
             `draft_tokens`. The tokens are the same; text that repeats itself comes faster.
         prefix: a computed beginning of the prompt, from `Bundle.prefix` of the same bundle.
         source: what an encoder-decoder reads: token ids [N], or an array such as a spectrogram [80, N].
+        namespace: the prompt begins with what a cache has of earlier texts of this namespace only.
 
     Raises:
         UsageError: a value has the wrong type or is out of range.
@@ -212,10 +219,18 @@ class Request:
 
     prompt: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
+    namespace: Namespace = ()
     max_new_tokens: int | None = _option(
         None,
         _optional(_integer(1)),
         "stop after N tokens; without it, at a stop token or at the end of the longest context",
+        flag=int,
+        published=True,
+    )
+    min_new_tokens: int = _option(
+        0,
+        _integer(0),
+        "no stop token and no stop text ends the answer before N tokens",
         flag=int,
         published=True,
     )
@@ -275,7 +290,8 @@ class Options(TypedDict, total=False):
     Attributes:
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
             logit_bias, seed: see `Sampling`.
-        max_new_tokens, stop_token_ids, logprobs, token_mask, prompt_lookup, prefix: see `Request`.
+        max_new_tokens, min_new_tokens, stop_token_ids, logprobs, token_mask, prompt_lookup, prefix: see
+            `Request`.
         source: what an encoder-decoder reads: text, token ids, or an array; see `Request`.
         stop: stop before any of these strings.
     """
@@ -290,6 +306,7 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     seed: int
     max_new_tokens: int | None
+    min_new_tokens: int
     stop_token_ids: Collection[int] | None
     stop: str | Sequence[str]
     logprobs: int | None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.options import Namespace, Request
 from prejit.runtime.generation.prompt_lookup import PromptLookup
 from prejit.runtime.generation.sampling import Logprob, bias_row, check_bias, check_sampling
 
@@ -34,6 +35,24 @@ class Token:
     token_id: int | None
     logprob: Logprob | None = None
     finish_reason: str | None = None
+
+
+class CachedText(NamedTuple):
+    """A text that a cache holds.
+
+    Attributes:
+        token_ids: its tokens.
+        namespace: whose it is.
+    """
+
+    token_ids: Sequence[int] = ()
+    namespace: Namespace = ()
+
+    def reusable(self, decoder: DecoderPrograms, request: Request) -> int:
+        """Return how many tokens of a request's prompt need not be computed; 0 in another namespace."""
+        if self.namespace != request.namespace:
+            return 0
+        return decoder.reusable(self.token_ids, request.prompt)
 
 
 @dataclass(slots=True)
@@ -71,7 +90,7 @@ class Row:
         usage: what it has cost.
         cached: how many tokens are in the cache. While the request continues, all but the last.
         lookup: the index for drafts; None without prompt lookup.
-        allowed: the last result of the token mask; None: all tokens may come.
+        allowed: the tokens that may come next; None: all.
     """
 
     request: Request
@@ -81,6 +100,11 @@ class Row:
     lookup: PromptLookup | None
     cached: int = 0
     allowed: np.ndarray[Any, Any] | None = None
+
+    @property
+    def held(self) -> CachedText:
+        """What the cache holds of its text."""
+        return CachedText(self.token_ids[: self.cached], self.request.namespace)
 
     @property
     def generated(self) -> int:
@@ -93,16 +117,31 @@ class Row:
         limit = self.request.max_new_tokens
         return None if limit is None else limit - self.generated
 
+    @property
+    def may_not_stop(self) -> bool:
+        """Whether stop tokens are forbidden, because too few tokens were generated."""
+        return bool(self.stop) and self.generated < self.request.min_new_tokens
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the tokens that may come next depend on those that came before."""
+        return self.request.token_mask is not None or self.may_not_stop
+
     def mask(self, vocab_size: int) -> np.ndarray[Any, Any] | None:
-        """Call the token mask; return bool [V], true for each allowed token, or None if all are.
+        """Return which tokens may come next as bool [V], or None if all may. This calls the token mask.
 
         Raises:
             UsageError: the mask returned something else.
         """
-        if self.request.token_mask is None:
-            return None
-        mask = self.request.token_mask(self.token_ids[len(self.request.prompt) :])
-        self.allowed = checked_mask(mask, vocab_size)
+        self.allowed = None
+        if (mask := self.request.token_mask) is not None:
+            self.allowed = checked_mask(
+                mask(self.token_ids[len(self.request.prompt) :]), vocab_size
+            )
+        if self.may_not_stop:
+            allowed = np.ones(vocab_size, bool) if self.allowed is None else self.allowed.copy()
+            allowed[list(self.stop)] = False
+            self.allowed = allowed
         return self.allowed
 
     def allows_none(self, vocab_size: int) -> bool:
@@ -185,11 +224,14 @@ def admit(request: Request, programs: DecoderPrograms) -> Row:
         )
     if request.stop_token_ids is not None:
         arguments.check_vocabulary("stop_token_ids", request.stop_token_ids, decoder.vocab_size)
+    stop = decoder.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids
+    lookup = PromptLookup(prompt) if request.prompt_lookup else None
+    row = Row(request, frozenset(stop), prompt, Usage(), lookup)
     check_sampling(
         programs,
         request.sampling,
         logprobs=request.logprobs is not None,
-        masked=request.token_mask is not None,
+        masked=row.is_masked,
     )
     check_bias(request.sampling, decoder.vocab_size)
     if request.prompt_lookup and not programs.draft_tokens:
@@ -200,6 +242,4 @@ def admit(request: Request, programs: DecoderPrograms) -> Row:
     check_source(request.source, programs)
     if request.prefix is not None and not request.prefix.is_of(programs.programs):
         raise UsageError("prefix: expected one that this bundle computed, found another bundle's")
-    stop = decoder.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids
-    lookup = PromptLookup(prompt) if request.prompt_lookup else None
-    return Row(request, frozenset(stop), prompt, Usage(), lookup)
+    return row

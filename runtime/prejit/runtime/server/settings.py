@@ -27,6 +27,7 @@ class Settings:
         clients: the most requests at once, waiting ones included. More are refused with status 503.
         drain_seconds: how long running requests may go on after a signal to end.
         keys: who may send requests; None: everybody.
+        ignore_unknown_fields: whether fields that no request has are left out; if not, they are an error.
         log: where requests are recorded for `prejit replay`; None: nowhere.
         cors: origins of web pages that may read answers; `*`: all.
         origins: the hosts and pages that may send requests; None: all.
@@ -38,6 +39,7 @@ class Settings:
     clients: int = 1024
     drain_seconds: float = 30.0
     keys: Keys | None = None
+    ignore_unknown_fields: bool = False
     log: Log | None = None
     cors: tuple[str, ...] = ()
     origins: Origins | None = None

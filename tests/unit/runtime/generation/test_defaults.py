@@ -23,6 +23,7 @@ SAID = {
     "min_p": 0.01,
     "repetition_penalty": 1.5,
     "max_new_tokens": 9,
+    "min_new_tokens": 3,
 }
 SAMPLED: dict[str, Any] = {name: value for name, value in SAID.items() if name != "do_sample"}
 

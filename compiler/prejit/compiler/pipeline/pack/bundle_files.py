@@ -31,14 +31,17 @@ from prejit.runtime.format.checks.safetensors import (
 )
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
+    ATTACHED_TYPES,
     BUNDLE_FORMAT,
     BUNDLE_NAME,
     CONFIG_MEDIA_TYPE,
     KERNELS_MEDIA_TYPE,
     LIBRARY_MEDIA_TYPE,
     MANIFEST_MEDIA_TYPE,
+    PARTS_MEDIA_TYPE,
     REF_NAME,
     REQUIREMENT,
+    STATEMENT_MEDIA_TYPE,
     TITLE,
     oci_platform,
 )
@@ -234,13 +237,21 @@ class PackedTarget:
     layers: tuple[PackedLayer, ...]
 
 
-def assemble(name: str, targets: Iterable[PackedTarget]) -> tuple[bytes, dict[str, bytes | Path]]:
+DESCRIPTIONS = (PARTS_MEDIA_TYPE, STATEMENT_MEDIA_TYPE)
+"""The artifact types that each build and each recording attaches to its bundle."""
+
+
+def assemble(
+    name: str, targets: Iterable[PackedTarget], attached: Iterable[str] = ()
+) -> tuple[bytes, dict[str, bytes | Path]]:
     """Return the index of a bundle and its blobs by digest. Equal targets give equal bytes.
 
     Args:
         name: name of the bundle.
         targets: the targets in the order of the user's manifest.
+        attached: the artifact types that will be attached to the bundle, which `prejit verify` then expects.
     """
+    noted = {ATTACHED_TYPES: ",".join(sorted(attached))} if attached else {}
     blobs: dict[str, bytes | Path] = {}
     descriptors = []
     for target in targets:
@@ -252,7 +263,7 @@ def assemble(name: str, targets: Iterable[PackedTarget]) -> tuple[bytes, dict[st
                 ARTIFACT_TYPE,
                 Descriptor(CONFIG_MEDIA_TYPE, digest_of(config), len(config)),
                 tuple(layer.descriptor() for layer in target.layers),
-                {BUNDLE_NAME: name, REF_NAME: target.config.target},
+                {BUNDLE_NAME: name, REF_NAME: target.config.target, **noted},
             )
         )
         blobs[digest_of(config)] = config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -9,7 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prejit.runtime.server.errors import ApiError
+from prejit.runtime.server.openai.prompts import off_loop
+from prejit.runtime.server.openai.unknown_fields import decode
 from prejit.runtime.server.served import Models, Served
+from prejit.runtime.server.settings import Settings
 
 T = TypeVar("T")
 
@@ -20,24 +24,45 @@ _NULL, _AT = "Expected `null`, ", " - at `$."
 """How msgspec says that a field of the type None has a value, and where."""
 
 
-class RequestFields(msgspec.Struct, frozen=True):
-    """Fields of a request. Unknown ones are ignored. Those of type None are not supported."""
+class RequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Fields of a request. Those of type None are not supported."""
+
+
+class Unused(RequestFields, frozen=True, kw_only=True):
+    """Fields that are accepted and have no effect here: no answer depends on them.
+
+    Attributes:
+        user, safety_identifier: who asks.
+        metadata: notes of the client.
+        service_tier: how soon OpenAI answers.
+        prompt_cache_key, prompt_cache_retention, prompt_cache_options: how OpenAI keeps prompts.
+    """
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
 
 class ResponseFields(msgspec.Struct, frozen=True):
     """A part of a response."""
 
 
-async def read(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+async def read(request: Request, decoder: msgspec.json.Decoder[T], settings: Settings) -> T:
     """Return the body of a request.
 
     Raises:
-        ApiError: it asks for something that is not supported, or exceeds Python's limits.
+        ApiError: it has an unknown field, asks for something that is not supported, or exceeds Python's
+            limits.
         msgspec.DecodeError, UnicodeDecodeError: it is no JSON, or a field has a wrong type.
     """
     body = await request.body()
     try:
-        return decoder.decode(body)
+        ignore = settings.ignore_unknown_fields
+        return await off_loop(len(body), lambda: decode(body, decoder, ignore_unknown=ignore))
     except msgspec.ValidationError as error:
         text = str(error)
         if text.startswith(_NULL) and _AT in text:
@@ -57,14 +82,26 @@ async def read(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
         ) from error
 
 
-def unsupported(name: str, found: object) -> ApiError:
-    """Return the error for a field with a value that is not supported."""
-    return ApiError(
-        400,
-        f"{name}: this server does not support {found!r:.80}; leave it out",
-        param=name,
-        code="unsupported_parameter",
-    )
+def check_only(body: RequestFields, only: Mapping[str, Any]) -> None:
+    """Check that fields that a server cannot do have the one value that asks for nothing.
+
+    Args:
+        body: the request.
+        only: the value of each such field.
+
+    Raises:
+        ApiError: a field has another value.
+    """
+    for name, value in only.items():
+        found = getattr(body, name)
+        if found is not None and found != value:
+            shown = msgspec.json.encode(found).decode()
+            raise ApiError(
+                400,
+                f"{name}: this server does not support {shown:.80}; leave it out",
+                param=name,
+                code="unsupported_parameter",
+            )
 
 
 def answered(content: Any) -> Response:

@@ -14,7 +14,10 @@ from starlette.requests import Request
 from prejit.runtime.errors import NumbersError
 from prejit.runtime.generation.generate import Piece, Result, Stats
 from prejit.runtime.server.disconnect import unless_gone
+from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai.fields import PromptTokensDetails, Sampled, TokenUsage
+from prejit.runtime.server.openai.prompts import kept
+from prejit.runtime.server.openai.token_limits import limited
 from prejit.runtime.server.served import Served
 from prejit.runtime.server.settings import Settings
 
@@ -47,6 +50,7 @@ class TextCall:
         priority: as `Engine.submit`.
         client: as `Engine.submit`.
         timeout: as `Engine.submit`.
+        cache_salt: as `Engine.submit`.
     """
 
     engine: Engine
@@ -57,6 +61,7 @@ class TextCall:
     priority: int
     client: str
     timeout: float | None
+    cache_salt: str
 
     def submit(self) -> list[Future[Result]]:
         """Submit all continuations, or none: if one is refused, the others are cancelled.
@@ -98,6 +103,7 @@ class TextCall:
             "priority": self.priority,
             "client": self.client,
             "timeout": self.timeout,
+            "cache_salt": self.cache_salt,
         }
 
 
@@ -112,27 +118,38 @@ def text_call(
     choices: int = 1,
     mask: Callable[[], TokenMask] | None = None,
 ) -> TextCall:
-    """Return what a request for text asks of the engine.
+    """Return what a request for text asks of the engine, within the limits that it has for its tokens.
 
     Args:
         request: has the name of its key.
         settings: has the time that a request may take.
         served: the model.
-        body: has the priority.
-        prompt: as of `TextCall`.
+        body: has the priority and the limits.
+        prompt: token ids, of which the request may keep only the end.
         options: as of `TextCall`.
         choices: as of `TextCall`.
         mask: as of `TextCall`.
+
+    Raises:
+        ApiError, UsageError, ContextError: the limits cannot be kept, or the prompt is certainly too long.
     """
+    most = options["max_new_tokens"]
+    if most is not None and (body.min_tokens or 0) > most:
+        raise ApiError(
+            400,
+            f"min_tokens: expected at most {most}, the most new tokens, found {body.min_tokens}",
+            param="min_tokens",
+        )
     return TextCall(
         engine=served.engine,
-        prompt=prompt,
+        prompt=kept(served, prompt, body.truncate_prompt_tokens),
         options=options,
         choices=choices,
-        mask=mask,
+        mask=limited(served, body, mask),
         priority=body.priority or 0,
         client=request.state.client,
         timeout=settings.timeout_seconds,
+        cache_salt=body.cache_salt or "",
     )
 
 
@@ -203,15 +220,21 @@ def openai_reason(reason: str) -> Reason:
     return _REASONS[reason]
 
 
-def usage(prompts: Sequence[Sequence[Stats]]) -> TokenUsage:
+def usage(prompts: Sequence[Sequence[Stats]], *, were_cached: bool = True) -> TokenUsage:
     """Return the usage of a request.
 
     Args:
         prompts: for each prompt, the statistics of its continuations. A prompt counts once.
+        were_cached: whether tokens that were reused were there before the request.
     """
     prompt = sum(stats[0].prompt_tokens for stats in prompts)
     new = sum(each.new_tokens for stats in prompts for each in stats)
-    cached = sum(stats[0].reused_tokens for stats in prompts)
+    cached = sum(stats[0].reused_tokens for stats in prompts) if were_cached else 0
+    return token_usage(prompt, new, cached)
+
+
+def token_usage(prompt: int, new: int = 0, cached: int = 0) -> TokenUsage:
+    """Return the usage of a request with so many tokens."""
     return TokenUsage(
         prompt_tokens=prompt,
         completion_tokens=new,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
@@ -14,18 +14,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prejit.runtime.generation.generate import Piece, Result, Stats
+from prejit.runtime.generation.sampling import Logprob
 from prejit.runtime.server.errors import ApiError
-from prejit.runtime.server.openai import calls, prompts
+from prejit.runtime.server.openai import calls, prompt_scores, prompts
 from prejit.runtime.server.openai.answers import Reader, Tools, chosen_tools, masks
 from prejit.runtime.server.openai.bodies import (
     RequestFields,
     ResponseFields,
     answered,
+    check_only,
     encode,
     fingerprint,
     read,
     served_model,
-    unsupported,
 )
 from prejit.runtime.server.openai.calls import TextCall, text_call
 from prejit.runtime.server.openai.constraints import Constraint
@@ -33,10 +34,9 @@ from prejit.runtime.server.openai.events import DONE, EventStream
 from prejit.runtime.server.openai.fields import (
     Logprobs,
     Sampled,
-    StreamOptions,
     Tokens,
     TokenUsage,
-    check_stream_options,
+    check_fields,
     new_tokens,
 )
 from prejit.runtime.server.openai.logprobs import (
@@ -54,6 +54,7 @@ from prejit.runtime.server.openai.messages import (
     for_template,
     plain_tools,
 )
+from prejit.runtime.server.openai.prompt_scores import PromptLogprobs, as_vllm
 from prejit.runtime.server.openai.tool_calls import ToolCall
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
@@ -100,14 +101,16 @@ class ChatRequest(Sampled, frozen=True, kw_only=True):
         tools: functions that the model may call.
         tool_choice: whether it may, or must, and which one.
         parallel_tool_calls: whether an answer may have several calls.
-        stream_options: options of a stream.
         chat_template_kwargs: variables of the chat template. As vLLM has it.
         add_generation_prompt: begin the model's answer. As vLLM has it.
         continue_final_message: leave the last message open. As vLLM has it.
         reasoning_effort: a variable of the chat template.
-        store: not supported.
+        store: answers are never stored; true is refused.
         modalities: text is the only one.
-        audio, functions, function_call, prediction, web_search_options: not supported.
+        verbosity: only `medium`.
+        echo: begin the answer with the last message, if it is the model's. As vLLM has it.
+        audio, chat_template, documents, functions, function_call, media_io_kwargs: not supported.
+        mm_processor_kwargs, moderation, prediction, web_search_options: not supported.
     """
 
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -120,16 +123,22 @@ class ChatRequest(Sampled, frozen=True, kw_only=True):
     tools: FunctionTools | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
     store: bool | None = None
     modalities: list[Literal["text"]] | None = None
+    verbosity: str | None = None
+    echo: bool | None = None
     audio: None = None
+    chat_template: None = None
+    documents: None = None
     functions: None = None
     function_call: None = None
+    media_io_kwargs: None = None
+    mm_processor_kwargs: None = None
+    moderation: None = None
     prediction: None = None
     web_search_options: None = None
 
@@ -177,6 +186,7 @@ class ChatCompletion(ResponseFields, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: TokenUsage
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(ResponseFields, frozen=True, kw_only=True, omit_defaults=True):
@@ -196,7 +206,7 @@ _DECODER = msgspec.json.Decoder(ChatRequest)
 
 async def chat(models: Models, settings: Settings, request: Request) -> Response:
     """Answer POST /v1/chat/completions."""
-    body = await read(request, _DECODER)
+    body = await read(request, _DECODER, settings)
     _check(body)
     served = served_model(models, body.model)
     prompts.need_text_model(served)
@@ -224,19 +234,19 @@ async def chat(models: Models, settings: Settings, request: Request) -> Response
         choices=body.n or 1,
         mask=await masks(served, tools, _constraint(body), options["stop_token_ids"]),
     )
+    [scores] = await prompt_scores.scores(request, served, [wanted], body.prompt_logprobs)
     answer = _Answer(body, served, tools)
     if body.stream:
         return EventStream(answer.events(wanted))
     [found] = await calls.results(request, [wanted])
-    return answered(answer.completion(found))
+    return answered(answer.completion(found, wanted.prompt, scores))
 
 
 def _check(body: ChatRequest) -> None:
-    if body.store:
-        raise unsupported("store", body.store)
+    check_only(body, {"store": False, "verbosity": "medium"})
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs: expected logprobs beside it", param="top_logprobs")
-    check_stream_options(body.stream, body.stream_options)
+    check_fields(body)
     both = body.max_tokens is not None and body.max_completion_tokens is not None
     if both and body.max_tokens != body.max_completion_tokens:
         raise ApiError(
@@ -281,17 +291,26 @@ class _Answer:
         self._tools = tools
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._names = token_names(served, wanted=bool(body.logprobs))
+        named = bool(body.logprobs) or body.prompt_logprobs is not None
+        self._names = token_names(served, wanted=named)
+        last = body.messages[-1]
+        is_own = bool(body.echo) and last.role == "assistant"
+        self._echo = for_template([last])[0]["content"] or "" if is_own else ""
 
-    def completion(self, found: list[Result]) -> ChatCompletion:
+    def completion(
+        self, found: list[Result], prompt: Sequence[int], scores: list[Logprob]
+    ) -> ChatCompletion:
         """Return the whole response."""
+        top = self._body.prompt_logprobs
+        likely = None if top is None else as_vllm(prompt, scores, top, self._names)
         return ChatCompletion(
             id=self._id,
             created=self._created,
             model=self._served.name,
             system_fingerprint=fingerprint(self._served),
             choices=[self._choice(index, result) for index, result in enumerate(found)],
-            usage=calls.usage([[result.stats for result in found]]),
+            usage=calls.usage([[result.stats for result in found]], were_cached=top is None),
+            prompt_logprobs=msgspec.UNSET if likely is None else likely,
         )
 
     async def events(self, wanted: TextCall) -> AsyncGenerator[bytes, None]:
@@ -303,7 +322,7 @@ class _Answer:
         head, _, tail = empty.partition(b'"choices":[]')
         around = (b"data: " + head + b'"choices":[{"index":', b"}]" + tail + b"\n\n")
         choices = [
-            _ChoiceEvents(index, around, self._tools.reader(), self._token)
+            _ChoiceEvents(index, around, self._tools.reader(), self._token, self._echo)
             for index in range(wanted.choices)
         ]
         stats: list[Stats] = []
@@ -330,7 +349,7 @@ class _Answer:
             index=index,
             message=AnswerMessage(
                 role="assistant",
-                content=(text.strip() or None) if made else text,
+                content=self._echo + text if self._echo or not made else text.strip() or None,
                 refusal=None,
                 tool_calls=[_described(call) for call in made] or None,
             ),
@@ -362,6 +381,7 @@ class _ChoiceEvents:
         around: tuple[bytes, bytes],
         reader: Reader,
         token: Callable[[Any], TokenLogprob],
+        echo: str,
     ) -> None:
         head, self._tail = around
         self._head = b'%b%d,"delta":' % (head, index)
@@ -371,13 +391,17 @@ class _ChoiceEvents:
         self._logprobs: list[TokenLogprob] = []
         self._calls = 0
         self._is_first = True
+        self._echo = echo
 
     def take(self, piece: Piece) -> bytes:
         """Return the events for a piece; nothing if its text is held back."""
         events = []
         if self._is_first:
             self._is_first = False
-            events.append(self._event(b'{"role":"assistant","content":"","refusal":null}'))
+            content = encode(self._echo)
+            events.append(
+                self._event(b'{"role":"assistant","content":%b,"refusal":null}' % content)
+            )
         if piece.logprob is not None:
             self._logprobs.append(self._token(piece.logprob))
         parts = self._reader.push(piece.text)

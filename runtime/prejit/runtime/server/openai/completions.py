@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Literal
 
@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prejit.runtime.generation.generate import Piece, Result, Stats
+from prejit.runtime.generation.sampling import Logprob
 from prejit.runtime.server.errors import ApiError
-from prejit.runtime.server.openai import calls, prompts
+from prejit.runtime.server.openai import calls, prompt_scores, prompts
 from prejit.runtime.server.openai.bodies import (
     ResponseFields,
     answered,
@@ -29,10 +30,8 @@ from prejit.runtime.server.openai.events import DONE, EventStream
 from prejit.runtime.server.openai.fields import (
     Logprobs,
     Sampled,
-    StreamOptions,
-    Tokens,
     TokenUsage,
-    check_stream_options,
+    check_fields,
     new_tokens,
 )
 from prejit.runtime.server.openai.logprobs import (
@@ -40,6 +39,7 @@ from prejit.runtime.server.openai.logprobs import (
     CompletionLogprobs,
     token_names,
 )
+from prejit.runtime.server.openai.prompt_scores import PromptLogprobs, as_vllm
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
@@ -56,23 +56,23 @@ class CompletionRequest(Sampled, frozen=True, kw_only=True):
 
     Attributes:
         prompt: a text, token ids, or a list of either.
-        max_tokens: generate at most this many tokens for each prompt.
+        max_tokens: generate at most this many tokens for each prompt; 0 for the prompt alone.
         n: how many continuations of each prompt.
         best_of: not supported beyond 1.
-        echo: begin each text with its prompt.
+        echo: begin each text with its prompt, and `logprobs` with its tokens.
         logprobs: return log-probabilities, and those of this many of the most likely tokens.
-        stream_options: options of a stream.
         suffix: not supported.
+        add_special_tokens: whether the tokenizer adds its own to a prompt. Default: true. As vLLM has it.
     """
 
     prompt: PromptField
-    max_tokens: Tokens | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
     echo: bool | None = None
     logprobs: Logprobs | None = None
-    stream_options: StreamOptions | None = None
     suffix: Literal[""] | None = None
+    add_special_tokens: bool | None = None
 
 
 class CompletionChoice(ResponseFields, frozen=True, kw_only=True):
@@ -82,6 +82,7 @@ class CompletionChoice(ResponseFields, frozen=True, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(ResponseFields, frozen=True, kw_only=True):
@@ -101,13 +102,13 @@ _DECODER = msgspec.json.Decoder(CompletionRequest)
 
 async def complete(models: Models, settings: Settings, request: Request) -> Response:
     """Answer POST /v1/completions."""
-    body = await read(request, _DECODER)
+    body = await read(request, _DECODER, settings)
     _check(body)
     served = served_model(models, body.model)
     prompts.need_text_model(served)
     options = body.options(served)
     options["max_new_tokens"] = new_tokens(
-        body.max_tokens, served, settings, name="max_tokens", default=_DEFAULT_TOKENS
+        body.max_tokens or None, served, settings, name="max_tokens", default=_DEFAULT_TOKENS
     )
     options["logprobs"] = body.logprobs
     given = as_prompts(body.prompt)
@@ -123,16 +124,19 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
             settings,
             served,
             body,
-            prompt=await _token_ids(served, each),
+            prompt=await _token_ids(served, body, each),
             options=options,
             choices=body.n or 1,
         )
         for each in given
     ]
-    answer = _Answer(body, served, [_echo(body, served, each) for each in given])
+    echoes = [_echo(body, served, *each) for each in zip(given, wanted, strict=True)]
+    scores = await prompt_scores.scores(request, served, wanted, _scored(body))
+    answer = _Answer(body, served, wanted, echoes, scores)
     if body.stream:
-        return EventStream(answer.events(wanted))
-    return answered(answer.completion(await calls.results(request, wanted)))
+        return EventStream(answer.events())
+    found = None if body.max_tokens == 0 else await calls.results(request, wanted)
+    return answered(answer.completion(found))
 
 
 def as_prompts(field: PromptField) -> list[str | list[int]]:
@@ -163,60 +167,109 @@ def _check(body: CompletionRequest) -> None:
             param="best_of",
             code="unsupported_parameter",
         )
-    if body.echo and body.logprobs is not None:
+    if body.max_tokens == 0 and (
+        body.stream or not (body.echo or body.prompt_logprobs is not None)
+    ):
         raise ApiError(
             400,
-            "logprobs: expected none beside echo: this server has log-probabilities of new tokens only",
-            param="logprobs",
-            code="unsupported_parameter",
+            "max_tokens: expected 1 or more, or 0 beside echo or prompt_logprobs and without stream, found 0",
+            param="max_tokens",
         )
-    check_stream_options(body.stream, body.stream_options)
+    check_fields(body)
 
 
-async def _token_ids(served: Served, prompt: str | list[int]) -> list[int]:
-    if isinstance(prompt, str):
-        return await prompts.of_text(served, prompt)
-    prompts.check_length(served, prompt)
-    return prompt
+async def _token_ids(served: Served, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    return await prompts.of_text(
+        served,
+        prompt,
+        add_special_tokens=body.add_special_tokens is not False,
+        is_cut=body.truncate_prompt_tokens is not None,
+    )
 
 
-def _echo(body: CompletionRequest, served: Served, prompt: str | list[int]) -> str:
+def _scored(body: CompletionRequest) -> int | None:
+    """Return how many of the most likely tokens are wanted at each place of the prompt; None: nothing is."""
+    echoed = body.logprobs if body.echo else None
+    return max((top for top in (echoed, body.prompt_logprobs) if top is not None), default=None)
+
+
+def _echo(body: CompletionRequest, served: Served, given: str | list[int], call: TextCall) -> str:
     """Return the text that comes before a continuation."""
     if not body.echo:
         return ""
-    return prompt if isinstance(prompt, str) else served.bundle.tokenizer.decode(prompt)
+    if isinstance(given, str) and body.truncate_prompt_tokens is None:
+        return given
+    return served.bundle.tokenizer.decode(call.prompt)
 
 
 class _Answer:
     """The response to a request, whole or in events."""
 
-    def __init__(self, body: CompletionRequest, served: Served, echoes: list[str]) -> None:
+    def __init__(
+        self,
+        body: CompletionRequest,
+        served: Served,
+        wanted: list[TextCall],
+        echoes: list[str],
+        scores: list[list[Logprob]],
+    ) -> None:
         self._body = body
         self._served = served
+        self._wanted = wanted
         self._echoes = echoes
+        self._scores = scores
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._choices = body.n or 1
-        self._names = token_names(served, wanted=body.logprobs is not None)
+        self._is_scored = _scored(body) is not None
+        named = body.logprobs is not None or self._is_scored
+        self._names = token_names(served, wanted=named)
 
-    def completion(self, found: list[list[Result]]) -> Completion:
-        """Return the whole response."""
+    def completion(self, found: list[list[Result]] | None) -> Completion:
+        """Return the whole response. None: nothing was generated, because no tokens are wanted."""
         choices = [
-            CompletionChoice(
-                index=prompt * self._choices + place,
-                text=self._echoes[prompt] + result.text,
-                logprobs=self._lists().take([*result.logprobs])
-                if result.logprobs is not None
-                else None,
-                finish_reason=calls.openai_reason(result.finish_reason),
-            )
-            for prompt, results in enumerate(found)
-            for place, result in enumerate(results)
+            self._choice(prompt, place, None if found is None else found[prompt][place])
+            for prompt in range(len(self._wanted))
+            for place in range(self._choices)
         ]
-        stats = [[result.stats for result in results] for results in found]
-        return self._response(choices, calls.usage(stats))
+        if found is None:
+            usage = calls.token_usage(sum(len(each.prompt) for each in self._wanted))
+        else:
+            usage = self._usage([[result.stats for result in results] for results in found])
+        return self._response(choices, usage)
 
-    async def events(self, wanted: list[TextCall]) -> AsyncGenerator[bytes, None]:
+    def _choice(self, prompt: int, place: int, result: Result | None) -> CompletionChoice:
+        body, token_ids, scores = self._body, self._wanted[prompt].prompt, self._scores[prompt]
+        lists: CompletionLogprobs | None = None
+        likely: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+        if body.logprobs is not None:
+            new = () if result is None else result.logprobs or ()
+            lists = self._first(prompt, self._lists(), new)
+        if body.prompt_logprobs is not None:
+            likely = as_vllm(token_ids, scores, body.prompt_logprobs, self._names)
+        return CompletionChoice(
+            index=prompt * self._choices + place,
+            text=self._echoes[prompt] + ("" if result is None else result.text),
+            logprobs=lists,
+            finish_reason="length" if result is None else calls.openai_reason(result.finish_reason),
+            prompt_logprobs=likely,
+        )
+
+    def _first(
+        self, prompt: int, lists: CompletionLogprobLists, new: Sequence[Logprob]
+    ) -> CompletionLogprobs:
+        """Return the lists of a text, or of its first part: they begin with the prompt if it is echoed."""
+        if not self._body.echo:
+            return lists.take(new)
+        return lists.take([*self._scores[prompt], *new], self._wanted[prompt].prompt)
+
+    def _usage(self, stats: list[list[Stats]]) -> TokenUsage:
+        # Its own scoring put the prompt into the cache.
+        return calls.usage(stats, were_cached=not self._is_scored)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
@@ -225,27 +278,34 @@ class _Answer:
         head, _, rest = marker.partition(b'"choices":[]')
         head = b"data: " + head + b'"choices":['
         tail = (b"]" + rest if with_usage else b"]}") + b"\n\n"
-        count = len(wanted) * self._choices
+        count = len(self._wanted) * self._choices
         lists = [self._lists() for _ in range(count)]
         begun = [False] * count
         stats: dict[int, Stats] = {}
-        async with aclosing(calls.pieces(wanted)) as pieces:
+        async with aclosing(calls.pieces(self._wanted)) as pieces:
             async for index, piece in pieces:
                 text = piece.text
+                new = () if piece.logprob is None else (piece.logprob,)
+                logprobs = None
                 if not begun[index]:
                     begun[index] = True
-                    text = self._echoes[index // self._choices] + text
+                    prompt = index // self._choices
+                    text = self._echoes[prompt] + text
+                    if self._body.logprobs is not None:
+                        logprobs = self._first(prompt, lists[index], new)
+                elif new:
+                    logprobs = lists[index].take(new)
                 if piece.stats is not None:
                     stats[index] = piece.stats
-                if text or piece.finish_reason is not None or piece.logprob is not None:
-                    yield b"".join((head, _chunk(index, text, piece, lists[index]), tail))
+                if text or piece.finish_reason is not None or new:
+                    yield b"".join((head, _chunk(index, text, piece, logprobs), tail))
         last = b""
         if with_usage:
             by_prompt = [
                 [stats[i] for i in range(p, p + self._choices)]
                 for p in range(0, count, self._choices)
             ]
-            last = b"data: " + encode(self._response([], calls.usage(by_prompt))) + b"\n\n"
+            last = b"data: " + encode(self._response([], self._usage(by_prompt))) + b"\n\n"
         yield last + DONE
 
     def _response(self, choices: list[CompletionChoice], usage: TokenUsage | None) -> Completion:
@@ -262,16 +322,14 @@ class _Answer:
         return CompletionLogprobLists(self._names, self._body.logprobs or 0)
 
 
-def _chunk(index: int, text: str, piece: Piece, lists: CompletionLogprobLists) -> bytes:
+def _chunk(index: int, text: str, piece: Piece, logprobs: CompletionLogprobs | None) -> bytes:
     """Return a choice of a chunk as JSON."""
-    logprobs, reason = b"null", b"null"
-    if piece.logprob is not None:
-        logprobs = encode(lists.take([piece.logprob]))
+    reason = b"null"
     if piece.finish_reason is not None:
         reason = encode(calls.openai_reason(piece.finish_reason))
     return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
         index,
         encode(text),
-        logprobs,
+        encode(logprobs),
         reason,
     )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,32 +15,43 @@ from prejit.runtime.errors import NumbersError
 from prejit.runtime.server.disconnect import unless_gone
 from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai.bodies import (
-    RequestFields,
     ResponseFields,
+    Unused,
     answered,
+    check_only,
     read,
     served_model,
 )
-from prejit.runtime.server.openai.prompts import INLINE_CHARACTERS
+from prejit.runtime.server.openai.prompts import off_loop
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
-_MAX_INPUTS = 2048
+MAX_INPUTS = 2048
 """OpenAI's limit."""
 
 
-class EmbeddingRequest(RequestFields, frozen=True, kw_only=True):
+class EncodingRequest(Unused, frozen=True, kw_only=True):
+    """What all endpoints take that encode texts.
+
+    Attributes:
+        model: the name of a served model; it may be missing if there is one.
+        truncate_prompt_tokens: -1 cuts texts that are too long. As vLLM has it; no other value is supported.
+    """
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+class EmbeddingRequest(EncodingRequest, frozen=True, kw_only=True):
     """The body of POST /v1/embeddings.
 
     Attributes:
         input: a text, token ids, or a list of either.
-        model: the name of a served model; it may be missing if there is one.
         encoding_format: numbers, or the bytes of little-endian float32 in base64.
         dimensions: the width of the model; no other is supported.
     """
 
     input: str | list[int | str | list[int]]
-    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
 
@@ -76,24 +85,11 @@ _DECODER = msgspec.json.Decoder(EmbeddingRequest)
 
 async def embed(models: Models, settings: Settings, request: Request) -> Response:
     """Answer POST /v1/embeddings."""
-    body = await read(request, _DECODER)
+    body = await read(request, _DECODER, settings)
     served = served_model(models, body.model)
     _check_dimensions(body, served)
     inputs = _inputs(body)
-    submit = partial(
-        served.engine.submit_encode,
-        inputs,
-        on_too_long="error",
-        timeout=settings.timeout_seconds,
-    )
-    characters = sum(len(each) for each in inputs)
-    # The engine tokenizes in the caller's thread.
-    future = await run_in_threadpool(submit) if characters > INLINE_CHARACTERS else submit()
-    encoded = await unless_gone(request.receive, asyncio.wrap_future(future))
-    vectors = np.ascontiguousarray(encoded.embeddings, np.dtype("<f4"))
-    if not np.isfinite(vectors).all():
-        raise NumbersError("the model returned embeddings that are not numbers")
-    tokens = encoded.stats.tokens
+    vectors, tokens = await encoded(request, settings, served, body, inputs)
     return answered(
         EmbeddingList(
             data=[
@@ -104,6 +100,40 @@ async def embed(models: Models, settings: Settings, request: Request) -> Respons
             usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens),
         )
     )
+
+
+async def encoded(
+    request: Request,
+    settings: Settings,
+    served: Served,
+    body: EncodingRequest,
+    inputs: list[str | list[int]],
+) -> tuple[np.ndarray[Any, np.dtype[np.float32]], int]:
+    """Return the vectors of inputs, little-endian float32 [N, D], and how many tokens these have.
+
+    Raises:
+        ApiError: the request wants them shorter than the model does.
+        ClientDisconnect: the client is gone.
+        NumbersError: the model returned no numbers.
+        UsageError, ContextError, QueueFullError, ClosedError, DeadlineError: as `Engine.encode`.
+    """
+    check_only(body, {"truncate_prompt_tokens": -1})
+    is_cut = body.truncate_prompt_tokens is not None
+    characters = sum(len(each) for each in inputs)
+    # The engine tokenizes in the caller's thread.
+    future = await off_loop(
+        characters,
+        lambda: served.engine.submit_encode(
+            inputs,
+            on_too_long="truncate" if is_cut else "error",
+            timeout=settings.timeout_seconds,
+        ),
+    )
+    found = await unless_gone(request.receive, asyncio.wrap_future(future))
+    vectors = np.ascontiguousarray(found.embeddings, np.dtype("<f4"))
+    if not np.isfinite(vectors).all():
+        raise NumbersError("the model returned embeddings that are not numbers")
+    return vectors, found.stats.tokens
 
 
 def _check_dimensions(body: EmbeddingRequest, served: Served) -> None:
@@ -130,9 +160,9 @@ def _inputs(body: EmbeddingRequest) -> list[str | list[int]]:
         )
     if ids:
         return [ids]
-    if len(body.input) > _MAX_INPUTS:
+    if len(body.input) > MAX_INPUTS:
         raise ApiError(
-            400, f"input: expected at most {_MAX_INPUTS}, found {len(body.input)}", param="input"
+            400, f"input: expected at most {MAX_INPUTS}, found {len(body.input)}", param="input"
         )
     return [each for each in body.input if not isinstance(each, int)]
 

@@ -9,7 +9,12 @@ from msgspec import Meta
 
 from prejit.runtime.generation.options import MAX_LOGPROBS
 from prejit.runtime.server.errors import ApiError
-from prejit.runtime.server.openai.bodies import RequestFields, ResponseFields
+from prejit.runtime.server.openai.bodies import (
+    RequestFields,
+    ResponseFields,
+    Unused,
+    check_only,
+)
 from prejit.runtime.server.served import Served
 from prejit.runtime.server.settings import Settings
 
@@ -17,8 +22,11 @@ Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 """A number of alternatives of a token."""
 Tokens = Annotated[int, Meta(ge=1)]
 """A number of new tokens."""
-Stop = Annotated[str, Meta(min_length=1, max_length=512)]
-"""A text that ends an answer. The engine looks for each of them at every token, so they have limits."""
+Stop = Annotated[str, Meta(max_length=512)]
+"""A text that ends an answer. The engine looks for each of them at every token, so they have limits. An empty
+one, which some clients send in place of none, ends nothing."""
+BadWord = Annotated[str, Meta(min_length=1, max_length=512)]
+"""A text that an answer may not have."""
 Bias = Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)]
 """Numbers to add to the logits of token ids."""
 _INT32 = 2**31 - 1
@@ -31,24 +39,29 @@ class StreamOptions(RequestFields, frozen=True, kw_only=True):
 
     Attributes:
         include_usage: send a last chunk with the usage of the request.
+        include_obfuscation: accepted without effect: events have no padding.
+        continuous_usage_stats: not supported.
     """
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
-    """Check that a request without a stream has no options of one.
+_ONLY = {
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "include_stop_str_in_output": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
+}
+"""Fields of vLLM that this server cannot do, each with the value that asks for nothing."""
 
-    Raises:
-        ApiError: it has.
-    """
-    if options is not None and not stream:
-        raise ApiError(
-            400, "stream_options: expected them with stream only", param="stream_options"
-        )
 
-
-class Sampled(RequestFields, frozen=True, kw_only=True):
+class Sampled(Unused, frozen=True, kw_only=True):
     """What all endpoints take that generate text.
 
     Attributes:
@@ -56,6 +69,7 @@ class Sampled(RequestFields, frozen=True, kw_only=True):
         temperature: 0 takes the most likely token. Default: the bundle's, else 1.
         top_p: keep the smallest set of tokens with this probability.
         stream: answer with server-sent events.
+        stream_options: options of a stream.
         top_k: keep the most likely tokens; 0 and -1 keep all. As vLLM has it.
         min_p: keep tokens with this fraction of the best one's probability. As vLLM has it.
         repetition_penalty: 1 is no penalty. As vLLM has it.
@@ -63,16 +77,30 @@ class Sampled(RequestFields, frozen=True, kw_only=True):
         frequency_penalty: subtracted for each time that a token was generated.
         logit_bias: numbers to add to the logits of token ids.
         seed: the same seed gives the same tokens. Default: a random one.
-        stop: the text ends before any of these.
+        stop: the text ends before any of these. An empty one is none.
         stop_token_ids: the text ends at these tokens too. As vLLM has it.
         ignore_eos: do not end at the model's own stop tokens. As vLLM has it.
+        min_tokens: no stop token and no stop text ends the answer before this many tokens. As vLLM has it.
+        allowed_token_ids: only these tokens come. As vLLM has it.
+        bad_words: texts that the answer may not have. As vLLM has it.
+        truncate_prompt_tokens: keep this many tokens of the end of the prompt; -1: as many as the longest
+            context has. As vLLM has it.
+        prompt_logprobs: return the log-probability of each token of the prompt, and of this many of the most
+            likely tokens. As vLLM has it.
         priority: a smaller one is served first. As vLLM has it.
+        cache_salt: only prompts of the same salt share what they have computed. As vLLM has it.
+        use_beam_search, length_penalty, early_stopping: only their defaults of vLLM.
+        include_stop_str_in_output, skip_special_tokens: only their defaults of vLLM.
+        spaces_between_special_tokens: only its default of vLLM.
+        return_token_ids, return_tokens_as_token_ids: only false.
+        logits_processors, kv_transfer_params, vllm_xargs: not supported.
     """
 
     model: str | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
@@ -84,6 +112,23 @@ class Sampled(RequestFields, frozen=True, kw_only=True):
     stop_token_ids: Annotated[list[int], Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
+    allowed_token_ids: Annotated[list[int], Meta(min_length=1, max_length=1 << 18)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=128)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
+    prompt_logprobs: Logprobs | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    logits_processors: None = None
+    kv_transfer_params: None = None
+    vllm_xargs: None = None
 
     def chosen_temperature(self, served: Served) -> float:
         """Return the temperature: the request's, else the bundle's, else OpenAI's default."""
@@ -95,6 +140,7 @@ class Sampled(RequestFields, frozen=True, kw_only=True):
     def options(self, served: Served) -> dict[str, Any]:
         """Return the options of the engine for these fields. None stands for what is not given."""
         bias = self.logit_bias
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return {
             "temperature": self.chosen_temperature(served),
             "top_p": self.top_p,
@@ -106,7 +152,8 @@ class Sampled(RequestFields, frozen=True, kw_only=True):
             "logit_bias": bias or None,
             # Clients count on different answers to equal requests, unless they give a seed.
             "seed": secrets.randbits(64) if self.seed is None else self.seed % 2**64,
-            "stop": self.stop,
+            "stop": [stop for stop in stops if stop] or None,
+            "min_new_tokens": self.min_tokens,
             "stop_token_ids": self._stop_token_ids(served),
         }
 
@@ -116,6 +163,24 @@ class Sampled(RequestFields, frozen=True, kw_only=True):
         decoder = served.bundle.decoder.decoder
         own = () if self.ignore_eos else decoder.eos_token_ids
         return [*own, *(self.stop_token_ids or ())]
+
+
+def check_fields(body: Sampled) -> None:
+    """Check what the types of fields do not say.
+
+    Raises:
+        ApiError: a field has a value that is not supported; or there are options of a stream without a
+            stream, or log-probabilities of a prompt with one.
+    """
+    check_only(body, _ONLY)
+    if body.stream_options is not None:
+        if not body.stream:
+            raise ApiError(
+                400, "stream_options: expected them with stream only", param="stream_options"
+            )
+        check_only(body.stream_options, {"continuous_usage_stats": False})
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs: expected none in a stream", param="prompt_logprobs")
 
 
 def new_tokens(

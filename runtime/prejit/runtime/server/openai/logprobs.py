@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 from prejit.runtime.generation.sampling import Logprob
@@ -9,7 +10,7 @@ from prejit.runtime.server.openai.bodies import ResponseFields
 from prejit.runtime.server.served import Served
 from prejit.runtime.text.token_bytes import TokenBytes
 
-_LEAST = -9999.0
+LEAST = -9999.0
 """What OpenAI gives for a probability of 0, whose logarithm JSON cannot hold."""
 
 
@@ -37,12 +38,12 @@ class ChoiceLogprobs(ResponseFields, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(ResponseFields, frozen=True, kw_only=True):
-    """Log-probabilities of the tokens of a completion, as parallel lists."""
+    """Log-probabilities of the tokens of a completion, as parallel lists. The first of a text has none."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]] | None
+    top_logprobs: list[dict[str, float] | None] | None
 
 
 @final
@@ -77,11 +78,11 @@ def for_chat(found: Logprob, names: TokenNames, top: int) -> TokenLogprob:
     alternatives = []
     for token_id, logprob in found.top[:top]:
         text, content = names.of(token_id)
-        alternatives.append(TopLogprob(token=text, logprob=max(logprob, _LEAST), bytes=content))
+        alternatives.append(TopLogprob(token=text, logprob=max(logprob, LEAST), bytes=content))
     text, content = names.of(found.token_id)
     return TokenLogprob(
         token=text,
-        logprob=max(found.logprob, _LEAST),
+        logprob=max(found.logprob, LEAST),
         bytes=content,
         top_logprobs=alternatives,
     )
@@ -100,9 +101,23 @@ class CompletionLogprobLists:
         self._top = top
         self.offset = offset
 
-    def take(self, tokens: list[Logprob]) -> CompletionLogprobs:
-        """Return the lists for the next tokens."""
-        texts, offsets, tops = [], [], []
+    def take(self, tokens: Sequence[Logprob], prompt: Sequence[int] = ()) -> CompletionLogprobs:
+        """Return the lists for the next tokens.
+
+        Args:
+            tokens: the tokens.
+            prompt: what comes before them and is echoed: its first token has no log-probability, and `tokens`
+                begins with those of the others.
+        """
+        texts: list[str] = []
+        offsets: list[int] = []
+        tops: list[dict[str, float] | None] = []
+        for token_id in prompt[:1]:
+            text, _ = self._names.of(token_id)
+            texts.append(text)
+            offsets.append(self.offset)
+            self.offset += len(text)
+            tops.append(None)
         for found in tokens:
             text, _ = self._names.of(found.token_id)
             texts.append(text)
@@ -110,14 +125,17 @@ class CompletionLogprobLists:
             self.offset += len(text)
             # The chosen token is always among them, so there may be one more than asked for.
             likely = {
-                self._names.of(token_id)[0]: max(logprob, _LEAST)
+                self._names.of(token_id)[0]: max(logprob, LEAST)
                 for token_id, logprob in found.top[: self._top]
             }
-            likely.setdefault(text, max(found.logprob, _LEAST))
+            likely.setdefault(text, max(found.logprob, LEAST))
             tops.append(likely)
         return CompletionLogprobs(
             text_offset=offsets,
-            token_logprobs=[max(found.logprob, _LEAST) for found in tokens],
+            token_logprobs=[
+                *(None for _ in prompt[:1]),
+                *(max(found.logprob, LEAST) for found in tokens),
+            ],
             tokens=texts,
             top_logprobs=tops if self._top else None,
         )

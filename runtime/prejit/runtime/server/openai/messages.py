@@ -16,9 +16,15 @@ ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
 
 
 class TextPart(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """A part of a message that is text."""
+    """A part of a message that is text.
+
+    Attributes:
+        text: the text.
+        prompt_cache_breakpoint: accepted without effect.
+    """
 
     text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class RefusalPart(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
@@ -40,11 +46,19 @@ class FunctionCall(RequestFields, frozen=True, kw_only=True):
 
 
 class MessageToolCall(RequestFields, frozen=True, kw_only=True):
-    """A call of a tool in an earlier answer."""
+    """A call of a tool in an earlier answer.
+
+    Attributes:
+        function: the function and its arguments.
+        id: of the call.
+        type: what it is.
+        index: its place in the answer, which clients of streams send back; accepted without effect.
+    """
 
     function: FunctionCall
     id: str = ""
     type: Literal["function"] = "function"
+    index: int | None = None
 
 
 class Message(RequestFields, frozen=True, kw_only=True):
@@ -58,6 +72,7 @@ class Message(RequestFields, frozen=True, kw_only=True):
         tool_call_id: the call that this message is the result of.
         reasoning_content: the reasoning of an earlier answer, for templates that use it.
         refusal: text of an earlier answer that was a refusal.
+        annotations: sources of an earlier answer; accepted without effect.
         audio: not supported.
         function_call: not supported; `tool_calls` replaced it.
     """
@@ -69,6 +84,7 @@ class Message(RequestFields, frozen=True, kw_only=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
+    annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
 

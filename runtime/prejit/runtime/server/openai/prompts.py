@@ -58,8 +58,34 @@ def check_length(served: Served, prompt: Sequence[int]) -> None:
         )
 
 
-async def of_text(served: Served, text: str, *, add_special_tokens: bool = True) -> list[int]:
+def kept(served: Served, prompt: Sequence[int], keep: int | None) -> Sequence[int]:
+    """Return the end of a prompt that a request keeps.
+
+    Args:
+        served: the model.
+        prompt: token ids.
+        keep: how many tokens, 0 and more; -1: as many as the longest context has; None: all.
+
+    Raises:
+        ContextError: these are certainly too many.
+    """
+    if keep is not None:
+        most = served.bundle.decoder.contexts[-1] if keep == -1 else keep
+        prompt = prompt[max(0, len(prompt) - most) :]
+    check_length(served, prompt)
+    return prompt
+
+
+async def of_text(
+    served: Served, text: str, *, add_special_tokens: bool = True, is_cut: bool = False
+) -> list[int]:
     """Return the token ids of a prompt.
+
+    Args:
+        served: the model.
+        text: the prompt.
+        add_special_tokens: whether the tokenizer adds its own.
+        is_cut: whether the prompt may be longer than any context, because only its end is used.
 
     Raises:
         UsageError: the bundle has no tokenizer.
@@ -67,7 +93,7 @@ async def of_text(served: Served, text: str, *, add_special_tokens: bool = True)
     """
     bundle = served.bundle
     decoder = bundle.config.decoder
-    room = None if decoder is None else bundle.decoder.contexts[-1]
+    room = None if decoder is None or is_cut else bundle.decoder.contexts[-1]
     tokenizer = bundle.tokenizer
     return await off_loop(
         len(text),

@@ -19,11 +19,11 @@ from prejit.runtime.generation.sampling import Logprob
 from prejit.runtime.server.errors import ApiError, as_api_error
 from prejit.runtime.server.openai import calls, prompts
 from prejit.runtime.server.openai.answers import Tools, chosen_tools, masks
-from prejit.runtime.server.openai.bodies import answered, encode, read, served_model, unsupported
+from prejit.runtime.server.openai.bodies import answered, check_only, encode, read, served_model
 from prejit.runtime.server.openai.calls import TextCall, text_call
 from prejit.runtime.server.openai.constraints import Constraint
 from prejit.runtime.server.openai.events import EventStream
-from prejit.runtime.server.openai.fields import new_tokens
+from prejit.runtime.server.openai.fields import check_fields, new_tokens
 from prejit.runtime.server.openai.logprobs import TokenLogprob, for_chat, token_names
 from prejit.runtime.server.openai.messages import (
     Function,
@@ -56,10 +56,9 @@ from prejit.runtime.server.settings import Settings
 
 async def respond(models: Models, settings: Settings, request: Request) -> Response:
     """Answer POST /v1/responses."""
-    body = await read(request, DECODER)
-    for name in ("store", "background"):
-        if getattr(body, name):
-            raise unsupported(name, True)
+    body = await read(request, DECODER, settings)
+    check_only(body, {"store": False, "background": False, "prompt_logprobs": None})
+    check_fields(body)
     if body.top_logprobs is not None and not body.include:
         raise ApiError(
             400,

@@ -20,15 +20,28 @@ from prejit.runtime.server.openai.messages import (
 
 
 class InputText(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="input_text"):
-    """A part of the input that is text."""
+    """A part of the input that is text.
+
+    Attributes:
+        text: the text.
+        prompt_cache_breakpoint: accepted without effect.
+    """
 
     text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class OutputText(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
-    """A part of an earlier answer that is text."""
+    """A part of an earlier answer that is text.
+
+    Attributes:
+        text: the text.
+        annotations, logprobs: accepted without effect.
+    """
 
     text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
 
 
 Part = InputText | OutputText | TextPart | RefusalPart
@@ -46,6 +59,8 @@ class InputItem(RequestFields, frozen=True, kw_only=True):
         name: the function that was called.
         arguments: of the call, a JSON object as text.
         output: the result of a call.
+        id, status, phase: of an item of an earlier answer; accepted without effect.
+        caller, namespace: not supported.
     """
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
@@ -55,16 +70,33 @@ class InputItem(RequestFields, frozen=True, kw_only=True):
     name: str | None = None
     arguments: str | None = None
     output: str | list[Part] | None = None
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+    caller: None = None
+    namespace: None = None
 
 
 class ResponseFunctionTool(RequestFields, frozen=True, kw_only=True):
-    """A function that the model may call."""
+    """A function that the model may call.
+
+    Attributes:
+        type: what it is.
+        name: of the function.
+        description: what it does.
+        parameters: the JSON Schema of its arguments.
+        strict: as of `Function`.
+        allowed_callers, defer_loading, output_schema: not supported.
+    """
 
     type: Literal["function"]
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    allowed_callers: None = None
+    defer_loading: None = None
+    output_schema: None = None
 
 
 class ChosenResponseTool(RequestFields, frozen=True, kw_only=True):
@@ -86,15 +118,31 @@ class ResponseSchemaFormat(
 
 
 class ResponseText(RequestFields, frozen=True, kw_only=True):
-    """What the answer must be."""
+    """What the answer must be.
+
+    Attributes:
+        format: text, JSON, or JSON of a schema.
+        verbosity: only `medium`.
+    """
 
     format: TextFormat | JsonObjectFormat | ResponseSchemaFormat | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class ReasoningField(RequestFields, frozen=True, kw_only=True):
-    """Reasoning options. `effort` is a variable of the chat template."""
+    """Reasoning options.
+
+    Attributes:
+        effort: a variable of the chat template.
+        summary, generate_summary: accepted without effect: no answer has reasoning apart from its text.
+        context, mode: not supported.
+    """
 
     effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: None = None
+    mode: None = None
 
 
 class ResponseRequest(Sampled, frozen=True, kw_only=True):
@@ -115,7 +163,8 @@ class ResponseRequest(Sampled, frozen=True, kw_only=True):
         chat_template_kwargs: variables of the chat template. As vLLM has it.
         store: responses are never stored; true is refused.
         truncation: prompts are never truncated.
-        background, conversation, max_tool_calls, previous_response_id, prompt: not supported.
+        access_programs, background, background_options, context_management: not supported.
+        conversation, image, max_tool_calls, moderation, previous_response_id, prompt: not supported.
     """
 
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
@@ -127,12 +176,16 @@ class ResponseRequest(Sampled, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: Logprobs | None = None
-    metadata: dict[str, str] | None = None
     reasoning: ReasoningField | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     store: bool | None = None
     truncation: Literal["disabled"] | None = None
     background: bool | None = None
+    access_programs: None = None
+    background_options: None = None
+    context_management: None = None
+    image: None = None
+    moderation: None = None
     conversation: None = None
     max_tool_calls: None = None
     previous_response_id: None = None

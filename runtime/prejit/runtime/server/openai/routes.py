@@ -16,6 +16,14 @@ from prejit.runtime.server.openai.model_list import ModelCard, ModelList, get_mo
 from prejit.runtime.server.openai.openapi import Operation
 from prejit.runtime.server.openai.responses import respond
 from prejit.runtime.server.openai.responses_schema import ResponseObject, ResponseRequest
+from prejit.runtime.server.openai.similarity import (
+    Reranked,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+    rerank,
+    score,
+)
 from prejit.runtime.server.openai.tokens import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -60,6 +68,10 @@ _HANDLERS: dict[Operation, Handler] = {
     Operation(
         "post", "/v1/embeddings", "Return vectors of texts", EmbeddingRequest, EmbeddingList
     ): embed,
+    Operation(
+        "post", "/v1/score", "Compare texts by their vectors", ScoreRequest, ScoreList
+    ): score,
+    Operation("post", "/v1/rerank", "Order texts by relevance", RerankRequest, Reranked): rerank,
     Operation("post", "/tokenize", "Return token ids", TokenizeRequest, TokenizeAnswer): tokenize,
     Operation(
         "post", "/detokenize", "Return the text of token ids", DetokenizeRequest, DetokenizeAnswer

@@ -87,7 +87,7 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 async def tokenize(models: Models, settings: Settings, request: Request) -> Response:
     """Answer POST /tokenize."""
-    body = await read(request, _TOKENIZE)
+    body = await read(request, _TOKENIZE, settings)
     if (body.prompt is None) == (body.messages is None):
         found = "neither" if body.prompt is None else "both"
         raise ApiError(400, f"prompt: expected it or messages, found {found}", param="prompt")
@@ -128,7 +128,7 @@ def _of_messages(body: TokenizeRequest, served: Served) -> list[int]:
 
 async def detokenize(models: Models, settings: Settings, request: Request) -> Response:
     """Answer POST /detokenize."""
-    body = await read(request, _DETOKENIZE)
+    body = await read(request, _DETOKENIZE, settings)
     served = served_model(models, body.model)
     tokenizer = served.bundle.tokenizer
     text = await prompts.off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens))

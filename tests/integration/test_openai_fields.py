@@ -1,0 +1,559 @@
+"""Fields of requests over HTTP: each is done, harmless or refused, and the limits of tokens hold."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+from tests.unit.runtime.server.running import Running, running
+
+from prejit.runtime import load
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.server.served import Models, Served
+from prejit.runtime.server.settings import Settings
+
+from .conftest import Run, write_manifest
+from .test_openai_api import ADD, ONCE, TEMPLATE, USER
+from .test_openai_api import SMALLEST as FEWEST_FIELDS
+
+Post = Callable[[str, dict[str, Any]], httpx.Response]
+
+TEXT: dict[str, Any] = {"model": "stories", "prompt": ONCE, "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def bundle(run: Run, stories: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """stories260k with a chat template beside it."""
+    directory = tmp_path_factory.mktemp("fields")
+    source = directory / "model"
+    shutil.copytree(stories[0], source)
+    source.chmod(0o755)
+    (source / "chat_template.jinja").write_text(TEMPLATE)
+    manifest = write_manifest(
+        directory / "m.toml", source, name="stories", batch=(4,), prompt=(32,), context=(320,)
+    )
+    run("build", manifest, "-o", directory, quick=True)
+    return load(directory / "stories")
+
+
+@pytest.fixture(scope="module")
+def models(bundle: Bundle, encoder_dir: Path) -> Iterator[Models]:
+    encoder = load(encoder_dir)
+    engine = bundle.engine(slots=4, queue=64)
+    made = Models(
+        Served("stories", bundle, engine, 1), Served("tiny", encoder, encoder.engine(), 1)
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def server(models: Models) -> Iterator[Running]:
+    with running(models, Settings()) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def post(server: Running) -> Iterator[Post]:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        yield lambda path, body: http.post(path, json=body)
+
+
+# ---------------------------------------------------------------------- every name
+
+SMALLEST = {
+    **{path: {"model": "stories", **body} for path, body in FEWEST_FIELDS.items()},
+    "/v1/completions": TEXT,
+}
+
+
+@pytest.mark.parametrize("path", SMALLEST)
+def test_an_unknown_field_is_refused_unless_the_server_ignores_them(
+    path: str, post: Post, models: Models
+) -> None:
+    body = {**SMALLEST[path], "modle": "stories"}
+    refused = post(path, body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["code"]) == (
+        400,
+        "modle",
+        "unknown_parameter",
+    )
+    assert "did you mean 'model'?" in error["message"]
+    with (
+        running(models, Settings(ignore_unknown_fields=True)) as lenient,
+        httpx.Client(base_url=lenient.url, timeout=60) as http,
+    ):
+        assert http.post(path, json=body).status_code == 200
+        wrong = http.post(path, json={**body, "model": 7})
+        assert wrong.status_code == 400
+
+
+OPENAI: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "/v1/completions": (
+        completion_create_params.CompletionCreateParamsBase,
+        {
+            "echo": True,
+            "frequency_penalty": 0.5,
+            "logit_bias": {"5": 1},
+            "logprobs": 1,
+            "max_tokens": 2,
+            "model": "stories",
+            "n": 2,
+            "presence_penalty": 0.5,
+            "prompt": "a",
+            "seed": 1,
+            "stop": "",
+            "stream": True,
+            "temperature": 0.5,
+            "top_p": 0.5,
+            "user": "u",
+            "best_of": 1,
+        },
+        {"suffix": "x"},
+    ),
+    "/v1/chat/completions": (
+        chat_create_params.CompletionCreateParamsBase,
+        {
+            "frequency_penalty": 0.5,
+            "logit_bias": {"5": 1},
+            "logprobs": True,
+            "max_completion_tokens": 1,
+            "max_tokens": 1,
+            "messages": USER,
+            "metadata": {"a": "b"},
+            "modalities": ["text"],
+            "model": "stories",
+            "n": 2,
+            "parallel_tool_calls": True,
+            "presence_penalty": 0.5,
+            "prompt_cache_key": "k",
+            "prompt_cache_options": {"mode": "implicit"},
+            "prompt_cache_retention": "24h",
+            "reasoning_effort": "low",
+            "response_format": {"type": "text"},
+            "safety_identifier": "s",
+            "seed": 1,
+            "service_tier": "auto",
+            "stop": [""],
+            "store": False,
+            "stream": True,
+            "temperature": 0.5,
+            "tool_choice": "auto",
+            "tools": [ADD],
+            "top_p": 0.5,
+            "user": "u",
+            "verbosity": "medium",
+        },
+        {
+            "audio": {"voice": "a", "format": "mp3"},
+            "function_call": "auto",
+            "functions": [],
+            "moderation": {"model": "m"},
+            "prediction": {"type": "content", "content": ""},
+            "store": True,
+            "verbosity": "low",
+            "web_search_options": {},
+        },
+    ),
+    "/v1/responses": (
+        response_create_params.ResponseCreateParamsBase,
+        {
+            "include": ["message.output_text.logprobs"],
+            "input": "a",
+            "instructions": "b",
+            "max_output_tokens": 2,
+            "metadata": {"a": "b"},
+            "model": "stories",
+            "parallel_tool_calls": True,
+            "prompt_cache_key": "k",
+            "prompt_cache_options": {"mode": "implicit"},
+            "prompt_cache_retention": "24h",
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "safety_identifier": "s",
+            "service_tier": "auto",
+            "store": False,
+            "background": False,
+            "stream": True,
+            "temperature": 0.5,
+            "text": {"format": {"type": "text"}, "verbosity": "medium"},
+            "tool_choice": "auto",
+            "tools": [{"type": "function", **ADD["function"]}],
+            "top_p": 0.5,
+            "truncation": "disabled",
+            "user": "u",
+        },
+        {
+            "access_programs": ["x"],
+            "background": True,
+            "background_options": {},
+            "context_management": [],
+            "conversation": "c",
+            "image": {},
+            "max_tool_calls": 1,
+            "moderation": {"model": "m"},
+            "previous_response_id": "r",
+            "prompt": {"id": "p"},
+            "store": True,
+        },
+    ),
+    "/v1/embeddings": (
+        embedding_create_params.EmbeddingCreateParams,
+        {
+            "dimensions": 12,
+            "encoding_format": "base64",
+            "input": "a",
+            "model": "tiny",
+            "user": "u",
+        },
+        {"dimensions": 5},
+    ),
+}
+"""For each endpoint: parameters of the openai package, values that are answered, and values that are not."""
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True, "include": ["message.output_text.logprobs"]},
+}
+"""Parameters that need others."""
+
+
+@pytest.mark.parametrize("path", OPENAI)
+def test_every_parameter_of_the_openai_package_is_done_or_harmless_or_refused(
+    path: str, post: Post
+) -> None:
+    params, done, refused = OPENAI[path]
+    names = set(get_type_hints(params))
+    with_others = {"stream", "stream_options", "top_logprobs"}
+    assert names - with_others <= done.keys() | refused.keys()
+    for name, value in done.items():
+        found = post(path, {**SMALLEST[path], name: value})
+        assert found.status_code == 200, (name, found.text)
+    for name, value in refused.items():
+        error = post(path, {**SMALLEST[path], name: value}).json()["error"]
+        assert (error["param"], error["code"]) in (
+            (name, "unsupported_parameter"),
+            ("suffix", "invalid_type"),
+        ), error
+    streamed = {**SMALLEST[path], "stream": True, "stream_options": {"include_obfuscation": False}}
+    if "stream_options" in names:
+        assert post(path, streamed).status_code == 200
+
+
+VLLM: dict[str, Any] = {
+    "use_beam_search": True,
+    "length_penalty": 2.0,
+    "early_stopping": True,
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "logits_processors": ["x"],
+    "kv_transfer_params": {},
+    "vllm_xargs": {},
+}
+
+
+@pytest.mark.parametrize("name", VLLM)
+def test_what_vllm_can_and_this_server_cannot_is_refused(name: str, post: Post) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+        found = post(path, {**SMALLEST[path], name: VLLM[name]})
+        error = found.json()["error"]
+        assert (found.status_code, error["param"]) == (400, name)
+        assert error["code"] == "unsupported_parameter"
+    default = {"use_beam_search": False, "length_penalty": 1, "skip_special_tokens": True}
+    assert post("/v1/completions", {**TEXT, **default}).status_code == 200
+
+
+def test_the_client_sends_back_what_it_got(client: openai.OpenAI) -> None:
+    common: Any = {"model": "stories", "metadata": {"a": "b"}, "user": "u"}
+    messages: list[Any] = [*USER]
+    for _ in range(2):
+        answer = client.chat.completions.create(messages=messages, max_tokens=2, **common)
+        messages += [answer.choices[0].message.model_dump(), *USER]
+    items: list[Any] = [{"role": "user", "content": ONCE}]
+    for _ in range(2):
+        response = client.responses.create(
+            input=items,
+            max_output_tokens=2,
+            include=["message.output_text.logprobs"],
+            prompt_cache_key="k",
+            service_tier="auto",
+            **common,
+        )
+        items += [each.model_dump() for each in response.output]
+        items.append({"role": "user", "content": ONCE})
+    assert client.embeddings.create(model="tiny", input="a", user="u").data
+
+
+# ---------------------------------------------------------------------- limits of tokens
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["", ""], None])
+def test_an_empty_stop_ends_nothing(stop: Any, post: Post) -> None:
+    expected = post("/v1/completions", TEXT).json()["choices"][0]["text"]
+    found = post("/v1/completions", {**TEXT, "stop": stop}).json()["choices"][0]
+    assert (found["text"], found["finish_reason"]) == (expected, "length")
+
+
+def test_nothing_stops_before_min_tokens(post: Post, bundle: Bundle) -> None:
+    more = {**TEXT, "max_tokens": 12}
+    free = bundle.generate(ONCE, max_new_tokens=12)
+    for limits in ({"stop_token_ids": [*set(free.token_ids)]}, {"stop": [free.text[:2]]}):
+        assert post("/v1/completions", {**more, **limits}).json()["choices"][0]["text"] == ""
+        found = post("/v1/completions", {**more, **limits, "min_tokens": 5}).json()
+        assert 5 <= found["usage"]["completion_tokens"] <= 12
+    token_ids = set(free.token_ids)
+    kept = bundle.generate(ONCE, max_new_tokens=12, min_new_tokens=12, stop_token_ids=token_ids)
+    assert len(kept.token_ids) == 12
+    assert not token_ids & {*kept.token_ids}
+    # Afterwards several steps run per call again, and the text goes on as without the limit.
+    same = bundle.generate(ONCE, max_new_tokens=12, min_new_tokens=3)
+    assert same.token_ids == free.token_ids
+    refused = post("/v1/completions", {**TEXT, "min_tokens": 5})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "min_tokens")
+
+
+def test_only_allowed_tokens_come(post: Post, bundle: Bundle) -> None:
+    ids = bundle.tokenizer.encode("a dog ran", add_special_tokens=False)
+    body = {**TEXT, "max_tokens": 20, "allowed_token_ids": ids, "logprobs": 0, "temperature": 1}
+    found = post("/v1/completions", body).json()["choices"][0]
+    names = {bundle.tokenizer.token_bytes[each].decode() for each in ids}
+    assert {*found["logprobs"]["tokens"]} <= names
+    vocab = bundle.decoder.decoder.vocab_size
+    for wrong in ([vocab], [-1], []):
+        refused = post("/v1/completions", {**TEXT, "allowed_token_ids": wrong})
+        assert refused.status_code == 400
+        assert "allowed_token_ids" in refused.json()["error"]["message"]
+
+
+def test_bad_words_do_not_come(post: Post, bundle: Bundle) -> None:
+    more = {**TEXT, "max_tokens": 30}
+    free = post("/v1/completions", more).json()["choices"][0]["text"]
+    words = [word for word in free.replace(",", " ").replace(".", " ").split() if len(word) > 3]
+    longest = max(words, key=lambda word: len(_spelled(bundle, word)))
+    shortest = min(words, key=lambda word: len(_spelled(bundle, word)))
+    assert len(_spelled(bundle, longest)) > len(_spelled(bundle, shortest))
+    for word in (longest, shortest):
+        found = post("/v1/completions", {**more, "bad_words": [word], "logprobs": 0}).json()
+        names = found["choices"][0]["logprobs"]["tokens"]
+        spelled = [bundle.tokenizer.token_bytes[each].decode() for each in _spelled(bundle, word)]
+        assert not any(names[at : at + len(spelled)] == spelled for at in range(len(names)))
+        text = found["choices"][0]["text"]
+        # All that came before the word is the same.
+        assert text.startswith(free[: free.index(word)].rstrip())
+
+
+def _spelled(bundle: Bundle, word: str) -> list[int]:
+    return bundle.tokenizer.encode(word, add_special_tokens=False)
+
+
+def test_only_the_end_of_a_prompt_is_kept(post: Post, bundle: Bundle) -> None:
+    ids = bundle.tokenizer.encode(ONCE)
+    kept = post("/v1/completions", {**TEXT, "truncate_prompt_tokens": 2, "echo": True}).json()
+    given = post("/v1/completions", {**TEXT, "prompt": ids[-2:], "echo": True}).json()
+    assert kept["choices"][0]["text"] == given["choices"][0]["text"]
+    assert kept["usage"]["prompt_tokens"] == 2
+    long = {**TEXT, "prompt": "dog " * 3000, "max_tokens": 1}
+    assert post("/v1/completions", long).status_code == 400
+    found = post("/v1/completions", {**long, "truncate_prompt_tokens": -1}).json()
+    assert found["usage"]["prompt_tokens"] == 320
+    chat = {**SMALLEST["/v1/chat/completions"], "truncate_prompt_tokens": 3}
+    assert post("/v1/chat/completions", chat).json()["usage"]["prompt_tokens"] == 3
+
+
+# ---------------------------------------------------------------------- scores of prompts
+
+
+def _by_prefill(bundle: Bundle, ids: list[int]) -> list[float]:
+    """The log-probability of each token but the first, by a prefill of all that comes before it."""
+    found = []
+    for end in range(1, len(ids)):
+        mask = np.zeros(bundle.decoder.decoder.vocab_size, bool)
+        mask[ids[end]] = True
+        result = bundle.generate(
+            ids[:end],
+            max_new_tokens=1,
+            logprobs=0,
+            stop_token_ids=(),
+            token_mask=lambda _, m=mask: m,
+        )
+        assert result.logprobs is not None
+        found.append(result.logprobs[0].logprob)
+    return found
+
+
+@pytest.mark.parametrize("new", [0, 1, 6])
+def test_echo_with_logprobs_has_those_of_the_prompt(
+    new: int, client: openai.OpenAI, bundle: Bundle
+) -> None:
+    texts = ["Once upon a time, xyzzy", "Tom said: no"]
+    prompts = [bundle.tokenizer.encode(text) for text in texts]
+    body: Any = {"model": "stories", "temperature": 0, "logprobs": 1, "echo": True}
+    found = client.completions.create(prompt=prompts, max_tokens=new, **body)
+    plain = client.completions.create(prompt=prompts, max_tokens=6, **{**body, "echo": False})
+    for choice, ids, text in zip(found.choices, prompts, texts, strict=True):
+        lists: Any = choice.logprobs
+        assert len(lists.tokens) == len(ids) + new == len(lists.text_offset)
+        assert lists.token_logprobs[0] is None
+        assert lists.top_logprobs[0] is None
+        assert lists.token_logprobs[1 : len(ids)] == pytest.approx(
+            _by_prefill(bundle, ids), abs=1e-4
+        )
+        for logprob, top in zip(lists.token_logprobs[1:], lists.top_logprobs[1:], strict=True):
+            assert logprob in top.values()
+            assert 1 <= len(top) <= 2
+        assert choice.text.startswith(text)
+        likely: Any = plain.choices[choice.index].logprobs
+        assert lists.token_logprobs[len(ids) :] == pytest.approx(
+            likely.token_logprobs[:new], abs=1e-4
+        )
+        assert choice.finish_reason == "length"
+    usage: Any = found.usage
+    assert usage.prompt_tokens == sum(map(len, prompts))
+    assert usage.completion_tokens == 2 * new
+    if new:
+        streamed = [*client.completions.create(prompt=prompts, max_tokens=new, stream=True, **body)]
+        for choice in found.choices:
+            parts = [e.choices[0] for e in streamed if e.choices[0].index == choice.index]
+            assert "".join(part.text for part in parts) == choice.text
+            names = [name for part in parts if part.logprobs for name in part.logprobs.tokens or ()]
+            assert names == choice.logprobs.tokens  # type: ignore[union-attr]
+
+
+def test_stop_tokens_and_penalties_do_not_touch_the_scores(post: Post, bundle: Bundle) -> None:
+    ids = bundle.tokenizer.encode(ONCE)
+    body = {**TEXT, "echo": True, "logprobs": 0, "max_tokens": 1}
+    expected = post("/v1/completions", body).json()["choices"][0]["logprobs"]["token_logprobs"]
+    limits = {
+        "stop_token_ids": ids,
+        "stop": ["upon"],
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 1,
+        "bad_words": ["upon"],
+    }
+    found = post("/v1/completions", {**body, **limits}).json()["choices"][0]["logprobs"]
+    count = len(ids)
+    assert found["token_logprobs"][:count] == expected[:count]
+
+
+def test_logprobs_of_prompts_are_in_the_form_of_vllm(post: Post, bundle: Bundle) -> None:
+    ids = bundle.tokenizer.encode(ONCE)
+    found = post("/v1/completions", {**TEXT, "prompt_logprobs": 2}).json()["choices"][0]
+    places = found["prompt_logprobs"]
+    assert places[0] is None
+    scores = _by_prefill(bundle, ids)
+    for token_id, expected, likely in zip(ids[1:], scores, places[1:], strict=True):
+        own = likely[str(token_id)]
+        assert own["logprob"] == pytest.approx(expected, abs=1e-4)
+        ranks = sorted(each["rank"] or 3 for each in likely.values())
+        assert ranks in ([1, 2], [1, 2, 3])
+    chat = {**SMALLEST["/v1/chat/completions"], "prompt_logprobs": 0}
+    answer = post("/v1/chat/completions", chat).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert "prompt_logprobs" not in post("/v1/completions", TEXT).json()["choices"][0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"max_tokens": 0}, "max_tokens"),
+        ("/v1/completions", {"max_tokens": 0, "echo": True, "stream": True}, "max_tokens"),
+        ("/v1/completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt_logprobs": 21}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": [1, 9999], "echo": True, "logprobs": 1}, None),
+        ("/v1/completions", {"prompt": [1] * 321, "echo": True, "logprobs": 1}, None),
+        ("/v1/responses", {"prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+def test_scores_that_cannot_be_had_are_a_400(
+    path: str, body: dict[str, Any], param: str | None, post: Post
+) -> None:
+    found = post(path, {**SMALLEST[path], **body})
+    assert found.status_code == 400, found.text
+    assert found.json()["error"]["param"] == param
+
+
+def test_a_chat_echoes_the_message_that_it_goes_on_with(client: openai.OpenAI, post: Post) -> None:
+    messages = [*USER, {"role": "assistant", "content": "There was"}]
+    body = {"model": "stories", "messages": messages, "max_tokens": 4, "temperature": 0}
+    body |= {"continue_final_message": True, "add_generation_prompt": False}
+    plain = post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    found = post("/v1/chat/completions", {**body, "echo": True}).json()["choices"][0]
+    assert found["message"]["content"] == "There was" + plain
+    extra = {name: body.pop(name) for name in ("continue_final_message", "add_generation_prompt")}
+    events: Any = client.chat.completions.create(
+        stream=True, extra_body={**extra, "echo": True}, **body
+    )
+    assert "".join(event.choices[0].delta.content or "" for event in events) == "There was" + plain
+
+
+# ---------------------------------------------------------------------- similarity
+
+
+def test_scores_and_ranks_are_cosines(post: Post, models: Models) -> None:
+    texts = ["a b c", "c d e", "x y z", "a b d"]
+    vectors = models.get("tiny").bundle.encode(texts).astype(np.float64)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    expected = vectors[1:] @ vectors[0]
+    body = {"model": "tiny", "text_1": texts[0], "text_2": texts[1:]}
+    scored = post("/v1/score", body).json()
+    assert [each["score"] for each in scored["data"]] == pytest.approx(expected, abs=1e-5)
+    pairs = post("/v1/score", {**body, "text_1": [texts[0]] * 3}).json()
+    assert [each["score"] for each in pairs["data"]] == pytest.approx(expected, abs=1e-5)
+    documents = [texts[1], {"text": texts[2]}, texts[3]]
+    query = {"model": "tiny", "query": texts[0], "documents": documents}
+    ranked = post("/v1/rerank", query).json()["results"]
+    order = np.argsort(-expected).tolist()
+    assert [each["index"] for each in ranked] == order
+    assert [each["document"]["text"] for each in ranked] == [texts[1 + place] for place in order]
+    best = post("/v1/rerank", {**query, "top_n": 1, "return_documents": False}).json()
+    assert [each.keys() for each in best["results"]] == [{"index", "relevance_score"}]
+    assert best["usage"]["total_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/v1/score", {"model": "stories"}, "encod"),
+        ("/v1/rerank", {"model": "stories"}, "encod"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+        ("/v1/score", {"text_2": []}, "text_2"),
+        ("/v1/rerank", {"documents": []}, "documents"),
+        ("/v1/rerank", {"max_tokens_per_doc": 5}, "max_tokens_per_doc"),
+        ("/v1/rerank", {"documents": ["a " * 70]}, "token"),
+        ("/v1/embeddings", {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ],
+)
+def test_similarity_that_cannot_be_had_is_a_400(
+    path: str, body: dict[str, Any], named: str, post: Post
+) -> None:
+    found = post(path, {**SMALLEST[path], **body})
+    assert found.status_code == 400, found.text
+    assert named in found.json()["error"]["message"]
+
+
+@pytest.mark.filterwarnings("ignore::prejit.runtime.errors.TruncationWarning")
+def test_texts_are_cut_where_the_client_wants_that(post: Post) -> None:
+    long = "a " * 70
+    cut = {**SMALLEST["/v1/rerank"], "documents": [long], "truncate_prompt_tokens": -1}
+    assert post("/v1/rerank", cut).status_code == 200
+    cut = {**SMALLEST["/v1/embeddings"], "input": long, "truncate_prompt_tokens": -1}
+    assert post("/v1/embeddings", cut).json()["usage"]["total_tokens"] == 16
