@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from prejit.runtime.cli.addresses import address, origin
 from prejit.runtime.generation.options import OPTIONS, Option
 
 BUILD_COMMANDS = {
@@ -353,6 +354,21 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--port", type=_port, default=8000, metavar="N", help="0 takes any free one (default 8000)"
+    )
+    command.add_argument(
+        "--admin",
+        type=address,
+        metavar="PATH|HOST:PORT",
+        help="also listen at a Unix socket or another address for POST /drain and /undrain, which ask for no "
+        "key (default: nowhere)",
+    )
+    command.add_argument(
+        "--cors",
+        type=origin,
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let web pages of https://HOST:PORT, or of all with *, use the server; may be repeated",
     )
     command.add_argument(
         "--slots",

@@ -98,7 +98,7 @@ def replay(
         if bundle.digest != logged[name]["digest"]:
             was = logged[name]["digest"]
             report.notes.append(f"{name}: the log is of {was}, and {path} is {bundle.digest}")
-    models.state = "ready"
+    models.change("loading", "ready")
     try:
         asyncio.run(_run(log, models, starts[-1].get("max_tokens"), report, progress))
     finally:

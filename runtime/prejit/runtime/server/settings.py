@@ -9,6 +9,7 @@ from prejit.runtime.server.keys import ANYBODY, Key
 
 if TYPE_CHECKING:
     from prejit.runtime.server.keys import Keys
+    from prejit.runtime.server.origins import Origins
     from prejit.runtime.server.requestlog import Log
 
 
@@ -31,6 +32,8 @@ class Settings:
         ignore_unknown_fields: whether fields that no request has are left out; if not, they are an error.
         anybody: what is allowed without keys.
         log: where requests are recorded for `prejit replay`; None: nowhere.
+        cors: origins of web pages that may read answers; `*`: all.
+        origins: the hosts and pages that may send requests; None: all.
     """
 
     body_bytes: int = 16 << 20
@@ -42,3 +45,5 @@ class Settings:
     ignore_unknown_fields: bool = False
     anybody: Key = ANYBODY
     log: Log | None = None
+    cors: tuple[str, ...] = ()
+    origins: Origins | None = None
