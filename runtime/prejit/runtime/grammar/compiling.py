@@ -44,7 +44,8 @@ class Compiled:
     """A compiled grammar.
 
     Attributes:
-        matcher: at the beginning of a text; masks copy it. It has made its first mask, so that theirs is quick.
+        matcher: at the beginning of a text; masks copy it. It has made its first mask, which makes theirs
+            quick.
         size_bytes: its memory.
     """
 
@@ -91,10 +92,21 @@ def compiled(tokenizer: LLTokenizer, source: Source, size_bytes: int | None = No
     limits = LLParserLimits(
         max_lexer_states=_LEXER_STATES, step_lexer_fuel=_STEP_FUEL, verbose_errors=False
     )
-    grammar = LLMatcher.grammar_from_lark(f"{source.text}\n{_OPTIONS}")
+    grammar = LLMatcher.grammar_from_lark(f"{_lark(source)}\n{_OPTIONS}")
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # 100 ms for 4,000 members, which no step of an engine waits for now
     if matcher.is_error():
         raise source.error(matcher.get_error())
     return Compiled(matcher, size_bytes or len(source.text) * _BYTES_FOR_BYTE)
+
+
+def _lark(source: Source) -> str:
+    if not source.is_gbnf:
+        return source.text
+    from llguidance import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark.gbnf_to_lark(source.text)
+    except Exception as error:  # it raises bare Exceptions
+        raise source.error(str(error)) from None

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base.once import once
-from prejit.runtime.errors import UsageError
 from prejit.runtime.grammar.compiling import Compiled, compiled, tokenizer_of
 from prejit.runtime.grammar.mask import GrammarMask
 from prejit.runtime.grammar.sources import (
@@ -179,9 +178,7 @@ class Grammars:
     def _new_mask(self, kept: Compiled, stop_token_ids: Collection[int] | None) -> GrammarMask:
         decoder = self._decoder
         stop = decoder.eos_token_ids if stop_token_ids is None else stop_token_ids
-        return GrammarMask(
-            kept.matcher, decoder.vocab_size, stop, is_limited=self._of_strangers
-        )
+        return GrammarMask(kept.matcher, decoder.vocab_size, stop, is_limited=self._of_strangers)
 
     def _keep(self, source: Source) -> Compiled:
         """Compile a grammar and keep it. Those that were not used for longest make room."""

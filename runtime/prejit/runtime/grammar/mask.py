@@ -80,9 +80,7 @@ class GrammarMask:
 
     def again(self) -> GrammarMask:
         """Return a new mask of the same grammar, for another request."""
-        return GrammarMask(
-            self._fresh, self._vocab_size, self._stop, is_limited=self._is_limited
-        )
+        return GrammarMask(self._fresh, self._vocab_size, self._stop, is_limited=self._is_limited)
 
     def accepts(self, token_ids: Sequence[int]) -> bool:
         """Return whether these tokens are a whole text of the grammar; a stop token may be the last."""

@@ -1,8 +1,9 @@
-"""Grammars in Lark, made from JSON schemas, regular expressions and tools, and the errors that name their part."""
+"""Grammars in Lark, made from JSON schemas, expressions and tools, and the errors that name their part."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from prejit.runtime.grammar.tools import ToolForm, tools_grammar
 WHITESPACE = " "
 """White space that JSON may have between its parts: one space, as JSON in one line has. Small models repeat
 white space until their last token if they may, and indents cost tokens without a meaning."""
+
+_LARK_START = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
 
 
 class SchemaPart(NamedTuple):
@@ -39,11 +42,13 @@ class Source:
         text: the grammar in llguidance's variant of Lark.
         expected: the beginning of the error of a grammar that does not compile.
         schemas: the JSON schemas in it.
+        is_gbnf: whether the text is in llama.cpp's GBNF instead of Lark.
     """
 
     text: str
     expected: str
     schemas: tuple[SchemaPart, ...] = ()
+    is_gbnf: bool = False
 
     def error(self, reason: str) -> UsageError:
         """Return the error of a grammar that does not compile, with the JSON pointer of the schema at fault.
@@ -78,12 +83,26 @@ def lark_source(grammar: str) -> Source:
     return Source(arguments.text("grammar", grammar), "grammar: expected a Lark grammar")
 
 
+def any_source(grammar: str) -> Source:
+    """Return a grammar in Lark, or in the EBNF of llama.cpp and xgrammar, GBNF: `root ::= "yes" | "no"`."""
+    if "::=" not in grammar or _LARK_START.search(grammar):
+        return lark_source(grammar)
+    return Source(grammar, "grammar: expected a Lark or GBNF grammar", is_gbnf=True)
+
+
+def choice_source(choices: Sequence[str]) -> Source:
+    """Return the grammar whose texts are these."""
+    words = " | ".join(map(json.dumps, choices))
+    return Source(f"start: CHOICE\nCHOICE: {words}", "choice: expected texts that fit a grammar")
+
+
 def tools_source(
     tools: Sequence[Mapping[str, Any]],
     form: ToolForm,
     *,
     required: bool,
     parallel: bool,
+    answer: SchemaPart | None = None,
     special_id: Callable[[str], int | None],
 ) -> Source:
     """Return the grammar of answers that call tools. Arguments and errors as `tools_grammar`."""
@@ -92,6 +111,7 @@ def tools_source(
         form,
         required=required,
         parallel=parallel,
+        answer=None if answer is None else _schema_text(answer.schema, answer.lenient),
         schema_text=_schema_text,
         special_id=special_id,
     )
@@ -104,6 +124,8 @@ def tools_source(
         )
         for place, each in enumerate(functions)
     )
+    if answer is not None:
+        parts = (*parts, answer)
     return Source(text, "tools: expected tools that fit a grammar", parts)
 
 

@@ -138,11 +138,11 @@ def main() -> None:
 
 
 def _serve(connection: Connection) -> None:
-    tokenizer = tokenizer_of(pickle.loads(connection.recv_bytes()))
+    tokenizer = tokenizer_of(pickle.loads(connection.recv_bytes()))  # noqa: S301 (of the server)
     _set_limits()
     with contextlib.suppress(EOFError, OSError):
         while True:
-            source: Source = pickle.loads(connection.recv_bytes())
+            source: Source = pickle.loads(connection.recv_bytes())  # noqa: S301
             signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # SIGPROF ends the process
             answer: dict[str, Any]
             try:

@@ -25,6 +25,7 @@ from prejit.runtime.server.openai.bodies import (
     served_model,
 )
 from prejit.runtime.server.openai.calls import TextCall, text_call
+from prejit.runtime.server.openai.constraints import mask_of
 from prejit.runtime.server.openai.events import DONE, EventStream
 from prejit.runtime.server.openai.fields import (
     Logprobs,
@@ -110,6 +111,7 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
         body.max_tokens, served, settings, name="max_tokens", default=_DEFAULT_TOKENS
     )
     options["logprobs"] = body.logprobs
+    constraint = body.constraint()
     given = as_prompts(body.prompt)
     if len(given) > _MAX_PROMPTS:
         raise ApiError(
@@ -117,19 +119,24 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
             f"prompt: expected at most {_MAX_PROMPTS} prompts, found {len(given)}",
             param="prompt",
         )
+    token_ids, echoes = await _read_prompts(body, served, given)
+    mask = None
+    if constraint is not None:
+        mask = await mask_of(request, served, constraint, options["stop_token_ids"])
     wanted = [
         text_call(
             request,
             settings,
             served,
             body,
-            prompt=await _token_ids(served, each),
+            prompt=each,
             options=options,
             choices=body.n or 1,
+            mask=mask,
         )
-        for each in given
+        for each in token_ids
     ]
-    answer = _Answer(body, served, [_echo(body, served, each) for each in given])
+    answer = _Answer(body, served, echoes)
     if body.stream:
         return EventStream(answer.events(wanted))
     return answered(answer.completion(await calls.results(request, wanted)))
@@ -173,18 +180,25 @@ def _check(body: CompletionRequest) -> None:
     check_stream_options(body.stream, body.stream_options)
 
 
-async def _token_ids(served: Served, prompt: str | list[int]) -> list[int]:
-    if isinstance(prompt, str):
-        return await prompts.of_text(served, prompt)
-    prompts.check_length(served, prompt)
-    return prompt
+async def _read_prompts(
+    body: CompletionRequest, served: Served, given: list[str | list[int]]
+) -> tuple[list[list[int]], list[str]]:
+    """Return the token ids of the prompts, and the texts that come before their continuations."""
 
+    def token_ids(prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return prompts.encoded(served, prompt)
+        prompts.check_length(served, prompt)
+        return prompt
 
-def _echo(body: CompletionRequest, served: Served, prompt: str | list[int]) -> str:
-    """Return the text that comes before a continuation."""
-    if not body.echo:
-        return ""
-    return prompt if isinstance(prompt, str) else served.bundle.tokenizer.decode(prompt)
+    def echo(prompt: str | list[int]) -> str:
+        if not body.echo:
+            return ""
+        return prompt if isinstance(prompt, str) else served.bundle.tokenizer.decode(prompt)
+
+    return await prompts.off_loop(
+        sum(map(len, given)), lambda: ([*map(token_ids, given)], [*map(echo, given)])
+    )
 
 
 class _Answer:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,7 +22,7 @@ from prejit.runtime.server.openai.bodies import (
     read,
     served_model,
 )
-from prejit.runtime.server.openai.prompts import INLINE_CHARACTERS
+from prejit.runtime.server.openai.prompts import off_loop
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
@@ -88,7 +87,7 @@ async def embed(models: Models, settings: Settings, request: Request) -> Respons
     )
     characters = sum(len(each) for each in inputs)
     # The engine tokenizes in the caller's thread.
-    future = await run_in_threadpool(submit) if characters > INLINE_CHARACTERS else submit()
+    future = await off_loop(characters, submit)
     encoded = await unless_gone(request.receive, asyncio.wrap_future(future))
     vectors = np.ascontiguousarray(encoded.embeddings, np.dtype("<f4"))
     if not np.isfinite(vectors).all():

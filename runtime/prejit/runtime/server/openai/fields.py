@@ -10,6 +10,7 @@ from msgspec import Meta
 from prejit.runtime.generation.options import MAX_LOGPROBS
 from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai.bodies import RequestFields, ResponseFields
+from prejit.runtime.server.openai.structured import Structured
 from prejit.runtime.server.served import Served
 from prejit.runtime.server.settings import Settings
 
@@ -48,8 +49,8 @@ def check_stream_options(stream: bool | None, options: StreamOptions | None) -> 
         )
 
 
-class Sampled(RequestFields, frozen=True, kw_only=True):
-    """What all endpoints take that generate text.
+class Sampled(Structured, frozen=True, kw_only=True):
+    """What all endpoints take that generate text, beside what an answer must be.
 
     Attributes:
         model: the name of a served model; it may be missing if there is one.
