@@ -370,7 +370,7 @@ def test_unknown_fields_are_refused_unless_an_option_says_otherwise(
     options: list[str], status: int, serve: Serve, text_dir: Path
 ) -> None:
     server = serve(text_dir, *options).wait_until_ready()
-    body = {"prompt": "a", "max_tokens": 1, "max_tokenz": 2}
+    body = {"prompt": [1, 2], "max_tokens": 1, "max_tokenz": 2}
     found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert found.status_code == status, found.text
     assert ("did you mean 'max_tokens'" in found.text) == (status == 400)
