@@ -23,12 +23,14 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # One process of tests for each CPU, or as many as both.sh says; each takes whole files, whose fixtures are theirs.
 WORKERS ?= logical
+# A campaign runs for longer than a test may. Its own time limit is in its module.
+CAMPAIGN := -o faulthandler_timeout=0
 AT_ONCE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
 # What the newer interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo graphs artifacts test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos evaluation soak docs clean
+.PHONY: help demo graphs artifacts test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos evaluation soak hostile-clients docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -113,10 +115,10 @@ test-ray: $(READY) ## the tests on a Ray cluster of this machine (installs Ray, 
 	PREJIT_TEST_ALL=1 $(BIN)/python -m pytest -n0 tests/integration/test_cluster.py
 
 hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls, and 600 of requests; writes its figures
-	PREJIT_TEST_ALL=1 PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns/test_hostile.py tests/integration/test_invariance.py
+	PREJIT_TEST_ALL=1 PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_hostile.py tests/integration/test_invariance.py
 
 damage: $(READY) ## 10,000 damaged bundles, 200 of them by the command line (6 minutes); writes its figures
-	PREJIT_DAMAGE_EXAMPLES=10000 $(BIN)/python -m pytest tests/campaigns/test_damage.py
+	PREJIT_DAMAGE_EXAMPLES=10000 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_damage.py
 
 fuzz: $(READY) ## 100,000 hostile bundles through the checks, 2,000 through loads, and atheris at the parsers (2 hours)
 	PREJIT_FUZZ_EXAMPLES=100000 $(BIN)/python -m tests.campaigns.fuzz
@@ -125,7 +127,7 @@ fuzz: $(READY) ## 100,000 hostile bundles through the checks, 2,000 through load
 	PREJIT_FUZZ_SECONDS=120 $(BIN)/python -m tests.campaigns.parser_fuzz
 
 chaos: $(READY) ## commands that break at every call on their files, and races of processes (3 hours); writes its figures
-	PREJIT_CHAOS_EXAMPLES=100000 $(BIN)/python -m pytest tests/campaigns/test_chaos.py tests/campaigns/test_races.py
+	PREJIT_CHAOS_EXAMPLES=100000 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_chaos.py tests/campaigns/test_races.py
 
 evaluation: $(READY) ## lm-evaluation-harness against a server and beside torch (installs both, 1 GB; 5 minutes)
 	test -d $(PREJIT_TEST_ENVIRONMENTS)/evaluation || $(PYTHON) -m venv $(PREJIT_TEST_ENVIRONMENTS)/evaluation
@@ -133,7 +135,10 @@ evaluation: $(READY) ## lm-evaluation-harness against a server and beside torch 
 	$(BIN)/python -m tests.campaigns.evaluation $(PREJIT_TEST_ENVIRONMENTS)/evaluation/bin/python
 
 soak: $(READY) ## a server under mixed load for 8 minutes, then its log again (13 minutes); writes its figures
-	PREJIT_SOAK_SECONDS=480 $(BIN)/python -m pytest tests/campaigns/test_serving.py
+	PREJIT_SOAK_SECONDS=480 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_serving.py
+
+hostile-clients: $(READY) ## an honest client beside hostile ones and 10,000 connections (13 minutes); writes its figures
+	PREJIT_HOSTILE_SECONDS=600 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_hostile_clients.py
 
 docs: $(READY) $(DOCS_READY) ## build the documentation site into site/ and check its links
 	$(BIN)/python docs/generate.py .site-source

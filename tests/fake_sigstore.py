@@ -23,7 +23,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from prejit.runtime.trust.dsse import BUNDLE_MEDIA_TYPE, PAYLOAD_TYPE, pae
+from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE, STATEMENT_MEDIA_TYPE
+from prejit.runtime.trust.dsse import pae
 
 ISSUER = "https://issuer.example"
 IDENTITY = "https://ci.example/acme/models/release.yml@refs/heads/main"
@@ -192,7 +193,7 @@ class FakeSigstore:
         issuer: str = ISSUER,
         stamped: bool = True,
         late_seconds: float = 0,
-        payload_type: str = PAYLOAD_TYPE,
+        payload_type: str = STATEMENT_MEDIA_TYPE,
     ) -> dict[str, Any]:
         """Return a keyless sigstore bundle as plain data.
 
@@ -217,7 +218,7 @@ class FakeSigstore:
         proof = entry["verification"]["inclusionProof"]
         der = certificate.public_bytes(serialization.Encoding.DER)
         return {
-            "mediaType": BUNDLE_MEDIA_TYPE,
+            "mediaType": SIGNATURE_MEDIA_TYPE,
             "verificationMaterial": {
                 "certificate": {"rawBytes": b64(der)},
                 "tlogEntries": [

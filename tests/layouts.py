@@ -61,6 +61,6 @@ def write_index(path: Path, index: bytes) -> Path:
 
 
 def write_root(path: Path, entries: list[Any]) -> None:
-    """Write an `index.json` with these entries."""
-    root = {"manifests": entries, "mediaType": INDEX, "schemaVersion": 2}
-    (path / "index.json").write_text(json.dumps(root, sort_keys=True, separators=(",", ":")))
+    """Write an `index.json` with these entries, as a tool other than prejit writes it."""
+    root = {"schemaVersion": 2, "mediaType": INDEX, "manifests": entries}
+    (path / "index.json").write_text(json.dumps(root))

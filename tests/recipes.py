@@ -71,6 +71,22 @@ class Recipe:
         (path / "index.json").write_bytes(encode_root(from_json(Index, index, ""), index, ()))
         return path
 
+    def write_described(self, path: Path) -> Path:
+        """Writes the bundle as a build does, with list of parts and provenance."""
+        from functools import partial
+
+        from prejit.compiler.pipeline.describe.attaching import attach_descriptions
+        from prejit.compiler.pipeline.describe.provenance import recording_provenance
+        from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS, assemble
+        from prejit.runtime.base.digests import digest_of
+        from prejit.runtime.format.writing import write_layout
+
+        index, blobs = assemble(self.name, self.targets, DESCRIPTIONS)
+        write_layout(path, index, blobs)
+        digest = digest_of(index)
+        attach_descriptions(path, digest, partial(recording_provenance, digest))
+        return path
+
     def only(self, *targets: str) -> Recipe:
         """With these targets alone."""
         kept = tuple(target for target in self.targets if target.config.target in targets)

@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("chaos.json")
 EXAMPLES = int(os.environ.get("PREJIT_CHAOS_EXAMPLES", "2"))
 """How many faults of each scenario are tried, at most."""
+pytestmark = pytest.mark.timeout(900 + EXAMPLES)
 WHOLE_EXAMPLES = 500
 """From this number on, the figures are written."""
 AT_CALLS, AT_TIMES = "at every call", "at random times"

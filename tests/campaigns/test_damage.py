@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("damage.json")
 WHOLE_EXAMPLES = 10_000
 EXAMPLES = int(os.environ.get("PREJIT_DAMAGE_EXAMPLES", "20"))
+pytestmark = pytest.mark.timeout(900 + EXAMPLES)
 CHILDREN = EXAMPLES // 50 or 2
 """Random damages that are met by the command line; as many times a file is cut while it is read."""
 ONLY = os.environ.get("PREJIT_DAMAGE_ONLY")

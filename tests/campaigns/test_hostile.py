@@ -31,6 +31,7 @@ RESULTS = Path(__file__).with_name("hostile.json")
 WHOLE_EXAMPLES = 125
 """Configurations of each of the four kinds that `make hostile` tries."""
 EXAMPLES = int(os.environ.get("PREJIT_HOSTILE_EXAMPLES", "4"))
+pytestmark = pytest.mark.timeout(900 + 60 * EXAMPLES)
 LIMIT_SECONDS = 10 if EXAMPLES >= WHOLE_EXAMPLES else 60
 """`make test` may share its machine with other work."""
 LIMIT_BYTES = 1 << 30

@@ -27,6 +27,7 @@ from .faults import NEW, OLD
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("races.json")
 EXAMPLES = int(os.environ.get("PREJIT_CHAOS_EXAMPLES", "2"))
+pytestmark = pytest.mark.timeout(900 + EXAMPLES)
 WHOLE_EXAMPLES = 100
 """From this number on, the figures are written."""
 ROUNDS = min(10_000, 5 * EXAMPLES)

@@ -36,6 +36,7 @@ from .serving import Client, Look, Sample, Tally, Watcher, metric, slope_per_min
 
 RESULTS = Path(__file__).with_name("serving.json")
 SECONDS = float(os.environ.get("PREJIT_SOAK_SECONDS", "4"))
+pytestmark = pytest.mark.timeout(900 + 4 * SECONDS)
 WHOLE_SECONDS = 180
 """From this length on, the slopes are checked and the figures are written."""
 CLIENTS = 12

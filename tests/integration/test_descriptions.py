@@ -129,18 +129,19 @@ def test_signing_signs_the_provenance_too(demo: Path, tmp_path: Path) -> None:
     from tests.signers import signer
 
     from prejit.compiler.signing.sign import sign
-    from prejit.runtime.trust.dsse import BUNDLE_MEDIA_TYPE, read_bundle
+    from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE
+    from prejit.runtime.trust.dsse import read_bundle
     from prejit.runtime.trust.statement import PROVENANCE_PREDICATE, read_statement
 
     bundle = shutil.copytree(demo, tmp_path / "demo")
-    assert sign(bundle, signer("a")).added == 3  # the index, a target, the provenance
+    assert sign(bundle, signer("a")).added == 4  # the index, a target, the parts, the provenance
     assert sign(bundle, signer("a")).added == 0
     with Layout(bundle) as layout:
         root = read_root(layout)
         found = [
             layout.read_blob(each.layers[0].digest, each.layers[0].size)
             for each in referrers(layout, root, root.digest)
-            if each.artifact_type == BUNDLE_MEDIA_TYPE
+            if each.artifact_type == SIGNATURE_MEDIA_TYPE
             and each.annotations["dev.sigstore.bundle.predicateType"] == PROVENANCE_PREDICATE
         ]
     (content,) = found

@@ -21,9 +21,10 @@ from tests.signers import signer
 
 from prejit.compiler.signing.sign import Signed, sign
 from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import read_root
-from prejit.runtime.trust.dsse import BUNDLE_MEDIA_TYPE, pae
+from prejit.runtime.trust.dsse import pae
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / ".venv-tools" / "bin" / "python"
@@ -158,9 +159,9 @@ def test_the_manifest_of_a_signature_is_as_cosign_writes_it(
 ) -> None:
     for each, _ in attached(bundle_dir):
         manifest = json.loads(blob(bundle_dir, each.descriptor.digest).read_bytes())
-        assert manifest["artifactType"] == BUNDLE_MEDIA_TYPE
+        assert manifest["artifactType"] == SIGNATURE_MEDIA_TYPE
         assert manifest["config"]["mediaType"] == "application/vnd.oci.empty.v1+json"
-        assert [layer["mediaType"] for layer in manifest["layers"]] == [BUNDLE_MEDIA_TYPE]
+        assert [layer["mediaType"] for layer in manifest["layers"]] == [SIGNATURE_MEDIA_TYPE]
         assert manifest["subject"]["digest"] in signed.subjects
         noted = manifest["annotations"]
         assert noted["dev.sigstore.bundle.content"] == "dsse-envelope"

@@ -25,7 +25,7 @@ from tests.signers import key_table, signer, write_policy
 
 from prejit.compiler.signing.sign import sign
 from prejit.runtime import UntrustedError, load
-from prejit.runtime.format.writing import ATTACHED
+from prejit.runtime.format.referrers import ATTACHED
 from prejit.runtime.trust.enforcing import verify_policy
 
 NAME = "org.opencontainers.image.ref.name"

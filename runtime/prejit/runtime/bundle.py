@@ -390,6 +390,7 @@ class Bundle:
         memory: int | None = None,
         prefix_memory: int | None = None,
         prefill_tokens: int | None = None,
+        share_prefixes: bool = False,
     ) -> Engine:
         """Return an engine, which generates for many threads and tasks at once.
 
@@ -407,6 +408,8 @@ class Bundle:
             prefill_tokens: how many positions of new prompts are computed between two decode steps; fewer
                 make the gaps between tokens shorter and first tokens later. While more prompts wait than
                 texts run, it is up to four times as many. None: 64 on a CPU, else 512.
+            share_prefixes: let a prompt begin with what those of other clients have computed. A client that
+                guesses a prompt can then see that it was sent.
 
         Raises:
             UsageError: a value is out of range, no batch bucket is large enough, or the memory is too small.
@@ -432,6 +435,7 @@ class Bundle:
             memory=memory,
             prefix_memory=prefix_memory,
             prefill_tokens=prefill_tokens,
+            share_prefixes=share_prefixes,
         )
         self._engines.add(engine)
         return engine

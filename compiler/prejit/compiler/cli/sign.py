@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 def sign(bundle: Path, key: Path | None, keyless: bool, config: Path | None, as_json: bool) -> int:
     """Attach signatures to BUNDLE and to each of its targets, and write BUNDLE.sig.
 
-    cosign and trust policies verify the signatures, and the OpenSSF's model_signing verifies BUNDLE.sig. The
-    bundle's digest stays the same.
+    The whole bundle is verified first: damage is an error (exit 4), and nothing is signed. cosign and trust
+    policies verify the signatures, and the OpenSSF's model_signing verifies BUNDLE.sig. The bundle's digest
+    stays the same.
     """
     from prejit.compiler.progress import tell
     from prejit.compiler.signing.sign import sign as sign_bundle

@@ -19,11 +19,12 @@ from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import STATEMENT_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.trust.dsse import MAX_ENVELOPE_BYTES, PAYLOAD_TYPE
+from prejit.runtime.trust.dsse import MAX_ENVELOPE_BYTES
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.statement import PROVENANCE_PREDICATE, read_statement
 
@@ -69,7 +70,7 @@ def read_recorded(path: Path) -> Recorded:
         contents = [read_contents(layout, target) for target in targets]
         statements = []
         for each in referrers(layout, root, root.digest):
-            if each.artifact_type != PAYLOAD_TYPE or len(each.layers) != 1:
+            if each.artifact_type != STATEMENT_MEDIA_TYPE or len(each.layers) != 1:
                 continue
             [at] = each.layers
             if at.size <= MAX_ENVELOPE_BYTES:

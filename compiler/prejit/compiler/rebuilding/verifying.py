@@ -28,6 +28,8 @@ from prejit.compiler.rebuilding.recorded import Recorded, read_recorded
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import BuildError, StoreError
+from prejit.runtime.format.audit import audit
+from prejit.runtime.generation.defaults import check_generation
 from prejit.runtime.machine.targets import Target
 
 
@@ -76,6 +78,7 @@ def rebuild(
             does not compile.
         ManifestError, CheckpointError, RejectError, StoreError, NetworkError: something cannot be read.
     """
+    audit(bundle, check_generation)  # parts are compared by their digests
     recorded = read_recorded(bundle)
     read = _read_manifest(recorded, Path(recorded.manifest) if manifest is None else manifest)
     pinned = replace(read, targets=tuple(_pinned(each, recorded) for each in read.targets))

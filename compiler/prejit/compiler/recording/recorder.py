@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.describe.provenance import recording_provenance
-from prejit.compiler.pipeline.pack.bundle_files import assemble, check_readable
+from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS, assemble, check_readable
 from prejit.compiler.recording.merging import (
     RecordedTarget,
     collect,
@@ -133,7 +133,7 @@ def _write(
                 f"the program compiled nothing with jax, and ended with status {status}",
                 hint="record a command that calls jitted functions; Python must not run with -I, -E or -S",
             )
-        index, blobs = assemble(name, [packed(target, name) for target in targets])
+        index, blobs = assemble(name, [packed(target, name) for target in targets], DESCRIPTIONS)
         check_readable(index, blobs)
         write_layout(output, index, blobs)
         digest = digest_of(index)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -55,6 +55,7 @@ class Traffic:
         read_bytes, written_bytes: of contents.
         sent: number of results that went there.
         down: why the build goes on without it; empty: it works.
+        refused: digests of the keys whose results there are damaged, or signed by nobody whom we believe.
     """
 
     found: int = 0
@@ -62,6 +63,7 @@ class Traffic:
     sent: int = 0
     written_bytes: int = 0
     down: str = ""
+    refused: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
         read, written = self.read_bytes / 1e6, self.written_bytes / 1e6
@@ -285,7 +287,7 @@ class LayeredStore:
         except RemoteError as error:
             self._lose(traffic, error)
         except UnusableError as error:
-            self._refuse(tier, key, str(error))
+            self._refuse(tier, traffic, key, str(error))
         return None
 
     def _has_contents(self, tier: Tier, traffic: Traffic, entry: SharedResult) -> bool:
@@ -310,7 +312,7 @@ class LayeredStore:
             except _GoneError:  # the store dropped it to make room
                 return False
             except UnusableError as error:
-                self._refuse(tier, entry.key, str(error))
+                self._refuse(tier, traffic, entry.key, str(error))
                 return False
             with self._lock:
                 traffic.read_bytes += size
@@ -384,17 +386,21 @@ class LayeredStore:
         result: Mapping[str, Any],
         blobs: Sequence[str],
     ) -> None:
-        """Write a result, after its contents: whoever finds it finds them."""
+        """Write a result, after its contents: whoever finds it finds them.
+
+        Contents that are there are sent again if the result was refused: any of them may be damaged.
+        """
         if traffic.down:
             return
         sizes: dict[str, int] = {}
+        replaces = key.digest in traffic.refused
         try:
             for digest in blobs:
                 if (file := self._local.open_blob(digest)) is None:
                     return  # another program deletes files here; the build will say so
                 with file:
                     sizes[digest] = os.fstat(file.fileno()).st_size
-                    if not tier.remote.has(_content_path(digest)):
+                    if replaces or not tier.remote.has(_content_path(digest)):
                         tier.remote.write(_content_path(digest), file)
                         with self._lock:
                             traffic.written_bytes += sizes[digest]
@@ -454,7 +460,8 @@ class LayeredStore:
         shares = self._leases is not None and traffic is self.traffic[self._leading]
         self._note(str(error) if shares else f"{error}; this build goes on without it")
 
-    def _refuse(self, tier: Tier, key: Key, reason: str) -> None:
+    def _refuse(self, tier: Tier, traffic: Traffic, key: Key, reason: str) -> None:
+        traffic.refused.add(key.digest)
         self._note(f"{tier.label}: the result of {key.kind} {key.name} is not used: {reason}")
 
 

@@ -9,17 +9,21 @@ import asyncio
 import base64
 import os
 import re
+import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import url2pathname
 
 from prejit.compiler.sharing.remote import LEASE_BYTES, RemoteError, RemoteFile, claim, size_of
+from prejit.runtime.base.files import sync_directory
 from prejit.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,6 +46,10 @@ _NO_CONDITIONS = re.compile(r"status code: (400|405|501)\b")
 """How a server of the S3 API refuses a request with a condition that it does not know."""
 _NO_LINKS = re.compile(r"Unable to rename file: .*\(os error (1|38|95)\)")
 """How a file system without hard links (SMB, FUSE) refuses to create a file only if there is none."""
+
+
+class _TooLargeError(Exception):
+    """A file has more bytes than its reader expects."""
 
 
 class Objects:
@@ -73,9 +81,12 @@ class Objects:
         def take(piece: memoryview) -> None:
             content.extend(piece)
             if len(content) > most:
-                raise RemoteError(f"{self.name}: {path}: expected at most {most} bytes, found more")
+                raise _TooLargeError
 
-        return bytes(content) if self.download(path, take) else None
+        try:
+            return bytes(content) if self.download(path, take) else None
+        except _TooLargeError:
+            return b""
 
     def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
         """See `Remote.download`."""
@@ -116,7 +127,9 @@ class Objects:
             if path.startswith("ac/"):  # bazel-remote reads a result as JSON where its type says so
                 options["attributes"] = {"Content-Type": _JSON}
         try:
-            if self._directory is not None or size_of(content) <= _SMALL_BYTES:
+            if self._directory is not None:
+                _write_synced(self._directory, path, content)
+            elif size_of(content) <= _SMALL_BYTES:
                 obstore.put(self._objects, path, content, **options)
             else:
                 asyncio.run(self._upload(path, content, options))
@@ -228,6 +241,23 @@ class Objects:
     def _failed(self, path: str, error: Exception) -> RemoteError:
         reason = str(error).partition("\n")[0].replace(path, "").strip()
         return RemoteError(f"{self.name}: {path[:16]}: {reason:.300}")
+
+
+def _write_synced(directory: Path, path: str, content: bytes | BinaryIO) -> None:
+    """Write a file of a directory so that it is whole after a power cut. obstore does not sync files."""
+    temporary, file = directory / "temp" / secrets.token_hex(16), directory / path
+    for each in (temporary, file):
+        each.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with temporary.open("xb") as out:
+            shutil.copyfileobj(BytesIO(content) if isinstance(content, bytes) else content, out)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(file.parent)
 
 
 def _note_use(path: Path) -> None:

@@ -95,11 +95,11 @@ class Repository:
         for piece in response.iter_content(_PIECE_BYTES):
             content += piece
             if len(content) > 2 * most:
-                raise RemoteError(f"{self.name}: {path:.16}: expected at most {most} bytes")
+                return b""
         try:
             return base64.b64decode(json.loads(content)["annotations"][RESULT], validate=True)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise RemoteError(f"{self.name}: {path:.16}: expected a result, found none") from error
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return b""
 
     def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
         """See `Remote.download`."""

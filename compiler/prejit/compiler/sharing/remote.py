@@ -48,14 +48,14 @@ class Remote(Protocol):
         """Its URL without passwords, for people."""
 
     def read(self, path: str, most: int) -> bytes | None:
-        """Return a small file; None: there is none.
+        """Return a small file; None: there is none. One that is larger, or damaged, has no bytes.
 
         Args:
             path: its name.
             most: the number of bytes that it may have.
 
         Raises:
-            RemoteError: it does not answer, or the file is larger.
+            RemoteError: it does not answer.
         """
 
     def download(self, path: str, write: Callable[[memoryview], object]) -> bool:

@@ -16,10 +16,12 @@ from prejit.compiler.signing.channels import (
 from prejit.compiler.signing.private_key import PrivateKey
 from prejit.runtime.base.files import write_file
 from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.format.audit import audit
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME, REF_NAME
 from prejit.runtime.format.root import Root
+from prejit.runtime.generation.defaults import check_generation
 from prejit.runtime.trust.channel import MAX_CHANNEL_BYTES
 from prejit.runtime.trust.keys import MAX_KEY_BYTES, read_key
 from prejit.runtime.trust.statement import SignedSubject
@@ -43,7 +45,13 @@ def release_bundle(
         UsageError: the file is no channel's.
     """
     before = _read(file) if file.exists() else ChannelFile()
+    audited = audit(bundle, check_generation).digest
     title, subjects = read_whole(bundle, _subjects)
+    if subjects[0].digest != audited:
+        raise StoreError(
+            f"{bundle}: expected {audited}, which was verified, found {subjects[0].digest}",
+            hint="a build has replaced the bundle meanwhile: release again",
+        )
     after = release(before, name, title, subjects, keys, _after(days))
     write_file(file, after.encode())
     return after.version

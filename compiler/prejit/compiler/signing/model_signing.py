@@ -1,7 +1,6 @@
 """The signature of the OpenSSF's model signing: one file beside a bundle, over every file in its directory.
 
-`model_signing verify` accepts it. The digests of blobs are their names, so no gigabytes are read again.
-A blob whose bytes do not match its name is found when somebody verifies.
+`model_signing verify` accepts it. The digests of blobs are their names: `sign` has verified all bytes before.
 """
 
 from __future__ import annotations

@@ -1,70 +1,177 @@
-"""The settings of jax that decide what a function lowers to, as an ingredient of keys."""
+"""The settings of jax that decide what a function lowers to, as an ingredient of keys.
+
+A setting counts unless it is known to decide nothing: one that a new jax adds is in keys from the first day.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
-_JAX_DEFAULTS: Mapping[str, bool | int | str | None] = {
+COUNTED: Mapping[str, bool | int | float | str | None] = {
+    "check_vma": False,
     "eager_constant_folding": False,
+    "jax2tf_associative_scan_reductions": False,
+    "jax2tf_default_native_serialization": True,
+    "jax_accurate_erf_inv": False,
     "jax_allow_f16_reductions": True,
+    "jax_auto_pcast": True,
+    "jax_bcoo_cusparse_lowering": False,
+    "jax_check_static_indices": False,
+    "jax_compiler_enable_remat_pass": True,
+    "jax_custom_jvp3": False,
+    "jax_custom_vjp3": False,
+    "jax_debug_infs": False,
+    "jax_debug_key_reuse": False,
+    "jax_debug_nans": False,
     "jax_default_matmul_precision": None,
     "jax_default_prng_impl": "threefry2x32",
+    "jax_disable_bwd_checks": False,
     "jax_disable_jit": False,
+    "jax_disable_most_optimizations": False,
+    "jax_disable_vmap_shmap_error": False,
+    "jax_disallow_mesh_context_manager": False,
     "jax_embedded_constants_max_bytes": 32,
+    "jax_enable_checks": False,
     "jax_enable_custom_prng": False,
     "jax_enable_x64": False,
     "jax_error_checking_behavior_divide": "ignore",
     "jax_error_checking_behavior_nan": "ignore",
     "jax_error_checking_behavior_oob": "ignore",
-    "jax_explicit_x64_dtypes": 1,
+    "jax_exec_time_optimization_effort": 0.0,
+    "jax_experimental_unsafe_xla_runtime_errors": False,
+    "jax_explicit_x64_dtypes": "warn",
     "jax_export_calling_convention_version": 10,
+    "jax_export_deserialize_expired_versions": False,
     "jax_export_ignore_forward_compatibility": False,
     "jax_high_dynamic_range_gumbel": False,
+    "jax_hlo_source_file_canonicalization_regex": None,
+    "jax_include_full_tracebacks_in_locations": True,
+    "jax_legacy_prng_key": "allow",
+    "jax_memory_fitting_effort": 0.0,
+    "jax_memory_fitting_level": "O2",
+    "jax_mosaic_allow_hlo": False,
+    "jax_mosaic_unzip_debug_locations": True,
+    "jax_mutable_array_checks": True,
+    "jax_no_execution": False,
+    "jax_no_tracing": False,
     "jax_numpy_dtype_promotion": "standard",
     "jax_numpy_rank_promotion": "allow",
+    "jax_optimization_level": "UNKNOWN",
+    "jax_pallas_auto_assign_collective_ids": "no",
+    "jax_pallas_auto_assign_collective_ids_limit": 25,
+    "jax_pallas_enable_debug_checks": False,
+    "jax_pallas_poison_buffers": False,
+    "jax_pallas_use_mosaic_gpu": True,
+    "jax_ragged_dot_use_gpu_pallas_triton_lowering": False,
+    "jax_ragged_dot_use_ragged_dot_instruction": True,
+    "jax_raise_on_ppermute_sort_diff": True,
     "jax_random_seed_offset": 0,
+    "jax_refs_to_pins": False,
+    "jax_remat3": False,
+    "jax_remat_barrier_no_cotangents": False,
+    "jax_remove_size_one_mesh_axis_from_type": False,
+    "jax_scan3": False,
+    "jax_serialization_version": 0,
     "jax_softmax_custom_jvp": False,
+    "jax_sort_devices_by_process_index": True,
+    "jax_source_url_schema": None,
     "jax_threefry_gpu_kernel_lowering": False,
     "jax_threefry_partitionable": True,
+    "jax_use_direct_linearize": True,
+    "jax_use_emit_pipeline_primitive": False,
+    "jax_use_hlo_logistic_lowering": None,
+    "jax_use_magma": "auto",
+    "jax_use_rgv3": True,
     "jax_use_shardy_partitioner": True,
     "jax_use_simplified_jaxpr_constants": False,
 }
-"""The settings of jax that decide what a function lowers to, with the defaults of jax 0.10 to 0.12."""
+"""The settings that count, with their defaults in jax 0.10 to 0.12. Only other values are in keys."""
+HARMLESS = frozenset(
+    """
+    exclude_test_targets jax_array_garbage_collection_guard jax_backend_target
+    jax_captured_constants_report_frames jax_captured_constants_warn_bytes jax_check_proxy_envs
+    jax_check_tracer_leaks jax_compilation_cache_check_contents jax_compilation_cache_dir
+    jax_compilation_cache_expect_pgle jax_compilation_cache_include_metadata_in_key
+    jax_compilation_cache_max_size jax_compiler_detailed_logging_min_ops
+    jax_cpu_collectives_implementation jax_cpu_enable_async_dispatch
+    jax_cpu_get_global_topology_timeout_minutes jax_cpu_get_local_topology_timeout_minutes
+    jax_cross_host_transfer_socket_address jax_cross_host_transfer_timeout_seconds
+    jax_cross_host_transfer_transfer_size jax_cross_host_transport_addresses
+    jax_cuda_visible_devices jax_debug_leaked_clients_on_clear_backends jax_debug_log_modules
+    jax_default_device jax_distributed_debug jax_distributed_verify_secure_credentials
+    jax_dump_ir_modes jax_dump_ir_to jax_enable_compilation_cache jax_enable_pgle
+    jax_enable_preemption_service jax_enable_recoverability jax_explain_cache_misses
+    jax_force_dcn_cross_host_transfers jax_include_debug_info_in_dumps
+    jax_log_checkpoint_residuals jax_log_compiles jax_logging_level jax_mock_gpu_topology
+    jax_mtls_ca_file jax_mtls_cert_file jax_mtls_key_file jax_mtls_peer_uri_prefix
+    jax_num_cpu_devices jax_num_generated_cases jax_oneapi_visible_devices
+    jax_pallas_verbose_errors jax_persistent_cache_enable_xla_caches
+    jax_persistent_cache_min_compile_time_secs jax_persistent_cache_min_entry_size_bytes
+    jax_pgle_aggregation_percentile jax_pgle_profiling_runs jax_pjrt_client_create_options
+    jax_platform_name jax_platforms jax_pprint_use_color jax_raise_persistent_cache_errors
+    jax_remove_custom_partitioning_ptr_from_cache_key jax_rocm_visible_devices
+    jax_send_traceback_to_runtime jax_share_binary_between_hosts
+    jax_share_binary_between_hosts_timeout_ms jax_skip_slow_tests jax_test_dut
+    jax_test_num_threads jax_test_with_persistent_compilation_cache jax_thread_guard
+    jax_traceback_filtering jax_traceback_in_locations_limit
+    jax_tracer_error_num_traceback_frames jax_transfer_guard jax_transfer_guard_device_to_device
+    jax_transfer_guard_device_to_host jax_transfer_guard_host_to_device jax_use_cpp_shard_args
+    jax_xla_backend jax_xla_profile_version max_cases_sampling_retries mock_num_gpu_processes
+    test_targets
+    jax_coordinator_address jax_coordinator_bind_address jax_coordinator_port jax_local_device_ids
+    jax_partition_index jax_slice_index jax_force_tpu_init
+    """.split()  # noqa: SIM905 (a list of 90 texts takes 90 lines)
+)
+"""Settings that decide no program: caches, logs, devices, transfers, clusters, tests of jax itself."""
+_VARIABLES = {
+    "jax_export_ignore_forward_compatibility": "JAX_EXPORT_IGNORE_FORWARD_COMPATIBILIY",
+}
+"""Settings whose environment variable jax spells in another way (jax/_src/config.py)."""
 
 
 def jax_configuration(environ: Mapping[str, str]) -> str:
-    """Return the settings of jax that decide what functions lower to, where they are not the defaults.
+    """Return the settings of jax that may decide what functions lower to, where they are not the defaults.
 
-    They come from jax where it is imported, else from the environment variables that jax will read.
+    They come from jax where it is imported, else from the environment variables that jax will read. A setting
+    that is not known here counts with any value.
 
     Args:
         environ: this process's environment variables.
     """
     jax: Any = sys.modules.get("jax")
-    values = None if jax is None else jax.config.values
-    changed = []
-    for name, default in _JAX_DEFAULTS.items():
-        found = (
-            values.get(name, default)
-            if values is not None
-            else _from_environment(name, default, environ)
-        )
-        if found != default:
-            changed.append(f"{name}={found}")
-    return " ".join(changed)
+    if jax is not None:
+        found = {name: _plain(value) for name, value in jax.config.values.items()}
+    else:
+        found = {
+            name: _parsed(environ[variable], default)
+            for name, default in COUNTED.items()
+            if (variable := _VARIABLES.get(name, name.upper())) in environ
+        }
+        variables = {*found, *COUNTED, *map(str.lower, _VARIABLES.values())}
+        found |= {
+            name.lower(): text
+            for name, text in environ.items()
+            if name.startswith("JAX_") and name.lower() not in variables
+        }
+    return " ".join(
+        f"{name}={value}"
+        for name, value in sorted(found.items())
+        if name not in HARMLESS and not (name in COUNTED and COUNTED[name] == value)
+    )
 
 
-def _from_environment(
-    name: str, default: bool | int | str | None, environ: Mapping[str, str]
-) -> bool | int | str | None:
+def _plain(value: Any) -> Any:
+    return value.name.lower() if isinstance(value, Enum) else value
+
+
+def _parsed(text: str, default: bool | int | float | str | None) -> bool | int | float | str:
     """Return a setting as jax reads it when it is imported (jax/_src/config.py)."""
-    text = environ.get(name.upper())
-    if text is None:
-        return default
     if isinstance(default, bool):
         return text.lower() in ("y", "yes", "t", "true", "on", "1")
-    if isinstance(default, int) and text.lstrip("-").isdecimal():
-        return int(text)
-    return text
+    try:
+        return text if default is None else type(default)(text)
+    except ValueError:  # jax will refuse it
+        return text

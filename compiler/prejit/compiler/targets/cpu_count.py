@@ -37,9 +37,9 @@ _CALLS = {
     "aarch64": (277, 123, 0xC00000B7),
 }
 _SET_MODE_FILTER, _GET_ACTION_AVAIL = 1, 2  # of seccomp; this and what follows: linux/seccomp.h
-_NEW_LISTENER = 8
+_NEW_LISTENER, _WAIT_KILLABLE = 1 << 3, 1 << 5
 _RET_ALLOW, _RET_USER_NOTIF = 0x7FFF0000, 0x7FC00000
-_NOTIF_RECV, _NOTIF_SEND = 0xC0502100, 0xC0182101
+_NOTIF_RECV, _NOTIF_SEND, _NOTIF_ID_VALID = 0xC0502100, 0xC0182101, 0x40082102
 _CONTINUE = 1
 _CALL = struct.Struct(
     "=QIIiIQ6Q"
@@ -126,7 +126,10 @@ def _ask_parent(to_parent: socket.socket) -> None:
     filter_ = _Filter(len(steps), steps)
     libc = _libc()
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # otherwise only root may install a filter
-    listener = libc.syscall(seccomp, _SET_MODE_FILTER, _NEW_LISTENER, ctypes.byref(filter_))
+    for flags in (_NEW_LISTENER | _WAIT_KILLABLE, _NEW_LISTENER):  # Linux 5.19 knows the second flag
+        listener = libc.syscall(seccomp, _SET_MODE_FILTER, flags, ctypes.byref(filter_))
+        if listener >= 0:
+            break
     if listener >= 0:
         socket.send_fds(to_parent, [b"."], [listener])
         os.close(listener)
@@ -136,6 +139,8 @@ def answer(listener: int, cpus: int) -> None:
     """Answer one call of a process that `show` prepared: it may run on a number of CPUs.
 
     Where the memory of the process cannot be written, the kernel answers the call itself, and `show` refuses.
+    A call that a signal interrupted waits no longer, and its memory may have another use. From Linux 5.19 on
+    no signal interrupts a call that is being answered; before, the answer looks whether it still waits.
     """
     mask = ((1 << cpus) - 1).to_bytes(-(-cpus // 64) * 8, "little")
     content = array.array("B", bytes(_CALL.size))
@@ -151,6 +156,7 @@ def answer(listener: int, cpus: int) -> None:
                 )  # as the kernel answers; the caller tries a larger one
             else:
                 with open(f"/proc/{process}/mem", "r+b", buffering=0) as memory:
+                    fcntl.ioctl(listener, _NOTIF_ID_VALID, struct.pack("=Q", number))
                     os.pwrite(memory.fileno(), mask, place)
                 result, flags = len(mask), 0
         reply = array.array("B", _ANSWER.pack(number, result, error, flags))

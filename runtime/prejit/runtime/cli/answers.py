@@ -1,19 +1,24 @@
-"""Golden answers on the command line: `prejit verify --run`, and the quarantine that `inspect` shows."""
+"""Golden answers on the command line: `verify --run`, `verify --forget` and the quarantine in `inspect`."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 from prejit.runtime.base.tables import table
 from prejit.runtime.cli.output import print_text
-from prejit.runtime.errors import FallbackWarning, RejectError
+from prejit.runtime.errors import FallbackWarning, RejectError, StoreError
+from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
-from prejit.runtime.format.opening import Contents
+from prejit.runtime.format.opening import Contents, match, read_contents
+from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.programs.canary import CheckedAnswer, answer_file_of
-from prejit.runtime.store.answers import read_answer
+from prejit.runtime.store.answers import KeptAnswer, read_answer
+from prejit.runtime.store.first_loads import forget_failed_loads
 
 
 def run_programs(path: str, policy: str | None, *, say: bool) -> list[CheckedAnswer]:
@@ -67,18 +72,47 @@ def _row(checked: CheckedAnswer) -> tuple[str, ...]:
 
 def quarantined(content: Contents) -> dict[str, str]:
     """Return the programs of a target that are in quarantine on this machine, and what each returned."""
+    return {program: kept.difference for program, _, kept in _wrong_answers(content)}
+
+
+def forget(path: str) -> list[Path]:
+    """Forget that first loads of a bundle failed on this machine, and lift its quarantines.
+
+    Returns:
+        The files that are removed.
+
+    Raises:
+        RejectError: the bundle is damaged.
+        StoreError: it cannot be read, or a file cannot be removed.
+    """
+
+    def read(layout: Layout, root: Root) -> tuple[list[str], list[Path]]:
+        contents = [read_contents(layout, each) for each in match(root, Fingerprint.current())]
+        files = [file for content in contents for _, file, _ in _wrong_answers(content)]
+        return [at.digest for at in root.bundle.manifests], files
+
+    manifests, files = read_whole(path, read)
+    try:
+        for file in files:
+            file.unlink(missing_ok=True)
+        return [*forget_failed_loads(manifests), *files]
+    except OSError as error:
+        raise StoreError(f"{error.filename}: cannot remove: {error.strerror}") from error
+
+
+def _wrong_answers(content: Contents) -> Iterator[tuple[str, Path, KeptAnswer]]:
+    """Yield the programs of a target whose answers were wrong on this machine, with the files of these."""
     manifest, machine = content.manifest, Fingerprint.current()
     has_weights = manifest.has_layer(WEIGHTS_MEDIA_TYPE)
     weights = manifest.layer(WEIGHTS_MEDIA_TYPE).digest if has_weights else ""
-    found = {}
     for program in content.config.programs:
         if program.golden is None:
             continue
+        file = answer_file_of(weights, program, machine)
         try:
-            kept = read_answer(answer_file_of(weights, program, machine))
+            kept = read_answer(file)
         except RejectError as error:
             print_text(f"{program.name}: what is kept of its answer counts as none: {error}")
             continue
         if kept is not None and not kept.right:
-            found[program.name] = kept.difference
-    return found
+            yield program.name, file, kept

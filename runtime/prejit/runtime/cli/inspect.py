@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from prejit.runtime.base.tables import size, table
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.cli.answers import quarantined, run_programs
+from prejit.runtime.cli.answers import forget, quarantined, run_programs
 from prejit.runtime.cli.calls import calls_table
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.cli.tables import accuracy_table, forms_table
@@ -106,7 +106,8 @@ def _print_target(target: OpenTarget, content: Contents) -> None:
     print_text(table(heads, rows))
     for name, found in quarantined(content).items():
         print_text(
-            f"{name}: in quarantine on this machine: {found}. `prejit verify --run` asks it again"
+            f"{name}: in quarantine on this machine: {found}. `prejit verify --run` asks it again, "
+            "and --forget lifts it"
         )
     if content.config.forms:
         print_text(forms_table(content.config.forms))
@@ -152,7 +153,7 @@ def verify(options: Namespace) -> int:
     """Check every byte: the digests of all blobs, every frame of every pack, each line of each table.
 
     With --policy check too that the policy lets every target run. With --run ask every program for its golden
-    answer; exit status 3 means that one is wrong.
+    answer; exit status 3 means that one is wrong. With --forget hold no earlier failure against the bundle.
     """
     started = time.perf_counter()
     found = audit(options.bundle, check_generation)
@@ -165,19 +166,26 @@ def verify(options: Namespace) -> int:
     if not options.json:
         print_text(
             f"{options.bundle}: ok: {found.target_count} targets, {found.program_count} programs, "
-            f"{size(found.hashed_bytes)} hashed in {seconds:.1f} s\n{found.digest}"
+            f"{found.attached_count} attached, {size(found.hashed_bytes)} hashed in {seconds:.1f} s\n"
+            f"{found.digest}"
         )
         _print_trusted(trusted)
+    forgotten = [*map(str, forget(options.bundle))] if options.forget else []
+    for file in forgotten if not options.json else ():
+        print_text(f"removed {file}")
     answers = (
         run_programs(options.bundle, options.policy, say=not options.json) if options.run else ()
     )
     status = AnswerError.exit_code if any(each.difference for each in answers) else 0
     if options.json:
         counts = {"targets": found.target_count, "programs": found.program_count}
+        counts["attached"] = found.attached_count
         counts["bytes"] = found.hashed_bytes
         described: dict[str, Any] = {"digest": found.digest, **counts, "seconds": round(seconds, 3)}
         if options.policy is not None:
             described["policy"] = [_described(verdict) for verdict in trusted]
+        if options.forget:
+            described["forgotten"] = forgotten
         if options.run:
             described["answers"] = [each._asdict() for each in answers]
         print_json(described)

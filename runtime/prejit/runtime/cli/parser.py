@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from prejit.runtime.cli.addresses import address, origin
 from prejit.runtime.generation.options import OPTIONS, Option
 
 BUILD_COMMANDS = {
@@ -45,7 +46,7 @@ COMMANDS = {
 _EXAMPLES = {
     "inspect": "prejit inspect artifacts/demo\n  prejit inspect artifacts/demo --json",
     "verify": "prejit verify artifacts/demo\n  prejit verify artifacts/demo --policy trust.toml\n"
-    "  prejit verify artifacts/demo --run",
+    "  prejit verify artifacts/demo --run\n  prejit verify artifacts/demo --forget",
     "fingerprint": "prejit fingerprint > web-3.json",
     "explain": "prejit explain artifacts/demo\n"
     "  prejit explain artifacts/demo --fingerprint web-3.json\n"
@@ -130,6 +131,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="then run every program that this machine would load, and compare what it returns with the "
         "golden answer of its build (exit 3: one is wrong, and in quarantine on this machine)",
+    )
+    command.add_argument(
+        "--forget",
+        action="store_true",
+        help="then forget what this machine holds against the bundle: first loads that crashed, and "
+        "executables in quarantine",
     )
     add("fingerprint", "print the fingerprint of this machine as JSON", bundle=False, json=False)
     command = add(
@@ -349,6 +356,21 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
         "--port", type=_port, default=8000, metavar="N", help="0 takes any free one (default 8000)"
     )
     command.add_argument(
+        "--admin",
+        type=address,
+        metavar="PATH|HOST:PORT",
+        help="also listen at a Unix socket or another address for POST /drain and /undrain, which ask for no "
+        "key (default: nowhere)",
+    )
+    command.add_argument(
+        "--cors",
+        type=origin,
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let web pages of https://HOST:PORT, or of all with *, use the server; may be repeated",
+    )
+    command.add_argument(
         "--slots",
         type=_count,
         metavar="N",
@@ -409,7 +431,14 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--keys",
         metavar="FILE",
-        help="accept only requests with a key of FILE, one in a line: KEY or NAME: KEY",
+        help="accept only requests with a key of FILE, one in a line: KEY or NAME: KEY, and its limits "
+        "behind it; a FILE that changes is read again",
+    )
+    command.add_argument(
+        "--share-prefixes",
+        action="store_true",
+        help="let prompts begin with what those of other keys have computed: who guesses a prompt then sees "
+        "that it was sent",
     )
     command.add_argument(
         "--log",

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
 
 from prejit.runtime.base import arguments
+from prejit.runtime.base.finalizers import when_dropped
 from prejit.runtime.base.once import once
-from prejit.runtime.engine.loop import CacheState, GuardedMask, Loop, Ticket
+from prejit.runtime.engine.loop import CacheState, Loop
 from prejit.runtime.engine.memory import CachePlan, free_bytes, plan_caches
 from prejit.runtime.engine.metrics import EngineMetrics, Recorder
+from prejit.runtime.engine.queue import NO_LIMITS, Limits
 from prejit.runtime.engine.stream import Answer, Pipe, Stream
+from prejit.runtime.engine.ticket import GuardedMask, Ticket
 from prejit.runtime.errors import ClosedError, ContextError, UsageError
 from prejit.runtime.fallback import fallback_counts
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
@@ -40,11 +42,15 @@ class Place(TypedDict, total=False):
         priority: smaller is served first; 0 if it is not given.
         client: requests of different clients get fair shares of tokens.
         timeout: seconds until the request must be finished; None: any.
+        cache_salt: only prompts of the same salt share what they have computed.
+        limits: how much the client may have of the engine. The last request of a client sets them.
     """
 
     priority: int
     client: str
     timeout: float | None
+    cache_salt: str
+    limits: Limits
 
 
 class RequestOptions(Options, Place, total=False):
@@ -83,8 +89,8 @@ class Engine:
 
     One thread steps one batch. Requests wait in a queue for a slot: by priority, then in fair shares of
     tokens between clients. Long prompts are computed in chunks between the steps of the others. Prompts that
-    begin like an earlier one compute only the rest. The memory of all caches is bounded before the first
-    request: what does not fit is refused when it is submitted.
+    begin like an earlier one of the same client compute only the rest. The memory of all caches is bounded
+    before the first request: what does not fit is refused when it is submitted.
 
     The tokens of a request are those of `Bundle.generate`, whatever runs beside it. Sentences and rows of
     several callers share runs of the encoder and of the user's programs.
@@ -99,10 +105,11 @@ class Engine:
         memory: int | None,
         prefix_memory: int | None,
         prefill_tokens: int | None,
+        share_prefixes: bool,
     ) -> None:
         """Plan the memory, and start nothing. Use `Bundle.engine`, which describes the arguments."""
         self._parts = parts
-        self._is_ending = False
+        self._is_ending = self._is_closed = False
         if slots is None:
             slots = parts.decoder().batches[-1] if parts.has_decoder else 1
         self._slots = arguments.integer("slots", slots, 1)
@@ -116,6 +123,7 @@ class Engine:
             if prefill_tokens is None
             else arguments.integer("prefill_tokens", prefill_tokens, 1)
         )
+        self._shares_prefixes = arguments.flag("share_prefixes", share_prefixes)
         self._recorder = Recorder(self._slots, self._queue)
         if parts.has_decoder:
             device = parts.decoder().device
@@ -146,7 +154,7 @@ class Engine:
             on_cpu = decoder.device.platform == "cpu"
             tokens = CPU_PREFILL_TOKENS if on_cpu else ACCELERATOR_PREFILL_TOKENS
         loop = Loop(decoder, self.plan, self._queue, tokens, self._recorder)
-        weakref.finalize(self, loop.close)
+        when_dropped(self, loop.close)
         return loop
 
     def submit(self, prompt: Prompt | None = None, **options: Unpack[RequestOptions]) -> Answer:
@@ -204,7 +212,11 @@ class Engine:
         client = arguments.instance("client", given.pop("client", ""), str)
         if (timeout := given.pop("timeout", None)) is not None:
             timeout = arguments.number("timeout", timeout, "more than 0", lambda value: value > 0)
+        salt = arguments.instance("cache_salt", given.pop("cache_salt", ""), str)
+        limits = arguments.instance("limits", given.pop("limits", NO_LIMITS), Limits)
         resolved = self._parts.resolve(given)  # type: ignore[arg-type]  # what is left are Options
+        namespace = ("" if self._shares_prefixes else client, salt)
+        resolved = resolved._replace(common={**resolved.common, "namespace": namespace})
         guard, mask = None, resolved.common.get("token_mask")
         if mask is not None:
             guard = GuardedMask(mask, self._parts.decoder().decoder.vocab_size)
@@ -220,7 +232,7 @@ class Engine:
             )
         now = time.perf_counter()
         deadline = None if timeout is None else now + timeout
-        return Ticket(generation, receiver, client, priority, deadline, now, guard=guard)
+        return Ticket(generation, receiver, client, priority, limits, deadline, now, guard=guard)
 
     # ------------------------------------------------------------------ shared runs
 
@@ -281,14 +293,14 @@ class Engine:
     def _encoding(self) -> Encoding:
         self._check_open()
         encoding = self._parts.encoding()
-        weakref.finalize(self, encoding.close)
+        when_dropped(self, encoding.close)
         return encoding
 
     @once
     def _calling(self) -> Calling:
         self._check_open()
         calling = self._parts.calling()
-        weakref.finalize(self, calling.close)
+        when_dropped(self, calling.close)
         return calling
 
     def _check_open(self) -> None:
@@ -338,9 +350,22 @@ class Engine:
         is_drained = not self._parts.has_decoder or self._loop.drain(seconds)
         return all([is_drained, *(shared.drain(deadline) for shared in self._shared())])
 
+    def undrain(self) -> None:
+        """Take requests again after `drain`, which ends its wait.
+
+        Raises:
+            ClosedError: the engine is closed.
+        """
+        self._is_ending = self._is_closed
+        self._check_open()
+        for shared in self._shared():
+            shared.undrain()
+        if self._parts.has_decoder:
+            self._loop.undrain()
+
     def close(self) -> None:
         """End all requests with ClosedError, and free the caches. Closing twice is fine."""
-        self._is_ending = True
+        self._is_ending = self._is_closed = True
         for shared in self._shared():
             shared.close()
         if self._parts.has_decoder:

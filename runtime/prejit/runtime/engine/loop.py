@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, final
-
-import numpy as np
+from typing import NamedTuple, final
 
 from prejit.runtime.engine.admission import positions_between, positions_of_call
 from prejit.runtime.engine.memory import CachePlan
 from prejit.runtime.engine.metrics import Recorder
 from prejit.runtime.engine.queue import FairQueue
-from prejit.runtime.engine.stream import Receiver, Waker, wake
+from prejit.runtime.engine.stream import Waker, wake
+from prejit.runtime.engine.ticket import Ticket
 from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.generate import Generation, Piece
-from prejit.runtime.generation.options import TokenMask
+from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.prefix_cache import PrefixCache
-from prejit.runtime.generation.rows import Token, checked_mask
+from prejit.runtime.generation.rows import Token
 
 _ENTERING = 2
 """While so many prompts are computed in turns, each in a cache of its own, the others wait in the queue."""
@@ -31,52 +30,6 @@ _PAUSE_SECONDS = 0.05
 """After so long without a request, what the slots hold is copied to the prefixes, as nobody waits then."""
 _NEW_TOKEN_COST = 2.0
 """For fair shares, one new token counts as this many tokens of a prompt (Sheng et al., OSDI 2024)."""
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A request on its way through an engine.
-
-    Attributes:
-        generation: its text so far.
-        receiver: who gets what comes of it.
-        client, priority: whose it is, and how soon it is served.
-        deadline: when it must be finished, by time.perf_counter; None: at any time.
-        submitted, last: when it came, and when its last tokens came.
-        guard: its token mask, if it has one.
-        cancelled: whether nobody waits for it any more.
-    """
-
-    generation: Generation
-    receiver: Receiver
-    client: str
-    priority: int
-    deadline: float | None
-    submitted: float
-    last: float = 0.0
-    guard: GuardedMask | None = None
-    cancelled: bool = False
-
-
-@final
-class GuardedMask:
-    """A token mask of a caller, whose errors end its own request and no other."""
-
-    def __init__(self, mask: TokenMask, vocab_size: int) -> None:
-        """Guard a mask."""
-        self._mask = mask
-        self._vocab_size = vocab_size
-        self.error: Exception | None = None
-
-    def __call__(self, token_ids: Sequence[int]) -> np.ndarray[Any, Any] | None:
-        """Return what the mask returns, bool [V]; None: all tokens are allowed, or the mask has failed."""
-        if self.error is not None:
-            return None
-        try:
-            return checked_mask(self._mask(token_ids), self._vocab_size)
-        except Exception as error:  # whatever the caller's function raises
-            self.error = error
-            return None
 
 
 class CacheState(NamedTuple):
@@ -131,6 +84,7 @@ class Loop:
         )
         self._changed = threading.Condition()
         self._queue: FairQueue[Ticket] = FairQueue()
+        self._cancelled: deque[Ticket] = deque()  # some of them may still be in the queue
         self._running: dict[int, Ticket] = {}
         self._thread: threading.Thread | None = None
         self._refuses = ""  # why no request is taken any more
@@ -147,42 +101,74 @@ class Loop:
     def submit(self, ticket: Ticket) -> None:
         """Put a request into the queue.
 
+        If the queue is full, the newest request of the client with the most ends in its place.
+
         Raises:
-            QueueFullError: too many requests wait.
+            QueueFullError: too many requests wait, and no client has more of them than this one; or too many
+                of this client.
             ClosedError: no more requests are taken.
         """
+        dropped = None
         with self._changed:
             if self._refuses:
                 self._recorder.refused()
                 raise ClosedError(self._refuses, hint="send it to another server, or later")
-            if len(self._queue) >= self._queue_size:
+            self._remove_cancelled()
+            most = ticket.limits.waiting
+            if most is not None and self._queue.count(ticket.client) >= most:
                 self._recorder.refused()
-                seconds = self._request_seconds / self._plan.batch
-                raise QueueFullError(
-                    f"expected fewer than {self._queue_size} requests that wait, found that many",
-                    retry_after=seconds,
-                    hint=f"try again after {seconds:.2g} seconds, or use a longer queue",
-                )
-            self._queue.put(ticket, ticket.client, ticket.priority)
+                raise self._full(f"{most} requests of this client")
+            if len(self._queue) >= self._queue_size:
+                if (dropped := self._queue.drop(ticket.client)) is None:
+                    self._recorder.refused()
+                    raise self._full(f"{self._queue_size} requests")
+                self._recorder.abandoned("refused")
+            self._queue.put(ticket, ticket.client, ticket.priority, ticket.limits.running)
             self._recorder.submitted()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="prejit engine", daemon=True)
                 self._thread.start()
+                atexit.register(self.close)  # an end of the process inside XLA aborts it
             self._changed.notify_all()
+        if dropped is not None:
+            _wake(dropped.receiver.fail(self._full(f"{self._queue_size} requests")))
+
+    def _full(self, found: str) -> QueueFullError:
+        seconds = self._request_seconds / self._plan.batch
+        return QueueFullError(
+            f"expected fewer than {found} that wait, found that many",
+            retry_after=seconds,
+            hint=f"try again after {seconds:.2g} seconds, or use a longer queue",
+        )
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a request that nobody waits for any more."""
-        with self._changed:
-            ticket.cancelled = True
-            if self._queue.remove(ticket):
+        """End a request that nobody waits for any more.
+
+        It takes no lock and leaves the queue as it is, because finalizers call it: they run in any thread, at
+        any line, also while that thread goes through the queue.
+        """
+        ticket.cancelled = True
+        self._cancelled.append(ticket)
+
+    def _remove_cancelled(self) -> None:
+        """Remove cancelled requests from the queue. The caller holds the lock."""
+        while self._cancelled:
+            if self._queue.remove(self._cancelled.popleft()):
                 self._recorder.abandoned("cancelled")
-                self._changed.notify_all()
 
     def drain(self, seconds: float | None) -> bool:
         """Take no more requests, and wait until none is left; return whether that is so."""
         with self._changed:
             self._refuses = self._refuses or "this engine is draining"
-            return self._changed.wait_for(self._is_idle, seconds)
+            self._changed.wait_for(lambda: not self._refuses or self._is_idle(), seconds)
+            return self._is_idle()
+
+    def undrain(self) -> None:
+        """Take requests again, unless the loop is closed."""
+        with self._changed:
+            if not self._stops:
+                self._refuses = ""
+                self._changed.notify_all()  # who waits in `drain` goes on
 
     def close(self) -> None:
         """End all requests with ClosedError, free the caches, and wait for the thread."""
@@ -192,6 +178,7 @@ class Loop:
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+            atexit.unregister(self.close)
 
     def _is_idle(self) -> bool:
         return not self._queue and not self._running
@@ -226,6 +213,7 @@ class Loop:
         for slot in list(self._running):
             self._fail(slot, closed)
         with self._changed:
+            self._remove_cancelled()
             left = list(self._queue)
             for ticket in left:
                 self._queue.remove(ticket)
@@ -254,6 +242,7 @@ class Loop:
         """End requests that were cancelled or are past their deadline."""
         now = time.perf_counter()
         with self._changed:
+            self._remove_cancelled()
             late = [t for t in self._queue if t.deadline is not None and t.deadline < now]
             for ticket in late:
                 self._queue.remove(ticket)
@@ -277,7 +266,7 @@ class Loop:
     def _admit(self) -> None:
         """Give free slots to the requests that are next."""
         with self._changed:
-            waiting = len(self._queue)
+            waiting = self._queue.can_run
         if not waiting:
             self._resize(len(self._running))
             return
@@ -289,6 +278,7 @@ class Loop:
             now = time.perf_counter()
             for ticket in tickets:
                 ticket.generation.enter()
+                _spend(ticket, len(ticket.generation.request.prompt))
                 self._recorder.admitted(now - ticket.submitted)
             try:
                 slots = self._batch.begin(*(ticket.generation.request for ticket in tickets))
@@ -309,7 +299,7 @@ class Loop:
                 prompt_tokens = len(found[1].generation.request.prompt)
                 if not taken:
                     most = positions_of_call(self._prefill_tokens, self._positions())
-                    rows, longest = self._batch.call_for(prompt_tokens, len(self._queue), most)
+                    rows, longest = self._batch.call_for(prompt_tokens, self._queue.can_run, most)
                 elif prompt_tokens > longest:
                     break
                 client, ticket = self._queue.take()
@@ -320,7 +310,7 @@ class Loop:
     def _positions(self) -> int:
         """Return how many positions of prompts to compute before the next decode step."""
         with self._changed:
-            waiting = len(self._queue)
+            waiting = self._queue.can_run
         waiting = min(waiting, self._batch.free) + self._batch.entering
         return positions_between(self._prefill_tokens, waiting, self._batch.decoding)
 
@@ -426,6 +416,7 @@ class Loop:
         if further:
             self._recorder.tokens(further, now - (ticket.last or now))
         ticket.last = now
+        _spend(ticket, new)
         with self._changed:
             self._queue.charge(ticket.client, _NEW_TOKEN_COST * new)
 
@@ -467,6 +458,11 @@ def _batches(decoder: DecoderPrograms, plan: CachePlan) -> list[int]:
         if decoder.can_copy((batch, context), (sizes[0], context)):
             sizes.insert(0, batch)
     return sizes
+
+
+def _spend(ticket: Ticket, tokens: int) -> None:
+    if ticket.limits.on_tokens is not None:
+        ticket.limits.on_tokens(tokens)
 
 
 def _wake(waker: Waker | None) -> None:

@@ -307,7 +307,14 @@ class Lane(Generic[_P]):
             self._is_draining = True
             self._changed.notify_all()
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            return self._changed.wait_for(lambda: not (self._waiting or self._running), left)
+            self._changed.wait_for(lambda: not self._is_draining or self._is_idle(), left)
+            return self._is_idle()
+
+    def undrain(self) -> None:
+        """Take jobs again, unless the lane is closed."""
+        with self._changed:
+            self._is_draining = self._is_closed
+            self._changed.notify_all()  # who waits in `drain` goes on
 
     def close(self) -> None:
         """Fail the jobs that wait with ClosedError, and wait for the run that is under way."""
@@ -328,6 +335,9 @@ class Lane(Generic[_P]):
             return MicroMetrics(
                 self.name, self._calls, self._rows, self._padded_rows, self._batches
             )
+
+    def _is_idle(self) -> bool:
+        return not (self._waiting or self._running)
 
     def _check_open(self) -> None:
         if self._is_draining:

@@ -168,11 +168,16 @@ class Calling:
         Args:
             deadline: until when to wait, by time.monotonic; None: as long as it takes.
         """
-        return all([lane.drain(deadline) for lane in self._ending(is_closing=False)])
+        return all([lane.drain(deadline) for lane in self._ending("drain")])
+
+    def undrain(self) -> None:
+        """Take calls again, unless `close` was called."""
+        for lane in self._ending(""):
+            lane.undrain()
 
     def close(self) -> None:
         """Refuse new calls, fail those that wait with ClosedError, and wait for those that run."""
-        for lane in self._ending(is_closing=True):
+        for lane in self._ending("close"):
             lane.close()
 
     def metrics(self) -> tuple[MicroMetrics, ...]:
@@ -183,9 +188,9 @@ class Calling:
 
     # ------------------------------------------------------------------ which calls share a run
 
-    def _ending(self, *, is_closing: bool) -> list[Lane[_Call]]:
+    def _ending(self, end: str) -> list[Lane[_Call]]:
         with self._lock:
-            self._end = "close" if is_closing else self._end or "drain"
+            self._end = "close" if self._end == "close" else end
             return list(self._lanes.values())
 
     def _lane(self, name: str) -> Lane[_Call]:

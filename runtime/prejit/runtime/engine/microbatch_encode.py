@@ -125,6 +125,10 @@ class Encoding:
         """
         return self._lane.drain(deadline)
 
+    def undrain(self) -> None:
+        """Take calls again, unless `close` was called."""
+        self._lane.undrain()
+
     def close(self) -> None:
         """Refuse new calls, fail those that wait with ClosedError, and wait for those that run."""
         self._lane.close()

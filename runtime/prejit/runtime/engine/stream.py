@@ -68,6 +68,7 @@ class Pipe:
         self.on_cancel: Callable[[], None] = _nothing  # as that of Answer
         self._items: deque[Piece | BaseException] = deque()
         # It may be taken twice: the garbage collector, which may run while it is held, calls `cancel`.
+        # That only marks: it waits for nobody, and changes nothing that somebody goes through.
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._waker: Waker | None = None

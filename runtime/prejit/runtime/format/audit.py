@@ -1,26 +1,40 @@
-"""The audit of a bundle: every check of every byte, for all targets and programs. Runs nothing."""
+"""The audit of a bundle: every check of every byte, for all targets and programs. Runs nothing.
+
+It also checks what no load reads: what refers to the bundle, and that there is no file that nothing leads to.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prejit.runtime.format.blobs import Blobs, read_whole
+from prejit.runtime.base.typed_json import from_json
+from prejit.runtime.errors import RejectError
+from prejit.runtime.format import limits
+from prejit.runtime.format.blobs import Blobs, check_blob, read_whole
+from prejit.runtime.format.checks.attached import (
+    check_content,
+    check_names,
+    check_root,
+    check_subject,
+    check_types,
+    is_described,
+    is_ours,
+)
 from prejit.runtime.format.checks.config import (
-    check_arrays,
-    check_static,
-    check_tree,
+    check_programs,
     check_weight_sets,
     segments_of,
 )
 from prejit.runtime.format.checks.layers import check_chat, unpack
-from prejit.runtime.format.checks.oci import check_digest
+from prejit.runtime.format.checks.oci import check_digest, check_layout_file
 from prejit.runtime.format.checks.safetensors import check_weights
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     CHAT_MEDIA_TYPE,
     GENERATION_MEDIA_TYPE,
+    INDEX_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.format.opening import (
@@ -30,8 +44,10 @@ from prejit.runtime.format.opening import (
     read_contents,
     read_kernels,
 )
-from prejit.runtime.format.root import Root
-from prejit.runtime.format.schema import Chunks, Segment
+from prejit.runtime.format.referrers import Referrer, reached, referrers
+from prejit.runtime.format.root import Root, encode_root
+from prejit.runtime.format.schema import Chunks, ImageManifest, Index, Segment
+from prejit.runtime.format.writing import locked
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 CheckGeneration = Callable[[bytes, int, str], object]
@@ -47,12 +63,14 @@ class Audit:
         digest: the bundle's digest.
         target_count: the number of targets.
         program_count: the number of programs of all targets.
+        attached_count: the number of what refers to the bundle, such as signatures and provenance.
         hashed_bytes: the size of the blobs that were hashed.
     """
 
     digest: str
     target_count: int
     program_count: int
+    attached_count: int
     hashed_bytes: int
 
 
@@ -76,13 +94,17 @@ def audit(path: str | os.PathLike[str], check_generation: CheckGeneration) -> Au
         unpacked = set[tuple[str, Segment]]()
         for content in contents:
             _check_frames(layout, content, unpacked)
-            _check_arrays(layout, content)
+            check_programs(content.config, layout.blob_path(content.manifest.config.digest))
             read_kernels(layout, content.config, content.manifest)
             check_libraries(layout, content.config, content.manifest)
             _check_weights(layout, content)
             _check_texts(layout, content, check_generation)
+        attached = check_attached(layout, root, [content.manifest for content in contents])
+        check_index_file(layout, root, attached)
+        _check_files(layout, root)
         programs = sum(len(c.config.programs or c.config.recorded or ()) for c in contents)
-        return Audit(root.digest, len(targets), programs, blobs.hashed_bytes)
+        hashed = blobs.hashed_bytes + sum(_attached_bytes(attached))
+        return Audit(root.digest, len(targets), programs, len(attached), hashed)
 
     return read_whole(path, read)
 
@@ -114,20 +136,6 @@ def _check_frames(layout: Layout, content: Contents, unpacked: set[tuple[str, Se
                 unpacked.add((path, segment))
 
 
-def _check_arrays(layout: Layout, content: Contents) -> None:
-    manifest, config = content.manifest, content.config
-    for program in config.programs:
-        where = f"{layout.blob_path(manifest.config.digest)}: {program.name}"
-        for texts, tree in (
-            (program.arguments, program.arguments_tree),
-            (program.results, program.results_tree),
-        ):
-            arrays = check_arrays(texts, program.kind, config.mesh, where)
-            if program.kind == "call":
-                check_tree(tree, arrays, where)
-        check_static(program, where)
-
-
 def _check_weights(layout: Layout, content: Contents) -> None:
     manifest, config = content.manifest, content.config
     shapes: dict[str, tuple[int, ...]] = {}
@@ -151,3 +159,82 @@ def _check_texts(layout: Layout, content: Contents, check_generation: CheckGener
         read, path = layout.read_blob(at.digest, at.size), layout.blob_path(at.digest)
         check_digest(read, at.digest, path)
         check_generation(read, config.format, path)
+
+
+def check_attached(
+    layout: Layout, root: Root, manifests: Sequence[ImageManifest]
+) -> tuple[Referrer, ...]:
+    """Check what `index.json` lists beside the bundle: checks 14 and 15.
+
+    Args:
+        layout: the bundle.
+        root: what its `index.json` leads to.
+        manifests: the manifests of its targets.
+
+    Returns:
+        What refers to the bundle.
+
+    Raises:
+        RejectError: something of it is missing or damaged, or refers to something else.
+    """
+    for at in root.others:
+        check_blob(layout, at)
+    attached = referrers(layout, root)
+    targets = root.bundle.manifests
+    is_whole = root.subject is not None and root.subject.mediaType == INDEX_MEDIA_TYPE
+    if root.subject is not None and is_whole:  # a pull of some targets keeps the index
+        content = layout.read_blob(root.digest, root.subject.size)
+        targets = from_json(Index, content, root.path).manifests
+    known = {at.digest: at for at in (*targets, *(each.descriptor for each in attached))}
+    if root.subject is not None:
+        known[root.digest] = root.subject
+    for each in attached:
+        path = layout.blob_path(each.descriptor.digest)
+        if is_whole:  # a copy of a target may have what refers to the bundle
+            check_subject(each.subject, known, path)
+        for at in (each.config, *each.layers):
+            check_blob(layout, at)
+            if is_described(at.mediaType) and at.size <= limits.MAX_CONFIG_BYTES:
+                content = layout.read_blob(at.digest, at.size)
+                check_content(content, at.mediaType, layout.blob_path(at.digest))
+    if is_whole:
+        types = {each.artifact_type for each in attached if each.subject.digest == root.digest}
+        check_types(manifests, types, str(layout.path / "index.json"))
+    return attached
+
+
+def check_index_file(layout: Layout, root: Root, attached: Sequence[Referrer]) -> None:
+    """Check that `index.json` and `oci-layout`, if prejit wrote them, are as it writes them: check 16.
+
+    Args:
+        layout: the bundle.
+        root: what its `index.json` leads to.
+        attached: what refers to the bundle.
+
+    Raises:
+        RejectError: they are not.
+    """
+    path = str(layout.path / "index.json")
+    content = layout.read("index.json", limits.MAX_INDEX_BYTES)
+    if is_ours(content):
+        if root.subject is None or root.subject.mediaType != INDEX_MEDIA_TYPE:
+            raise RejectError(path, f"expected an entry of {INDEX_MEDIA_TYPE}, found none")
+        index = layout.read_blob(root.digest, root.subject.size)
+        entries = [at.entry for at in sorted(attached, key=lambda at: at.descriptor.digest)]
+        check_root(content, encode_root(root.bundle, index, entries), path)
+        version = layout.read("oci-layout", limits.MAX_OCI_LAYOUT_BYTES)
+        check_layout_file(version, str(layout.path / "oci-layout"))
+
+
+def _check_files(layout: Layout, root: Root) -> None:
+    """Check that a layout has no file that nothing leads to: check 17."""
+    blobs = (digest.removeprefix("sha256:") for digest in reached(layout, root))
+    known = {"index.json", "oci-layout", *(f"blobs/sha256/{name}" for name in blobs)}
+    with locked(layout.path):  # a writer may be at work
+        found = [*layout.names()]
+    check_names(found, known, str(layout.path))
+
+
+def _attached_bytes(attached: Sequence[Referrer]) -> Iterator[int]:
+    for each in attached:
+        yield from (at.size for at in (each.descriptor, each.config, *each.layers))

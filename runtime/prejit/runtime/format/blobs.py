@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar, final
 
-from prejit.runtime.base.files import Content, Identity, map_file, timed_digest_file
+from prejit.runtime.base.files import Content, Identity, digest_file, map_file, timed_digest_file
 from prejit.runtime.base.process import Span, span
 from prejit.runtime.base.verity import measure
 from prejit.runtime.errors import RejectError, StoreError
@@ -292,6 +292,20 @@ def _readable(path: str) -> Iterator[None]:
             f"{path}: cannot read: {error.strerror}",
             hint="the disk or the network failed, and the bundle may be sound: see the system's log",
         ) from error
+
+
+def check_blob(layout: Layout, at: Descriptor) -> None:
+    """Check the digest and the size of one blob, without a map of it.
+
+    Raises:
+        RejectError: it is missing, or differs.
+        StoreError: the disk does not give its bytes.
+    """
+    path = layout.blob_path(at.digest)
+    with layout.open_blob(at.digest, at.size) as (descriptor, _), _readable(path):
+        found = digest_file(descriptor)
+    if found != at.digest:
+        raise RejectError(path, f"expected {at.digest}, found {found}")
 
 
 def check_blobs(

@@ -120,6 +120,21 @@ class Layout:
         while self._directories:
             os.close(self._directories.pop())
 
+    def names(self) -> Iterator[str]:
+        """Yield the names of all that is in the directories of the layout, but for these directories.
+
+        Raises:
+            StoreError: a directory cannot be read.
+        """
+        inner = (("", self._root, "blobs"), ("blobs/", self._blobs, "sha256"))
+        try:
+            for prefix, descriptor, directory in (*inner, ("blobs/sha256/", self._sha256, "")):
+                for name in os.listdir(descriptor):
+                    if name != directory:
+                        yield f"{prefix}{name}"
+        except OSError as error:
+            raise StoreError(f"{self.path}: cannot read: {error.strerror}") from error
+
     def blob_path(self, digest: str) -> str:
         """Return the path of a blob, for messages."""
         return str(self.path / "blobs" / "sha256" / digest.removeprefix("sha256:"))

@@ -64,6 +64,12 @@ RECORDED_MEDIA_TYPE = "application/vnd.prejit.recorded.v1+zstd"
 """A pack with files of jax's compilation cache."""
 EMPTY_MEDIA_TYPE = "application/vnd.oci.empty.v1+json"
 """OCI's config of a manifest that needs none: `{}`."""
+PARTS_MEDIA_TYPE = "application/vnd.cyclonedx+json"
+"""A list of parts (SBOM) that is attached to a bundle: CycloneDX."""
+STATEMENT_MEDIA_TYPE = "application/vnd.in-toto+json"
+"""An in-toto statement, such as the provenance that is attached to a bundle."""
+SIGNATURE_MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+"""A sigstore bundle: of the artifact that refers to a bundle, and of its only layer."""
 LAYER_MEDIA_TYPES = (
     EXECUTABLES_MEDIA_TYPE,
     KERNELS_MEDIA_TYPE,
@@ -83,6 +89,8 @@ BUNDLE_NAME = "dev.prejit.name"
 BUNDLE_FORMAT = "dev.prejit.format"
 INDEX_DIGEST = "dev.prejit.index-digest"
 REQUIREMENT = "dev.prejit.requirement"
+ATTACHED_TYPES = "dev.prejit.attached"
+"""The annotation of a target's manifest with the artifact types that the build attaches to the bundle."""
 
 _V3 = (
     *("64bit", "avx", "avx2", "bmi", "bmi2", "cmov", "crc32", "cx16", "cx8", "f16c", "fma", "fxsr"),

@@ -14,11 +14,14 @@ from typing import Any
 from prejit.runtime.base.typed_json import shown
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
-from prejit.runtime.format.checks.oci import check_digest
+from prejit.runtime.format.checks.oci import check_digest, check_manifest
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import MANIFEST_MEDIA_TYPE
+from prejit.runtime.format.names import MANIFEST_MEDIA_TYPE, REF_NAME
 from prejit.runtime.format.root import Root, read_descriptor
 from prejit.runtime.format.schema import Descriptor
+
+ATTACHED = "attached-"
+"""The names of what is attached begin so, in `index.json`. The first digits of its digest follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class Referrer:
 
     Attributes:
         descriptor: the descriptor of this manifest.
-        subject: digest of the manifest or index that it refers to.
+        subject: the manifest or index that it refers to.
         artifact_type: what it is: its artifact type, or the media type of its config if it has none.
         config: the descriptor of its config.
         layers: the descriptors of its layers, whose bytes the reader must check.
@@ -35,11 +38,22 @@ class Referrer:
     """
 
     descriptor: Descriptor
-    subject: str
+    subject: Descriptor
     artifact_type: str
     config: Descriptor
     layers: tuple[Descriptor, ...]
     annotations: Mapping[str, str]
+
+    @property
+    def entry(self) -> Descriptor:
+        """Its entry of `index.json`, as our writer writes it."""
+        return attached_entry(self.descriptor.digest, self.descriptor.size, self.artifact_type)
+
+
+def attached_entry(digest: str, size: int, artifact_type: str) -> Descriptor:
+    """Return the entry of `index.json` of a manifest that refers to another."""
+    noted = {REF_NAME: f"{ATTACHED}{digest[7:19]}"}
+    return Descriptor(MANIFEST_MEDIA_TYPE, digest, size, artifact_type, annotations=noted)
 
 
 def referrers(layout: Layout, root: Root, digest: str | None = None) -> tuple[Referrer, ...]:
@@ -62,9 +76,29 @@ def referrers(layout: Layout, root: Root, digest: str | None = None) -> tuple[Re
         content = layout.read_blob(at.digest, at.size)
         check_digest(content, at.digest, path)
         referrer = _referrer(at, content, path)
-        if referrer is not None and digest in (None, referrer.subject):
+        if referrer is not None and digest in (None, referrer.subject.digest):
             found.append(referrer)
     return tuple(found)
+
+
+def reached(layout: Layout, root: Root) -> set[str]:
+    """Return the digests of all blobs that `index.json` leads to.
+
+    Raises:
+        RejectError: a manifest is missing or damaged.
+    """
+    found = {at.digest for at in (*root.bundle.manifests, *root.others)}
+    if root.subject is not None:
+        found.add(root.digest)
+    for at in root.bundle.manifests:
+        path = layout.blob_path(at.digest)
+        content = layout.read_blob(at.digest, at.size)
+        check_digest(content, at.digest, path)
+        manifest = check_manifest(content, path)
+        found |= {each.digest for each in (manifest.config, *manifest.layers)}
+    for referrer in referrers(layout, root):
+        found |= {each.digest for each in (referrer.config, *referrer.layers)}
+    return found
 
 
 def _referrer(at: Descriptor, content: bytes, path: str) -> Referrer | None:
@@ -88,7 +122,7 @@ def _referrer(at: Descriptor, content: bytes, path: str) -> Referrer | None:
         raise RejectError(path, f"expected annotations as text, found {shown(annotations)}")
     return Referrer(
         at,
-        subject.digest,
+        subject,
         artifact_type,
         config,
         tuple(read_descriptor(layer, path) for layer in layers),

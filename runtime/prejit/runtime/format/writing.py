@@ -12,14 +12,16 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.digests import digest_of, is_digest
 from prejit.runtime.base.files import digest_file, write_file
 from prejit.runtime.base.locks import locking
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
+from prejit.runtime.format.blobs import check_blob
+from prejit.runtime.format.checks.attached import is_ours
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     BLOB_INDEX_SINCE,
@@ -29,7 +31,7 @@ from prejit.runtime.format.names import (
     OCI_LAYOUT,
     REF_NAME,
 )
-from prejit.runtime.format.referrers import Referrer, referrers
+from prejit.runtime.format.referrers import ATTACHED, Referrer, attached_entry, reached, referrers
 from prejit.runtime.format.root import encode_root, read_root
 from prejit.runtime.format.schema import Descriptor, Index
 
@@ -66,12 +68,12 @@ def write_layout(
     except OSError as error:
         raise StoreError(f"{directory}: cannot make this directory: {error.strerror}") from error
     read = from_json(Index, index, str(path / "index.json"))
-    with _locked(path):
+    with locked(path):
         referring = _kept_referrers(path, {digest_of(index), *(at.digest for at in read.manifests)})
         blobs = {**blobs, digest_of(index): index}
         _write_blobs(directory, blobs, digest_of_file or _digest_of_file)
         write_file(path / "oci-layout", OCI_LAYOUT)
-        root = encode_root(read, index, [each.descriptor for each in referring])
+        root = encode_root(read, index, [each.entry for each in referring])
         write_file(path / "index.json", root)
         kept = {*blobs, *(digest for each in referring for digest in _blobs_of(each))}
         stale = [file for file in directory.iterdir() if f"sha256:{file.name}" not in kept]
@@ -107,9 +109,6 @@ class Part(NamedTuple):
             annotations=self.annotations or None,
         )
 
-
-ATTACHED = "attached-"
-"""The names of what is attached begin so, in `index.json`. The first digits of its digest follow."""
 
 EMPTY = Part(EMPTY_MEDIA_TYPE, b"{}")
 """The config of a manifest that needs none."""
@@ -162,31 +161,50 @@ def attach(
             f"found {len(manifest)}",
             hint="put what is large into a layer",
         )
-    digest = digest_of(manifest)
-    noted = {REF_NAME: f"{ATTACHED}{digest[7:19]}"}
-    at = Descriptor(MANIFEST_MEDIA_TYPE, digest, len(manifest), artifact_type, annotations=noted)
+    at = attached_entry(digest_of(manifest), len(manifest), artifact_type)
     blobs = {digest_of(part.content): part.content for part in (config, *layers)}
-    with _locked(path):
+    with locked(path):
         listed = _check_subject(path, subject)
         _write_blobs(path / "blobs" / "sha256", {**blobs, at.digest: manifest}, _digest_of_file)
         if at.digest not in listed:
             root = json.loads((path / "index.json").read_bytes())
-            root["manifests"].append(at)
-            write_file(path / "index.json", to_json(root))
+            root["manifests"].append(json.loads(to_json(at)))
+            root["manifests"].sort(key=_attached_digest)
+            # The order of the keys says which tool wrote the file, and stays.
+            write_file(path / "index.json", json.dumps(root, separators=(",", ":")).encode())
         for file in [*_abandoned(path)]:
             file.unlink(missing_ok=True)
     return at
 
 
+def _attached_digest(entry: dict[str, Any]) -> str:
+    """Return what entries of `index.json` are sorted by: equal contents give equal bytes."""
+    is_attached = str((entry.get("annotations") or {}).get(REF_NAME)).startswith(ATTACHED)
+    return str(entry["digest"]) if is_attached else ""
+
+
 def remove_abandoned(path: Path) -> None:
-    """Remove the temporary files of writers of a bundle that were killed.
+    """Remove what killed writers of a bundle left: temporary files, and blobs that nothing leads to.
 
     Raises:
+        RejectError: the bundle is damaged.
         StoreError: writing is not permitted.
     """
-    with _locked(path):
-        for file in [*_abandoned(path)]:
+    with locked(path):
+        for file in [*_abandoned(path), *_unused_blobs(path)]:
             file.unlink(missing_ok=True)
+
+
+def _unused_blobs(path: Path) -> Iterator[Path]:
+    """Yield the whole blobs that nothing leads to: a writer was killed before it wrote `index.json`."""
+    with Layout(path) as layout:
+        if not is_ours(layout.read("index.json", limits.MAX_INDEX_BYTES)):
+            return  # another tool may keep what it likes there
+        known = reached(layout, read_root(layout))
+    for file in (path / "blobs" / "sha256").iterdir():
+        name = f"sha256:{file.name}"
+        if is_digest(name) and name not in known and _is_blob(file, file.lstat().st_size):
+            yield file
 
 
 def _check_subject(path: Path, subject: Descriptor) -> set[str]:
@@ -216,21 +234,22 @@ def _kept_referrers(path: Path, subjects: set[str]) -> list[Referrer]:
         with Layout(path) as layout:
             found = referrers(layout, read_root(layout))
             known, kept = set(subjects), list[Referrer]()
-            while more := [each for each in found if each.subject in known and each not in kept]:
+            while more := [
+                each for each in found if each.subject.digest in known and each not in kept
+            ]:
                 kept += [each for each in more if _is_whole(layout, each)]
                 known |= {each.descriptor.digest for each in kept}
                 found = tuple(each for each in found if each not in more)
     except (RejectError, StoreError):
         return []  # there is no bundle yet, or a damaged one
-    return kept
+    return sorted(kept, key=lambda each: each.descriptor.digest)
 
 
 def _is_whole(layout: Layout, referrer: Referrer) -> bool:
-    """Return whether the blobs of a referrer are there."""
+    """Return whether the blobs of a referrer are there and undamaged."""
     try:
         for at in (referrer.config, *referrer.layers):
-            with layout.open_blob(at.digest, at.size):
-                pass
+            check_blob(layout, at)
     except RejectError:
         return False
     return True
@@ -244,8 +263,8 @@ def _blobs_of(referrer: Referrer) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keep other writers away from a bundle. Where the disk fails, raise StoreError."""
+def locked(path: Path) -> Iterator[None]:
+    """Keep writers away from a bundle. Where the disk fails, raise StoreError."""
     try:
         while True:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -269,7 +288,7 @@ def _write_blobs(
             write_file(file, content)
 
 
-def _is_blob(path: Path, size: int, digest_of_file: Callable[[Path], str]) -> bool:
+def _is_blob(path: Path, size: int, digest_of_file: Callable[[Path], str] | None = None) -> bool:
     """Return whether a file exists, has this size, and matches the digest in its name."""
     try:
         status = path.lstat()
@@ -277,7 +296,7 @@ def _is_blob(path: Path, size: int, digest_of_file: Callable[[Path], str]) -> bo
         return False
     if not stat.S_ISREG(status.st_mode) or status.st_size != size:
         return False
-    return digest_of_file(path) == f"sha256:{path.name}"
+    return (digest_of_file or _digest_of_file)(path) == f"sha256:{path.name}"
 
 
 def _digest_of_file(path: Path) -> str:

@@ -31,7 +31,7 @@ from prejit.runtime.generation.kv_cache import Allocation, KVCache, piece_count
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.prefill import Chunks, Entering, Limit, no_limit, whole
 from prejit.runtime.generation.prefix_cache import PrefixCache
-from prejit.runtime.generation.rows import Row, Token, admit
+from prejit.runtime.generation.rows import CachedText, Row, Token, admit
 from prejit.runtime.generation.sampling import Logprob
 
 _LASTING_TOKENS = 32
@@ -106,7 +106,7 @@ class Batch:
         slots = arguments.integer("slots", slots, 1)
         self._decoder = decoder
         self._rows: list[Row | None] = [None] * decoder.batch_for(slots)
-        self._held: list[list[int]] = [[] for _ in self._rows]  # the cached tokens of free slots
+        self._held = [CachedText() for _ in self._rows]  # what free slots have cached
         self._cache: KVCache | None = None
         self._pending: list[Token] = []  # first tokens, for the next step to return
         self._largest = largest or (decoder.batches[-1], decoder.contexts[-1])
@@ -335,16 +335,16 @@ class Batch:
                     hint="step until requests are finished",
                 )
             idle = [slot for slot in range(self.slots) if slot not in live]
-            idle.sort(key=lambda slot: -len(self._held[slot]))
+            idle.sort(key=lambda slot: -len(self._held[slot].token_ids))
             kept = list(range(self.slots)) if batch >= self.slots else sorted((live + idle)[:batch])
             moved = {old: new for new, old in enumerate(kept)}
             with self._closed_on_error():
                 if not live:
                     self.keep()
                 self._cache = self._moved(batch, moved) if live else None
-            held = self._held if self._cache is not None else [[] for _ in self._held]
+            held = self._held if self._cache is not None else [CachedText() for _ in self._held]
             new_rows: list[Row | None] = [None] * batch
-            new_held: list[list[int]] = [[] for _ in range(batch)]
+            new_held = [CachedText() for _ in range(batch)]
             for old, new in moved.items():
                 new_rows[new], new_held[new] = self._rows[old], held[old]
             self._rows, self._held = new_rows, new_held
@@ -384,7 +384,7 @@ class Batch:
         """Free all slots and the memory of the cache. The batch can be used again."""
         with self._lock:
             self._rows = [None] * len(self._rows)
-            self._held = [[] for _ in self._rows]
+            self._held = [CachedText() for _ in self._rows]
             self._pending = []
             self._insertions.clear()
             self._begin_turn()
@@ -427,29 +427,27 @@ class Batch:
         slots = choose_slots(self._decoder, rows, self._free_slots(), dict(enumerate(self._held)))
         with self._closed_on_error():
             for request, slot in zip(requests, slots, strict=True):
-                self._share(request.prompt, slot)
+                self._share(request, slot)
         held = {slot: self._held[slot] for slot in slots}
         for slot in slots:
-            self._held[slot] = []
+            self._held[slot] = CachedText()
         arrival = Arrival(rows, masks, slots, held, context, together)
         work = inserting(self._decoder, self._current, self._grow, arrival, limit, self._prefixes)
         insertion = _Insertion(slots, work, time.perf_counter() - started)
         self._insertions.append(insertion)
         return insertion
 
-    def _share(self, prompt: Sequence[int], slot: int) -> None:
+    def _share(self, request: Request, slot: int) -> None:
         """Keep what the other slots have in common with a prompt, and what it overwrites in its own one."""
         if self._prefixes is None:
             return
-        texts = [
-            self._held[at] if row is None else row.token_ids[: row.cached]
-            for at, row in enumerate(self._rows)
-        ]
-        common = [self._decoder.reusable(text, prompt) for text in texts]
+        texts = [self._held[at] if row is None else row.held for at, row in enumerate(self._rows)]
+        common = [text.reusable(self._decoder, request) for text in texts]
         nearest = max(range(self.slots), key=lambda at: (common[at], at == slot))
         if nearest != slot:
-            self._prefixes.keep_row(texts[nearest][: common[nearest]], self._current(), nearest)
-        if common[slot] < len(texts[slot]):  # a text that continues needs no copy
+            text = CachedText(texts[nearest].token_ids[: common[nearest]], request.namespace)
+            self._prefixes.keep_row(text, self._current(), nearest)
+        if common[slot] < len(texts[slot].token_ids):  # a text that continues needs no copy
             self._prefixes.keep_row(texts[slot], self._current(), slot)
 
     def _current(self) -> KVCache:
@@ -545,7 +543,7 @@ class Batch:
             if verify is not None and any(row.lookup is not None for row in rows):
                 decoder.programs.prepare(verify.name)
             self._rows += [None] * (bucket[0] - len(self._rows))
-            self._held += [[] for _ in range(bucket[0] - len(self._held))]
+            self._held += [CachedText() for _ in range(bucket[0] - len(self._held))]
             self._cache = KVCache(decoder, *bucket)
             return bucket[1]
         context = decoder.context_for(need)
@@ -563,7 +561,7 @@ class Batch:
                 hint="build the bundle again with this version of prejit",
             )
         self._cache = KVCache(self._decoder, self._cache.batch, context)
-        self._held = [[] for _ in self._rows]
+        self._held = [CachedText() for _ in self._rows]
 
     def _grow(self, context: int) -> Chunks:
         """Let the cache grow. A piece of it counts as all the positions that a step may compute."""
@@ -672,7 +670,7 @@ class Batch:
         assert row is not None
         # A call may have gone on after the end of a text. That is in the state too, but not in the text.
         exact = self._decoder.is_rewindable or row.cached <= len(row.token_ids)
-        self._held[slot] = row.token_ids[: row.cached] if exact else []
+        self._held[slot] = row.held if exact else CachedText()
         self._rows[slot] = None
         self._decoding.reset()
         self._rest()
@@ -684,7 +682,7 @@ class Batch:
 
     def _clear(self, slot: int) -> None:
         """Reset a slot to zeros. Masked attention multiplies by 0, and NaN * 0 is NaN, so NaNs would leak."""
-        self._held[slot] = []
+        self._held[slot] = CachedText()
         if self._cache is not None and self._decoder.copies:
             empty = KVCache(self._decoder, self._decoder.batches[0], self._cache.context)
             self._cache.copy_rows(empty, {slot: 0})

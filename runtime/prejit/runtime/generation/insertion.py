@@ -20,13 +20,13 @@ from prejit.runtime.generation.prefill import (
     filling_aside,
 )
 from prejit.runtime.generation.prefix_cache import PrefixCache
-from prejit.runtime.generation.rows import Row
+from prejit.runtime.generation.rows import CachedText, Row
 
 _SHARED_TOKENS = 16
 """Requests inserted together share the computation of a common beginning of at least this many tokens."""
 
-Held = Mapping[int, Sequence[int]]
-"""The tokens that free slots have cached, by slot."""
+Held = Mapping[int, CachedText]
+"""What free slots have cached, by slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,10 @@ def choose_slots(
     """Return a free slot for each row: the one with most of its prompt cached, or else the emptiest."""
     left, chosen = list(free), []
     for row in rows:
-        prompt = row.request.prompt
-        best = max(left, key=lambda s: (decoder.reusable(held[s], prompt), -len(held[s]), -s))
+        best = max(
+            left,
+            key=lambda s: (held[s].reusable(decoder, row.request), -len(held[s].token_ids), -s),
+        )
         left.remove(best)
         chosen.append(best)
     return tuple(chosen)
@@ -89,7 +91,7 @@ def inserting(
     batch, context = cache().batch, max(cache().context, arrival.context)
     shared = yield from _shared_prefix(decoder, batch, context, arrival, limit)
     if shared is not None and prefixes is not None:
-        prefixes.keep(shared)
+        prefixes.keep(shared, arrival.rows[0].request.namespace)
     entering = _entering(decoder, arrival, shared, prefixes, context)
     members = dict(zip(arrival.slots, entering, strict=True))
     waiting = {slot: member for slot, member in members.items() if not member.can_decode}
@@ -124,9 +126,11 @@ def _entering(
     rows = arrival.rows
     for row, mask, slot in zip(rows, arrival.masks, arrival.slots, strict=True):
         prompt = row.request.prompt
-        start = decoder.reusable(arrival.held[slot], prompt)
+        start = arrival.held[slot].reusable(decoder, row.request)
         prefix: Prefix | CompactPrefix | None = None
-        earlier = None if prefixes is None or shared is not None else prefixes.find(prompt, context)
+        earlier = None
+        if prefixes is not None and shared is None:
+            earlier = prefixes.find(prompt, context, row.request.namespace)
         for known in (row.request.prefix, shared, earlier):
             if known is not None and decoder.copies:
                 length = decoder.reusable(known.token_ids, prompt)
@@ -145,6 +149,7 @@ def _shared_prefix(
     first = rows[0].request
     if (
         len(rows) == 1
+        or any(row.request.namespace != first.namespace for row in rows)
         or decoder.source is not None
         or not decoder.can_fill_aside(batch, context, len(first.prompt))
     ):
@@ -157,7 +162,8 @@ def _shared_prefix(
     for row, slot in zip(rows, arrival.slots, strict=True):
         known = () if row.request.prefix is None else row.request.prefix.token_ids
         cached = max(
-            decoder.reusable(texts, row.request.prompt) for texts in (known, arrival.held[slot])
+            decoder.reusable(known, row.request.prompt),
+            arrival.held[slot].reusable(decoder, row.request),
         )
         if common - cached < _SHARED_TOKENS:
             return None

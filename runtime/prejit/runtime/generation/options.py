@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int]
 """A prompt is text or a list of token ids."""
 
+Namespace = tuple[str, ...]
+"""Whose texts share caches. How long a prompt takes says how much of it a cache has, so those who must not
+guess each other's prompts have different namespaces."""
+
 TokenMask = Callable[[Sequence[int]], Any]
 """A token mask takes the token ids generated so far. It returns bool [V], true for each token that may come
 next, or None if all may."""
@@ -207,6 +211,7 @@ class Request:
             `draft_tokens`. The tokens are the same; text that repeats itself comes faster.
         prefix: a computed beginning of the prompt, from `Bundle.prefix` of the same bundle.
         source: what an encoder-decoder reads: token ids [N], or an array such as a spectrogram [80, N].
+        namespace: the prompt begins with what a cache has of earlier texts of this namespace only.
 
     Raises:
         UsageError: a value has the wrong type or is out of range.
@@ -214,6 +219,7 @@ class Request:
 
     prompt: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
+    namespace: Namespace = ()
     max_new_tokens: int | None = _option(
         None,
         _optional(_integer(1)),

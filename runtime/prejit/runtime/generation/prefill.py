@@ -18,7 +18,7 @@ from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache, Prefix, allocating
 from prejit.runtime.generation.options import Request, Sampling
 from prejit.runtime.generation.prefix_cache import PrefixCache
-from prejit.runtime.generation.rows import Row, Usage
+from prejit.runtime.generation.rows import CachedText, Row, Usage
 from prejit.runtime.generation.sampling import (
     Logprob,
     history_row,
@@ -180,7 +180,7 @@ def filling_aside(
         cache().copy_rows(aside, {slot: place for place, slot in enumerate(group)})
         if prefixes is not None:
             texts = {
-                place: member.row.request.prompt
+                place: CachedText(member.row.request.prompt, member.row.request.namespace)
                 for place, member in computed.items()
                 if member.token is not None and member.token >= 0  # else it may hold NaN
             }

@@ -14,6 +14,8 @@ from prejit.runtime.generation.compact_prefix import (
 )
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache, Prefix, cache_bytes
+from prejit.runtime.generation.options import Namespace
+from prejit.runtime.generation.rows import CachedText
 
 _FEWEST_TOKENS = 16
 """Prompts with fewer tokens than this are computed again: copying them would not save much."""
@@ -22,15 +24,18 @@ _MOST_PREFIXES = 256
 
 
 class _Kept(NamedTuple):
-    """A prefix, and its tokens as an array, int32."""
+    """A prefix, its tokens as an array, int32, and whose it is."""
 
     prefix: Prefix | CompactPrefix
     tokens: np.ndarray[Any, np.dtype[np.int32]]
+    namespace: Namespace
 
 
 @final
 class PrefixCache:
     """The prefixes of earlier prompts, within a number of bytes. For one thread.
+
+    A prompt finds the prefixes of its namespace only. The memory is one for all.
 
     If they take more, the prefix that was used the longest time ago goes first. On a CPU a prefix takes the
     memory of its own tokens, elsewhere that of a whole cache with one row.
@@ -52,17 +57,22 @@ class PrefixCache:
         self._prefixes: list[_Kept] = []  # the one that was used last comes last
         self.size_bytes = 0
 
-    def find(self, prompt: Sequence[int], context: int) -> Prefix | CompactPrefix | None:
+    def find(
+        self, prompt: Sequence[int], context: int, namespace: Namespace
+    ) -> Prefix | CompactPrefix | None:
         """Return the prefix that saves most of a prompt; None: none saves enough.
 
         Args:
             prompt: the prompt.
             context: of the cache that the prompt enters. A whole cache with a longer one cannot be copied
                 there.
+            namespace: whose prompt it is.
         """
         given = np.asarray(prompt, np.int32)
         saved, best = 0, None
         for kept in self._prefixes:
+            if kept.namespace != namespace:
+                continue
             if isinstance(kept.prefix, Prefix) and kept.prefix.context > context:
                 continue
             both = min(len(given), len(kept.tokens))
@@ -77,41 +87,42 @@ class PrefixCache:
         self._prefixes.append(best)
         return best.prefix
 
-    def keep(self, prefix: Prefix) -> None:
+    def keep(self, prefix: Prefix, namespace: Namespace) -> None:
         """Keep a prefix, unless it is short, larger than all may be, or the beginning of a kept one."""
         if self._is_compact:
-            self.keep_row(prefix.token_ids, prefix.at(prefix.context), 0)
-        elif self._saves(prefix.token_ids) and prefix.size_bytes <= self._most_bytes:
-            self._add(prefix)
+            self.keep_row(CachedText(prefix.token_ids, namespace), prefix.at(prefix.context), 0)
+        elif self._saves(prefix.token_ids, namespace) and prefix.size_bytes <= self._most_bytes:
+            self._add(prefix, namespace)
 
-    def keep_aside(self, cache: KVCache, texts: Mapping[int, Sequence[int]]) -> None:
+    def keep_aside(self, cache: KVCache, texts: Mapping[int, CachedText]) -> None:
         """Keep what a cache holds that nobody else writes to; of a whole cache, the text of its first row.
 
         Args:
             cache: the cache.
-            texts: the tokens of some rows.
+            texts: the texts of some rows.
         """
         if self._is_compact:
-            for row, tokens in texts.items():
-                self.keep_row(tokens, cache, row)
+            for row, text in texts.items():
+                self.keep_row(text, cache, row)
         elif 0 in texts and cache.batch == self._decoder.batches[0]:
-            self.keep(Prefix(texts[0], cache))
+            self.keep(Prefix(texts[0].token_ids, cache), texts[0].namespace)
 
-    def keep_row(self, token_ids: Sequence[int], cache: KVCache, row: int) -> None:
+    def keep_row(self, text: CachedText, cache: KVCache, row: int) -> None:
         """Keep a copy of a row of a cache, unless `keep` would not, or no program for the copy is ready.
 
         Args:
-            token_ids: the tokens of the row to keep, from its beginning.
+            text: what to keep of the row, from its beginning.
             cache: the cache; it does not change.
             row: its row.
         """
+        token_ids, namespace = text
         decoder, smallest = self._decoder, (self._decoder.batches[0], cache.context)
-        if not self._saves(token_ids):
+        if not self._saves(token_ids, namespace):
             return
         if self._is_compact:
             if (size := compact_bytes(decoder, len(token_ids))) <= self._most_bytes:
                 self._drop(self._most_bytes - size)  # before there is another one
-                self._add(CompactPrefix(decoder, token_ids, cache, row))
+                self._add(CompactPrefix(decoder, token_ids, cache, row), namespace)
             return
         if cache_bytes(decoder, *smallest) > self._most_bytes or not decoder.can_copy(
             (cache.batch, cache.context), smallest
@@ -123,27 +134,30 @@ class PrefixCache:
             return
         alone = KVCache(decoder, *smallest)
         alone.copy_rows(cache, {0: row})
-        self._add(Prefix(token_ids, alone))
+        self._add(Prefix(token_ids, alone), namespace)
 
-    def _add(self, prefix: Prefix | CompactPrefix) -> None:
+    def _add(self, prefix: Prefix | CompactPrefix, namespace: Namespace) -> None:
         tokens = prefix.token_ids
         if self._decoder.is_rewindable:
             self._prefixes = [
-                one for one in self._prefixes if tokens[: len(one.tokens)] != one.prefix.token_ids
+                one
+                for one in self._prefixes
+                if one.namespace != namespace or tokens[: len(one.tokens)] != one.prefix.token_ids
             ]
-        self._prefixes.append(_Kept(prefix, np.asarray(tokens, np.int32)))
+        self._prefixes.append(_Kept(prefix, np.asarray(tokens, np.int32), namespace))
         self.trim()
 
-    def _saves(self, token_ids: Sequence[int]) -> bool:
+    def _saves(self, token_ids: Sequence[int], namespace: Namespace) -> bool:
         """Return whether a prefix of these tokens would save something that the kept ones do not."""
         # What an encoder-decoder holds belongs to one source.
         decoder = self._decoder
         if len(token_ids) < _FEWEST_TOKENS or decoder.source is not None or not decoder.copies:
             return False
         tokens, length = tuple(token_ids), len(token_ids)
+        kept = [one.prefix.token_ids for one in self._prefixes if one.namespace == namespace]
         if not self._decoder.is_rewindable:
-            return all(one.prefix.token_ids != tokens for one in self._prefixes)
-        return all(one.prefix.token_ids[:length] != tokens for one in self._prefixes)
+            return tokens not in kept
+        return all(one[:length] != tokens for one in kept)
 
     def trim(self) -> None:
         """Drop prefixes until the rest takes no more than it may: whole caches grow when they serve."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.options import Namespace, Request
 from prejit.runtime.generation.prompt_lookup import PromptLookup
 from prejit.runtime.generation.sampling import Logprob, bias_row, check_bias, check_sampling
 
@@ -34,6 +35,24 @@ class Token:
     token_id: int | None
     logprob: Logprob | None = None
     finish_reason: str | None = None
+
+
+class CachedText(NamedTuple):
+    """A text that a cache holds.
+
+    Attributes:
+        token_ids: its tokens.
+        namespace: whose it is.
+    """
+
+    token_ids: Sequence[int] = ()
+    namespace: Namespace = ()
+
+    def reusable(self, decoder: DecoderPrograms, request: Request) -> int:
+        """Return how many tokens of a request's prompt need not be computed; 0 in another namespace."""
+        if self.namespace != request.namespace:
+            return 0
+        return decoder.reusable(self.token_ids, request.prompt)
 
 
 @dataclass(slots=True)
@@ -81,6 +100,11 @@ class Row:
     lookup: PromptLookup | None
     cached: int = 0
     allowed: np.ndarray[Any, Any] | None = None
+
+    @property
+    def held(self) -> CachedText:
+        """What the cache holds of its text."""
+        return CachedText(self.token_ids[: self.cached], self.request.namespace)
 
     @property
     def generated(self) -> int:

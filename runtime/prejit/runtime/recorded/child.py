@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -100,22 +100,44 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
     # What this process ignores, such as SIGHUP below nohup, the command ignores too.
     handled = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
-    before = [(number, signal.signal(number, forward)) for number in handled]
-    try:
+    handlers = {**dict.fromkeys(handled, forward), signal.SIGCHLD: lambda *_: None}
+    with _woken_by_signals() as woken:
+        before = [(number, signal.signal(number, each)) for number, each in handlers.items()]
         try:
-            child = os.posix_spawnp(
-                command[0], list(command), dict(environment), setsigdef=_IGNORED_BY_PYTHON
-            )
-        except OSError as error:
-            raise _cannot_start(command, error) from error
-        started.append(child)
-        for number in early:
-            os.kill(child, number)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return code if code >= 0 else 128 - code
+            try:
+                child = os.posix_spawnp(
+                    command[0], list(command), dict(environment), setsigdef=_IGNORED_BY_PYTHON
+                )
+            except OSError as error:
+                raise _cannot_start(command, error) from error
+            started.append(child)
+            for number in early:
+                os.kill(child, number)
+            while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+                os.read(woken, 4096)
+            code = os.waitstatus_to_exitcode(ended[1])
+            return code if code >= 0 else 128 - code
+        finally:
+            for number, handler in before:
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _woken_by_signals() -> Iterator[int]:
+    """Yield a pipe in which each signal leaves a byte, so that a read of it ends.
+
+    Python handles a signal between two steps of its own. If one comes just before a wait begins, only this
+    byte ends the wait.
+    """
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    before = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    try:
+        yield woken
     finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+        signal.set_wakeup_fd(before)
+        os.close(woken)
+        os.close(wakes)
 
 
 def _is_in_foreground() -> bool:

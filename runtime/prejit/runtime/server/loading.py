@@ -46,12 +46,14 @@ class EngineOptions:
         queue: how many more may wait.
         prefix_memory: how many bytes earlier prompts may take.
         must_match: whether a machine that matches no target is an error instead of a compile.
+        share_prefixes: whether prompts begin with what those of other keys have computed.
     """
 
     slots: int | None = None
     queue: int | None = None
     prefix_memory: int | None = None
     must_match: bool = False
+    share_prefixes: bool = False
 
 
 @final
@@ -130,6 +132,7 @@ class Loading(threading.Thread):
             "slots": self._engines.slots,
             "queue": self._engines.queue,
             "prefix_memory": self._engines.prefix_memory,
+            "share_prefixes": self._engines.share_prefixes,
         }
         if len(self._sources) > 1 and bundle.config.decoder is not None:
             # The caches of the others are planned too, and not allocated yet.

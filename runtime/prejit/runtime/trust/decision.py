@@ -8,7 +8,8 @@ For each target that may run, in this order:
    identities. It counts if it is by one that neither expired nor was revoked, and is about the bundle's index
    or about this target's manifest.
 4. As many different keys and identities as the threshold must be left.
-5. The bundle must be the current one of the rule's channel.
+5. As many of these must have signed the provenance and the list of parts that the rule demands.
+6. The bundle must be the current one of the rule's channel.
 
 A reason is enforced or only reported, by the level of the rule.
 """
@@ -32,6 +33,7 @@ from prejit.runtime.trust.statement import (
 
 if TYPE_CHECKING:
     from prejit.runtime.trust.channel import Outcome
+    from prejit.runtime.trust.descriptions import Description
 
 MAX_VERIFICATIONS = 512
 """Maximum number of times that one decision tries a key on a signature; each takes about 0.1 ms."""
@@ -114,6 +116,10 @@ def decide(
             reasons.append(_why_too_few(rule, len(signers), refused, faults, bool(attached)))
         elif len(counted.valid) < rule.threshold:
             reasons += [why for _, (_, why) in late]
+        if rule.provenance is not None or rule.sbom:
+            from prejit.runtime.trust.descriptions import missing_descriptions
+
+            reasons += missing_descriptions(rule, counted.descriptions, signers)
     if rule.channel is not None:
         reasons += _channel_reasons(releases[rule.channel.name], target)
     enforced = [reason for reason in reasons if enforces(rule.level, reason.kind)]
@@ -137,18 +143,20 @@ class _Counted(NamedTuple):
     Attributes:
         valid: those that count.
         expired, revoked: those that would count, and why they do not.
+        descriptions: what they signed of the descriptions that the rule demands.
     """
 
     valid: dict[str, TrustedSigner]
     expired: dict[str, tuple[TrustedSigner, Reason]]
     revoked: dict[str, tuple[TrustedSigner, Reason]]
+    descriptions: list[Description]
 
 
 def _count(
     rule: Rule, policy: Policy, target: TrustTarget, attached: Sequence[Attached], now: float
 ) -> tuple[_Counted, list[Reason]]:
     """Return who signed, and why other signatures do not count."""
-    counted, faults = _Counted({}, {}, {}), list[Reason]()
+    counted, faults = _Counted({}, {}, {}, []), list[Reason]()
     budget = MAX_VERIFICATIONS
     for each in attached:
         try:
@@ -163,6 +171,10 @@ def _count(
                     f"expected signatures that {MAX_VERIFICATIONS} verifications decide, found more",
                 )
             signers = _signers(each, envelope, rule)
+            if (rule.provenance or rule.sbom) and _is_description(
+                counted, envelope, target, signers
+            ):
+                continue
             bundle = _subject_of(envelope, target).annotations.get(BUNDLE_ANNOTATION)
         except RefusedError as error:
             faults.append(error.reason)
@@ -170,6 +182,20 @@ def _count(
         for signer in signers:
             _sort(counted, signer, bundle if bundle in policy.revoked_digests else None, now)
     return counted, faults
+
+
+def _is_description(
+    counted: _Counted, envelope: Envelope, target: TrustTarget, signers: Iterable[TrustedSigner]
+) -> bool:
+    """Return whether an envelope has a description of the bundle, which is kept then."""
+    from prejit.runtime.trust.descriptions import Description, description_of
+
+    statement = description_of(envelope.payload, (target.digest, target.manifest))
+    if statement is None:
+        return False
+    ids = frozenset(each.id for each in signers)
+    counted.descriptions.append(Description(statement, ids))
+    return True
 
 
 def _signers(content: bytes, envelope: Envelope, rule: Rule) -> Sequence[TrustedSigner]:

@@ -15,13 +15,9 @@ import binascii
 import json
 from typing import Any, NamedTuple
 
+from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE, STATEMENT_MEDIA_TYPE
 from prejit.runtime.trust.foreign_json import field, read_object
 from prejit.runtime.trust.reasons import RefusedError
-
-BUNDLE_MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
-"""The media type of a sigstore bundle: of the artifact that refers to a bundle, and of its only layer."""
-PAYLOAD_TYPE = "application/vnd.in-toto+json"
-"""The only type of payload that counts: an in-toto statement."""
 
 MAX_ENVELOPE_BYTES = 1 << 20
 """Maximum size of a sigstore bundle. One of a key has 1 kB, and one of a provenance about 20 kB."""
@@ -35,7 +31,7 @@ class Envelope(NamedTuple):
     """A DSSE envelope.
 
     Attributes:
-        payload: what is signed, of the type `PAYLOAD_TYPE`.
+        payload: what is signed, of the type `STATEMENT_MEDIA_TYPE`.
         signatures: at least one.
         hint: which key made them, as a sigstore bundle has it; nobody signed that.
         is_keyless: whether a certificate says who made them.
@@ -47,7 +43,7 @@ class Envelope(NamedTuple):
     is_keyless: bool = False
 
 
-def pae(payload: bytes, payload_type: str = PAYLOAD_TYPE) -> bytes:
+def pae(payload: bytes, payload_type: str = STATEMENT_MEDIA_TYPE) -> bytes:
     """Return the bytes that a signature is of: DSSE's pre-authentication encoding."""
     kind = payload_type.encode("utf-8")
     return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
@@ -62,9 +58,9 @@ def read_bundle(content: bytes) -> Envelope:
     what = "sigstore bundle"
     found = read_object(content, MAX_ENVELOPE_BYTES, "bundle-json", what)
     kind = field(found, "mediaType", str, "bundle-type", what)
-    if kind != BUNDLE_MEDIA_TYPE:
+    if kind != SIGNATURE_MEDIA_TYPE:
         raise RefusedError(
-            "bundle-type", f"{what}: expected {BUNDLE_MEDIA_TYPE}, found {kind!r:.80}"
+            "bundle-type", f"{what}: expected {SIGNATURE_MEDIA_TYPE}, found {kind!r:.80}"
         )
     material = field(found, "verificationMaterial", dict, "bundle-material", what)
     envelope = _envelope(field(found, "dsseEnvelope", dict, "bundle-envelope", what), "")
@@ -93,8 +89,10 @@ def envelope_of(found: Any) -> Envelope:
 def _envelope(found: dict[str, Any], hint: str) -> Envelope:
     what = "DSSE envelope"
     kind = field(found, "payloadType", str, "payload-type", what)
-    if kind != PAYLOAD_TYPE:
-        raise RefusedError("payload-type", f"{what}: expected {PAYLOAD_TYPE}, found {kind!r:.80}")
+    if kind != STATEMENT_MEDIA_TYPE:
+        raise RefusedError(
+            "payload-type", f"{what}: expected {STATEMENT_MEDIA_TYPE}, found {kind!r:.80}"
+        )
     payload = _decoded(field(found, "payload", str, "payload", what), "payload")
     listed = field(found, "signatures", list, "signatures", what)
     if not 1 <= len(listed) <= MAX_SIGNATURES:
@@ -132,7 +130,7 @@ def encode_envelope(envelope: Envelope) -> dict[str, Any]:
     """Return an envelope as plain data, for JSON."""
     return {
         "payload": base64.b64encode(envelope.payload).decode("ascii"),
-        "payloadType": PAYLOAD_TYPE,
+        "payloadType": STATEMENT_MEDIA_TYPE,
         "signatures": [
             {"keyid": "", "sig": base64.b64encode(signature).decode("ascii")}
             for signature in envelope.signatures
@@ -143,7 +141,7 @@ def encode_envelope(envelope: Envelope) -> dict[str, Any]:
 def encode_bundle(envelope: Envelope) -> bytes:
     """Return the sigstore bundle of an envelope, as `read_bundle` and other tools read it."""
     found = {
-        "mediaType": BUNDLE_MEDIA_TYPE,
+        "mediaType": SIGNATURE_MEDIA_TYPE,
         "verificationMaterial": {"publicKey": {"hint": envelope.hint}, "tlogEntries": []},
         "dsseEnvelope": encode_envelope(envelope),
     }

@@ -11,14 +11,14 @@ from prejit.runtime.errors import RejectError, UntrustedError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import BUNDLE_NAME
+from prejit.runtime.format.names import BUNDLE_NAME, SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, match, read_manifests
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.format.schema import Descriptor, ImageManifest
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.trust.decision import Attached, Decision, TrustTarget, decide
-from prejit.runtime.trust.dsse import BUNDLE_MEDIA_TYPE, MAX_ENVELOPE_BYTES
+from prejit.runtime.trust.dsse import MAX_ENVELOPE_BYTES
 from prejit.runtime.trust.policy import ChannelRule, FirstLoadMode, Policy, read_policy
 from prejit.runtime.trust.reasons import Reason
 
@@ -158,7 +158,7 @@ def verdicts(
 
 def _may_sign(root: Root) -> tuple[Descriptor, ...]:
     """Return the entries of `index.json` that may be signatures. skopeo drops their artifact type."""
-    found = [at for at in root.others if at.artifactType in (BUNDLE_MEDIA_TYPE, None)]
+    found = [at for at in root.others if at.artifactType in (SIGNATURE_MEDIA_TYPE, None)]
     return tuple(found[:MAX_LISTED])
 
 
@@ -168,8 +168,8 @@ def _signatures(
     """Yield the signatures that are attached to a bundle or to a target of it."""
     count = 0
     for each in attached:
-        is_signature = each.artifact_type == BUNDLE_MEDIA_TYPE
-        if not is_signature or each.subject not in (about.digest, about.manifest):
+        is_signature = each.artifact_type == SIGNATURE_MEDIA_TYPE
+        if not is_signature or each.subject.digest not in (about.digest, about.manifest):
             continue
         count += 1
         if count > MAX_ATTACHED:
@@ -183,8 +183,10 @@ def _signatures(
 
 
 def _signature(layout: Layout, referrer: Referrer) -> Attached:
-    if len(referrer.layers) != 1 or referrer.layers[0].mediaType != BUNDLE_MEDIA_TYPE:
-        return Reason("referrer-layers", "integrity", f"expected one layer of {BUNDLE_MEDIA_TYPE}")
+    if len(referrer.layers) != 1 or referrer.layers[0].mediaType != SIGNATURE_MEDIA_TYPE:
+        return Reason(
+            "referrer-layers", "integrity", f"expected one layer of {SIGNATURE_MEDIA_TYPE}"
+        )
     [at] = referrer.layers
     if at.size > MAX_ENVELOPE_BYTES:
         return Reason(

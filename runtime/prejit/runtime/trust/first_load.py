@@ -31,6 +31,10 @@ CHILD_MODULE = "prejit.runtime.first_load"
 SECONDS = 600.0
 """How long a child process may take. It hashes all files of the target first."""
 _MAX_ANSWER_BYTES = 1 << 16
+_TRIES = 2
+"""Number of fresh processes that must crash until a crash is held against a bundle."""
+_CRASHES = frozenset({"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP"})
+"""The signals by which code ends its own process. Others come from outside and prove nothing."""
 
 _HINT_OF_FAILURE = 'mend what the message names, or take first_load = "child" out of the policy'
 
@@ -99,8 +103,9 @@ def check_first_load(wanted: FirstLoad, machine: Fingerprint, policy: str) -> No
         policy: the policy that wants it, for errors.
 
     Raises:
-        UntrustedError: the child process crashed or took too long, now or at an earlier load, or it failed in
-            a way that no other error is for. The case is `first-load`.
+        UntrustedError: two child processes crashed or took too long, now or at an earlier load. Or one was
+            ended from outside, or failed in a way that no other error is for: that is not kept. The case is
+            `first-load`.
         RejectError: the bundle is damaged, or was replaced meanwhile.
         ExecutableError: XLA cannot load an executable on this machine.
         StoreError: a file cannot be read, or no process can be started.
@@ -112,18 +117,28 @@ def check_first_load(wanted: FirstLoad, machine: Fingerprint, policy: str) -> No
     key = digest_of(json.dumps([manifests, asdict(machine)], sort_keys=True).encode())
     outcome = first_load_outcome(key)
     if outcome is None:
-        outcome = _tried(wanted, manifests)
-        remember_first_load(key, outcome)
+        for _ in range(_TRIES):
+            outcome = _tried(wanted, manifests, policy)
+            if outcome == LOADED:
+                break
+        assert outcome is not None
+        remember_first_load(key, outcome, manifests)
     if outcome != LOADED:
+        path = os.fspath(wanted.path)
         raise UntrustedError(
-            os.fspath(wanted.path),
-            f"{policy} wants the first load in a child process, and there the bundle {outcome:.200}",
+            path,
+            f"{_wanted_by(policy)} {outcome:.200}, {_TRIES} times",
             case="first-load",
-            hint=f"do not run this bundle; to try it again, remove {first_load_file(key)}",
+            hint=f"do not run this bundle. {first_load_file(key)} keeps that it crashed: "
+            f"`prejit verify --forget {path}` removes the file, and the next load tries again",
         )
 
 
-def _tried(wanted: FirstLoad, manifests: list[str]) -> str:
+def _wanted_by(policy: str) -> str:
+    return f"{policy} wants the first load in a child process, and there the bundle"
+
+
+def _tried(wanted: FirstLoad, manifests: list[str], policy: str) -> str:
     """Return how a child process ended: `loaded`, or how it crashed. Raises as `check_first_load`."""
     import signal  # later loads need none of these
     import subprocess
@@ -156,9 +171,20 @@ def _tried(wanted: FirstLoad, manifests: list[str]) -> str:
                 child.wait()
         os.set_blocking(reader, False)  # something that it started may keep the pipe open
         answer = answers.read(_MAX_ANSWER_BYTES) or b""
+    path = os.fspath(wanted.path)
     if child.returncode < 0:
-        return f"ended the process by {_signal_name(-child.returncode)}"
-    return _judged(os.fspath(wanted.path), manifests, answer, child.returncode)
+        name = _signal_name(-child.returncode)
+        if name in _CRASHES:
+            return f"ended the process by {name}"
+        raise UntrustedError(
+            path,
+            f"{_wanted_by(policy)} was ended by {name} from outside",
+            case="first-load",
+            hint="nothing is held against the bundle: load it again. If this service was not stopped, this "
+            "machine had too little memory",
+        )
+    _judge(path, manifests, answer, child.returncode, policy)
+    return LOADED
 
 
 def _signal_name(number: int) -> str:
@@ -170,13 +196,18 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _judged(path: str, manifests: list[str], answer: bytes, status: int) -> str:
-    """Return the outcome that the answer of a child process is, or raise the error in it."""
+def _judge(path: str, manifests: list[str], answer: bytes, status: int, policy: str) -> None:
+    """Raise the error that the answer of a child process is, unless the bundle was loaded."""
     try:
         said: Any = json.loads(answer)
         error, text, found = str(said["error"]), str(said["text"]), said["manifests"]
     except (ValueError, TypeError, KeyError, RecursionError):
-        return f"ended the process with status {status}"
+        raise UntrustedError(
+            path,
+            f"{_wanted_by(policy)} ended the process with status {status} and without an answer",
+            case="first-load",
+            hint=_HINT_OF_FAILURE,
+        ) from None
     if error == RejectError.code:
         raise RejectError(str(said.get("path", path)), text)
     if error == ExecutableError.code:
@@ -192,4 +223,3 @@ def _judged(path: str, manifests: list[str], answer: bytes, status: int) -> str:
         )
     if found != manifests:
         raise RejectError(path, "expected the same bundle in the child process, found another")
-    return LOADED

@@ -14,7 +14,8 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from prejit.runtime.errors import PolicyError
-from prejit.runtime.trust.dsse import PAYLOAD_TYPE, Envelope
+from prejit.runtime.format.names import STATEMENT_MEDIA_TYPE
+from prejit.runtime.trust.dsse import Envelope
 from prejit.runtime.trust.foreign_json import read_object
 from prejit.runtime.trust.reasons import RefusedError
 
@@ -103,7 +104,7 @@ def verify(content: bytes, envelope: Envelope, identity: TrustedIdentity) -> Non
     except Exception as error:
         # The package parses hostile bytes with several libraries, each with exceptions of its own.
         raise RefusedError("keyless", f"keyless signature: {error!s:.200}") from error
-    if (kind, payload) != (PAYLOAD_TYPE, envelope.payload):
+    if (kind, payload) != (STATEMENT_MEDIA_TYPE, envelope.payload):
         raise RefusedError("keyless", "keyless signature: expected the payload that was read")
 
 

@@ -16,6 +16,8 @@
     identities = ["ci"]
     threshold = 2                       # so many of the keys and identities, each once (default 1)
     channel = "stable"
+    sbom = true                         # a list of parts that they signed must be attached
+    provenance = {builder = "urn:prejit:builder", source = ["hf:acme/*"], materials = ["pkg:pypi/jax@0.12.*"]}
     first_load = "child"                # try the first load of a machine in a child process (or "direct")
 
     [channels.stable]
@@ -36,15 +38,15 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from prejit.runtime.base.digests import is_digest
-from prejit.runtime.base.typed_json import shown
 from prejit.runtime.errors import PolicyError
 from prejit.runtime.trust.keyless import MAX_ROOT_BYTES, TrustedIdentity, check_root
 from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, read_key
+from prejit.runtime.trust.policy_table import HINT, Table, fits
 from prejit.runtime.trust.reasons import Kind
 
 FirstLoadMode = Literal["direct", "child"]
@@ -65,10 +67,7 @@ MAX_POLICY_BYTES = 1 << 20
 _MAX_RULE_KEYS = 16
 """Maximum number of keys of a rule or a channel, and of identities: a signature may be tried with each."""
 
-_HINT = "docs/how-to/trust.md shows a policy"
-
 _T = TypeVar("_T")
-_Word = TypeVar("_Word", bound=str)
 
 
 def enforces(level: Level, kind: Kind) -> bool:
@@ -117,6 +116,20 @@ class ChannelRule(NamedTuple):
     minimum_version: int
 
 
+class ProvenanceRule(NamedTuple):
+    """What the signed provenance of a bundle must say. `*` in a pattern stands for any text.
+
+    Attributes:
+        builder: pattern of the builder's id; empty: any.
+        source: patterns of the URIs of what it was built from, packages excepted; none: anything.
+        materials: patterns of URIs or digests, each of which fits one of the materials.
+    """
+
+    builder: str
+    source: tuple[str, ...]
+    materials: tuple[str, ...]
+
+
 class Rule(NamedTuple):
     """Which signatures bundles of some names need.
 
@@ -128,6 +141,8 @@ class Rule(NamedTuple):
         channel: the channel whose current release the bundle must be, or None.
         identities: the identities whose keyless signatures count.
         first_load: where a machine loads such a bundle for the first time.
+        provenance: what its signed provenance must say; None: it needs none.
+        sbom: whether it needs a signed list of parts.
     """
 
     names: tuple[str, ...]
@@ -137,27 +152,12 @@ class Rule(NamedTuple):
     channel: ChannelRule | None = None
     identities: tuple[TrustedIdentity, ...] = ()
     first_load: FirstLoadMode = "direct"
+    provenance: ProvenanceRule | None = None
+    sbom: bool = False
 
     def fits(self, name: str) -> bool:
         """Return whether a bundle's name fits one of the patterns."""
-        return any(_fits(pattern, name) for pattern in self.names)
-
-
-def _fits(pattern: str, name: str) -> bool:
-    """Return whether a name fits a pattern, in linear time: whoever made the bundle chose its name."""
-    first, *others = pattern.split("*")
-    if not others:
-        return name == pattern
-    *middle, last = others
-    if len(name) < len(first) + len(last) or not (name.startswith(first) and name.endswith(last)):
-        return False
-    at, end = len(first), len(name) - len(last)
-    for part in middle:
-        found = name.find(part, at, end)
-        if found < 0:
-            return False
-        at = found + len(part)
-    return True
+        return any(fits(pattern, name) for pattern in self.names)
 
 
 class Policy(NamedTuple):
@@ -229,8 +229,8 @@ def parse_policy(
     try:
         found = tomllib.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise PolicyError(f"{path}: expected TOML: {error}", hint=_HINT) from error
-    top = _Table(found, path, "")
+        raise PolicyError(f"{path}: expected TOML: {error}", hint=HINT) from error
+    top = Table(found, path, "")
     top.only("keys", "identities", "rules", "channels", "revoked")
     keys: dict[str, TrustedKey] = {}
     names_of: dict[str, str] = {}
@@ -271,7 +271,7 @@ def parse_policy(
 
 
 def _identities(
-    top: _Table, read_file: Callable[[str, str, int], bytes]
+    top: Table, read_file: Callable[[str, str, int], bytes]
 ) -> dict[str, TrustedIdentity]:
     found: dict[str, TrustedIdentity] = {}
     names_of: dict[str, str] = {}
@@ -288,7 +288,7 @@ def _identities(
     return found
 
 
-def _key(name: str, table: _Table, read_file: Callable[[str, str, int], bytes]) -> TrustedKey:
+def _key(name: str, table: Table, read_file: Callable[[str, str, int], bytes]) -> TrustedKey:
     table.only("file", "pem", "expires")
     if table.has("file") == table.has("pem"):
         raise table.error(
@@ -302,7 +302,7 @@ def _key(name: str, table: _Table, read_file: Callable[[str, str, int], bytes]) 
     return TrustedKey(name, key, table.moment("expires"))
 
 
-def _revoked_key(text: str, keys: Mapping[str, TrustedKey], table: _Table) -> str:
+def _revoked_key(text: str, keys: Mapping[str, TrustedKey], table: Table) -> str:
     if text in keys:
         return keys[text].key.id
     if is_digest(f"sha256:{text}"):
@@ -313,7 +313,7 @@ def _revoked_key(text: str, keys: Mapping[str, TrustedKey], table: _Table) -> st
 
 
 def _channel(
-    name: str, table: _Table, keys: Mapping[str, TrustedKey], directory: Path
+    name: str, table: Table, keys: Mapping[str, TrustedKey], directory: Path
 ) -> ChannelRule:
     table.only("file", "keys", "threshold", "keys_version", "minimum_version")
     chosen = _chosen(table, "keys", keys)
@@ -330,12 +330,15 @@ def _channel(
 
 
 def _rule(
-    table: _Table,
+    table: Table,
     keys: Mapping[str, TrustedKey],
     identities: Mapping[str, TrustedIdentity],
     channels: Mapping[str, ChannelRule],
 ) -> Rule:
-    table.only("names", "level", "keys", "identities", "threshold", "channel", "first_load")
+    table.only(
+        *("names", "level", "keys", "identities", "threshold", "channel", "first_load"),
+        *("provenance", "sbom"),
+    )
     names = table.texts("names")
     if not names or not all(names):
         raise table.error(
@@ -363,10 +366,26 @@ def _rule(
         raise table.error("expected keys or identities beside a threshold, found none", "threshold")
     modes: tuple[FirstLoadMode, ...] = ("direct", "child")
     first_load = table.choice("first_load", modes, "direct")
-    return Rule(names, level, chosen, threshold, channel, people, first_load)
+    for key in ("provenance", "sbom"):
+        if table.has(key) and (level == "skip" or not count):
+            raise table.error(
+                f"expected keys or identities that sign it, at another level than skip, found {key}",
+                key,
+            )
+    provenance = _provenance(table.table("provenance")) if table.has("provenance") else None
+    return Rule(
+        *(names, level, chosen, threshold, channel, people, first_load, provenance),
+        table.flag("sbom"),
+    )
 
 
-def _chosen(table: _Table, key: str, known: Mapping[str, _T]) -> tuple[_T, ...]:
+def _provenance(table: Table) -> ProvenanceRule:
+    table.only("builder", "source", "materials")
+    builder = table.text("builder") if table.has("builder") else ""
+    return ProvenanceRule(builder, table.texts("source", ()), table.texts("materials", ()))
+
+
+def _chosen(table: Table, key: str, known: Mapping[str, _T]) -> tuple[_T, ...]:
     """Return the keys or identities that a rule or a channel names."""
     names = table.texts(key, ())
     for name in names:
@@ -381,7 +400,7 @@ def _chosen(table: _Table, key: str, known: Mapping[str, _T]) -> tuple[_T, ...]:
     return tuple(known[name] for name in names)
 
 
-def _threshold(table: _Table, count: int) -> int:
+def _threshold(table: Table, count: int) -> int:
     threshold = table.integer("threshold", 1, 1)
     if threshold > count:
         raise table.error(
@@ -389,118 +408,3 @@ def _threshold(table: _Table, count: int) -> int:
             "threshold",
         )
     return threshold
-
-
-class _Table:
-    """A table of the policy and its place, which every error names."""
-
-    def __init__(self, found: Mapping[str, Any], path: str, at: str) -> None:
-        self._found = found
-        self._path = path
-        self._at = at
-
-    def place(self, key: str = "") -> str:
-        """Return where a key is, as text."""
-        at = ".".join(part for part in (self._at, key) if part)
-        return f"{self._path}: {at}" if at else self._path
-
-    def error(self, text: str, key: str = "", known: Iterable[str] = ()) -> PolicyError:
-        """Return the error about a key, with the nearest of the known names as its hint."""
-        import difflib  # takes a start 1 ms, and most policies are right
-
-        word = text.rpartition("found ")[2].strip("'")
-        near = difflib.get_close_matches(word, list(known), 1)
-        hint = f"did you mean {near[0]!r}?" if near else _HINT
-        return PolicyError(f"{self.place(key)}: {text}", hint=hint)
-
-    def only(self, *known: str) -> None:
-        """Check that there are no other keys."""
-        for key in self._found:
-            if key not in known:
-                names = ", ".join(known)
-                raise self.error(f"expected only {names}, found {key!r:.80}", "", known)
-
-    def has(self, key: str) -> bool:
-        """Return whether a key is there."""
-        return key in self._found
-
-    def _value(self, key: str, kind: type[_T], expected: str) -> _T:
-        value = self._found.get(key)
-        if type(value) is not kind:
-            found = "nothing" if value is None else shown(value)
-            raise self.error(f"expected {expected}, found {found}", key)
-        return value
-
-    def text(self, key: str) -> str:
-        """Return text, which must be there and not be empty."""
-        text = self._value(key, str, "text")
-        if not text:
-            raise self.error("expected text, found an empty one", key)
-        return text
-
-    def texts(self, key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
-        """Return a list of text."""
-        if default is not None and not self.has(key):
-            return default
-        listed: list[Any] = self._value(key, list, "a list of text")
-        for each in listed:
-            if type(each) is not str:
-                raise self.error(f"expected text, found {shown(each)}", key)
-        return tuple(listed)
-
-    def integer(self, key: str, default: int, least: int) -> int:
-        """Return an integer of at least `least`."""
-        if not self.has(key):
-            return default
-        value = self._value(key, int, "an integer")
-        if not least <= value < 1 << 53:
-            raise self.error(f"expected {least} or more, found {shown(value)}", key)
-        return value
-
-    def choice(self, key: str, known: tuple[_Word, ...], default: _Word) -> _Word:
-        """Return one of some words."""
-        if not self.has(key):
-            return default
-        text = self.text(key)
-        for word in known:
-            if text == word:
-                return word
-        raise self.error(f"expected {', '.join(known)}, found {text!r:.80}", key, known)
-
-    def moment(self, key: str) -> float | None:
-        """Return a date (its first moment, UTC) or a time, in seconds; None: it is not there."""
-        if not self.has(key):
-            return None
-        from datetime import UTC, date, datetime
-
-        value = self._found[key]
-        if type(value) is date:
-            value = datetime(value.year, value.month, value.day, tzinfo=UTC)
-        if type(value) is not datetime or value.tzinfo is None:
-            raise self.error(
-                "expected a date such as 2027-06-30 or a time with its offset such as "
-                f"2027-06-30T12:00:00Z, found {shown(value)}",
-                key,
-            )
-        return value.timestamp()
-
-    def table(self, key: str) -> _Table:
-        """Return a table; an empty one if it is not there."""
-        found: dict[str, Any] = self._value(key, dict, "a table") if self.has(key) else {}
-        return _Table(found, self._path, key)
-
-    def tables(self, key: str) -> dict[str, _Table]:
-        """Return the tables in a table, by name."""
-        outer = self.table(key)
-        return {
-            name: _Table(outer._value(name, dict, "a table"), self._path, f"{key}.{name}")
-            for name in outer._found
-        }
-
-    def list_of_tables(self, key: str) -> list[_Table]:
-        """Return a list of tables; none if it is not there."""
-        listed: list[Any] = self._value(key, list, "[[rules]]") if self.has(key) else []
-        for each in listed:
-            if type(each) is not dict:
-                raise self.error(f"expected a table, found {shown(each)}", key)
-        return [_Table(each, self._path, f"{key}[{place}]") for place, each in enumerate(listed)]

@@ -148,7 +148,10 @@ def http_store(
 
 @contextmanager
 def registry(
-    user: str | None = None, upload_seconds: float = 0.0, refused: int = 0
+    user: str | None = None,
+    upload_seconds: float = 0.0,
+    refused: int = 0,
+    files: dict[str, bytes] | None = None,
 ) -> Iterator[str]:
     """Serve a small OCI registry: blobs and manifests of any repository. Yields `host:port`.
 
@@ -156,8 +159,9 @@ def registry(
         user: `name:password` that it asks for, by basic authentication.
         upload_seconds: what it needs to store a blob.
         refused: number of manifests that it answers with 400 first.
+        files: gets what it holds.
     """
-    files: dict[str, bytes] = {}
+    files = {} if files is None else files
     left = [400] * refused
 
     class Handler(_Handler):

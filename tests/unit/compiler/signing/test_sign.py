@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,16 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from tests.layouts import blob, index_of
+from tests.recipes import Recipe
 from tests.signers import signer
 
 from prejit.compiler.signing.model_signing import files_of
 from prejit.compiler.signing.private_key import parse_private_key, read_private_key
 from prejit.compiler.signing.sign import sign
+from prejit.runtime.__main__ import main
 from prejit.runtime.errors import PolicyError, RejectError, StoreError, UsageError
+from prejit.runtime.format.names import PARTS_MEDIA_TYPE
 
 PEM, PKCS8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
 PLAIN = serialization.NoEncryption()
@@ -68,6 +73,45 @@ def test_a_bundle_that_all_have_signed_is_signed_again_after_a_writer_was_killed
         (bundle_dir / leftover).write_text("half")
     assert not sign(bundle_dir, signer("a")).added
     assert not list(bundle_dir.rglob("*.tmp"))
+
+
+def damaged_file(bundle: Path, kind: str) -> Path:
+    """Flip a byte of a file of a bundle."""
+    root = json.loads((bundle / "index.json").read_bytes())
+    listed = next(at for at in root["manifests"] if at.get("artifactType") == PARTS_MEDIA_TYPE)
+    target = index_of(bundle)["manifests"][0]
+    at = listed if kind == "list of parts" else target
+    manifest = json.loads(blob(bundle, at["digest"]).read_bytes())
+    file = blob(bundle, max(manifest["layers"], key=lambda each: each["size"])["digest"])
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    return file
+
+
+@pytest.mark.parametrize("kind", ["list of parts", "weights"])
+@pytest.mark.parametrize("command", ["sign", "channel release", "rebuild --verify"])
+def test_a_damaged_bundle_is_vouched_for(
+    kind: str,
+    command: str,
+    recipe: Recipe,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bundle = recipe.write_described(tmp_path / "bundle")
+    file = damaged_file(bundle, kind)
+    before = (bundle / "index.json").read_bytes()
+    key, channel = tmp_path / "key.pem", tmp_path / "stable.json"
+    key.write_bytes(ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, PKCS8, PLAIN))
+    given = {
+        "sign": ("sign", bundle, "--key", key),
+        "channel release": ("channel", "release", channel, bundle, "--name", "x", "--key", key),
+        "rebuild --verify": ("rebuild", "--verify", bundle),
+    }[command]
+    assert main([*map(str, given)]) == RejectError.exit_code
+    assert str(file) in capsys.readouterr().err
+    assert (bundle / "index.json").read_bytes() == before
+    assert not channel.exists()
+    assert not bundle.with_name("bundle.sig").exists()
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "blobs/sha256/short", "blobs/other"])

@@ -23,6 +23,7 @@ from prejit.runtime import Bundle, load
 from prejit.runtime.engine.engine import Engine
 from prejit.runtime.engine.loop import Loop
 from prejit.runtime.engine.memory import plan_caches
+from prejit.runtime.engine.queue import FairQueue, Limits
 from prejit.runtime.engine.stream import Pipe
 from prejit.runtime.errors import (
     ClosedError,
@@ -35,6 +36,8 @@ from prejit.runtime.errors import (
 from prejit.runtime.generation import decode
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
+from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.prefix_cache import PrefixCache
 
 LONG = [number % VOCABULARY for number in range(3, 40)]
 MIB = 1 << 20
@@ -184,6 +187,57 @@ def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(bundle: Bund
     assert metrics.cached_prompt_tokens == 60
     assert 0 < metrics.prefix_bytes <= 4 * MIB
     engine.close()
+
+
+def reused(engine: Engine, last: int, **options: Any) -> int:
+    """How many tokens of a prompt were in a cache."""
+    return engine.generate([*LONG[:30], last], max_new_tokens=2, **options).stats.reused_tokens
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "shares", "expected"),
+    [
+        ({"client": "a"}, {"client": "b"}, False, 0),
+        ({"client": "a"}, {"client": "b"}, True, 30),
+        ({"cache_salt": "a"}, {}, True, 0),
+        ({"cache_salt": "a"}, {"cache_salt": "b"}, False, 0),
+        ({"client": "a", "cache_salt": "b"}, {"client": "b", "cache_salt": "a"}, False, 0),
+    ],
+)
+def test_a_prompt_cannot_be_guessed_by_what_is_reused(
+    bundle: Bundle, mine: Any, theirs: Any, shares: bool, expected: int
+) -> None:
+    bundle.prepare()
+    engine = bundle.engine(slots=4, prefix_memory=4 * MIB, share_prefixes=shares)
+    prompt: dict[str, Any] = {"max_new_tokens": 30, "stop_token_ids": ()}
+    with engine.stream([*LONG[:30], 1], **prompt, **mine) as running:
+        next(running)
+        assert reused(engine, 2, **theirs) == expected  # of a slot that runs
+        list(running)
+    assert reused(engine, 3, **mine) == 30
+    assert reused(engine, 4, **theirs) >= expected
+    for number in range(8):  # other texts take all slots
+        engine.generate([number] * 20, max_new_tokens=2, client="c")
+    assert reused(engine, 5, **mine) == 30  # of what is kept
+    engine.close()
+    engine = bundle.engine(slots=4, prefix_memory=4 * MIB, share_prefixes=shares)
+    reused(engine, 1, **mine)
+    assert reused(engine, 2, **theirs) == expected  # of a slot that is free
+    engine.close()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_prompts_of_two_clients_that_enter_together_share_nothing(
+    bundle: Bundle, shares: bool
+) -> None:
+    batch = Batch(bundle.decoder, 2, prefixes=PrefixCache(bundle.decoder, 4 * MIB))
+    namespaces = [("a",), ("a",) if shares else ("b",)]
+    requests = [
+        Request([*LONG[:30], number], max_new_tokens=2, namespace=namespace)
+        for number, namespace in enumerate(namespaces)
+    ]
+    batch.insert(*requests)
+    assert max(token.usage.reused_tokens for token in batch.step()) == 30 * shares
 
 
 def test_two_conversations_in_turns_compute_only_what_is_new(
@@ -349,6 +403,40 @@ def test_a_full_queue_says_when_to_come_back(one_slot: Engine) -> None:
         assert one_slot.metrics().waiting == 3
     wait(waiting, 60)
     assert one_slot.metrics().finished["refused"] == 1
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_client_that_floods_makes_room_for_another(one_slot: Engine) -> None:
+    with occupy(one_slot, client="flood"):
+        flood = [one_slot.submit([2], max_new_tokens=1, client="flood") for _ in range(3)]
+        other = one_slot.submit([2], max_new_tokens=1, client="other")
+        with pytest.raises(QueueFullError, match="fewer than 3 requests"):
+            flood[2].result(60)
+        assert one_slot.metrics().waiting == 3
+        with pytest.raises(QueueFullError, match="fewer than 3 requests"):
+            one_slot.submit([2], client="flood")
+    for each in (*flood[:2], other):
+        assert each.result(60).finish_reason is not None
+    assert one_slot.metrics().finished["refused"] == 2
+
+
+def test_a_client_has_no_more_than_its_limits(engine: Engine, slow: Slow) -> None:
+    served: list[int] = []
+    given: Any = {"client": "a", "limits": Limits(waiting=2, running=1, on_tokens=served.append)}
+    with occupy(engine, client="a", limits=Limits(waiting=2, running=1)):
+        waiting = [
+            engine.submit([2, 3], max_new_tokens=2, stop_token_ids=(), **given) for _ in range(2)
+        ]
+        with pytest.raises(QueueFullError, match="fewer than 2 requests of this client"):
+            engine.submit([2], **given)
+        engine.generate([4], max_new_tokens=3, client="b")  # other slots are free
+        assert not any(each.done() for each in waiting)
+        assert engine.metrics().waiting == 2
+    for each in waiting:
+        each.result(60)
+    assert sum(served) == 8
+    with pytest.raises(UsageError, match="running: expected 1 or more, found 0"):
+        Limits(running=0)
 
 
 @pytest.mark.usefixtures("slow")
@@ -661,6 +749,25 @@ def test_draining_finishes_what_is_there_and_takes_no_more(bundle: Bundle) -> No
     engine.close()
 
 
+@pytest.mark.usefixtures("slow")
+def test_undrain_ends_the_wait_and_takes_requests_again(bundle: Bundle) -> None:
+    engine = bundle.engine(slots=1)
+    running = engine.submit([1], max_new_tokens=200, stop_token_ids=())
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(engine.drain)
+        while not engine._loop._refuses:
+            time.sleep(0.001)
+        engine.undrain()
+        waits.result(60)
+    running.cancel()
+    assert len(engine.generate([1], max_new_tokens=2, stop_token_ids=()).token_ids) == 2
+    engine.close()
+    with pytest.raises(ClosedError):
+        engine.undrain()
+    with pytest.raises(ClosedError, match="closed"):
+        engine.submit([1])
+
+
 def test_an_engine_that_nobody_has_ends_its_thread(bundle: Bundle) -> None:
     engine = bundle.engine(slots=1)
     engine.generate([1], max_new_tokens=1)
@@ -670,6 +777,57 @@ def test_an_engine_that_nobody_has_ends_its_thread(bundle: Bundle) -> None:
     del engine
     gc.collect()
     thread.join(10)
+    assert not thread.is_alive()
+
+
+class CollectingQueue(FairQueue[Any]):
+    """A queue in whose middle the garbage collector finds streams that nobody has."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            yield item
+            gc.collect()
+
+
+def test_the_garbage_collector_ends_streams_while_the_queue_is_gone_through(
+    one_slot: Engine, alone: list[Any]
+) -> None:
+    one_slot._loop._queue = CollectingQueue()
+    with occupy(one_slot) as running:
+        for _ in range(2):
+            cycle: list[Any] = [one_slot.stream([2], max_new_tokens=1)]
+            cycle.append(cycle)
+            del cycle
+        waiting = one_slot.submit(prompt_of(0), **options_of(0), client="other")
+        list(running)  # it would raise what ended it
+    same(waiting.result(60), alone[0])
+    assert one_slot.metrics().finished["cancelled"] == 2
+    assert not one_slot.metrics().finished["error"]
+
+
+def test_an_engine_that_the_garbage_collector_ends_is_not_waited_for(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs the collector may hold what the engine's thread wants: here a step cannot end."""
+    original, goes_on = Batch.step, threading.Event()
+
+    def step(self: Batch, *arguments: Any) -> Any:
+        assert goes_on.wait(60)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Batch, "step", step)
+    engine = bundle.engine(slots=1)
+    future = engine.submit([1], max_new_tokens=70, stop_token_ids=())
+    thread = engine._loop._thread
+    assert isinstance(thread, threading.Thread)
+    cycle: list[Any] = [engine]
+    cycle.append(cycle)
+    del cycle, engine
+    gc.collect()
+    goes_on.set()  # the collection came back although the step had not ended
+    with pytest.raises(ClosedError):
+        future.result(60)
+    thread.join(60)
     assert not thread.is_alive()
 
 

@@ -297,7 +297,11 @@ def test_after_close_no_program_takes_calls(calling: Calling) -> None:
         calling.submit("rows", (), {"x": x_of(1)})
     with pytest.raises(ClosedError, match="takes no more calls"):
         calling.submit("last", (np.ones((3, 1), "f"),), {})  # it was never called
+    calling.undrain()
+    calling.submit("rows", (), {"x": x_of(1)}).result(PATIENCE)
+    calling.submit("last", (np.ones((3, 1), "f"),), {}).result(PATIENCE)
     calling.close()
+    calling.undrain()
     with pytest.raises(ClosedError, match="found one that is closed"):
         calling.call("total", (x_of(1),), {})
     calling.close()

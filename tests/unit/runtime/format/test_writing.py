@@ -21,7 +21,7 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import read_root
 from prejit.runtime.format.schema import Descriptor
-from prejit.runtime.format.writing import EMPTY, Part, attach, write_layout
+from prejit.runtime.format.writing import EMPTY, Part, attach, remove_abandoned, write_layout
 from prejit.runtime.loader import load
 
 GOLDEN = Path(__file__).parents[3] / "format"
@@ -159,6 +159,9 @@ def test_whoever_is_killed_while_attaching_leaves_it_attached_or_not(
             except Killed:
                 finished = False
         outcomes.append(len(attached(path)))
+        assert load(path).digest == digest
+        attach_text(path, subject_of(path), "another")  # whoever writes next removes what is left
+        remove_abandoned(path)
         assert audit(path, lambda *_: None).digest == digest
         if finished:
             break

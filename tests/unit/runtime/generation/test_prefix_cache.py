@@ -15,6 +15,9 @@ from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.generation.compact_prefix import CompactPrefix
 from prejit.runtime.generation.kv_cache import KVCache, Prefix, cache_bytes
 from prejit.runtime.generation.prefix_cache import PrefixCache
+from prejit.runtime.generation.rows import CachedText
+
+MINE = ("me", "")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def prefix(bundle: Bundle, first: int, context: int = 24) -> Prefix:
 
 def found_tokens(kept: PrefixCache, prompt: Sequence[int], context: int = 24) -> Any:
     """The tokens of the prefix that is found."""
-    found = kept.find(prompt, context)
+    found = kept.find(prompt, context, MINE)
     return None if found is None else found.token_ids
 
 
@@ -53,7 +56,7 @@ def test_the_size_is_read_without_asking_every_prefix(
     """A count over thousands of prefixes in each step makes an engine slower with every request."""
     kept = PrefixCache(bundle.decoder, 1 << 20)
     for number in range(5):
-        kept.keep(prefix(bundle, number))
+        kept.keep(prefix(bundle, number), MINE)
     expected = sum(each.prefix.size_bytes for each in kept._prefixes)
     monkeypatch.setattr(kept, "_prefixes", None)
     assert kept.size_bytes == expected > 0
@@ -64,14 +67,14 @@ def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle: Bundle) -> None:
     first, second, third = (prefix(bundle, number) for number in range(3))
     kept = PrefixCache(bundle.decoder, 3 * first.size_bytes)
     for each in (first, second, third):
-        kept.keep(each)
+        kept.keep(each, MINE)
     assert kept.size_bytes == 3 * first.size_bytes
-    assert kept.find([*second.token_ids, 1], 24) is second  # used last now
+    assert kept.find([*second.token_ids, 1], 24, MINE) is second  # used last now
     second.at(72)  # it takes four times as much, more than all may
     kept.trim()
     assert kept.size_bytes == 0
     for each in (first, third):
-        kept.keep(each)
+        kept.keep(each, MINE)
     assert kept.size_bytes == first.size_bytes + third.size_bytes
     kept.clear()
     assert kept.size_bytes == 0
@@ -85,7 +88,7 @@ def test_a_small_model_does_not_keep_prefixes_without_end(
     kept = PrefixCache(bundle.decoder, 1 << 20)
     texts = [prefix(bundle, number).token_ids for number in range(5)]
     for number in range(5):
-        kept.keep(prefix(bundle, number))
+        kept.keep(prefix(bundle, number), MINE)
     found = [found_tokens(kept, [*text, 1]) for text in texts]
     assert found == [None, None, *texts[2:]]
 
@@ -94,9 +97,9 @@ def test_a_small_model_does_not_keep_prefixes_without_end(
 def test_a_whole_cache_with_a_longer_context_is_not_found(bundle: Bundle) -> None:
     kept = PrefixCache(bundle.decoder, 1 << 20)
     long = prefix(bundle, 7, context=72)
-    kept.keep(long)
-    assert kept.find([*long.token_ids, 1], 24) is None
-    assert kept.find([*long.token_ids, 1], 72) is long
+    kept.keep(long, MINE)
+    assert kept.find([*long.token_ids, 1], 24, MINE) is None
+    assert kept.find([*long.token_ids, 1], 72, MINE) is long
 
 
 @pytest.mark.usefixtures("both")
@@ -105,11 +108,11 @@ def test_the_prefix_that_saves_most_is_found(bundle: Bundle) -> None:
     common = [number % VOCABULARY for number in range(5, 23)]
     shorter, longer, other = ([*common, *rest] for rest in ([1], [2, 3, 4], [9, 9]))
     for tokens in (longer, shorter, other):
-        kept.keep(Prefix(tokens, KVCache(bundle.decoder, 1, 24)))
+        kept.keep(Prefix(tokens, KVCache(bundle.decoder, 1, 24)), MINE)
     assert found_tokens(kept, [*common, 2, 3, 7]) == tuple(longer)
     assert found_tokens(kept, [*common, 9, 9, 5]) == tuple(other)
-    assert kept.find(common[:10], 24) is None
-    assert kept.find([0, *common], 24) is None
+    assert kept.find(common[:10], 24, MINE) is None
+    assert kept.find([0, *common], 24, MINE) is None
 
 
 # ---------------------------------------------------------------------- the memory of the tokens alone
@@ -149,11 +152,11 @@ def test_prefixes_never_take_more_than_they_may(bundle: Bundle) -> None:
     kept = PrefixCache(bundle.decoder, 2 * size)
     texts = [prefix(bundle, number).token_ids for number in range(3)]
     for text in texts:
-        kept.keep_row(text, source, 0)
+        kept.keep_row(CachedText(text, MINE), source, 0)
     assert kept.size_bytes == 2 * size
     assert [found_tokens(kept, [*text, 1]) for text in texts] == [None, *texts[1:]]
-    kept.keep_row([9] * 24, source, 0)  # takes the place of both
+    kept.keep_row(CachedText([9] * 24, MINE), source, 0)  # takes the place of both
     assert kept.size_bytes == cache_bytes(bundle.decoder, 1, 24)
     small = PrefixCache(bundle.decoder, size - 1)
-    small.keep_row(texts[0], source, 0)
+    small.keep_row(CachedText(texts[0], MINE), source, 0)
     assert small.size_bytes == 0

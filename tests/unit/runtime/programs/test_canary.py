@@ -27,6 +27,7 @@ from prejit.runtime.format.golden import (
 from prejit.runtime.format.schema import Golden, ProgramEntry
 from prejit.runtime.programs.golden import compare, sampled
 from prejit.runtime.programs.golden_inputs import golden_inputs, words
+from prejit.runtime.programs.ready import Programs
 
 X = np.ones((2, 16), np.float32)
 MISCOMPILED = (
@@ -103,6 +104,24 @@ print({each.program: each.source for each in bundle.report()}["score/b2"])
     assert run_python(code, wrong).stdout.split() == ["compiled"]
     assert len(kept(runtime_cache)) == 1
     assert run_python(code, wrong, "later").stdout.split() == ["kept"]
+
+
+def test_one_wrong_answer_is_kept_for_ever(
+    wrong: Path, answering: Recipe, runtime_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not used in this process, and the next one asks again."""
+    found = [False, True]
+    real = Programs.compare
+
+    def once(self: Programs, *given: Any) -> Any:
+        difference = real(self, *given)
+        is_right = found.pop(0) if found else difference.share <= 1
+        return dataclasses.replace(difference, share=0.0) if is_right else difference
+
+    monkeypatch.setattr(Programs, "compare", once)
+    with prejit.runtime.load(wrong) as bundle, pytest.warns(FallbackWarning, match="asked again"):
+        np.testing.assert_allclose(bundle.call("score", x=X), expected(answering), rtol=1e-5)
+    assert kept(runtime_cache) == []
 
 
 def test_a_caller_who_wants_no_compiling_gets_a_wrong_result(wrong: Path) -> None:
@@ -286,11 +305,19 @@ def test_nothing_lifts_a_quarantine(
 ) -> None:
     path = answering.write(tmp_path / "right")
     assert "quarantine" not in prejit("verify", path, "--run").stdout
-    for file in runtime_cache.glob("canary/v1/*.json"):
-        answer = json.loads(file.read_bytes())
-        file.write_text(json.dumps({**answer, "right": False, "difference": "[] found 1"}))
-        file.chmod(0o600)
-    assert "in quarantine" in prejit("inspect", path).stdout
+    files = {file: json.loads(file.read_bytes()) for file in runtime_cache.glob("canary/v1/*.json")}
+
+    def quarantine() -> None:
+        for file, answer in files.items():
+            file.write_text(json.dumps({**answer, "right": False, "difference": "[] found 1"}))
+            file.chmod(0o600)
+        assert "in quarantine" in prejit("inspect", path).stdout
+
+    quarantine()
+    forgotten = json.loads(prejit("verify", path, "--forget", "--json").stdout)["forgotten"]
+    assert sorted(forgotten) == sorted(map(str, files))
+    assert "in quarantine" not in prejit("inspect", path).stdout
+    quarantine()
     assert "its quarantine is lifted" in prejit("verify", path, "--run").stdout
     assert "in quarantine" not in prejit("inspect", path).stdout
 

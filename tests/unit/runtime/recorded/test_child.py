@@ -61,6 +61,60 @@ def test_a_signal_reaches_the_command(start: str, name: str) -> None:
         assert process.wait(60) == 9
 
 
+LATE = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+// The wait of a process whose READY names a file begins after this file is there and a signal has come.
+static void before_the_wait(void) {
+  const char *ready = getenv("READY");
+  if (ready == NULL) return;
+  while (access(ready, F_OK) != 0) usleep(1000);
+  unsetenv("READY");
+  kill(getpid(), SIGUSR1);
+}
+
+pid_t waitpid(pid_t process, int *status, int options) {
+  if ((options & WNOHANG) == 0) before_the_wait();
+  pid_t (*real)(pid_t, int *, int) = dlsym(RTLD_NEXT, "waitpid");
+  return real(process, status, options);
+}
+
+ssize_t read(int file, void *bytes, size_t count) {
+  struct stat found;
+  if (fstat(file, &found) == 0 && S_ISFIFO(found.st_mode)) before_the_wait();
+  ssize_t (*real)(int, void *, size_t) = dlsym(RTLD_NEXT, "read");
+  return real(file, bytes, count);
+}
+"""
+WAITER = """
+import os, sys
+from prejit.runtime.recorded.child import run_command
+plain = dict(os.environ)
+os.environ["READY"] = sys.argv[1]
+sys.exit(run_command(["sh", "-c", sys.argv[2]], plain))
+"""
+
+
+def test_a_signal_that_comes_just_before_the_wait_reaches_the_command(tmp_path: Path) -> None:
+    ready, shim = tmp_path / "ready", tmp_path / "late.so"
+    compile_shim = ["gcc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(shim), "-ldl"]
+    subprocess.run(compile_shim, input=LATE, text=True, check=True)
+    trapping = f"trap 'exit 9' USR1; touch {ready}; for i in $(seq 500); do sleep 0.02; done"
+    done = subprocess.run(
+        [sys.executable, "-c", WAITER, str(ready), trapping],
+        env={**os.environ, "LD_PRELOAD": str(shim)},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 9
+
+
 def test_a_signal_of_the_terminal_reaches_the_command_once() -> None:
     """The terminal sends it to both. A server would take a second one as an order to drop its requests."""
     counting = (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -44,6 +46,16 @@ async def size(request: Request) -> Response:
     return PlainTextResponse(str(len(await request.body())))
 
 
+async def slow_headers(request: Request) -> Response:
+    """The header after the whole body."""
+    await request.body()
+    return PlainTextResponse(f"authorization: {request.headers.get('authorization', 'none')}")
+
+
+async def large(request: Request) -> Response:
+    return Response(b"x" * (16 << 20))
+
+
 async def stream(request: Request) -> Response:
     """Endless parts of 64 KB."""
 
@@ -72,6 +84,8 @@ def server(settings: Settings) -> Iterator[Running]:
         routes=[
             Route("/hello", hello),
             Route("/size", size, methods=["POST"]),
+            Route("/slow_headers", slow_headers, methods=["POST"]),
+            Route("/large", large),
             Route("/stream", stream),
         ],
         middleware=[Middleware(Gate, models=models, settings=settings)],
@@ -144,6 +158,106 @@ def test_a_head_without_end_is_refused(line: bytes, server: Running) -> None:
             connection.sendall(line.replace(b"%s", b"a" * (4 << 20)))
         got = answer(connection)
     assert got == b"" or got.startswith(b"HTTP/1.1 400")
+
+
+CHUNKED = b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "part"),
+    [
+        pytest.param(
+            b"GET /hello" + CHUNKED + b"0\r\n", b"X: %s\r\n" % (b"a" * 999), id="trailers"
+        ),
+        pytest.param(b"POST /size" + CHUNKED + b"0\r\nX: ", b"a" * 999, id="a long trailer"),
+        pytest.param(b"POST /size" + CHUNKED + b"5;", b"a" * 999, id="an extension"),
+        pytest.param(
+            b"GET /hello" + CHUNKED, b"1;%s\r\nx\r\n" % (b"a" * 999), id="many extensions"
+        ),
+        pytest.param(
+            b"GET /hello" + CHUNKED, b"400\r\n%s\r\n" % (b"a" * 1024), id="an unread body"
+        ),
+        pytest.param(b"GET /hello HTTP/1.1\r\n", b"X:\r\n" * 199, id="headers"),
+        pytest.param(GET.replace(b"/hello", b"/stream"), GET * 20, id="requests ahead"),
+    ],
+)
+def test_nothing_that_a_client_sends_is_without_end(
+    begin: bytes, part: bytes, monkeypatch: pytest.MonkeyPatch, server: Running
+) -> None:
+    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 1 << 20, raising=False)
+    # More than what all buffers of a connection hold.
+    sent = itertools.chain([begin], itertools.repeat(part, (64 << 20) // len(part)))
+    with server.connect(10) as connection, pytest.raises(OSError, match=r"reset|[Bb]roken|aborted"):
+        collections.deque(map(connection.sendall, sent), maxlen=0)
+    wait_for(lambda: not server.server.server_state.connections)
+
+
+@pytest.mark.parametrize(("count", "status"), [(256, 200), (257, 400)])
+def test_so_many_headers_and_no_more(count: int, status: int, server: Running) -> None:
+    with server.connect() as connection:
+        connection.sendall(GET[:-2] + b"X:\r\n" * (count - 2) + b"Connection: close\r\n\r\n")
+        got = answer(connection)
+    assert got.startswith(b"HTTP/1.1 %d" % status)
+    assert (b"at most 256 headers" in got) == (status == 400)
+
+
+def test_a_trailer_is_no_header(server: Running) -> None:
+    """The gate has checked the request without it."""
+    with server.connect() as connection:
+        connection.sendall(b"POST /slow_headers" + CHUNKED + b"1\r\na\r\n0\r\n")
+        connection.sendall(b"Authorization: Bearer late\r\n\r\n")
+        assert connection.recv(1000).endswith(b"authorization: none")
+
+
+def test_small_chunks_are_a_body_as_any(server: Running) -> None:
+    with server.connect() as connection:
+        connection.sendall(b"POST /size" + CHUNKED + b"1\r\na\r\n" * 300_000 + b"0\r\n\r\n")
+        assert connection.recv(1000).endswith(b"300000")
+
+
+@pytest.mark.parametrize("part", [b"X: a\r\n", b"a"])
+def test_slow_trailers_end_with_the_time_of_a_head(
+    part: bytes, monkeypatch: pytest.MonkeyPatch, server: Running
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    sent = 0
+    with server.connect() as connection, contextlib.suppress(OSError):
+        connection.sendall(b"GET /hello" + CHUNKED + b"0\r\n")
+        while sent < 3000:
+            connection.sendall(part)
+            sent += 1
+            time.sleep(0.02)
+    assert sent < 3000
+
+
+def test_an_answer_that_nobody_reads_is_dropped_in_time(
+    monkeypatch: pytest.MonkeyPatch, server: Running
+) -> None:
+    """Even where the connection is to be closed behind it."""
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    with server.connect() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        wait_for(server.server.server_state.connections.__len__)
+        wait_for(lambda: not server.server.server_state.connections)
+
+
+def test_a_client_that_goes_ends_all_its_requests(server: Running) -> None:
+    """Not only the last one that it sent."""
+    with server.connect() as connection:
+        connection.sendall(GET.replace(b"/hello", b"/stream") + GET)
+        assert connection.recv(1000)
+    wait_for(lambda: Streams.closed == Streams.begun == 1)
+
+
+def test_a_refused_body_is_freed(server: Running) -> None:
+    with server.connect() as connection:
+        connection.sendall(
+            b"POST /hello HTTP/1.1\r\nHost: x\r\nContent-Length: 60000\r\n\r\n" + b"a" * 60_000
+        )
+        assert connection.recv(1000).startswith(b"HTTP/1.1 405")
+        [kept] = server.server.server_state.connections
+        assert len(kept.cycle.body) == 0  # type: ignore[union-attr]
 
 
 def test_a_client_that_sends_nothing_is_closed(

@@ -23,12 +23,12 @@ from prejit.runtime import load
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import PolicyError, RejectError, UntrustedError, UntrustedWarning
 from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import read_root
 from prejit.runtime.format.writing import EMPTY, Part, attach
 from prejit.runtime.recorded.opening import open_recorded
 from prejit.runtime.trust import sources
-from prejit.runtime.trust.dsse import BUNDLE_MEDIA_TYPE
 
 GOLDEN = Path(__file__).parents[3] / "format"
 X = np.ones((2, 16), np.float32)
@@ -228,7 +228,7 @@ def test_a_signature_of_another_target_does_not_count(
     with Layout(copy) as layout:
         subject = read_root(layout).subject
     assert subject is not None
-    attach(copy, subject, BUNDLE_MEDIA_TYPE, EMPTY, [Part(BUNDLE_MEDIA_TYPE, content)], {})
+    attach(copy, subject, SIGNATURE_MEDIA_TYPE, EMPTY, [Part(SIGNATURE_MEDIA_TYPE, content)], {})
     assert case_of(copy, policy) == "other-subject"
 
 
@@ -243,8 +243,8 @@ def test_signatures_of_another_bundle_do_not_count(
             root = read_root(layout)
         for subject in (root.subject, *root.bundle.manifests):
             assert subject is not None
-            part = Part(BUNDLE_MEDIA_TYPE, content)
-            attach(forged, subject, BUNDLE_MEDIA_TYPE, EMPTY, [part], {})
+            part = Part(SIGNATURE_MEDIA_TYPE, content)
+            attach(forged, subject, SIGNATURE_MEDIA_TYPE, EMPTY, [part], {})
     assert case_of(forged, policy) == "other-subject"
 
 
@@ -278,9 +278,9 @@ def test_a_damaged_manifest_of_a_signature_is_a_damaged_bundle(
     ("parts", "case"),
     [
         ([Part("text/plain", b"x")], "referrer-layers"),
-        ([Part(BUNDLE_MEDIA_TYPE, b"x"), Part(BUNDLE_MEDIA_TYPE, b"y")], "referrer-layers"),
-        ([Part(BUNDLE_MEDIA_TYPE, b"x")], "bundle-json"),
-        ([Part(BUNDLE_MEDIA_TYPE, bytes(2 << 20))], "bundle-json-size"),
+        ([Part(SIGNATURE_MEDIA_TYPE, b"x"), Part(SIGNATURE_MEDIA_TYPE, b"y")], "referrer-layers"),
+        ([Part(SIGNATURE_MEDIA_TYPE, b"x")], "bundle-json"),
+        ([Part(SIGNATURE_MEDIA_TYPE, bytes(2 << 20))], "bundle-json-size"),
     ],
 )
 def test_what_is_attached_as_a_signature_and_is_none_does_not_count(
@@ -289,10 +289,12 @@ def test_what_is_attached_as_a_signature_and_is_none_does_not_count(
     with Layout(bundle_dir) as layout:
         subject = read_root(layout).subject
     assert subject is not None
-    attach(bundle_dir, subject, BUNDLE_MEDIA_TYPE, EMPTY, parts, {})
+    signed = shutil.copytree(bundle_dir, bundle_dir.with_name("signed"))
+    sign(signed, signer("a"))
+    for path in (bundle_dir, signed):
+        attach(path, subject, SIGNATURE_MEDIA_TYPE, EMPTY, parts, {})
     assert case_of(bundle_dir, policy) == case
-    sign(bundle_dir, signer("a"))
-    runs(bundle_dir, policy)
+    runs(signed, policy)
 
 
 def test_signatures_without_end_are_not_all_read(bundle_dir: Path, policy: Path) -> None:
@@ -300,7 +302,7 @@ def test_signatures_without_end_are_not_all_read(bundle_dir: Path, policy: Path)
     found = entries(bundle_dir)
     [mine] = [each.descriptor.digest for each in signatures(bundle_dir, found[0]["digest"])]
     entry = next(entry for entry in found if entry["digest"] == mine)
-    kept = [entry for entry in found if entry["artifactType"] != BUNDLE_MEDIA_TYPE]
+    kept = [entry for entry in found if entry["artifactType"] != SIGNATURE_MEDIA_TYPE]
     junk = [{**entry, "digest": f"sha256:{number:064x}"} for number in range(256)]
     write_root(bundle_dir, [*kept, entry, *junk[1:]])
     with pytest.raises(RejectError, match="expected a file"):  # they are listed and not there

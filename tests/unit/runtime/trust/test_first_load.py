@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.kernel_bundles import TOY_KERNELS, built_kernels, with_library
 from tests.signers import write_policy
 
 from prejit.runtime import load
+from prejit.runtime.__main__ import main
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import ExecutableError, PolicyError, RejectError, UntrustedError
 from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
@@ -28,6 +30,8 @@ GOLDEN = Path(__file__).parents[3] / "format"
 RULE = '[[rules]]\nnames = ["*"]\nlevel = "skip"\n'
 X = np.arange(5, dtype=np.float32)
 CONSTRUCTOR = """
+#include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <unistd.h>
@@ -35,6 +39,14 @@ CONSTRUCTOR = """
 __attribute__((constructor)) static void Begin() {
   const char* how = std::getenv("TEST_FIRST_LOAD");
   if (how == nullptr) return;
+  if (const char* log = std::getenv("TEST_FIRST_LOADS")) {  // a byte for each process
+    FILE* file = std::fopen(log, "a");
+    std::fputc('x', file);
+    const bool later = std::ftell(file) > 1;
+    std::fclose(file);
+    if (later && std::getenv("TEST_FIRST_LOAD_ONCE") != nullptr) return;
+  }
+  if (!std::strncmp(how, "SIG", 3)) raise(std::atoi(how + 3));  // as from outside
   if (!std::strcmp(how, "abort")) std::abort();
   if (!std::strcmp(how, "write")) *reinterpret_cast<volatile int*>(8) = 1;
   if (!std::strcmp(how, "hang")) sleep(600);
@@ -114,16 +126,49 @@ def test_a_library_that_crashes_ends_the_child_process_and_is_not_tried_again(
     assert "SIGSEGV" in refused(crashing, policy)
 
 
-def test_a_hint_names_the_file_that_forbids_another_try(
-    crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_crash_is_forgotten_by_the_command_that_its_hint_names(
+    crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, runtime_cache: Path
 ) -> None:
     monkeypatch.setenv("TEST_FIRST_LOAD", "abort")
     with pytest.raises(UntrustedError) as raised:
         load(crashing, trust=policy)
+    [kept] = (runtime_cache / "first-loads" / "v1").iterdir()
     assert raised.value.hint is not None
-    Path(raised.value.hint.rpartition("remove ")[2]).unlink()
+    assert str(kept) in raised.value.hint
+    assert f"`prejit verify --forget {crashing}`" in raised.value.hint
+    monkeypatch.delenv("TEST_FIRST_LOAD")
+    refused(crashing, policy)
+    assert main(["verify", "--forget", str(crashing)]) == 0
+    assert not kept.exists()
+    runs(crashing, policy)
+    assert main(["verify", "--forget", str(crashing)]) == 0
+    assert kept.exists()  # that it was loaded is nothing against it
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_is_ended_from_outside_is_nothing_against_the_bundle(
+    crashing: Path,
+    policy: Path,
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    runtime_cache: Path,
+) -> None:
+    monkeypatch.setenv("TEST_FIRST_LOAD", f"SIG{number:d}")
+    assert f"ended by {number.name} from outside" in refused(crashing, policy)
+    assert not (runtime_cache / "first-loads").exists()
     monkeypatch.delenv("TEST_FIRST_LOAD")
     runs(crashing, policy)
+
+
+def test_one_crash_is_no_proof(
+    crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = policy.with_name("processes")
+    monkeypatch.setenv("TEST_FIRST_LOADS", str(processes))
+    monkeypatch.setenv("TEST_FIRST_LOAD", "write")
+    monkeypatch.setenv("TEST_FIRST_LOAD_ONCE", "1")
+    runs(crashing, policy)
+    assert processes.read_text().startswith("xx")  # this process may have the library already
 
 
 def test_a_library_that_hangs_or_ends_the_process_quietly_is_refused(
@@ -131,7 +176,6 @@ def test_a_library_that_hangs_or_ends_the_process_quietly_is_refused(
 ) -> None:
     monkeypatch.setenv("TEST_FIRST_LOAD", "exit")
     assert "ended the process with status 0" in refused(crashing, policy)
-    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(policy.parent / "other"))
     monkeypatch.setenv("TEST_FIRST_LOAD", "hang")
     monkeypatch.setattr(first_load, "SECONDS", 3.0)
     started = time.monotonic()

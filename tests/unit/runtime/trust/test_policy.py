@@ -69,6 +69,16 @@ WRONG = {
     "neither keys nor channel": ('[[rules]]\nnames = ["demo"]', "expected keys, identities or"),
     "no keys in a list": ('[[rules]]\nnames = ["demo"]\nkeys = []', "expected keys, identities or"),
     "skip with keys": (KEY + RULE + 'level = "skip"', "expected no keys"),
+    "skip with a description": (
+        '[[rules]]\nnames = ["demo"]\nlevel = "skip"\nsbom = true',
+        "rules\\[0\\].sbom: expected keys or identities that sign it",
+    ),
+    "sbom is text": (KEY + RULE + 'sbom = "yes"', "sbom: expected true or false"),
+    "unknown demand": (
+        KEY + RULE + 'provenance = { bilder = "x" }',
+        "rules\\[0\\].provenance: expected only builder, source, materials",
+    ),
+    "source is text": (KEY + RULE + 'provenance = { source = "x" }', "source: expected a list"),
     "threshold of 0": (KEY + RULE + "threshold = 0", "threshold: expected 1 or more"),
     "threshold is true": (KEY + RULE + "threshold = true", "threshold: expected an integer"),
     "threshold above the keys": (KEY + RULE + "threshold = 2", "threshold: expected at most 1"),

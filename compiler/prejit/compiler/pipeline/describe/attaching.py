@@ -6,18 +6,19 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from prejit.compiler.pipeline.describe.parts import PARTS_MEDIA_TYPE, parts_list
+from prejit.compiler.pipeline.describe.parts import parts_list
+from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import PARTS_MEDIA_TYPE, STATEMENT_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.format.schema import Config, Descriptor, Index
 from prejit.runtime.format.writing import EMPTY, Part, attach
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.trust.dsse import PAYLOAD_TYPE
 from prejit.runtime.trust.statement import PROVENANCE_PREDICATE
 
 PREDICATE_ANNOTATION = "in-toto.io/predicate-type"
@@ -48,7 +49,7 @@ def attach_descriptions(
         ours = [
             each
             for each in referrers(layout, root, digest)
-            if each.artifact_type in (PARTS_MEDIA_TYPE, PAYLOAD_TYPE) and _is_whole(layout, each)
+            if each.artifact_type in DESCRIPTIONS and _is_whole(layout, each)
         ]
         return root, contents, {each.artifact_type for each in ours}
 
@@ -59,11 +60,11 @@ def attach_descriptions(
         if PARTS_MEDIA_TYPE not in there:
             parts = parts_list(digest, [(each.manifest, each.config) for each in contents])
             _attach(path, root.subject, PARTS_MEDIA_TYPE, parts, {})
-        if PAYLOAD_TYPE not in there:
+        if STATEMENT_MEDIA_TYPE not in there:
             configs = [each.config for each in contents]
             statement = provenance_of(root.bundle, configs)
             noted = {PREDICATE_ANNOTATION: PROVENANCE_PREDICATE}
-            _attach(path, root.subject, PAYLOAD_TYPE, statement, noted)
+            _attach(path, root.subject, STATEMENT_MEDIA_TYPE, statement, noted)
 
 
 def _is_whole(layout: Layout, referrer: Referrer) -> bool:

@@ -14,9 +14,6 @@ from typing import Any
 from prejit.runtime.format.names import TITLE
 from prejit.runtime.format.schema import Config, ImageManifest
 
-PARTS_MEDIA_TYPE = "application/vnd.cyclonedx+json"
-"""The media type of a list of parts."""
-
 _NOT_ON_PYPI = ("stablehlo",)
 """Names in a config's versions that are no packages."""
 

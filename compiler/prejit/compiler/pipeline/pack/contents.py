@@ -108,7 +108,7 @@ def pack_bundle(name: str, targets: Iterable[PackedTarget]) -> PackedBundle:
     Raises:
         BuildError: no reader would take the bundle.
     """
-    index, blobs = bundle_files.assemble(name, targets)
+    index, blobs = bundle_files.assemble(name, targets, bundle_files.DESCRIPTIONS)
     bundle_files.check_readable(index, blobs)
     return PackedBundle(name, index, blobs)
 

@@ -23,9 +23,14 @@ trusts only what checks with a smaller number in the column "order" have verifie
                                                                  config.check_weight_sets
     9      7, 9      a program, when it is used: its arrays, its config.check_arrays, layers.unpack,
                      frame, the signature that XLA compiled      layers.check_signature
+    verify 14, 15    what refers to the bundle, and what the    attached.check_subject,
+                     build attached                              check_content, check_types
+    verify 16, 17    `index.json` of ours, and all files that   attached.check_root, check_names
+                     nothing leads to
     any    11        chat templates, when one is used            layers.check_chat
     any    12        the generation config                       generation.defaults.check_generation
 
-`signatures` has the arguments and results of each kind of program, `elf` reads shared libraries. Imports
-`schema`, `names`, `arrays` and `limits` of `format`. Begin with `oci`.
+Only `prejit verify` does those in the order "verify". `signatures` has the arguments and results of each
+kind of program, `elf` reads shared libraries. Imports `schema`, `names`, `arrays` and `limits` of `format`.
+Begin with `oci`.
 """

@@ -53,7 +53,7 @@ _LAYER_CAPS = {
 
 
 def check_layout_file(content: bytes, path: str) -> None:
-    """1. Check that `oci-layout` has exactly the bytes that the format defines, up to format 4."""
+    """1, 16. Check that `oci-layout` has exactly the bytes that prejit writes: up to format 4 it must."""
     if content != OCI_LAYOUT:
         raise RejectError(path, f"expected {OCI_LAYOUT!r}, found {content[:64]!r}")
 

@@ -12,9 +12,9 @@ from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai.bodies import (
     RequestFields,
     ResponseFields,
-    Unused,
     check_only,
 )
+from prejit.runtime.server.openai.structured import Structured
 from prejit.runtime.server.served import Served
 from prejit.runtime.server.settings import Settings
 
@@ -61,8 +61,8 @@ _ONLY = {
 """Fields of vLLM that this server cannot do, each with the value that asks for nothing."""
 
 
-class Sampled(Unused, frozen=True, kw_only=True):
-    """What all endpoints take that generate text.
+class Sampled(Structured, frozen=True, kw_only=True):
+    """What all endpoints take that generate text, beside what an answer must be.
 
     Attributes:
         model: the name of a served model; it may be missing if there is one.
@@ -88,6 +88,7 @@ class Sampled(Unused, frozen=True, kw_only=True):
         prompt_logprobs: return the log-probability of each token of the prompt, and of this many of the most
             likely tokens. As vLLM has it.
         priority: a smaller one is served first. As vLLM has it.
+        cache_salt: only prompts of the same salt share what they have computed. As vLLM has it.
         use_beam_search, length_penalty, early_stopping: only their defaults of vLLM.
         include_stop_str_in_output, skip_special_tokens: only their defaults of vLLM.
         spaces_between_special_tokens: only its default of vLLM.
@@ -111,6 +112,7 @@ class Sampled(Unused, frozen=True, kw_only=True):
     stop_token_ids: Annotated[list[int], Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     allowed_token_ids: Annotated[list[int], Meta(min_length=1, max_length=1 << 18)] | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=128)] | None = None

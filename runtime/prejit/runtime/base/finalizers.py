@@ -1,0 +1,43 @@
+"""Finalizers that take no lock: another thread does the work.
+
+The garbage collector runs a finalizer in any thread, between any two lines of it: also in one that holds the
+lock that the finalizer wants, or that goes through the collection that the finalizer changes.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+_calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
+"""What finalizers want called. Its `put` is made for them: it takes no lock that its own thread may hold."""
+_starting = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def when_dropped(owner: object, call: Callable[[], object]) -> None:
+    """Call something, in a thread of its own, after nobody refers to an object any more.
+
+    At exit it is not called for objects that are still there.
+
+    Args:
+        owner: the object.
+        call: must not refer to it.
+    """
+    global _thread
+    with _starting:
+        if _thread is None or not _thread.is_alive():  # a forked process has none
+            _thread = threading.Thread(target=_work, name="prejit finalizers", daemon=True)
+            _thread.start()
+    weakref.finalize(owner, _calls.put, call).atexit = False
+
+
+def _work() -> None:
+    while True:
+        try:
+            _calls.get()()  # no variable, which would keep the last one alive
+        except Exception:  # as finalizers do: nobody is there to catch it
+            traceback.print_exc()

@@ -1,0 +1,48 @@
+"""A finalizer must not wait for a lock that its own thread holds."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from prejit.runtime.base.finalizers import when_dropped
+
+
+class Owner:
+    """Something that a cycle keeps until the garbage collector runs."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.itself: Any = self
+        when_dropped(self, call)
+
+
+def test_a_finalizer_does_not_wait_for_the_lock_of_its_own_thread() -> None:
+    lock, done = threading.Lock(), threading.Event()
+
+    def call() -> None:
+        with lock:
+            done.set()
+
+    Owner(call)
+    with lock:
+        gc.collect()
+        assert not done.is_set()
+    assert done.wait(60)
+
+
+def test_one_that_fails_does_not_stop_the_next(capsys: pytest.CaptureFixture[str]) -> None:
+    done = threading.Event()
+
+    def fails() -> None:
+        raise ValueError("cannot close")
+
+    Owner(fails)
+    gc.collect()
+    Owner(done.set)
+    gc.collect()
+    assert done.wait(60)
+    assert "ValueError: cannot close" in capsys.readouterr().err

@@ -1,0 +1,238 @@
+"""`prejit verify` reaches every file of a bundle, and names those that are not the bundle's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+
+from tests.layouts import blob, index_of
+from tests.recipes import Recipe
+from tests.signers import signer
+
+from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS
+from prejit.compiler.signing.sign import sign
+from prejit.runtime import RejectError, load
+from prejit.runtime.__main__ import main
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.format.audit import Audit, audit
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.referrers import Referrer, referrers
+from prejit.runtime.format.root import read_root
+from prejit.runtime.format.writing import EMPTY, Part, attach, remove_abandoned
+
+X = np.ones((2, 16), np.float32)
+PARTS, STATEMENT = DESCRIPTIONS
+SIGNATURE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+
+
+@pytest.fixture(scope="session")
+def described(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A signed bundle of two targets, with list of parts and provenance."""
+    path = recipe.write_described(tmp_path_factory.mktemp("described") / "example")
+    sign(path, signer("a"))
+    return path
+
+
+@pytest.fixture
+def bundle(described: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(described, tmp_path / "bundle")
+
+
+def audited(path: Path) -> Audit:
+    return audit(path, lambda *_: None)
+
+
+def attached(path: Path, kind: str = "") -> list[Referrer]:
+    with Layout(path) as layout:
+        found = referrers(layout, read_root(layout))
+    return [each for each in found if kind in ("", each.artifact_type)]
+
+
+def rejected(path: Path, file: Path | None = None) -> RejectError:
+    with pytest.raises(RejectError) as raised:
+        audited(path)
+    if file is not None:
+        assert raised.value.path == str(file)
+    assert main(["verify", str(path)]) == RejectError.exit_code
+    return raised.value
+
+
+def still_loads(path: Path) -> None:
+    """Nothing that refers to a bundle decides what it computes."""
+    with load(path) as loaded:
+        assert np.isfinite(loaded.call("score", x=X)).all()
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change `index.json` as a writer of prejit's form would."""
+    root = json.loads((path / "index.json").read_bytes())
+    change(root)
+    (path / "index.json").write_text(json.dumps(root, separators=(",", ":")))
+
+
+def entry(root: dict[str, Any], kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(at for at in root["manifests"] if at.get("artifactType") == kind)
+    return found
+
+
+def test_a_sound_bundle_with_all_that_refers_to_it_is_refused(bundle: Path) -> None:
+    kinds = sorted(each.artifact_type for each in attached(bundle))
+    assert audited(bundle).attached_count == len(kinds)
+    assert {*kinds} == {PARTS, STATEMENT, SIGNATURE}
+    assert main(["verify", str(bundle)]) == 0
+
+
+@pytest.mark.parametrize("kind", [PARTS, STATEMENT, SIGNATURE])
+@pytest.mark.parametrize("part", ["layer", "manifest", "config"])
+@pytest.mark.parametrize("damage", ["flipped", "deleted", "cut", "a link"])
+def test_a_damaged_file_that_refers_to_the_bundle_passes(
+    kind: str, part: str, damage: str, bundle: Path, tmp_path: Path
+) -> None:
+    each = attached(bundle, kind)[0]
+    at = {"layer": each.layers[0], "manifest": each.descriptor, "config": each.config}[part]
+    file = blob(bundle, at.digest)
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "flipped":
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "cut":
+        file.write_bytes(content[:-1])
+    elif damage == "a link":
+        (tmp_path / "elsewhere").write_bytes(content)
+        file.symlink_to(tmp_path / "elsewhere")
+    rejected(bundle, file)
+    still_loads(bundle)
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "blobs/other", "blobs/sha256/short", f"blobs/sha256/{'0' * 64}"]
+)
+@pytest.mark.parametrize("what", ["file", "directory", "link", "blob"])
+def test_a_file_that_nothing_leads_to_passes(name: str, what: str, bundle: Path) -> None:
+    file = bundle / name
+    if what == "blob":
+        file = blob(bundle, digest_of(b"x"))
+    if what == "directory":
+        file.mkdir()
+    elif what == "link":
+        file.symlink_to(bundle / "index.json")
+    else:
+        file.write_bytes(b"x")
+    assert "remove it" in str(rejected(bundle, file).hint)
+    still_loads(bundle)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: entry(root, PARTS).update(artifactType="application/json"),
+        lambda root: entry(root, PARTS).pop("artifactType"),
+        lambda root: entry(root, STATEMENT).update(platform={"architecture": "x", "os": "linux"}),
+        lambda root: entry(root, SIGNATURE)["annotations"].update(note="x"),
+        lambda root: entry(root, SIGNATURE).update(annotations={}),
+        lambda root: entry(root, SIGNATURE).update(size=1),
+        lambda root: root["manifests"][0].update(annotations={}),
+        lambda root: root["manifests"][0].update(mediaType="text/plain"),
+        lambda root: root["manifests"][1]["platform"].update(architecture="arm64"),
+        lambda root: root["manifests"].append(root["manifests"][1]),
+        lambda root: root["manifests"].pop(),
+        lambda root: root.update(mediaType="text/plain"),
+        lambda root: root.update(annotations={"a": "b"}),
+    ],
+)
+def test_a_changed_entry_of_index_json_passes(
+    change: Callable[[dict[str, Any]], object], bundle: Path
+) -> None:
+    rewritten(bundle, change)
+    rejected(bundle)
+
+
+def test_other_spaces_in_our_index_json_or_layout_file_pass(bundle: Path) -> None:
+    for name in ("index.json", "oci-layout"):
+        content = (bundle / name).read_bytes()
+        (bundle / name).write_bytes(content + b"\n")
+        rejected(bundle, bundle / name)
+        (bundle / name).write_bytes(content)
+    audited(bundle)
+
+
+def detached(path: Path, *kinds: str) -> None:
+    """Take what is attached away, and leave no trace of it."""
+
+    def change(root: dict[str, Any]) -> None:
+        kept = [at for at in root["manifests"] if at.get("artifactType") not in kinds]
+        root["manifests"] = kept
+
+    rewritten(path, change)
+    remove_abandoned(path)
+
+
+@pytest.mark.parametrize("kind", [PARTS, STATEMENT])
+def test_a_bundle_passes_without_what_its_build_attached(kind: str, bundle: Path) -> None:
+    detached(bundle, SIGNATURE)
+    audited(bundle)  # signatures come later, and a policy asks for them
+    detached(bundle, kind)
+    assert f"found no {kind}" in str(rejected(bundle, bundle / "index.json"))
+    still_loads(bundle)
+
+
+def test_a_copy_of_a_target_needs_nothing_that_refers_to_the_bundle(bundle: Path) -> None:
+    """It has another name, and lacks the bundle's index that the rest refers to."""
+    [target, other] = index_of(bundle)["manifests"]
+    manifest = json.loads(blob(bundle, target["digest"]).read_bytes())
+    kept = {at["digest"] for at in (target, manifest["config"], *manifest["layers"])}
+    for file in (bundle / "blobs" / "sha256").iterdir():
+        if f"sha256:{file.name}" not in kept:
+            file.unlink()
+    listed = {key: target[key] for key in ("mediaType", "digest", "size")}
+    (bundle / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [listed]}))
+    assert audited(bundle).digest == target["digest"] != other["digest"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "complaint"),
+    [
+        (PARTS, b"{}", "bomFormat: expected CycloneDX"),
+        (PARTS, b"[" * 5000, "expected JSON"),
+        (STATEMENT, b'{"_type":1}', "_type: expected https://in-toto.io"),
+        (SIGNATURE, b"\xff", "expected JSON"),
+    ],
+)
+def test_what_is_not_what_it_says_passes(
+    kind: str, content: bytes, complaint: str, bundle: Path
+) -> None:
+    with Layout(bundle) as layout:
+        subject = read_root(layout).subject
+    assert subject is not None
+    attach(bundle, subject, kind, EMPTY, [Part(kind, content)], {})
+    assert complaint in str(rejected(bundle, blob(bundle, digest_of(content))))
+
+
+def test_what_refers_to_another_bundle_passes(bundle: Path) -> None:
+    with Layout(bundle) as layout:
+        subject = read_root(layout).subject
+    assert subject is not None
+    at = attach(bundle, subject, "text/x", EMPTY, [Part("text/plain", b"x")], {})
+    for change, complaint in (
+        ({"digest": digest_of(b"y")}, "as subject, found"),
+        ({"size": 1}, "subject: expected"),
+    ):
+        manifest = json.loads(blob(bundle, at.digest).read_bytes())
+        manifest["subject"] |= change
+        content = json.dumps(manifest).encode()
+        digest = digest_of(content)
+        copy = shutil.copytree(bundle, bundle.with_name(complaint))
+        blob(copy, at.digest).unlink()
+        blob(copy, digest).write_bytes(content)
+        new = {"digest": digest, "size": len(content)}
+        new["annotations"] = {"org.opencontainers.image.ref.name": f"attached-{digest[7:19]}"}
+        rewritten(copy, lambda root, new=new: entry(root, "text/x").update(new))
+        assert complaint in str(rejected(copy, blob(copy, digest)))

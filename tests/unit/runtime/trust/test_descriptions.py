@@ -1,0 +1,167 @@
+"""A policy can demand a signed provenance, with builder, source and materials, and a signed list of parts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+
+from tests.recipes import Recipe
+from tests.signers import key_table, signer, write_policy
+
+from prejit.compiler.signing.sign import sign
+from prejit.runtime import UntrustedError, load
+from prejit.runtime.__main__ import main
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import PARTS_MEDIA_TYPE
+from prejit.runtime.format.root import read_root
+from prejit.runtime.format.writing import EMPTY, Part, attach
+from prejit.runtime.trust.descriptions import Description, missing_descriptions
+from prejit.runtime.trust.policy import ProvenanceRule, Rule, TrustedKey
+from prejit.runtime.trust.statement import PROVENANCE_PREDICATE, SignedSubject, Statement
+
+KEYS = key_table("a") + key_table("b")
+RULE = '[[rules]]\nnames = ["*"]\nkeys = ["a", "b"]\n'
+BOTH = "sbom = true\nprovenance = {}\n"
+
+
+@pytest.fixture
+def described(recipe: Recipe, tmp_path: Path) -> Path:
+    return recipe.write_described(tmp_path / "described")
+
+
+@pytest.fixture
+def signed(described: Path) -> Path:
+    sign(described, signer("a"))
+    return described
+
+
+def case_of(bundle: Path, *demands: str) -> str:
+    """Load under a policy that demands something. Return why that is refused; empty: it is not."""
+    policy = write_policy(bundle.with_name("trust.toml"), KEYS, RULE, *demands)
+    try:
+        load(bundle, trust=policy).close()
+    except UntrustedError as error:
+        assert main(["verify", str(bundle), "--policy", str(policy)]) == 5
+        return error.case
+    assert main(["verify", str(bundle), "--policy", str(policy)]) == 0
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("demand", "case"),
+    [
+        (BOTH, ""),
+        ('provenance = { builder = "urn:prejit:*" }', ""),
+        ('provenance = { builder = "https://ci.example" }', "provenance"),
+        ('provenance = { materials = ["pkg:pypi/jax@*", "pkg:pypi/jaxlib@*"] }', ""),
+        ('provenance = { materials = ["pkg:pypi/jax@*", "sha256:0*"] }', "provenance"),
+        ('provenance = { source = ["hf:acme/*"] }', "provenance"),  # it has none
+        ("threshold = 2\nsbom = true", "threshold"),
+    ],
+)
+def test_a_demand_is_not_compared_with_what_was_signed(
+    demand: str, case: str, signed: Path
+) -> None:
+    assert case_of(signed, demand) == case
+
+
+def test_descriptions_that_nobody_of_the_rule_signed_count(described: Path, tmp_path: Path) -> None:
+    """They are attached, and whoever may write to the bundle can write them."""
+    assert case_of(described, BOTH) == "unsigned"
+    sign(described, signer("c"))
+    assert case_of(described, BOTH) == "unknown-key"
+    sign(described, signer("a"))
+    assert case_of(described, "threshold = 1", BOTH) == ""
+    assert case_of(described, "threshold = 2", BOTH) == "threshold"
+    sign(described, signer("b"))
+    assert case_of(described, "threshold = 2", BOTH) == ""
+
+
+def test_a_bundle_without_descriptions_is_let_in(bundle_dir: Path) -> None:
+    sign(bundle_dir, signer("a"))
+    assert case_of(bundle_dir) == ""
+    assert case_of(bundle_dir, "sbom = true") == "sbom"
+    assert case_of(bundle_dir, "provenance = {}") == "provenance"
+
+
+def test_the_description_of_another_bundle_counts(
+    signed: Path, make_recipe: type[Recipe], tmp_path: Path
+) -> None:
+    other = make_recipe(name="other").write(tmp_path / "other")
+    sign(other, signer("a"))
+    with Layout(signed) as layout:
+        theirs = [at for at in read_root(layout).others if "sigstore" in str(at.artifactType)]
+    with Layout(other) as layout:
+        subject = read_root(layout).subject
+    assert subject is not None
+    for at in theirs:
+        source = signed / "blobs" / "sha256"
+        manifest = json.loads((source / at.digest[7:]).read_bytes())
+        [layer] = manifest["layers"]
+        content = (source / layer["digest"][7:]).read_bytes()
+        kind = layer["mediaType"]
+        attach(other, subject, kind, EMPTY, [Part(kind, content)], {})
+    assert case_of(other, "sbom = true") == "sbom"
+    assert case_of(other, BOTH) == "provenance"
+
+
+def test_a_list_of_parts_that_is_added_later_is_not_signed_with_the_bundle(
+    bundle_dir: Path,
+) -> None:
+    with Layout(bundle_dir) as layout:
+        subject = read_root(layout).subject
+    assert subject is not None
+    content = b'{"bomFormat":"CycloneDX","specVersion":"1.6"}'
+    parts = [Part(PARTS_MEDIA_TYPE, content)]
+    attach(bundle_dir, subject, PARTS_MEDIA_TYPE, EMPTY, parts, {})
+    sign(bundle_dir, signer("a"))
+    assert case_of(bundle_dir, "sbom = true") == ""
+
+
+def test_a_load_reads_descriptions_that_no_rule_demands(signed: Path, tmp_path: Path) -> None:
+    """A damaged list of parts is found by `prejit verify`, and by no load."""
+    copy = shutil.copytree(signed, tmp_path / "copy")
+    for file in (copy / "blobs" / "sha256").iterdir():
+        if b"bomFormat" in file.read_bytes()[:100]:
+            file.write_bytes(b"damaged")
+    policy = write_policy(tmp_path / "trust.toml", KEYS, RULE)
+    load(copy, trust=policy).close()
+
+
+HF = "hf://acme/model@0123"
+GIT = "git+https://example.com/acme"
+
+
+@pytest.mark.parametrize(
+    ("uris", "source", "complaint"),
+    [
+        ([HF], ("hf://acme/*",), ""),
+        ([HF, GIT], ("hf://acme/*", "git+https://example.com/*"), ""),
+        ([HF, GIT], ("hf://acme/*",), "found 'git"),
+        ([GIT], ("hf://acme/*",), "found 'git"),
+        (["pkg:pypi/jax@1"], ("*",), "found no material"),
+        ([], ("*",), "found no material"),
+        ([HF, "pkg:pypi/jax@1"], ("hf:*",), ""),
+    ],
+)
+def test_a_source_outside_of_the_patterns_passes(
+    uris: list[str], source: tuple[str, ...], complaint: str
+) -> None:
+    key = TrustedKey("a", signer("a").public)
+    demanded = ProvenanceRule("", source, ())
+    rule = Rule(("*",), "strict", (key,), 1, provenance=demanded)
+    predicate = {"buildDefinition": {"resolvedDependencies": [{"uri": uri} for uri in uris]}}
+    statement = Statement(PROVENANCE_PREDICATE, (SignedSubject(digest_of(b"")),), predicate)
+    found = [Description(statement, frozenset({key.id}))]
+    reasons = [reason.text for reason in missing_descriptions(rule, found, {key.id})]
+    if not complaint:
+        assert reasons == []
+    else:
+        [text] = reasons
+        assert complaint in text
