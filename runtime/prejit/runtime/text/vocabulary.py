@@ -96,7 +96,7 @@ def _sequence(parts: list[Any]) -> Callable[[str], bytes]:
 def _refusal(decoder: object) -> UsageError:
     found = json.dumps(decoder)
     return UsageError(
-        "decoder of the tokenizer: expected ByteLevel, Metaspace or a Sequence of Replace, ByteFallback, Fuse "
-        f"and Strip, found {found if len(found) <= 120 else found[:120] + '...'}",
+        "decoder of the tokenizer: expected ByteLevel, Metaspace or a Sequence of Replace, ByteFallback, "
+        f"Fuse and Strip, found {found if len(found) <= 120 else found[:120] + '...'}",
         hint="a grammar needs a tokenizer whose tokens are bytes, such as byte-level BPE or SentencePiece",
     )
