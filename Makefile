@@ -30,7 +30,7 @@ TESTS ?= tests
 # What the newer interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo graphs artifacts test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos soak docs clean
+.PHONY: help demo graphs artifacts test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos evaluation soak hostile-clients docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -129,8 +129,16 @@ fuzz: $(READY) ## 100,000 hostile bundles through the checks, 2,000 through load
 chaos: $(READY) ## commands that break at every call on their files, and races of processes (3 hours); writes its figures
 	PREJIT_CHAOS_EXAMPLES=100000 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_chaos.py tests/campaigns/test_races.py
 
+evaluation: $(READY) ## lm-evaluation-harness against a server and beside torch (installs both, 1 GB; 5 minutes)
+	test -d $(PREJIT_TEST_ENVIRONMENTS)/evaluation || $(PYTHON) -m venv $(PREJIT_TEST_ENVIRONMENTS)/evaluation
+	$(PREJIT_TEST_ENVIRONMENTS)/evaluation/bin/python -m pip install --quiet torch==2.13.0 transformers accelerate 'lm_eval[api]==0.4.13'
+	$(BIN)/python -m tests.campaigns.evaluation $(PREJIT_TEST_ENVIRONMENTS)/evaluation/bin/python
+
 soak: $(READY) ## a server under mixed load for 8 minutes, then its log again (13 minutes); writes its figures
 	PREJIT_SOAK_SECONDS=480 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_serving.py
+
+hostile-clients: $(READY) ## an honest client beside hostile ones and 10,000 connections (13 minutes); writes its figures
+	PREJIT_HOSTILE_SECONDS=600 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_hostile_clients.py
 
 docs: $(READY) $(DOCS_READY) ## build the documentation site into site/ and check its links
 	$(BIN)/python docs/generate.py .site-source

@@ -63,8 +63,8 @@ def tokenizer_json() -> dict[str, Any]:
     }
 
 
-def write_lettered(directory: Path, *, template: bool = True) -> Path:
-    """A checkpoint of the model, with its tokenizer and chat template."""
+def write_lettered(directory: Path, *, template: bool = True, **sizes: int) -> Path:
+    """A checkpoint of the model, with its tokenizer and chat template; `sizes` are fields of its config."""
     tokenizer = tokenizer_json()
     count = len(tokenizer["model"]["vocab"]) + len(SPECIAL)
     eos = count - len(SPECIAL) + SPECIAL.index("</s>")
@@ -80,6 +80,7 @@ def write_lettered(directory: Path, *, template: bool = True) -> Path:
         "activation_function": "gelu_new",
         "tie_word_embeddings": False,
         "eos_token_id": eos,
+        **sizes,
     }
     Case("gpt2", config, seed=1).write(directory)
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -431,7 +431,8 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--keys",
         metavar="FILE",
-        help="accept only requests with a key of FILE, one in a line: KEY or NAME: KEY",
+        help="accept only requests with a key of FILE, one in a line: KEY or NAME: KEY, and its limits "
+        "behind it; a FILE that changes is read again",
     )
     command.add_argument(
         "--share-prefixes",

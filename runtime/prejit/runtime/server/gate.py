@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from prejit.runtime.server.keys import Key
+
 ABORT = "prejit.abort"
 """Extension of a scope: a function that cuts the connection, unsent bytes included (connections.py)."""
 
@@ -76,8 +78,8 @@ class Gate:
         if _OPEN.fullmatch(scope["path"]):
             return
         if settings.keys is not None:
-            name = settings.keys.name_of(request.header(b"authorization").decode("latin-1"))
-            if name is None:
+            key = settings.keys.find(request.header(b"authorization").decode("latin-1"))
+            if key is None:
                 raise ApiError(
                     401,
                     "Authorization: expected `Bearer` and a key of this server",
@@ -85,7 +87,7 @@ class Gate:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-            request.set_client(name)
+            request.set_key(key)
         if self._models.state != "ready":
             raise ClosedError(f"the server is {self._models.state}")
         if self._running > settings.clients:
@@ -140,7 +142,11 @@ class _Request:
         self._taken = 0
         self._is_whole = False
         # A dict of its own: uvicorn gives all requests of a connection copies, other servers may not.
-        self._state: dict[str, Any] = {**scope.get("state", {}), "id": self.id, "client": ""}
+        self._state: dict[str, Any] = {
+            **scope.get("state", {}),
+            "id": self.id,
+            "key": settings.anybody,
+        }
         scope["state"] = self._state
         self._log = settings.log
         self._entry: Entry | None = None
@@ -158,9 +164,9 @@ class _Request:
         value: bytes = self.headers.get(name, b"")
         return value
 
-    def set_client(self, name: str) -> None:
-        """Give the request the name of its key."""
-        self._state["client"] = name
+    def set_key(self, key: Key) -> None:
+        """Give the request its key."""
+        self._state["key"] = key
 
     def too_large(self, found: int) -> ApiError:
         """Return the error for a body of so many bytes."""
@@ -217,6 +223,6 @@ class _Request:
     def finish(self) -> None:
         """Write the record of the request."""
         if self._log is not None and self._entry is not None:
-            self._entry.client = self._state["client"]
+            self._entry.client = self._state["key"].name
             self._entry.failed = self.failed
             self._log.end(self._entry)

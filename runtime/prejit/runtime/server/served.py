@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from prejit.runtime.errors import UsageError
+from prejit.runtime.server.compiling import Compiling
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
@@ -32,12 +33,14 @@ class Served:
         bundle: the bundle.
         engine: its engine, which all requests share.
         created: when the server loaded it, in seconds since 1970.
+        compiling: compiles the grammars that its clients send.
     """
 
     name: str
     bundle: Bundle
     engine: Engine
     created: int
+    compiling: Compiling = field(default_factory=Compiling)
 
 
 @final
@@ -124,4 +127,5 @@ class Models:
     def close(self) -> None:
         """Close every engine. What still runs fails with ClosedError."""
         for one in self:
+            one.compiling.close()
             one.engine.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from prejit.runtime.server.keys import ANYBODY, Key
+
 if TYPE_CHECKING:
     from prejit.runtime.server.keys import Keys
     from prejit.runtime.server.origins import Origins
@@ -28,6 +30,7 @@ class Settings:
         drain_seconds: how long running requests may go on after a signal to end.
         keys: who may send requests; None: everybody.
         ignore_unknown_fields: whether fields that no request has are left out; if not, they are an error.
+        anybody: what is allowed without keys.
         log: where requests are recorded for `prejit replay`; None: nowhere.
         cors: origins of web pages that may read answers; `*`: all.
         origins: the hosts and pages that may send requests; None: all.
@@ -40,6 +43,7 @@ class Settings:
     drain_seconds: float = 30.0
     keys: Keys | None = None
     ignore_unknown_fields: bool = False
+    anybody: Key = ANYBODY
     log: Log | None = None
     cors: tuple[str, ...] = ()
     origins: Origins | None = None

@@ -448,6 +448,14 @@ def test_code_configuration_and_config_json_are_in_the_key_of_a_lowering(
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert changed(key()) == ["jax configuration"]
+    described = tmp_path / "path" / "flax-1.dist-info"
+    described.mkdir(parents=True)
+    (described / "METADATA").write_text(f"Name: flax\nVersion: {versions('flax')['flax']}\n")
+    (described / "RECORD").write_text("flax/nnx/module.py,sha256=abc,10\n")
+    with monkeypatch.context() as patch:  # it was installed again under its version
+        patch.syspath_prepend(str(tmp_path / "path"))
+        patch.setattr(keys, "_installed", keys.version_of)
+        assert changed(key()) == ["flax"]
     with monkeypatch.context() as patch:
         patch.setattr(keys, "code_digest", lambda *modules: f"sha256:of changed {modules}")
         assert changed(key()) == ["our code"]

@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from prejit.runtime.errors import NumbersError
 from prejit.runtime.generation.generate import Piece, Result, Stats
+from prejit.runtime.server import allowed
 from prejit.runtime.server.disconnect import unless_gone
 from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai.fields import PromptTokensDetails, Sampled, TokenUsage
@@ -23,8 +24,10 @@ from prejit.runtime.server.settings import Settings
 
 if TYPE_CHECKING:
     from prejit.runtime.engine.engine import Engine
+    from prejit.runtime.engine.queue import Limits
     from prejit.runtime.engine.stream import Stream
     from prejit.runtime.generation.options import TokenMask
+    from prejit.runtime.server.keys import Key
 
 Pieces = AsyncGenerator[tuple[int, Piece], None]
 """Pieces of several texts, each with the number of its text."""
@@ -52,6 +55,7 @@ class TextCall:
         mask: returns a new token mask, one for each continuation; None: no tokens are masked.
         priority: as `Engine.submit`.
         client: as `Engine.submit`.
+        limits: as `Engine.submit`.
         timeout: as `Engine.submit`.
         cache_salt: as `Engine.submit`.
     """
@@ -63,6 +67,7 @@ class TextCall:
     mask: Callable[[], TokenMask] | None
     priority: int
     client: str
+    limits: Limits
     timeout: float | None
     cache_salt: str
 
@@ -105,6 +110,7 @@ class TextCall:
             "token_mask": None if self.mask is None else self.mask(),
             "priority": self.priority,
             "client": self.client,
+            "limits": self.limits,
             "timeout": self.timeout,
             "cache_salt": self.cache_salt,
         }
@@ -124,7 +130,7 @@ def text_call(
     """Return what a request for text asks of the engine, within the limits that it has for its tokens.
 
     Args:
-        request: has the name of its key.
+        request: has its key.
         settings: has the time that a request may take.
         served: the model.
         body: has the priority and the limits.
@@ -134,8 +140,11 @@ def text_call(
         mask: as of `TextCall`.
 
     Raises:
+        ApiError: the key may not have its priority, or has no tokens left.
         ApiError, UsageError, ContextError: the limits cannot be kept, or the prompt is certainly too long.
     """
+    key: Key = request.state.key
+    allowed.check_tokens(key)
     most = options["max_new_tokens"]
     if most is not None and (body.min_tokens or 0) > most:
         raise ApiError(
@@ -149,8 +158,9 @@ def text_call(
         options=options,
         choices=choices,
         mask=limited(served, body, mask),
-        priority=body.priority or 0,
-        client=request.state.client,
+        priority=allowed.priority(key, body.priority),
+        client=key.name,
+        limits=key.limits,
         timeout=settings.timeout_seconds,
         cache_salt=body.cache_salt or "",
     )

@@ -1,0 +1,163 @@
+"""Hostile clients cannot hurt a server: an honest one beside them gets its tokens, right and in time.
+
+`make hostile-clients` does it for 10 minutes with 10,000 connections, checks the figures and writes them to
+hostile_clients.json beside this file; `make test` for some seconds with 200 connections and without a look at
+speed. PREJIT_HOSTILE_SECONDS is the length; PREJIT_HOSTILE_KINDS names the kinds of hostile requests to send.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.integration.test_serve import Process
+from tests.lettered import write_lettered
+
+from .serving import Look, Watcher, metric
+
+RESULTS = Path(__file__).with_name("hostile_clients.json")
+SECONDS = float(os.environ.get("PREJIT_HOSTILE_SECONDS", "5"))
+KINDS = os.environ.get("PREJIT_HOSTILE_KINDS", "").split()
+WHOLE_SECONDS = 300
+"""From this length on, the figures are checked and written."""
+IS_WHOLE = SECONDS >= WHOLE_SECONDS
+CONNECTIONS = 10_000 if IS_WHOLE else 200
+ALONE_SECONDS = max(2.0, SECONDS / 10)
+REST_SECONDS = 90.0
+"""How long the server may take to be at rest again: longer than it waits for a head."""
+MOST_SLOWER = 2.0
+"""How many times longer the 99th percentile between tokens may be than alone."""
+SCRAPE_MS = 500.0
+MOST_MEMORY = 1.1
+KEYS = {"honest": "honest-key-0123456789", "hostile": "hostile-key-0123456789"}
+pytestmark = pytest.mark.timeout(900 + 4 * SECONDS)
+
+
+@pytest.fixture(scope="module")
+def bundle_dir(make_decoder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder for eight texts at once. Where the figures count, a step takes some milliseconds."""
+    sizes = {"n_embd": 512, "n_head": 8, "n_layer": 8} if IS_WHOLE else {}
+    source = write_lettered(tmp_path_factory.mktemp("lettered") / "model", **sizes)
+    return make_decoder(source, batch=(8,), prompt=(64,), context=(512,))
+
+
+def test_an_honest_client_beside_hostile_ones(bundle_dir: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("".join(f"{name}: {key}\n" for name, key in KEYS.items()))
+    server = Process(f"decoder={bundle_dir}", "--keys", keys, "--queue", "64", "--timeout", "60")
+    figures: dict[str, Any] = {
+        "date": str(date.today()),
+        "python": platform.python_version(),
+        "jax": version("jax"),
+        "uvicorn": version("uvicorn"),
+        "kernel": platform.release(),
+        "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
+        "load average": [round(each, 1) for each in os.getloadavg()],
+        "seconds": SECONDS,
+    }
+    try:
+        server.wait_until_ready()
+        told(client("honest", server, "honest", 1))  # the first requests load programs
+        figures["honest client alone"] = alone = told(
+            client("honest", server, "honest", ALONE_SECONDS)
+        )
+        before = look(server)
+        watcher = Watcher(server.process.pid, lambda: 0.0, 0.25)
+        watcher.start()
+        hostile = client("hostile", server, "hostile", SECONDS, CONNECTIONS, *KINDS)
+        figures["honest client beside the hostile ones"] = beside = told(
+            client("honest", server, "honest", SECONDS)
+        )
+        figures["hostile clients"] = told(hostile)
+        watcher.end()
+        figures["p99 between tokens, times of alone"] = round(
+            beside["ms between tokens"]["p99"] / alone["ms between tokens"]["p99"], 2
+        )
+        after = rested(server, before)
+        seen = (before, *watcher.looks, after)
+        figures |= {
+            "resident MB before, most, after": [
+                round(each / (1 << 20))
+                for each in (
+                    before.resident_bytes,
+                    max(each.resident_bytes for each in seen),
+                    after.resident_bytes,
+                )
+            ],
+            "files before, most, after": [
+                before.files,
+                max(each.files for each in seen),
+                after.files,
+            ],
+        }
+        again = told(client("honest", server, "honest", 1))
+        state = httpx.get(f"{server.url}/health/ready", timeout=60).status_code
+        assert server.end() == 0, server.said
+    finally:
+        server.kill()
+        print(json.dumps(figures, indent=1))  # a check that fails must not lose what was measured
+    if IS_WHOLE and not KINDS:
+        RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
+    assert "Traceback" not in server.said, server.said
+    assert [alone["failed"], beside["failed"], again["failed"]] == [0, 0, 0], beside["failures"]
+    assert state == 200
+    assert beside["requests"] > 0
+    assert after.files <= before.files
+    if IS_WHOLE:
+        check_figures(figures, before, after)
+
+
+def check_figures(figures: dict[str, Any], before: Look, after: Look) -> None:
+    assert figures["p99 between tokens, times of alone"] <= MOST_SLOWER
+    assert figures["honest client beside the hostile ones"]["ms of a scrape"]["most"] < SCRAPE_MS
+    assert after.resident_bytes <= MOST_MEMORY * before.resident_bytes
+    assert figures["hostile clients"]["connections"]["most at once"] >= CONNECTIONS
+
+
+def client(kind: str, server: Process, name: str, *options: object) -> subprocess.Popen[str]:
+    """Start clients."""
+    words = ["-m", "tests.campaigns.hostile_clients", kind, server.port, KEYS[name], *options]
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)], cwd=root, stdout=subprocess.PIPE, text=True
+    )
+
+
+def told(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Wait for the end of clients, and return what they have seen."""
+    output, _ = process.communicate()
+    assert process.returncode == 0
+    found: dict[str, Any] = json.loads(output)
+    return found
+
+
+def look(server: Process) -> Look:
+    """Return what a server has now, without what it keeps of prompts on purpose."""
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    kept = metric(text, "prejit:prefix_cache_bytes")
+    return Watcher(server.process.pid, lambda: kept, 1.0).look()
+
+
+def rested(server: Process, before: Look) -> Look:
+    """Wait until a server has no more than before, or for a while, and return what it has."""
+    until, found = time.monotonic() + REST_SECONDS, None
+    while found is None or time.monotonic() < until:
+        with suppress(httpx.TimeoutException):
+            found = look(server)
+            is_small = found.resident_bytes <= before.resident_bytes * MOST_MEMORY or not IS_WHOLE
+            if is_small and found.files <= before.files:
+                break
+        time.sleep(0.5)
+    return found
