@@ -135,6 +135,11 @@ class Engine:
                 )
             self._loop  # noqa: B018 (an engine that cannot have its memory is an error now)
 
+    @property
+    def queue_size(self) -> int:
+        """How many requests may wait for a slot."""
+        return self._queue
+
     @once
     def plan(self) -> CachePlan:
         """The largest cache of this engine, and the memory of all its caches.

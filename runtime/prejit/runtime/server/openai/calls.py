@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from prejit.runtime.engine.stream import Stream
     from prejit.runtime.generation.options import TokenMask
     from prejit.runtime.server.keys import Key
+
+Pieces = AsyncGenerator[tuple[int, Piece], None]
+"""Pieces of several texts, each with the number of its text."""
 
 Reason = Literal["stop", "length"]
 """Why a text ended, as OpenAI's API has it."""
@@ -163,41 +166,68 @@ def text_call(
     )
 
 
-async def pieces(calls: Sequence[TextCall]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """Yield the pieces of all continuations as they come, each with its number: first call first.
+@asynccontextmanager
+async def pieces(calls: Sequence[TextCall]) -> AsyncGenerator[Pieces, None]:
+    """Submit all continuations, and give their pieces as they come, each with its number: first call first.
 
-    If the iterator is closed, the continuations end.
+    The continuations end with the context. The iterator raises what happens after they were submitted.
 
     Raises:
+        ApiError: they are more than the queue takes.
         UsageError, ContextError, QueueFullError, ClosedError, DeadlineError: as `Engine.stream`.
         NumbersError: the model returned no numbers.
     """
+    _check_count(calls)
     streams: list[Stream] = []
     try:
         for call in calls:
             streams += call.streams()
-        if len(streams) == 1:
-            async for piece in streams[0]:
-                check_numbers(piece.finish_reason)
-                yield 0, piece
-            return
-        async with aclosing(_merged(streams)) as merged:
-            async for place, piece in merged:
-                check_numbers(piece.finish_reason)
-                yield place, piece
+        async with aclosing(_numbered(streams)) as numbered:
+            yield numbered
     finally:
         for stream in streams:
             await stream.aclose()
+
+
+async def _numbered(streams: Sequence[Stream]) -> Pieces:
+    if len(streams) == 1:
+        async for piece in streams[0]:
+            check_numbers(piece.finish_reason)
+            yield 0, piece
+        return
+    async with aclosing(_merged(streams)) as merged:
+        async for place, piece in merged:
+            check_numbers(piece.finish_reason)
+            yield place, piece
+
+
+def _check_count(calls: Sequence[TextCall]) -> None:
+    """Check that a request has no more continuations than its queue takes: it could wait for ever.
+
+    Raises:
+        ApiError: it has.
+    """
+    count = sum(call.choices for call in calls)
+    most = min((call.engine.queue_size for call in calls), default=0)
+    if count > most:
+        raise ApiError(
+            400,
+            f"n: expected at most {most} continuations of all prompts together, which is the length of the "
+            f"queue, found {count}; send several requests",
+            param="n",
+        )
 
 
 async def results(request: Request, calls: Sequence[TextCall]) -> list[list[Result]]:
     """Return the continuations of each call.
 
     Raises:
+        ApiError: they are more than the queue takes.
         ClientDisconnect: the client is gone. The calls are cancelled.
         UsageError, ContextError, QueueFullError, ClosedError, DeadlineError: as `Engine.generate`.
         NumbersError: the model returned no numbers.
     """
+    _check_count(calls)
     submitted: list[list[Future[Result]]] = []
     try:
         for call in calls:
@@ -253,7 +283,7 @@ def token_usage(prompt: int, new: int = 0, cached: int = 0) -> TokenUsage:
     )
 
 
-async def _merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Piece], None]:
+async def _merged(streams: Sequence[Stream]) -> Pieces:
     queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
 
     async def pump(place: int, stream: Stream) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -339,7 +338,8 @@ class _Answer:
             for index in range(wanted.choices)
         ]
         stats: list[Stats] = []
-        async with aclosing(calls.pieces([wanted])) as pieces:
+        async with calls.pieces([wanted]) as pieces:
+            yield b""  # the head of the response need not wait in the queue
             async for index, piece in pieces:
                 if piece.stats is not None:
                     stats.append(piece.stats)

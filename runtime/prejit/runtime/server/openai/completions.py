@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import Annotated, Literal
 
 import msgspec
@@ -294,7 +293,8 @@ class _Answer:
         lists = [self._lists() for _ in range(count)]
         begun = [False] * count
         stats: dict[int, Stats] = {}
-        async with aclosing(calls.pieces(self._wanted)) as pieces:
+        async with calls.pieces(self._wanted) as pieces:
+            yield b""  # the head of the response need not wait in the queue
             async for index, piece in pieces:
                 text = piece.text
                 new = () if piece.logprob is None else (piece.logprob,)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -234,8 +233,10 @@ class _Answer:
             output.event("response.in_progress", response=self._begun),
         ]
         logprobs: list[TokenLogprob] = []
-        async with aclosing(calls.pieces([wanted])) as pieces:
+        async with calls.pieces([wanted]) as pieces:
+            yield b"".join(events)
             async for _, piece in pieces:
+                events = []
                 if piece.logprob is not None:
                     logprobs.append(self._token(piece.logprob))
                 parts = self._reader.push(piece.text)
@@ -249,7 +250,6 @@ class _Answer:
                     events.append(output.event(f"response.{ended.status}", response=ended))
                 if events:
                     yield b"".join(events)
-                    events = []
 
     def failed(self, error: Exception) -> bytes:
         """Return the event of an error."""

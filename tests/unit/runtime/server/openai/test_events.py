@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from prejit.runtime.errors import DeadlineError, QueueFullError
+from prejit.runtime.server.openai import events as module
 from prejit.runtime.server.openai.events import EventStream
 
 
@@ -55,6 +56,33 @@ def test_events_come_one_by_one_and_the_body_ends() -> None:
             (b"two", True),
             (b"", False),
         ]
+
+    asyncio.run(main())
+
+
+def test_a_request_that_waits_has_a_head_and_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy cuts a connection on which nothing comes."""
+    monkeypatch.setattr(module, "COMMENT_SECONDS", 0.01, raising=False)
+
+    async def main() -> None:
+        client, slot = Client(), asyncio.Event()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            yield b""
+            await slot.wait()
+            yield b"one"
+            await asyncio.sleep(0.05)
+            yield b"two"
+
+        task = asyncio.ensure_future(stream(client, events()))
+        async with asyncio.timeout(60):
+            while client.body.count(b": waiting\n\n") < 2:
+                await asyncio.sleep(0.001)
+        assert client.sent[0]["type"] == "http.response.start"
+        slot.set()
+        await task
+        assert client.body.replace(b": waiting\n\n", b"") == b"onetwo"
+        assert client.body.endswith(b"onetwo")
 
     asyncio.run(main())
 
