@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
 import traceback
 import uuid
@@ -54,7 +55,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request = _Request(scope, receive, send, self._settings)
+        request = _Request(scope, receive, send, self._settings, self._models.suspected)
         self._running += 1
         try:
             self._check(scope, request)
@@ -111,6 +112,7 @@ class Gate:
             )
         refused = as_api_error(error)
         if refused.status == 500:
+            self._models.suspected.set()
             found = "".join(traceback.format_exception(error)).rstrip()
             say(f"request {request.id} failed:\n{found}")
         if not request.started:
@@ -125,7 +127,14 @@ class Gate:
 class _Request:
     """A request on its way: its id, its body's size, and its record."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        settings: Settings,
+        suspected: threading.Event,
+    ) -> None:
         self._receive = receive
         self._send = send
         self._most = settings.body_bytes
@@ -141,6 +150,7 @@ class _Request:
             **scope.get("state", {}),
             "id": self.id,
             "key": settings.anybody,
+            "suspected": suspected,
         }
         scope["state"] = self._state
         self._log = settings.log

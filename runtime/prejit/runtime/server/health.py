@@ -27,8 +27,10 @@ def routes(models: Models, settings: Settings) -> list[Route]:
         return _answer(200, {"state": models.state})
 
     async def ready(request: Request) -> Response:
-        described = {"state": models.state, "models": [one.name for one in models]}
-        return _answer(200 if models.state == "ready" else 503, described)
+        described: dict[str, Any] = {"state": models.state, "models": [one.name for one in models]}
+        if models.wrong:
+            described["wrong_answers"] = dict(models.wrong)
+        return _answer(200 if models.is_ready else 503, described)
 
     async def drain(request: Request) -> Response:
         # A thread of its own: the pool of the handlers may be busy with what is to be waited for.

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 from prejit.runtime.errors import StoreError
+from prejit.runtime.server.answer_checks import AnswerChecks
 from prejit.runtime.server.loading import BundleSource, EngineOptions, Loading, Wrap
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import BACKLOG, Settings
@@ -69,10 +70,14 @@ def serve(
         if log is not None:
             loading.when_loaded = partial(log.start, models, max_tokens=settings.max_tokens)
         loading.start()
+        checks = AnswerChecks(models, settings.check_seconds)
         # The stack is imported while the bundles are loaded: neither waits for the other.
         from prejit.runtime.server.uvicorn_server import run
 
-        run(models, replace(settings, log=log), listening, loading, telemetry)
+        try:
+            run(models, replace(settings, log=log), listening, loading, telemetry)
+        finally:
+            checks.close()
     if loading.error is not None:
         raise loading.error
     models.close()

@@ -27,6 +27,7 @@ class Settings:
             with status 504 if nothing was sent yet.
         clients: the most requests at once, waiting ones included. More are refused with status 503.
         drain_seconds: how long running requests may go on after a signal to end.
+        check_seconds: how often golden answers are asked for again; None: only after requests have failed.
         keys: who may send requests; None: everybody.
         anybody: what is allowed without keys.
         log: where requests are recorded for `prejit replay`; None: nowhere.
@@ -37,6 +38,7 @@ class Settings:
     timeout_seconds: float = 600.0
     clients: int = 1024
     drain_seconds: float = 30.0
+    check_seconds: float | None = None
     keys: Keys | None = None
     anybody: Key = ANYBODY
     log: Log | None = None

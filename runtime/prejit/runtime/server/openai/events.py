@@ -52,7 +52,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client is gone."""
-        writer = asyncio.ensure_future(self._write(send))
+        writer = asyncio.ensure_future(self._write(send, scope))
         gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait((writer, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -64,7 +64,7 @@ class EventStream(Response):
         if not writer.cancelled():
             writer.result()
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, scope: Scope) -> None:
         async with aclosing(self._events) as events:
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -73,6 +73,8 @@ class EventStream(Response):
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except PrejitError as error:
+                if as_api_error(error).status == 500:  # which the gate does not see
+                    scope["state"]["suspected"].set()
                 last = self._on_error(error)
                 await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
