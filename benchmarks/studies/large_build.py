@@ -24,6 +24,7 @@ from benchmarks.harness.measure import environment, progress
 from benchmarks.harness.models import decoder_manifest
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, save, use_two_cores
+from benchmarks.harness.workload import Sizes
 from benchmarks.harness.workspace import PREJIT_COMMAND, RESULTS, Bench, bench_directory
 
 
@@ -96,7 +97,7 @@ def main() -> None:
     use_two_cores()
     facts = begin(1, model=options.model)
     source = Bench(bench_directory(), 1, False).model(options.model)
-    sizes = {"batch": (1,), "prompt": (32,), "context": (128,)}
+    sizes: Sizes = {"batch": (1,), "prompt": (32,), "context": (128,)}
     text = decoder_manifest("large", str(source), "int8", sizes)
     without = text.replace('"int8"\n', '"int8"\naccuracy = false\n')
     found: dict[str, LargeBuild] = {}
