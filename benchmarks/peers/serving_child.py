@@ -133,7 +133,8 @@ class Http:
 
 
 GREEDY = {"temperature": 0, "top_k": 1, "cache_prompt": False}
-"""Options of requests: greedy for both servers. The last one is llama.cpp's; prejit's server ignores it."""
+"""Options of requests: greedy for both servers. The last one is llama.cpp's; prejit's server
+ignores it by an option."""
 
 
 def counted(found: list[tuple[float, bytes]], tokens: int) -> Tokens:

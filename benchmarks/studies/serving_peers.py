@@ -222,6 +222,7 @@ def prejit_serve(prepared: Prepared) -> Cells:
         str(port),
         "--prefix-memory",
         "0",  # nothing is kept, as by the others
+        "--ignore-unknown-fields",  # one of llama.cpp's
     )
     with running((*command, "--on-mismatch", "error"), port, is_ready) as process:
         return child(sys.executable, "http", f"{port}:{process}", prepared)
