@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prejit.runtime.server.keys import ANYBODY, Key
+from prejit.runtime.server.keys import ANYBODY, ApiKey
 
 if TYPE_CHECKING:
     from prejit.runtime.server.keys import Keys
@@ -40,5 +40,5 @@ class Settings:
     drain_seconds: float = 30.0
     check_seconds: float | None = None
     keys: Keys | None = None
-    anybody: Key = ANYBODY
+    anybody: ApiKey = ANYBODY
     log: Log | None = None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prejit.runtime.engine.queue import Limits
     from prejit.runtime.engine.stream import Stream
     from prejit.runtime.generation.options import TokenMask
-    from prejit.runtime.server.keys import Key
+    from prejit.runtime.server.keys import ApiKey
 
 Reason = Literal["stop", "length"]
 """Why a text ended, as OpenAI's API has it."""
@@ -136,7 +136,7 @@ def text_call(
     Raises:
         ApiError: the key may not have its priority, or has no tokens left.
     """
-    key: Key = request.state.key
+    key: ApiKey = request.state.key
     allowed.check_tokens(key)
     return TextCall(
         engine=served.engine,

@@ -17,7 +17,7 @@ from prejit.runtime.errors import NumbersError
 from prejit.runtime.server.allowed import check_tokens
 from prejit.runtime.server.disconnect import unless_gone
 from prejit.runtime.server.errors import ApiError
-from prejit.runtime.server.keys import Key
+from prejit.runtime.server.keys import ApiKey
 from prejit.runtime.server.openai.bodies import (
     RequestFields,
     ResponseFields,
@@ -82,7 +82,7 @@ async def embed(models: Models, settings: Settings, request: Request) -> Respons
     served = served_model(models, body.model)
     _check_dimensions(body, served)
     inputs = _inputs(body)
-    key: Key = request.state.key
+    key: ApiKey = request.state.key
     check_tokens(key)
     submit = partial(
         served.engine.submit_encode,
