@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from prejit.runtime.engine.queue import NO_LIMITS
 from prejit.runtime.errors import NumbersError, QueueFullError
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.server.openai.calls import TextCall, pieces
@@ -50,7 +51,7 @@ class Engine:
 
 def call(engine: Any, choices: int) -> TextCall:
     options = {"seed": 2**64 - 1}
-    return TextCall(engine, [1], options, choices, None, 0, "", None)
+    return TextCall(engine, [1], options, choices, None, 0, "", NO_LIMITS, None, "")
 
 
 async def take(calls: list[TextCall], count: int) -> list[tuple[int, str]]:
