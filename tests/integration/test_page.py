@@ -18,7 +18,7 @@ from prejit.compiler import Program, build
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.generation.batch import Batch
-from prejit.runtime.server.keys import Keys
+from prejit.runtime.server.keys import read_keys
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
@@ -331,8 +331,9 @@ return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
 """The ratio of WCAG 2 between the colour of a text and its ground."""
 
 
-def test_a_server_with_keys_gets_one(shared: Browser, models: Models) -> None:
-    with running(models, Settings(keys=Keys({"ann": "opensesame"}))) as found:
+def test_a_server_with_keys_gets_one(shared: Browser, models: Models, tmp_path: Path) -> None:
+    (tmp_path / "keys.txt").write_text("ann: opensesame\n")
+    with running(models, Settings(keys=read_keys(tmp_path / "keys.txt"))) as found:
         shared.open(found.url)
         shared.wait(lambda: shared.visible("#chat"), "the page")
         shared.type("#chat-input", "ab")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from prejit.runtime.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from prejit.runtime.server.keys import Key
+    from prejit.runtime.server.keys import ApiKey
 
 
-def priority(key: Key, given: int | None) -> int:
+def priority(key: ApiKey, given: int | None) -> int:
     """Return the priority of a request: what it gives, else the one of the key's range that is nearest to 0.
 
     Raises:
@@ -30,7 +30,7 @@ def priority(key: Key, given: int | None) -> int:
     )
 
 
-def check_tokens(key: Key) -> None:
+def check_tokens(key: ApiKey) -> None:
     """Check that a key has tokens left.
 
     Raises:

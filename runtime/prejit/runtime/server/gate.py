@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from prejit.runtime.server.keys import Key
+    from prejit.runtime.server.keys import ApiKey
 
 ABORT = "prejit.abort"
 """Extension of a scope: a function that cuts the connection, unsent bytes included (connections.py)."""
@@ -147,6 +147,7 @@ class _Request:
             **scope.get("state", {}),
             "id": self.id,
             "key": settings.anybody,
+            "client": settings.anybody.name,
             "suspected": models.suspected,
         }
         scope["state"] = self._state
@@ -166,9 +167,9 @@ class _Request:
         value: bytes = self.headers.get(name, b"")
         return value
 
-    def set_key(self, key: Key) -> None:
+    def set_key(self, key: ApiKey) -> None:
         """Give the request its key."""
-        self._state["key"] = key
+        self._state |= {"key": key, "client": key.name}
 
     def too_large(self, found: int) -> ApiError:
         """Return the error for a body of so many bytes."""
@@ -225,6 +226,6 @@ class _Request:
     def finish(self) -> None:
         """Write the record of the request."""
         if self._log is not None and self._entry is not None:
-            self._entry.client = self._state["key"].name
+            self._entry.client = self._state["client"]
             self._entry.failed = self.failed
             self._log.end(self._entry)

@@ -69,7 +69,7 @@ class TokenMeter:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ApiKey:
     """Who sends a request, and what is allowed.
 
     Attributes:
@@ -85,7 +85,7 @@ class Key:
     meter: TokenMeter | None = None
 
 
-ANYBODY = Key()
+ANYBODY = ApiKey()
 
 
 @final
@@ -100,14 +100,14 @@ class Keys:
         self._path = Path(path)
         self._said = ""
         self._meters: dict[str, TokenMeter] = {}
-        self._keys: list[tuple[Key, bytes]] = []
+        self._keys: list[tuple[ApiKey, bytes]] = []
         self._stamp = self._read()
         self._next_look = time.monotonic() + _LOOK_SECONDS
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def find(self, authorization: str) -> Key | None:
+    def find(self, authorization: str) -> ApiKey | None:
         """Return the key in the value of an Authorization header; None: it is unknown.
 
         Every key is compared, and in constant time, so that the time says nothing about the keys.
@@ -188,9 +188,9 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 def _parse(
     content: bytes, path: str, meter: Callable[[str, int], TokenMeter]
-) -> list[tuple[Key, bytes]]:
+) -> list[tuple[ApiKey, bytes]]:
     """Return the keys of a file with the digests of their secrets. Raises as `read_keys`."""
-    found: list[tuple[Key, bytes]] = []
+    found: list[tuple[ApiKey, bytes]] = []
     seen: set[str | bytes] = set()
     for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), 1):
         text, place = line.strip(), f"{path}: line {number}"
@@ -216,7 +216,7 @@ def _parse(
 
 def _limited(
     name: str, words: list[str], place: str, meter: Callable[[str, int], TokenMeter]
-) -> Key:
+) -> ApiKey:
     """Return a key with the limits of its line.
 
     Raises:
@@ -241,7 +241,7 @@ def _limited(
     limits = Limits(
         counts.get("waiting"), counts.get("running"), None if own is None else own.spend
     )
-    return Key(name, limits, priorities, own)
+    return ApiKey(name, limits, priorities, own)
 
 
 def _priorities(value: str, place: str) -> tuple[int, int]:

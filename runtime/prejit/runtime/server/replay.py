@@ -15,7 +15,7 @@ import msgspec
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.loader import load
 from prejit.runtime.server.app import make_app
-from prejit.runtime.server.keys import Key
+from prejit.runtime.server.keys import ApiKey
 from prejit.runtime.server.requestlog import Entry, RecordedCall, RecordedEngine, current
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
@@ -181,7 +181,7 @@ async def _run(
         max_tokens=max_tokens,
         timeout_seconds=float(_UNLIMITED),
         clients=_UNLIMITED,
-        anybody=Key(priorities=(-_UNLIMITED, _UNLIMITED)),  # what was recorded was allowed
+        anybody=ApiKey(priorities=(-_UNLIMITED, _UNLIMITED)),  # what was recorded was allowed
         log=captured,
     )
     app = make_app(models, settings)

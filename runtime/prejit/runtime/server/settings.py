@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prejit.runtime.server.keys import ANYBODY, Key
+from prejit.runtime.server.keys import ANYBODY, ApiKey
 
 if TYPE_CHECKING:
     from prejit.runtime.server.keys import Keys
@@ -45,7 +45,7 @@ class Settings:
     check_seconds: float | None = None
     keys: Keys | None = None
     ignore_unknown_fields: bool = False
-    anybody: Key = ANYBODY
+    anybody: ApiKey = ANYBODY
     log: Log | None = None
     cors: tuple[str, ...] = ()
     origins: Origins | None = None

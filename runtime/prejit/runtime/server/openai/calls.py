@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prejit.runtime.engine.queue import Limits
     from prejit.runtime.engine.stream import Stream
     from prejit.runtime.generation.options import TokenMask
-    from prejit.runtime.server.keys import Key
+    from prejit.runtime.server.keys import ApiKey
 
 Pieces = AsyncGenerator[tuple[int, Piece], None]
 """Pieces of several texts, each with the number of its text."""
@@ -143,7 +143,7 @@ def text_call(
         ApiError: the key may not have its priority, or has no tokens left.
         ApiError, UsageError, ContextError: the limits cannot be kept, or the prompt is certainly too long.
     """
-    key: Key = request.state.key
+    key: ApiKey = request.state.key
     allowed.check_tokens(key)
     most = options["max_new_tokens"]
     if most is not None and (body.min_tokens or 0) > most:

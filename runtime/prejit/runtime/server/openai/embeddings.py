@@ -15,7 +15,7 @@ from prejit.runtime.errors import NumbersError
 from prejit.runtime.server.allowed import check_tokens
 from prejit.runtime.server.disconnect import unless_gone
 from prejit.runtime.server.errors import ApiError
-from prejit.runtime.server.keys import Key
+from prejit.runtime.server.keys import ApiKey
 from prejit.runtime.server.openai.bodies import (
     ResponseFields,
     Unused,
@@ -120,7 +120,7 @@ async def encoded(
         UsageError, ContextError, QueueFullError, ClosedError, DeadlineError: as `Engine.encode`.
     """
     check_only(body, {"truncate_prompt_tokens": -1})
-    key: Key = request.state.key
+    key: ApiKey = request.state.key
     check_tokens(key)
     is_cut = body.truncate_prompt_tokens is not None
     characters = sum(len(each) for each in inputs)
