@@ -116,7 +116,7 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
     """Return a manifest as tomllib returns one."""
     programs = []
     for program in manifest.programs:
-        table = {
+        table: dict[str, Any] = {
             "name": program.name,
             "function": program.fn if isinstance(program.fn, str) else _CALLABLE,
             "args": _CALLABLE if callable(program.args) else _shapes(program.args),
@@ -136,7 +136,7 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
         if isinstance(program.params, str):
             table["params"] = program.params
         programs.append(table)
-    data = {
+    data: dict[str, Any] = {
         "bundle": asdict(manifest.bundle),
         "model": None if manifest.model is None else _model_data(manifest.model),
         **{

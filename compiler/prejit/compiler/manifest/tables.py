@@ -186,7 +186,8 @@ def _ascending(sizes: Any) -> Any:
 def _at(value: Any, path: KeyPath) -> tuple[int, Any]:
     """Return how much of a path leads to a value, and the value: pydantic adds the branch of a union."""
     for depth, key in enumerate(path):
-        if not isinstance(value, dict) and not (isinstance(value, list) and isinstance(key, int)):
+        kind: type[Any] = list if isinstance(key, int) else dict
+        if not isinstance(value, kind):
             return depth, value
         value = value[key]
     return len(path), value
