@@ -40,7 +40,7 @@ _HOMES = {
         *("BundleTable", "Encode", "Generate", "Library", "Manifest", "Model", "Program"),
     ),
     "prejit.compiler.manifest.reading": ("read_manifest",),
-    "prejit.compiler.pipeline.plan": ("PlannedExecutable",),
+    "prejit.compiler.pipeline.reuse": ("PlannedExecutable",),
     "prejit.compiler.pipeline.built": ("Built",),
     "prejit.compiler.targets.target_table": ("GpuTable", "TargetTable"),
     "prejit.runtime.errors": ("BuildError", "CheckpointError", "ManifestError", "NetworkError"),
