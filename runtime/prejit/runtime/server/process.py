@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import os
 import resource
@@ -57,6 +58,8 @@ def serve(
     """
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, _end_early)
+    if sys.stderr is not None:  # a daemon may have closed it
+        faulthandler.enable()  # native code that crashes shows where each thread was
     gc.disable()  # imports and loads make many objects and no garbage
     use_few_arenas()
     _allow_many_connections()
