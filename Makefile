@@ -30,7 +30,7 @@ TESTS ?= tests
 # What the newer interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo graphs artifacts test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos soak hostile-clients docs clean
+.PHONY: help demo graphs artifacts test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos evaluation soak hostile-clients docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -117,8 +117,8 @@ test-ray: $(READY) ## the tests on a Ray cluster of this machine (installs Ray, 
 hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls, and 600 of requests; writes its figures
 	PREJIT_TEST_ALL=1 PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_hostile.py tests/integration/test_invariance.py
 
-damage: $(READY) ## 10,000 damaged bundles, 200 of them by the command line (6 minutes); writes its figures
-	PREJIT_DAMAGE_EXAMPLES=10000 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_damage.py
+damage: $(READY) ## 20,000 changes of any file of a signed bundle, 200 by the command line (25 minutes); writes its figures
+	PREJIT_DAMAGE_EXAMPLES=20000 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_damage.py
 
 fuzz: $(READY) ## 100,000 hostile bundles through the checks, 2,000 through loads, and atheris at the parsers (2 hours)
 	PREJIT_FUZZ_EXAMPLES=100000 $(BIN)/python -m tests.campaigns.fuzz
@@ -128,6 +128,11 @@ fuzz: $(READY) ## 100,000 hostile bundles through the checks, 2,000 through load
 
 chaos: $(READY) ## commands that break at every call on their files, and races of processes (3 hours); writes its figures
 	PREJIT_CHAOS_EXAMPLES=100000 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_chaos.py tests/campaigns/test_races.py
+
+evaluation: $(READY) ## lm-evaluation-harness against a server and beside torch (installs both, 1 GB; 5 minutes)
+	test -d $(PREJIT_TEST_ENVIRONMENTS)/evaluation || $(PYTHON) -m venv $(PREJIT_TEST_ENVIRONMENTS)/evaluation
+	$(PREJIT_TEST_ENVIRONMENTS)/evaluation/bin/python -m pip install --quiet torch==2.13.0 transformers accelerate 'lm_eval[api]==0.4.13'
+	$(BIN)/python -m tests.campaigns.evaluation $(PREJIT_TEST_ENVIRONMENTS)/evaluation/bin/python
 
 soak: $(READY) ## a server under mixed load for 8 minutes, then its log again (13 minutes); writes its figures
 	PREJIT_SOAK_SECONDS=480 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_serving.py

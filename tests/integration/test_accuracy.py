@@ -139,3 +139,6 @@ def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> 
     assert told["accuracy"]["text"] == "random"
     assert 990_000 < told["accuracy"]["cosine_millionths"] < 1_000_000
     assert "least cosine of embeddings" in run("inspect", tmp_path / "bert").stdout
+    manifest.write_text(manifest.read_text().replace('"int8"', '"int8"\naccuracy = false'))
+    (told,) = json.loads(run("build", manifest, "-o", tmp_path, "--json", quick=True).stdout)
+    assert told["accuracy"] is None

@@ -355,7 +355,7 @@ def test_a_page_that_is_open_before_the_bundles_are_loaded_finds_them(
         shared.open(found.url)
         shared.wait(lambda: shared.text("#state") == "loading", "the state")
         later.add(*models)
-        later.state = "ready"
+        later.change("loading", "ready")
         shared.wait(lambda: shared.visible("#chat"), "the form")
         assert shared.text("#state") == "ready"
         shared.open("about:blank")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -12,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +30,15 @@ INFER = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 16], "data": 
 class Process:
     """A server as a process of its own."""
 
-    def __init__(self, *arguments: str | Path, **environment: str) -> None:
+    def __init__(
+        self, *arguments: str | Path, stdin: int = subprocess.DEVNULL, **environment: str
+    ) -> None:
         self.port = free_port()
         command = [sys.executable, "-m", "prejit.runtime", "serve", *map(str, arguments)]
         self.process = subprocess.Popen(
             [*command, "--port", str(self.port)],
             env={**os.environ, **environment},
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -94,8 +100,8 @@ def serve() -> Iterator[Serve]:
     """Starts a server; it ends with the test."""
     begun: list[Process] = []
 
-    def start(*arguments: str | Path, **environment: str) -> Process:
-        begun.append(Process(*arguments, **environment))
+    def start(*arguments: str | Path, **options: Any) -> Process:
+        begun.append(Process(*arguments, **options))
         return begun[-1]
 
     yield start
@@ -176,19 +182,125 @@ def test_a_signal_while_it_loads_ends_it(
     assert server.end(number) == 0
 
 
-def test_a_drained_server_refuses_and_stays(serve: Serve, bundle_dir: Path) -> None:
-    server = serve(bundle_dir).wait_until_ready()
-    assert httpx.post(f"{server.url}/drain", timeout=60).json() == {
-        "state": "draining",
-        "idle": True,
-    }
-    assert httpx.get(f"{server.url}/health/ready", timeout=60).status_code == 503
-    assert httpx.get(f"{server.url}/health/live", timeout=60).status_code == 200
-    refused = httpx.post(f"{server.url}/v2/models/score/infer", json=INFER, timeout=60)
-    assert refused.status_code == 503
-    assert refused.headers["retry-after"]
-    assert server.process.poll() is None
+def over(socket_path: Path) -> httpx.Client:
+    """A client of a Unix socket."""
+    transport = httpx.HTTPTransport(uds=str(socket_path))
+    return httpx.Client(transport=transport, base_url="http://admin", timeout=60)
+
+
+def test_a_drained_server_refuses_and_stays_until_it_is_undone(
+    serve: Serve, bundle_dir: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "admin"
+    with socket.socket(socket.AF_UNIX) as left_behind:  # as by a server that was killed
+        left_behind.bind(str(path))
+    server = serve(bundle_dir, "--admin", path).wait_until_ready()
+    infer = f"{server.url}/v2/models/score/infer"
+    assert f"admin: {path}\n" in server.said
+    assert path.stat().st_mode & 0o777 == 0o600
+    with over(path) as admin, httpx.Client(timeout=60) as client:
+        assert admin.post("/drain").json() == {"state": "draining", "idle": True}
+        assert client.get(f"{server.url}/health/live").json() == {"state": "draining"}
+        for url in ("/health/ready", "/health", "/v2/health/ready"):
+            refused = client.get(server.url + url)
+            assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+        refused = client.post(infer, json=INFER)
+        assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+        assert refused.headers["retry-after"]
+        assert admin.post("/undrain").json() == {"state": "ready"}
+        assert client.post(infer, json=INFER).status_code == 200
+        assert admin.get("/drain").status_code == 405
+        assert admin.get("/metrics").status_code == 404
+    assert httpx.post(f"{server.url}/drain", timeout=60).status_code == 404  # it is not the users'
     assert server.end() == 0
+    assert not path.exists()
+
+
+def test_a_server_that_ends_cannot_be_undrained(
+    serve: Serve, text_dir: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "admin"
+    server = serve(text_dir, "--slots", "1", "--admin", path).wait_until_ready()
+    connections = begin_many(server, 60)
+    with over(path) as admin:
+        waits = admin.build_request("POST", "/undrain")
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_until_said("finishing what runs")
+        with contextlib.suppress(httpx.TransportError):  # all were finished already
+            assert admin.send(waits).status_code == 409
+    assert statuses_of(connections) == [200] * 60
+    assert server.wait() == 0
+
+
+def test_the_admin_address_answers_no_foreign_page(serve: Serve, bundle_dir: Path) -> None:
+    port = free_port()
+    server = serve(bundle_dir, "--admin", f"127.0.0.1:{port}").wait_until_ready()
+    url = f"http://127.0.0.1:{port}/drain"
+    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+        assert httpx.post(url, headers=headers, timeout=60).status_code == 403
+    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+    assert httpx.post(url, timeout=60).status_code == 200
+    assert server.end() == 0
+
+
+def test_a_web_page_uses_a_server_without_keys_only_where_it_may(
+    serve: Serve, bundle_dir: Path
+) -> None:
+    server = serve(bundle_dir, "--cors", "https://app.example").wait_until_ready()
+    infer = f"{server.url}/v2/models/score/infer"
+    evil = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
+    refused = httpx.post(infer, json=INFER, headers=evil, timeout=60)
+    assert refused.status_code == 403
+    assert "Origin: expected" in refused.json()["error"]
+    assert httpx.get(server.url, headers={"Host": "evil.example"}, timeout=60).status_code == 403
+    page = {"Origin": "https://app.example"}
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
+    allowed = httpx.options(infer, headers={**page, **asked}, timeout=60)
+    assert allowed.status_code == 200
+    for found in (
+        allowed,
+        httpx.post(infer, json=INFER, headers=page, timeout=60),
+        httpx.post(infer, json={}, headers=page, timeout=60),
+    ):
+        assert found.headers["access-control-allow-origin"] == "https://app.example"
+    assert httpx.options(infer, headers={**evil, **asked}, timeout=60).status_code == 400
+    assert server.end() == 0
+
+
+def test_the_version_is_that_of_the_package(serve: Serve, bundle_dir: Path) -> None:
+    server = serve(bundle_dir).wait_until_ready()
+    found = httpx.get(f"{server.url}/version", timeout=60)
+    assert found.json() == {"version": metadata.version("prejit")}
+    assert httpx.get(f"{server.url}/health", timeout=60).json()["state"] == "ready"
+    assert server.end() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_opens_the_log_again_and_ends_nothing(
+    number: int, serve: Serve, bundle_dir: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    server = serve(bundle_dir, "--log", log).wait_until_ready()
+    log.rename(tmp_path / "log.1")
+    server.process.send_signal(number)
+    until = time.monotonic() + 60
+    while not log.exists():
+        assert server.process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert httpx.post(f"{server.url}/v2/models/score/infer", json=INFER, timeout=60).is_success
+    assert server.end() == 0
+    events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
+    assert events == ["start", "request"]
+
+
+def test_a_server_whose_terminal_is_closed_ends_in_order(serve: Serve, bundle_dir: Path) -> None:
+    person, terminal = pty.openpty()
+    server = serve(bundle_dir, stdin=terminal).wait_until_ready()
+    os.close(terminal)
+    os.close(person)
+    assert server.end(signal.SIGHUP) == 0
+    assert "SIGHUP: finishing what runs" in server.said
 
 
 def test_two_bundles_have_two_names(
@@ -214,6 +326,10 @@ def test_two_bundles_have_two_names(
         (("{bundle}", "--log", "{missing}/log"), 6, "cannot write the log"),
         (("{bundle}", "--host", "192.0.2.1"), 6, "cannot listen"),
         (("{bundle}", "--slots", "0"), 2, "expected 1 or more"),
+        (("{bundle}", "--admin", "{missing}/admin"), 6, "cannot listen"),
+        (("{bundle}", "--admin", "{bundle}"), 6, "give another --admin"),
+        (("{bundle}", "--admin", "localhost"), 2, "expected the path of a socket"),
+        (("{bundle}", "--cors", "app.example"), 2, "expected an origin"),
     ],
 )
 def test_a_server_that_cannot_serve_says_why_and_ends(
@@ -314,7 +430,7 @@ def begin_many(server: Process, count: int) -> list[socket.socket]:
     connections = []
     for seed in range(count):
         body = json.dumps({**COMPLETION, "seed": seed, "temperature": 1.0})
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         connections.append(socket.create_connection(("127.0.0.1", server.port), timeout=100))
         connections[-1].sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
     assert httpx.get(f"{server.url}/metrics", timeout=60).status_code == 200
@@ -365,12 +481,23 @@ def test_what_is_left_after_the_time_fails_and_the_server_ends(
     assert server.wait() == 0
 
 
+@pytest.mark.parametrize(("options", "status"), [([], 400), (["--ignore-unknown-fields"], 200)])
+def test_unknown_fields_are_refused_unless_an_option_says_otherwise(
+    options: list[str], status: int, serve: Serve, text_dir: Path
+) -> None:
+    server = serve(text_dir, *options).wait_until_ready()
+    body = {"prompt": [1, 2], "max_tokens": 1, "max_tokenz": 2}
+    found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert found.status_code == status, found.text
+    assert ("did you mean 'max_tokens'" in found.text) == (status == 400)
+
+
 def test_a_second_signal_ends_at_once(serve: Serve, text_dir: Path) -> None:
     server = serve(text_dir, "--slots", "1").wait_until_ready()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         # A request whose body never comes keeps the server from ending by itself.
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
         )
         time.sleep(0.1)
         server.process.send_signal(signal.SIGTERM)

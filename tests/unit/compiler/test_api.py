@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from prejit.compiler import Built, Generate, Manifest, Mesh, Model, Program, Tar
 from prejit.compiler.api import build_all
 from prejit.compiler.pipeline.built import Failed
 from prejit.runtime import load
-from prejit.runtime.errors import ManifestError, StoreError, UsageError
+from prejit.runtime.errors import BuildError, ManifestError, StoreError, UsageError
 
 
 def score(params: Any, x: Any) -> Any:
@@ -242,6 +243,25 @@ def keyed(x: Any, *, y: Any, mode: str = "sum") -> Any:
     return x + y if mode == "sum" else x - y
 
 
+def leaves(tree: Any) -> Any:
+    return jax.tree.leaves(tree)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Scaled:
+    """A module as those of equinox: a pytree that can be called."""
+
+    factor: Any
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.factor
+
+
+def applied(model: Scaled, x: Any) -> Any:
+    return model(x)
+
+
 def placed(a: Any, /, *, b: Any) -> Any:
     return a + b
 
@@ -276,6 +296,56 @@ def test_an_example_call_with_mistakes_is_an_error(
     with pytest.raises(ManifestError) as caught:
         prejit.compiler.program(function, **arguments)
     assert problem in str(caught.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A static argument that no bundle can hold."""
+
+    factor: int = 2
+
+
+@pytest.mark.parametrize(
+    "value", [Settings(), 2.5, None, (1, 2), nnx.graphdef(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))]
+)
+def test_a_static_argument_that_no_bundle_can_hold_is_an_error(value: Any) -> None:
+    jitted = jax.jit(keyed, static_argnames="mode")
+    expected = "'mode': expected a text, an integer or a boolean, found"
+    with pytest.raises(ManifestError, match=f"{expected} {type(value).__name__}") as caught:
+        prejit.compiler.program(jitted, "float32[3]", y="float32[3]", mode=value)
+    assert "functools.partial" in str(caught.value.hint)
+    args = {"x": "float32[3]", "y": "float32[3]"}
+    by_hand = prejit.compiler.Program("keyed", fn=keyed, args=args, static={"mode": (value,)})
+    with pytest.raises(ManifestError, match="expected a text, an integer or a boolean"):
+        prejit.compiler.build(by_hand)
+
+
+@pytest.mark.parametrize("key", [1.5, (1, 2), b"a", None])
+def test_a_key_of_a_dict_that_no_bundle_can_hold_is_an_error(
+    key: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    one = prejit.compiler.program(leaves, {"a": {key: "float32[2]"}})
+    with pytest.raises(BuildError, match=r"keys are texts or integers, found the key") as caught:
+        prejit.compiler.build(one, tmp_path, **options)
+    assert repr(key) in str(caught.value)
+
+
+def test_a_module_that_can_be_called_is_an_argument_like_any_pytree(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    model, x = Scaled(jax.numpy.full(3, 2.0)), np.ones(3, np.float32)
+    built = prejit.compiler.build(prejit.compiler.program(applied, model, x), tmp_path, **options)
+    found = load(built.path, on_mismatch="error").call("applied", model, x)
+    np.testing.assert_allclose(found, np.full(3, 2.0))
+
+
+def test_an_array_of_too_many_dimensions_is_an_error_before_anything_compiles(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    shape = jax.ShapeDtypeStruct((1,) * 65, np.float32)
+    with pytest.raises(BuildError, match="expected at most 64 dimensions, found 65"):
+        prejit.compiler.build(prejit.compiler.program(leaves, shape), tmp_path, **options)
+    assert not (tmp_path / "leaves").exists()
 
 
 def test_a_call_that_no_manifest_can_say_is_an_error() -> None:

@@ -30,6 +30,7 @@ from prejit.runtime.errors import CheckpointError
 if TYPE_CHECKING:
     from prejit.compiler.models.layers.config import Naming
     from prejit.compiler.models.parameters import Parameter
+    from prejit.compiler.models.precision import Rows
 
 _SINGLE = ("model.safetensors", "flax_model.safetensors", "flax_model.msgpack")
 _INDEX = "model.safetensors.index.json"
@@ -38,12 +39,19 @@ _FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat
 _FLAX_ENDS = {".kernel": ".weight", ".scale": ".weight", ".embedding": ".weight"}
 _TENSORFLOW_ENDS = {".gamma": ".weight", ".beta": ".bias"}
 """Names of norms in files that were converted from TensorFlow: bert-base-uncased."""
+_PICKLE = "a pickle can run code when it is read: convert it with transformers' save_pretrained"
+_OTHER_FORMATS = {
+    ".gguf": "a GGUF file is made from a checkpoint, for llama.cpp: give the directory of that checkpoint, "
+    "with config.json and model.safetensors",
+    **dict.fromkeys((".bin", ".pt", ".pth"), _PICKLE),
+}
+"""The hint for each kind of file, by its suffix, that holds weights and is not read."""
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
 class _Source:
-    """The source of a parameter.
+    """The source of a parameter, whose rows are read when they are used (see `precision.Rows`).
 
     Attributes:
         published: its name in the file.
@@ -60,10 +68,23 @@ class _Source:
         """The shape of the parameter."""
         return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
 
+    def __getitem__(self, part: slice) -> np.ndarray[Any, Any]:
+        return self._checked(
+            self.tensor.read().T[part] if self.transposed else self.tensor.read(part)
+        )
+
     def read(self) -> np.ndarray[Any, Any]:
         values = self.tensor.read()
+        return self._checked(values.T if self.transposed else values)
+
+    def _checked(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return values as C-contiguous float32.
+
+        Raises:
+            CheckpointError: some are NaN or infinite.
+        """
         with np.errstate(over="ignore"):  # values beyond float32 are refused below
-            values = np.ascontiguousarray(values.T if self.transposed else values, np.float32)
+            values = np.ascontiguousarray(values, np.float32)
         # A sum is not finite if a value is not. It costs half as much as isfinite and makes no array. The sum
         # of large values may also overflow, so the values decide.
         with np.errstate(over="ignore", invalid="ignore"):
@@ -134,6 +155,10 @@ class Checkpoint:
         """
         return self._sources[name].read()
 
+    def rows(self, name: str) -> Rows:
+        """Return a parameter as `read` does, but its slices are read when they are used."""
+        return self._sources[name]
+
     @cached_property
     def _sources(self) -> dict[str, _Source]:
         from prejit.compiler.models import config_file, registry
@@ -166,7 +191,7 @@ class Checkpoint:
         if problems:
             raise CheckpointError(
                 f"{self.directory}: the tensors do not fit config.json: {'; '.join(problems)}",
-                hint="config.json and the weights must come from the same model",
+                hint=_hint(published.values(), complete=parameters.keys() <= found.keys()),
             )
         return dict(sorted(found.items()))
 
@@ -184,9 +209,10 @@ def open_checkpoint(directory: Path, *, out_in: bool = False) -> Checkpoint:
     """
     config = directory / "config.json"
     if not config.is_file():
+        others, hint = _other_formats(directory)
         raise CheckpointError(
-            f"{config}: expected a file, found none",
-            hint="expected a directory in the Hugging Face layout, with config.json in it",
+            f"{config}: expected a file, found {others}",
+            hint=hint or "expected a directory in the Hugging Face layout, with config.json in it",
         )
     index = directory / _INDEX
     if not (directory / _SINGLE[0]).is_file() and index.is_file():
@@ -194,13 +220,10 @@ def open_checkpoint(directory: Path, *, out_in: bool = False) -> Checkpoint:
     for name in _SINGLE:
         if (directory / name).is_file():
             return Checkpoint(directory, (config, directory / name), out_in=out_in)
-    pickled = sorted(path.name for path in directory.glob("*.bin"))
+    others, hint = _other_formats(directory)
     raise CheckpointError(
-        f"{directory}: expected weights in one of {', '.join((*_SINGLE, _INDEX))}, found "
-        f"{', '.join(pickled) or 'none'}",
-        hint="a pickle can run code when it is read: convert it with transformers' save_pretrained"
-        if pickled
-        else None,
+        f"{directory}: expected weights in one of {', '.join((*_SINGLE, _INDEX))}, found {others}",
+        hint=hint,
     )
 
 
@@ -344,6 +367,23 @@ def _misfits(found: Mapping[str, _Source], parameters: Mapping[str, Parameter]) 
     ]
     if wrong:
         yield f"of the wrong shape {_listed(wrong)}"
+
+
+def _hint(published: Iterable[Tensor], *, complete: bool) -> str:
+    """Return what to do about tensors that do not fit. `complete`: every parameter has one."""
+    from prejit.compiler.models.layers.config import BRING_YOUR_OWN
+
+    if any(tensor.dtype not in _FLOATS for tensor in published):
+        return "take the checkpoint in float32, bfloat16 or float16: this one is quantized"
+    if complete:
+        return f"the model may have a part that prejit does not build: {BRING_YOUR_OWN}"
+    return "config.json and the weights must come from the same model"
+
+
+def _other_formats(directory: Path) -> tuple[str, str | None]:
+    """Return the names of files with weights that are not read, and the hint for one of them."""
+    names = sorted(path.name for path in directory.glob("*") if path.suffix in _OTHER_FORMATS)
+    return _listed(names) or "none", _OTHER_FORMATS[Path(names[0]).suffix] if names else None
 
 
 def _listed(items: list[str]) -> str:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401 (safetensors slices bfloat16 tensors only where numpy knows the dtype)
 import numpy as np
 
 from prejit.runtime.errors import CheckpointError
@@ -28,13 +29,14 @@ class Tensor:
         path: the file.
         shape: the stored shape.
         dtype: the format's name for it.
-        read: returns the values: a new array each time, or a view of memory that stays allocated.
+        read: returns the values, or those of a slice of the first axis: a new array each time, or a view of
+            memory that stays allocated.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
-    read: Callable[[], Values]
+    read: Callable[..., Values]
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
@@ -70,10 +72,12 @@ def read_parameters(path: Path) -> dict[str, Values]:
 def _safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
 
-    def read(name: str) -> Values:
+    def read(name: str, part: slice | None = None) -> Values:
         try:
             with safe_open(path, "np") as file:
-                values: Values = file.get_tensor(name)
+                values: Values = (
+                    file.get_tensor(name) if part is None else file.get_slice(name)[part]
+                )
         except (OSError, SafetensorError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from error
         return values
@@ -110,9 +114,14 @@ def _msgpack(path: Path) -> dict[str, Tensor]:
             f"{path}: damaged or cut off: {type(error).__name__}: {error}",
             hint="fetch the checkpoint again",
         ) from error
+
+    def part_of(leaf: Values, part: slice | None = None) -> Values:
+        return leaf if part is None else leaf[part]
+
+    arrays = {name: np.asarray(leaf) for name, leaf in leaves.items()}
     return {
-        name: Tensor(path, np.shape(leaf), str(np.asarray(leaf).dtype), partial(np.asarray, leaf))
-        for name, leaf in leaves.items()
+        name: Tensor(path, leaf.shape, str(leaf.dtype), partial(part_of, leaf))
+        for name, leaf in arrays.items()
     }
 
 

@@ -184,6 +184,11 @@ def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
         )
     if isinstance(text, str) and not os.path.isfile(directory / text):
         yield ("model", "evaluation"), no_such_path("file", text, directory)
+    if text is not None and model.get("accuracy") is False:
+        yield (
+            ("model", "evaluation"),
+            "expected none beside accuracy = false, which measures nothing",
+        )
     for index, problem in _reads_problems(model.get("reads"), directory):
         yield ("model", "reads", index), problem
     if model.get("reads") and "module" not in model:
@@ -359,7 +364,7 @@ def _static_problems(static: Any, args: Any) -> Problems:
             yield ("static", name), f"expected the name of an argument; found {shown(name)}"
         if isinstance(args, dict) and name in args:
             yield ("static", name), f"expected a name that args has not; found {shown(name)}"
-        if isinstance(values, list) and len({(type(each), each) for each in values}) < len(values):
+        if isinstance(values, list) and len({*map(repr, values)}) < len(values):
             yield ("static", name), f"expected {STATIC}; found {shown(values)}"
         if values == []:
             yield ("static", name), f"expected {STATIC}; found []"

@@ -39,6 +39,7 @@ _EXPECTED = {
     "model.reads": READS,
     "model.reads[]": "a path or a glob pattern",
     "model.dtype": " or ".join(", ".join(f'"{name}"' for name in DTYPES).rsplit(", ", 1)),
+    "model.accuracy": "true or false",
     "model.evaluation": "the path of a text file",
     "generate.cache_dtype": '"float32" or "bfloat16"',
     "generate": "a [generate] table with batch, prompt and context",

@@ -2,7 +2,7 @@
 
     [bundle]      BundleTable        name, license
     [model]       Model              source, or module, params and reads; dtype,
-                                     evaluation; it needs one of the next two
+                                     accuracy, evaluation; it needs one of the next two
     [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source
     [encode]      Encode             shapes
     [mesh]        Mesh               data, tensor: several devices run one program
@@ -70,8 +70,9 @@ class Model:
             directory, relative to the manifest, or in Python a pytree of arrays.
         dtype: dtype in which the matrices are stored. All arithmetic is float32; a decoder of the user gets
             its matrices in float32 and computes as it was written.
-        evaluation: path of a text, relative to the manifest. The build measures on its last tokens what
-            the dtypes cost in accuracy; without it, on text that a decoder writes itself or on random tokens.
+        accuracy: whether the build measures what the dtypes cost in accuracy.
+        evaluation: path of a text, relative to the manifest, on whose last tokens accuracy is measured;
+            without it, on random tokens.
         reads: files that the code of `module` reads by other means than Python's own `open`, relative to the
             manifest: paths, glob patterns, directories. It is traced again when one of them changes.
     """
@@ -80,6 +81,7 @@ class Model:
 
     source: str | None = None
     dtype: str = "float32"
+    accuracy: bool = True
     evaluation: str | None = None
     module: Any = None
     params: Any = None

@@ -119,7 +119,7 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
         table = {
             "name": program.name,
             "function": program.fn if isinstance(program.fn, str) else _CALLABLE,
-            "args": _shapes(program.args),
+            "args": _CALLABLE if callable(program.args) else _shapes(program.args),
             "buckets": program.buckets,
             "static": program.static,
             "donate": program.donate,
@@ -172,8 +172,6 @@ def _shapes(args: Any) -> Any:
         return {key: _shapes(item) for key, item in args.items()}
     if isinstance(args, list | tuple):
         return list(map(_shapes, args))
-    if callable(args):
-        return _CALLABLE
     return args if args is None or isinstance(args, str) else "float32[]"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from prejit.compiler.base.wording import did_you_mean, shown
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import DTYPES
+from prejit.runtime.format.limits import MAX_DIMENSIONS
 
 MAX_SIZE = 2**31 - 1
 """Largest bucket and largest extent of an array: XLA uses 32-bit indexes in places."""
@@ -27,7 +28,8 @@ def parse_shape(text: str, buckets: Mapping[str, int]) -> tuple[str, tuple[int, 
         buckets: the size of each variable.
 
     Raises:
-        ManifestError: the text has another form, an unknown dtype, or a variable without a size.
+        ManifestError: the text has another form, an unknown dtype, too many dimensions, or a variable
+            without a size.
     """
     try:
         dtype, extents = split_shape(text)
@@ -43,7 +45,7 @@ def split_shape(text: str) -> tuple[str, tuple[int | str, ...]]:
     """Return the dtype and the extents of a shape string; a variable stands as its name.
 
     Raises:
-        ValueError: the text has another form, or an unknown dtype.
+        ValueError: the text has another form, an unknown dtype, or too many dimensions.
     """
     match = re.fullmatch(r"\s*([^\[\]\s]+)\s*\[([^\[\]]*)\]\s*", text)
     if match is None:
@@ -63,6 +65,8 @@ def split_shape(text: str) -> tuple[str, tuple[int | str, ...]]:
                 f" found {shown(part.strip())}"
             )
         extents.append(extent[2] or int(extent[1]))
+    if len(extents) > MAX_DIMENSIONS:
+        raise ValueError(f"expected at most {MAX_DIMENSIONS} dimensions; found {len(extents)}")
     return dtype, tuple(extents)
 
 

@@ -140,16 +140,18 @@ def _parse_section(
                 allowed = [item.name for item in fields(kind)]
                 problem = unknown_key(str(where[-1]), allowed)
             else:
-                found = shown(_at(value, where[1:]))
-                problem = f"expected {expected(where)}; found {found}"
-            problems.append((where, problem))
+                depth, found = _at(value, where[1:])
+                where = where[: 1 + depth]
+                problem = f"expected {expected(where)}; found {shown(found)}"
+            if (where, problem) not in problems:  # each branch of a union has an error
+                problems.append((where, problem))
         return None
 
 
 def _as_json(value: Any) -> Any:
     """Return TOML as JSON. What JSON lacks becomes 1.5, which no key accepts."""
     if isinstance(value, dict):
-        return {key: _as_json(item) for key, item in value.items()}
+        return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_as_json(item) for item in value]
     if isinstance(value, str | bool) or (isinstance(value, int) and abs(value) < 2**63):
@@ -181,7 +183,10 @@ def _ascending(sizes: Any) -> Any:
     return sorted(sizes) if is_int_list(sizes) else sizes
 
 
-def _at(value: Any, path: KeyPath) -> Any:
-    for key in path:
+def _at(value: Any, path: KeyPath) -> tuple[int, Any]:
+    """Return how much of a path leads to a value, and the value: pydantic adds the branch of a union."""
+    for depth, key in enumerate(path):
+        if not isinstance(value, dict) and not (isinstance(value, list) and isinstance(key, int)):
+            return depth, value
         value = value[key]
-    return value
+    return len(path), value

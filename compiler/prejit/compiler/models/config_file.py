@@ -19,6 +19,13 @@ from prejit.runtime.errors import CheckpointError
 _TEXT_MODELS = {"gemma3": "gemma3_text"}
 """Model types that contain a text model of a supported family, which is built; the rest is ignored."""
 
+_HEADS = {
+    "[encode]": ("Model", "ForMaskedLM", "ForPreTraining"),
+    "[generate]": ("Model", "ForCausalLM", "ForConditionalGeneration"),
+}
+"""The last parts of the names of transformers' classes that each section builds. An encoder is built without
+the heads with which it was pretrained; any other head is what the model is for."""
+
 _UNREAD = frozenset(
     (
         *("num_labels", "id2label", "label2id", "dtype", "torch_dtype", "vision_config"),
@@ -51,25 +58,44 @@ def load_encoder(directory: Path) -> EncoderSource:
         CheckpointError: as `load_config`, or a module or setting is not supported.
     """
     layout = read_layout(directory)
-    return EncoderSource(_load_config(layout.transformer, sorted(ENCODERS), "[encode]"), layout)
+    is_plain = layout.files[:1] != (directory / "modules.json",)
+    config = _load_config(layout.transformer, sorted(ENCODERS), "[encode]", other=is_plain)
+    return EncoderSource(config, layout)
 
 
-def _load_config(directory: Path, known: list[str], section: str) -> Any:
-    """Return the configuration if its model type is one of `known`, those of the manifest's section."""
+def _load_config(directory: Path, known: list[str], section: str, *, other: bool = True) -> Any:
+    """Return the configuration of a model that a section of a manifest builds.
+
+    Args:
+        directory: holds config.json.
+        known: the model types of the section.
+        section: the section.
+        other: whether the hint may be to give the other section.
+    """
     file = directory / "config.json"
     content = read_json(
         file, "expected a directory in the Hugging Face layout, with config.json in it"
     )
     family = content.get("model_type") if isinstance(content, dict) else None
     if not isinstance(family, str) or family not in known:
-        other = {"[encode]": DECODERS, "[generate]": ENCODERS}[section]
+        elsewhere = {"[encode]": DECODERS, "[generate]": ENCODERS}[section] if other else {}
+        there = "encode" if section == "[generate]" else "generate"
         raise CheckpointError(
             f"{file}: model_type: expected one of {', '.join(map(shown, known))} for {section}, found "
             f"{shown(family)}{did_you_mean(str(family), known)}",
-            hint=f"give the manifest [{'encode' if other is ENCODERS else 'generate'}] instead of {section}"
-            if str(family) in other
+            hint=f"give the manifest [{there}] instead of {section}"
+            if str(family) in elsewhere
             else BRING_YOUR_OWN,
         )
+    classes = content.get("architectures")
+    for name in classes if isinstance(classes, list) else ():
+        # The class of a base model, or of a model's own code, may have any name; its tensors decide.
+        if "For" in str(name) and not str(name).endswith(_HEADS[section]):
+            raise CheckpointError(
+                f"{file}: architectures: expected {_class_names(section)} for {section}, found "
+                f"{shown(name)}, whose head prejit does not build",
+                hint=BRING_YOUR_OWN,
+            )
     if content.get("quantization_config"):
         found = shown(content["quantization_config"])
         raise CheckpointError(
@@ -79,6 +105,10 @@ def _load_config(directory: Path, known: list[str], section: str) -> Any:
     config = _completed(file, content)
     check_config(file, config)
     return config
+
+
+def _class_names(section: str) -> str:
+    return " or ".join(f"...{end}" for end in _HEADS[section])
 
 
 def _completed(file: Path, content: Mapping[str, Any]) -> Any:

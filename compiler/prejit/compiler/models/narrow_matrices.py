@@ -23,7 +23,7 @@ from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.models.layers import forms, kernel_calls, linear
 from prejit.compiler.native.products import KERNEL, Product
 
-_INLINED = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
+INLINED = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
 """Primitives that call a jaxpr with their own operands."""
 
 
@@ -124,8 +124,8 @@ def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
     """Return the results of one operation."""
     name, narrow = equation.primitive.name, [isinstance(each, NarrowMatrix) for each in given]
     if any(narrow):
-        if name in _INLINED:
-            return _evaluate(_called(equation), given)
+        if name in INLINED:
+            return _evaluate(called(equation), given)
         if name == "scan":
             return _scan(equation, given)
         if name == "transpose":
@@ -141,7 +141,8 @@ def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
     return results if equation.primitive.multiple_results else [results]
 
 
-def _called(equation: Any) -> ClosedJaxpr:
+def called(equation: Any) -> ClosedJaxpr:
+    """Return the jaxpr that an operation of INLINED, or a loop, calls."""
     held = next(each for each in equation.params.values() if isinstance(each, ClosedJaxpr | Jaxpr))
     return held if isinstance(held, ClosedJaxpr) else ClosedJaxpr(held, ())
 
@@ -215,7 +216,7 @@ def _straight(inner: tuple[int, ...], outer: tuple[int, ...]) -> tuple[tuple[int
 
 def _scan(equation: Any, given: list[Any]) -> Sequence[Any]:
     """Run a loop, such as one over layers. Slices of stacks of narrow matrices stay narrow inside."""
-    settings, body = equation.params, _called(equation)
+    settings, body = equation.params, called(equation)
     # What a loop slices or stacks has one more axis outside: jax 0.12 has no numbers of them as 0.10 has.
     carried = len(equation.outvars) - _sliced(equation.outvars, body.jaxpr.outvars)
     second = len(given) - _sliced(equation.invars, body.jaxpr.invars)

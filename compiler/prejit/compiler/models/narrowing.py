@@ -109,8 +109,7 @@ def _in_orders(
         scales[name] = scale = _free(f"{name}_scale", weights)
         kept = tuple(size for axis, size in enumerate(shape) if axis not in axes)
         weights[scale] = jax.ShapeDtypeStruct(kept, jnp.float32)
-        reads[name] = partial(_integers, read, axes, stored)
-        reads[scale] = partial(_scales, read, axes, stored)
+        reads[name], reads[scale] = precision.quantizing(read, axes, stored)
 
     def bind(values: Mapping[str, Any]) -> Any:
         matrices = {
@@ -270,11 +269,3 @@ def _ordered(read: Read, order: tuple[int, ...]) -> Values:
 
 def _rounded(read: Read) -> Values:
     return read().astype(ml_dtypes.bfloat16)
-
-
-def _integers(read: Read, axes: tuple[int, ...], stored: StoredDtype) -> Values:
-    return precision.quantized(read(), axes, stored)[0]
-
-
-def _scales(read: Read, axes: tuple[int, ...], stored: StoredDtype) -> Values:
-    return precision.quantized(read(), axes, stored)[1]

@@ -11,9 +11,11 @@ and biases stay float32. An embedding, and a head that is tied to it, has a scal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,55 @@ from prejit.runtime.errors import CheckpointError
 Values = np.ndarray[Any, Any]
 
 _SCALE = "_scale"
+_BLOCK_ELEMENTS = 1 << 20
+"""Elements that are in memory in float32 at a time: 4 MB. An embedding may have a billion bytes."""
+
+
+class Rows(Protocol):
+    """An array whose rows may be read when they are used. A NumPy array is one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        ...
+
+    def __getitem__(self, part: slice, /) -> Values:
+        """Return a slice of the first axis."""
+        ...
+
+
+@dataclass(frozen=True)
+class Widened:
+    """A stored matrix whose rows are float32.
+
+    Attributes:
+        values: the matrix as it is stored.
+        scale: the scale of each output; None: `values` are the values themselves.
+        contracted: the axis of the inputs.
+    """
+
+    values: Values
+    scale: Values | None
+    contracted: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See Rows."""
+        return self.values.shape
+
+    def __getitem__(self, part: slice, /) -> Values:
+        """See Rows."""
+        wide = self.values[part].astype(np.float32)
+        if self.scale is None:
+            return wide
+        wide *= self.scale[part, None] if self.contracted else self.scale
+        return wide
+
+
+def blocks(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Yield slices of the first axis with about a million elements each."""
+    rows = max(1, _BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
+    return (slice(at, min(at + rows, shape[0])) for at in range(0, shape[0], rows))
 
 
 def store(module: nnx.Module, dtype: str) -> None:
@@ -51,7 +102,7 @@ def store(module: nnx.Module, dtype: str) -> None:
             part.weight_scale = nnx.data(scale)  # it was None, which flax holds as a constant
 
 
-def readers(module: nnx.Module, read: Callable[[str], Values]) -> dict[str, Callable[[], Values]]:
+def readers(module: nnx.Module, read: Callable[[str], Rows]) -> dict[str, Callable[[], Values]]:
     """Return functions that give the stored values of each matrix that is not float32, by parameter name.
 
     Args:
@@ -70,22 +121,59 @@ def readers(module: nnx.Module, read: Callable[[str], Values]) -> dict[str, Call
             continue
         name = ".".join(map(str, (*path, "weight")))
         if stored.has_scales:
-            found[name] = partial(_integers, read, name, part.contracted, stored)
-            found[name + _SCALE] = partial(_scales, read, name, part.contracted, stored)
+            found[name], found[name + _SCALE] = quantizing(
+                partial(read, name), part.contracted, stored
+            )
         else:
             found[name] = partial(_rounded, read, name)
     return found
 
 
+def widened(module: nnx.Module, packed: Mapping[str, Values]) -> dict[str, Rows]:
+    """Return stored parameters by the names of the float32 module, with rows in float32.
+
+    Args:
+        module: an abstract module, from `store`.
+        packed: its stored values by name.
+    """
+    found: dict[str, Rows] = dict(packed)
+    for path, part in nnx.iter_modules(module):
+        if isinstance(part, Linear | Embedding) and STORED_DTYPES[str(part.weight.dtype)].is_narrow:
+            name = ".".join(map(str, (*path, "weight")))
+            found.pop(name + _SCALE, None)
+            found[name] = Widened(packed[name], packed.get(name + _SCALE), part.contracted)
+    return found
+
+
+def quantizing(
+    read: Callable[[], Rows], contracted: int | tuple[int, ...], stored: StoredDtype
+) -> tuple[Callable[[], Values], Callable[[], Values]]:
+    """Return functions that return a matrix as integers, and its scales. See `quantized`.
+
+    Making the integers keeps the scales for the call that follows, so that a matrix is read once.
+    """
+    kept: list[Values] = []
+
+    def integers() -> Values:
+        found, scale = quantized(read(), contracted, stored)
+        kept[:] = [scale]
+        return found
+
+    def scales() -> Values:
+        return kept.pop() if kept else quantized(read(), contracted, stored)[1]
+
+    return integers, scales
+
+
 def quantized(
-    values: Values,
+    values: Rows,
     contracted: int | tuple[int, ...],
     stored: StoredDtype = STORED_DTYPES["int8"],
 ) -> tuple[Values, Values]:
     """Return a matrix as integers and scales.
 
     Args:
-        values: float32 [a, b], finite; or of more axes.
+        values: float32 [a, b], finite; or of more axes. It is read by blocks of rows.
         contracted: the axis of the inputs, or the axes.
         stored: an integer dtype.
 
@@ -94,9 +182,21 @@ def quantized(
         the contracted axes: [out]. Their product differs from the values by at most half a scale (and
         rounding).
     """
-    scale = _factors(values, contracted, stored)
-    integers = np.rint(values / np.expand_dims(scale, contracted))
-    return np.clip(integers, -_largest(stored), _largest(stored)).astype(stored.name), scale
+    axes = (contracted,) if isinstance(contracted, int) else contracted
+    largest = _largest(stored)
+    integers = np.empty(values.shape, stored.name)
+    scale = np.zeros([n for axis, n in enumerate(values.shape) if axis not in axes], np.float32)
+    if 0 in axes:  # every row has a part in each scale
+        for part in blocks(values.shape):
+            np.maximum(scale, _peaks(values[part], axes), out=scale)
+        scale = _factors(scale, stored)
+    for part in blocks(values.shape):
+        found = values[part]
+        if 0 not in axes:
+            scale[part] = _factors(_peaks(found, axes), stored)
+        factors = np.expand_dims(scale if 0 in axes else scale[part], axes)
+        integers[part] = np.clip(np.rint(found / factors), -largest, largest)
+    return integers, scale
 
 
 def _largest(stored: StoredDtype) -> int:
@@ -104,34 +204,28 @@ def _largest(stored: StoredDtype) -> int:
     return stored.largest
 
 
-def _factors(values: Values, contracted: int | tuple[int, ...], stored: StoredDtype) -> Values:
-    peak = np.maximum(
-        values.max(axis=contracted, initial=0), -values.min(axis=contracted, initial=0)
-    )
+def _peaks(values: Values, axes: tuple[int, ...]) -> Values:
+    """Return the largest absolute value of each output."""
+    found: Values = np.maximum(values.max(axis=axes, initial=0), -values.min(axis=axes, initial=0))
+    return found
+
+
+def _factors(peaks: Values, stored: StoredDtype) -> Values:
     # The minimum prevents a division by zero for an output whose weights are all zero or nearly zero.
-    scale = peak / np.float32(_largest(stored))
+    scale = peaks / np.float32(_largest(stored))
     return np.maximum(scale, np.finfo(np.float32).tiny, dtype=np.float32)
 
 
-def _integers(
-    read: Callable[[str], Values], name: str, contracted: int, stored: StoredDtype
-) -> Values:
-    return quantized(read(name), contracted, stored)[0]
-
-
-def _scales(
-    read: Callable[[str], Values], name: str, contracted: int, stored: StoredDtype
-) -> Values:
-    return _factors(read(name), contracted, stored)
-
-
-def _rounded(read: Callable[[str], Values], name: str) -> Values:
+def _rounded(read: Callable[[str], Rows], name: str) -> Values:
     """Return the values as bfloat16, whose largest value is smaller than float32's."""
-    with np.errstate(over="ignore"):
-        values = read(name).astype(ml_dtypes.bfloat16)
-    if not np.isfinite(values).all():
-        raise CheckpointError(
-            f"{name}: expected values that bfloat16 can hold, found one that is larger",
-            hint='build it with dtype = "float32"',
-        )
+    exact = read(name)
+    values = np.empty(exact.shape, ml_dtypes.bfloat16)
+    for part in blocks(exact.shape):
+        with np.errstate(over="ignore"):
+            values[part] = exact[part].astype(ml_dtypes.bfloat16)
+        if not np.isfinite(values[part]).all():
+            raise CheckpointError(
+                f"{name}: expected values that bfloat16 can hold, found one that is larger",
+                hint='build it with dtype = "float32"',
+            )
     return values

@@ -25,6 +25,7 @@ import numpy as np
 
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.compile.keys import executable_key
+from prejit.compiler.lowering.user.inputs import version_of
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.products import Product
@@ -77,7 +78,8 @@ def lower_key(manifest: Manifest, model: ModelFiles, spec: ProgramSpec) -> Key:
             *model.configuration,
             ("our code", code_digest(*LOWERING)),
             ("jax configuration", jax_configuration(os.environ)),
-            *versions("jax", "jaxlib", "flax", "transformers").items(),
+            *versions("jaxlib").items(),
+            *installed("jax", "flax", "transformers").items(),
         ),
     )
 
@@ -97,7 +99,8 @@ def own_lower_key(manifest: Manifest, spec: ProgramSpec, portable: str) -> Key:
             ("portable program", portable),
             ("our code", code_digest(*LOWERING, *OWN_WEIGHTS)),
             ("jax configuration", jax_configuration(os.environ)),
-            *versions("jax", "jaxlib", "flax").items(),
+            *versions("jaxlib").items(),
+            *installed("jax", "flax").items(),
         ),
     )
 
@@ -185,7 +188,8 @@ def accuracy_key(
         ("our code", code_digest(*ACCURACY)),
         ("jax configuration", jax_configuration(os.environ)),
         *_files(files),
-        *versions("jax", "jaxlib", "flax", "transformers").items(),
+        *versions("jaxlib").items(),
+        *installed("jax", "flax", "transformers").items(),
     )
     return Key("accuracy", manifest.bundle.name, ingredients)
 
@@ -212,7 +216,8 @@ def own_accuracy_key(
         ("programs", " ".join(sorted(set(programs)))),
         ("our code", code_digest(*OWN_ACCURACY)),
         ("jax configuration", jax_configuration(os.environ)),
-        *versions("jax", "jaxlib", "flax").items(),
+        *versions("jaxlib").items(),
+        *installed("jax", "flax").items(),
     )
     return Key("accuracy", manifest.bundle.name, ingredients)
 
@@ -231,7 +236,8 @@ def tokenizer_key(manifest: Manifest, tokenizer: bytes, config: str) -> Key:
         ("file", digest_of(tokenizer)),
         ("config", config),
         ("our code", code_digest(*TOKENIZER)),
-        *versions("tokenizers", "transformers").items(),
+        *versions("tokenizers").items(),
+        *installed("transformers").items(),
     )
     return Key("tokenizer", manifest.bundle.name, ingredients)
 
@@ -303,6 +309,18 @@ def versions(*packages: str) -> dict[str, str]:
 @cache
 def _version(package: str) -> str:
     return metadata.version(package)
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """Return the versions of installed packages with the digests of their files.
+
+    It is for wheels that are the same on every machine. Those of jaxlib differ between Pythons and CPUs, and
+    machines with different ones would share nothing.
+    """
+    return {package: _installed(package) for package in packages}
+
+
+_installed = cache(version_of)
 
 
 def content_of(value: np.ndarray[Any, Any]) -> str:

@@ -26,7 +26,7 @@ from typing import Any, final
 from prejit.compiler.lowering.user.inputs import UNSET, Input, Present, file_digest, is_input
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.pipeline.keys import versions
+from prejit.compiler.pipeline.keys import installed, versions
 from prejit.compiler.pipeline.model import cache_dtype, longest_context, longest_source
 from prejit.compiler.store.code import USER_DECODERS, USER_FUNCTIONS, code_digest
 from prejit.compiler.store.interface import Store
@@ -159,7 +159,7 @@ def decoder_section(
         *_files(model, present),
         ("our code", code_digest(*USER_DECODERS)),
         *_environment(),
-        *versions("flax").items(),
+        *installed("flax").items(),
     )
 
 
@@ -176,7 +176,8 @@ def _environment() -> Ingredients:
     return (
         ("jax configuration", jax_configuration(os.environ)),
         ("python", platform.python_version()),
-        *versions("jax", "jaxlib").items(),
+        *versions("jaxlib").items(),
+        *installed("jax").items(),
     )
 
 

@@ -9,7 +9,7 @@ for the same inputs: `prejit build --retrace`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 _CHECK_SECONDS = 2.0
 """A program whose first trace took less CPU time than this is traced a second time, and compared."""
-_IMPURE = (
-    "take what changes as an argument, give random numbers a key, sort sets, and declare files that it reads "
-    "by other means than open() as `reads`"
+_IMPURE = "take what changes as an argument, give random numbers a key, and sort sets"
+_UNSEEN = (
+    "a file that it reads by other means than open() may have changed: declare it as `reads`; if there is "
+    f"none, the function is not pure: {_IMPURE}"
 )
 
 
@@ -83,6 +84,7 @@ def remember(
     with progress.phase("comparing second traces"):
         _check_again(plan, traced, lowered, code())
     present = modules.present()
+    troubles = dict[str, str]()  # with the first program that has each
     for program in traced:
         assert program.trace is not None
         made = lowered[program.spec.name]
@@ -99,13 +101,17 @@ def remember(
         read = _read(plan, program.spec.section, modules, present)
         if read is None:
             continue
-        if not read.trouble:
+        if read.trouble:
+            troubles.setdefault(read.trouble, program.spec.name)
+        else:
             _check_stored(plan, program, made, read.inputs, store)
         _put(program.trace, read, modules, result, made.blobs, store)
     if reads_model and own is not None:
         assert plan.own_trace is not None
         if (read := _read(plan, "", modules, present)) is not None:
             _put(plan.own_trace, read, modules, asdict(own), (), store)
+    for trouble, name in troubles.items():
+        progress.note(f"{name} is traced at every build: {trouble}")
 
 
 @dataclass(frozen=True)
@@ -130,12 +136,13 @@ def _read(plan: Plan, section: str, modules: UserModules, present: Present) -> _
         modules: the modules of the user.
         present: the inputs as they are now.
     """
+    declared: Sequence[str]
     if section:
         program = plan.manifest.section(section)
-        objects = (program.fn, program.args)
+        objects, declared = (program.fn, program.args), program.reads
     else:
         assert plan.manifest.model is not None
-        objects = (plan.manifest.model.module, None)
+        objects, declared = (plan.manifest.model.module, None), plan.manifest.model.reads
     seen = modules.observer.seen(section, [name for name in objects if isinstance(name, str)])
     if not seen.complete:
         return None
@@ -150,7 +157,10 @@ def _read(plan: Plan, section: str, modules: UserModules, present: Present) -> _
         if digest != expected:
             return None
         inputs[each] = digest
-    return _Read(inputs, seen.trouble)
+    trouble = seen.trouble
+    if seen.hidden and not declared and not trouble:
+        trouble = f"{seen.hidden}, which prejit cannot see: name them in `reads`"
+    return _Read(inputs, trouble)
 
 
 def _put(
@@ -214,7 +224,8 @@ def _check_stored(
     first, second = programs
     assert first is not None
     assert second is not None
-    raise _error(plan, program, differing_line(first, second))
+    expected = "to give the program that an earlier build traced from the same inputs"
+    raise _error(plan, program, expected, differing_line(first, second), _UNSEEN)
 
 
 def _impure(
@@ -225,15 +236,17 @@ def _impure(
     found = None
     if first.traced is not None and second.traced is not None:
         found = differing_operation(first.traced, second.traced)
-    return _error(plan, program, found or differing_line(first.portable, second.portable))
+    expected = "to give the same program each time that it is traced"
+    found = found or differing_line(first.portable, second.portable)
+    return _error(plan, program, expected, found, _IMPURE)
 
 
-def _error(plan: Plan, program: PlannedProgram, found: str) -> BuildError:
+def _error(plan: Plan, program: PlannedProgram, expected: str, found: str, hint: str) -> BuildError:
     is_function = program.spec.kind == "call"
     section = plan.manifest.section(program.spec.section) if is_function else plan.manifest.model
     assert section is not None
     return BuildError(
-        f"{plan.manifest.where}: program {program.spec.name}: expected {section.label} to give the same "
-        f"program each time that it is traced, found two that differ in {found}",
-        hint=_IMPURE,
+        f"{plan.manifest.where}: program {program.spec.name}: expected {section.label} {expected}, "
+        f"found two that differ in {found}",
+        hint=hint,
     )

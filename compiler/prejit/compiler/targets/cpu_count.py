@@ -126,7 +126,10 @@ def _ask_parent(to_parent: socket.socket) -> None:
     filter_ = _Filter(len(steps), steps)
     libc = _libc()
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # otherwise only root may install a filter
-    for flags in (_NEW_LISTENER | _WAIT_KILLABLE, _NEW_LISTENER):  # Linux 5.19 knows the second flag
+    for flags in (
+        _NEW_LISTENER | _WAIT_KILLABLE,
+        _NEW_LISTENER,
+    ):  # Linux 5.19 knows the second flag
         listener = libc.syscall(seccomp, _SET_MODE_FILTER, flags, ctypes.byref(filter_))
         if listener >= 0:
             break

@@ -92,7 +92,9 @@ def number(name: str, value: object, expected: str, holds: Callable[[float], boo
         found = float(value)
     except Exception:  # an integer beyond float's range
         refuse(name, expected, value)
-    if not holds(found) or (abs(found) > _LARGEST_FLOAT32 and found != float("-inf")):
+    if holds(found) and abs(found) > _LARGEST_FLOAT32 and found != float("-inf"):
+        refuse(name, f"{expected}, and at most {_LARGEST_FLOAT32:.3g}", value)
+    if not holds(found):
         refuse(name, expected, value)
     return found
 

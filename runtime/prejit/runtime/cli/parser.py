@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from prejit.runtime.cli.addresses import address, origin
 from prejit.runtime.generation.options import OPTIONS, Option
 
 BUILD_COMMANDS = {
@@ -355,6 +356,21 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
         "--port", type=_port, default=8000, metavar="N", help="0 takes any free one (default 8000)"
     )
     command.add_argument(
+        "--admin",
+        type=address,
+        metavar="PATH|HOST:PORT",
+        help="also listen at a Unix socket or another address for POST /drain and /undrain, which ask for no "
+        "key (default: nowhere)",
+    )
+    command.add_argument(
+        "--cors",
+        type=origin,
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let web pages of https://HOST:PORT, or of all with *, use the server; may be repeated",
+    )
+    command.add_argument(
         "--slots",
         type=_count,
         metavar="N",
@@ -415,7 +431,15 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--keys",
         metavar="FILE",
-        help="accept only requests with a key of FILE, one in a line: KEY or NAME: KEY",
+        help="accept only requests with a key of FILE, one in a line: KEY or NAME: KEY, and its limits "
+        "behind it; a FILE that changes is read again",
+    )
+    command.add_argument(
+        "--check-seconds",
+        type=_count,
+        metavar="N",
+        help="ask for golden answers again every N seconds; the server is not ready while one is wrong "
+        "(default: only after requests have failed)",
     )
     command.add_argument(
         "--share-prefixes",

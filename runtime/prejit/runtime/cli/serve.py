@@ -44,14 +44,16 @@ def serve(options: Namespace) -> int:
             timeout_seconds=options.timeout,
             clients=options.clients,
             drain_seconds=options.drain_seconds,
+            check_seconds=options.check_seconds,
             keys=keys,
+            cors=tuple(options.cors),
             ignore_unknown_fields=options.ignore_unknown_fields,
         )
         must_match = options.on_mismatch == "error"
         engines = EngineOptions(
             options.slots, options.queue, options.prefix_memory, must_match, options.share_prefixes
         )
-        serve(sources, engines, settings, (options.host, options.port), log)
+        serve(sources, engines, settings, (options.host, options.port), log, options.admin)
     return 0
 
 

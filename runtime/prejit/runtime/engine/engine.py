@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
 from prejit.runtime.base import arguments
 from prejit.runtime.base.finalizers import when_dropped
 from prejit.runtime.base.once import once
-from prejit.runtime.engine.loop import CacheState, GuardedMask, Loop, Ticket
+from prejit.runtime.engine.loop import CacheState, Loop
 from prejit.runtime.engine.memory import CachePlan, free_bytes, plan_caches
 from prejit.runtime.engine.metrics import EngineMetrics, Recorder
+from prejit.runtime.engine.queue import NO_LIMITS, Limits
 from prejit.runtime.engine.stream import Answer, Pipe, Stream
+from prejit.runtime.engine.ticket import GuardedMask, Ticket
 from prejit.runtime.errors import ClosedError, ContextError, UsageError
 from prejit.runtime.fallback import fallback_counts
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
@@ -41,12 +43,14 @@ class Place(TypedDict, total=False):
         client: requests of different clients get fair shares of tokens.
         timeout: seconds until the request must be finished; None: any.
         cache_salt: only prompts of the same salt share what they have computed.
+        limits: how much the client may have of the engine. The last request of a client sets them.
     """
 
     priority: int
     client: str
     timeout: float | None
     cache_salt: str
+    limits: Limits
 
 
 class RequestOptions(Options, Place, total=False):
@@ -131,6 +135,11 @@ class Engine:
                 )
             self._loop  # noqa: B018 (an engine that cannot have its memory is an error now)
 
+    @property
+    def queue_size(self) -> int:
+        """How many requests may wait for a slot."""
+        return self._queue
+
     @once
     def plan(self) -> CachePlan:
         """The largest cache of this engine, and the memory of all its caches.
@@ -209,6 +218,7 @@ class Engine:
         if (timeout := given.pop("timeout", None)) is not None:
             timeout = arguments.number("timeout", timeout, "more than 0", lambda value: value > 0)
         salt = arguments.instance("cache_salt", given.pop("cache_salt", ""), str)
+        limits = arguments.instance("limits", given.pop("limits", NO_LIMITS), Limits)
         resolved = self._parts.resolve(given)  # type: ignore[arg-type]  # what is left are Options
         namespace = ("" if self._shares_prefixes else client, salt)
         resolved = resolved._replace(common={**resolved.common, "namespace": namespace})
@@ -227,7 +237,7 @@ class Engine:
             )
         now = time.perf_counter()
         deadline = None if timeout is None else now + timeout
-        return Ticket(generation, receiver, client, priority, deadline, now, guard=guard)
+        return Ticket(generation, receiver, client, priority, limits, deadline, now, guard=guard)
 
     # ------------------------------------------------------------------ shared runs
 

@@ -7,23 +7,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, final
-
-import numpy as np
+from typing import NamedTuple, final
 
 from prejit.runtime.engine.admission import positions_between, positions_of_call
 from prejit.runtime.engine.memory import CachePlan
 from prejit.runtime.engine.metrics import Recorder
 from prejit.runtime.engine.queue import FairQueue
-from prejit.runtime.engine.stream import Receiver, Waker, wake
+from prejit.runtime.engine.stream import Waker, wake
+from prejit.runtime.engine.ticket import Ticket
 from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.generate import Generation, Piece
-from prejit.runtime.generation.options import TokenMask
+from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.prefix_cache import PrefixCache
-from prejit.runtime.generation.rows import Token, checked_mask
+from prejit.runtime.generation.rows import Token
 
 _ENTERING = 2
 """While so many prompts are computed in turns, each in a cache of its own, the others wait in the queue."""
@@ -33,52 +30,6 @@ _PAUSE_SECONDS = 0.05
 """After so long without a request, what the slots hold is copied to the prefixes, as nobody waits then."""
 _NEW_TOKEN_COST = 2.0
 """For fair shares, one new token counts as this many tokens of a prompt (Sheng et al., OSDI 2024)."""
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A request on its way through an engine.
-
-    Attributes:
-        generation: its text so far.
-        receiver: who gets what comes of it.
-        client, priority: whose it is, and how soon it is served.
-        deadline: when it must be finished, by time.perf_counter; None: at any time.
-        submitted, last: when it came, and when its last tokens came.
-        guard: its token mask, if it has one.
-        cancelled: whether nobody waits for it any more.
-    """
-
-    generation: Generation
-    receiver: Receiver
-    client: str
-    priority: int
-    deadline: float | None
-    submitted: float
-    last: float = 0.0
-    guard: GuardedMask | None = None
-    cancelled: bool = False
-
-
-@final
-class GuardedMask:
-    """A token mask of a caller, whose errors end its own request and no other."""
-
-    def __init__(self, mask: TokenMask, vocab_size: int) -> None:
-        """Guard a mask."""
-        self._mask = mask
-        self._vocab_size = vocab_size
-        self.error: Exception | None = None
-
-    def __call__(self, token_ids: Sequence[int]) -> np.ndarray[Any, Any] | None:
-        """Return what the mask returns, bool [V]; None: all tokens are allowed, or the mask has failed."""
-        if self.error is not None:
-            return None
-        try:
-            return checked_mask(self._mask(token_ids), self._vocab_size)
-        except Exception as error:  # whatever the caller's function raises
-            self.error = error
-            return None
 
 
 class CacheState(NamedTuple):
@@ -150,30 +101,45 @@ class Loop:
     def submit(self, ticket: Ticket) -> None:
         """Put a request into the queue.
 
+        If the queue is full, the newest request of the client with the most ends in its place.
+
         Raises:
-            QueueFullError: too many requests wait.
+            QueueFullError: too many requests wait, and no client has more of them than this one; or too many
+                of this client.
             ClosedError: no more requests are taken.
         """
+        dropped = None
         with self._changed:
             if self._refuses:
                 self._recorder.refused()
                 raise ClosedError(self._refuses, hint="send it to another server, or later")
             self._remove_cancelled()
-            if len(self._queue) >= self._queue_size:
+            most = ticket.limits.waiting
+            if most is not None and self._queue.count(ticket.client) >= most:
                 self._recorder.refused()
-                seconds = self._request_seconds / self._plan.batch
-                raise QueueFullError(
-                    f"expected fewer than {self._queue_size} requests that wait, found that many",
-                    retry_after=seconds,
-                    hint=f"try again after {seconds:.2g} seconds, or use a longer queue",
-                )
-            self._queue.put(ticket, ticket.client, ticket.priority)
+                raise self._full(f"{most} requests of this client")
+            if len(self._queue) >= self._queue_size:
+                if (dropped := self._queue.drop(ticket.client)) is None:
+                    self._recorder.refused()
+                    raise self._full(f"{self._queue_size} requests")
+                self._recorder.abandoned("refused")
+            self._queue.put(ticket, ticket.client, ticket.priority, ticket.limits.running)
             self._recorder.submitted()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="prejit engine", daemon=True)
                 self._thread.start()
                 atexit.register(self.close)  # an end of the process inside XLA aborts it
             self._changed.notify_all()
+        if dropped is not None:
+            _wake(dropped.receiver.fail(self._full(f"{self._queue_size} requests")))
+
+    def _full(self, found: str) -> QueueFullError:
+        seconds = self._request_seconds / self._plan.batch
+        return QueueFullError(
+            f"expected fewer than {found} that wait, found that many",
+            retry_after=seconds,
+            hint=f"try again after {seconds:.2g} seconds, or use a longer queue",
+        )
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request that nobody waits for any more.
@@ -300,7 +266,7 @@ class Loop:
     def _admit(self) -> None:
         """Give free slots to the requests that are next."""
         with self._changed:
-            waiting = len(self._queue)
+            waiting = self._queue.can_run
         if not waiting:
             self._resize(len(self._running))
             return
@@ -312,6 +278,7 @@ class Loop:
             now = time.perf_counter()
             for ticket in tickets:
                 ticket.generation.enter()
+                _spend(ticket, len(ticket.generation.request.prompt))
                 self._recorder.admitted(now - ticket.submitted)
             try:
                 slots = self._batch.begin(*(ticket.generation.request for ticket in tickets))
@@ -332,7 +299,7 @@ class Loop:
                 prompt_tokens = len(found[1].generation.request.prompt)
                 if not taken:
                     most = positions_of_call(self._prefill_tokens, self._positions())
-                    rows, longest = self._batch.call_for(prompt_tokens, len(self._queue), most)
+                    rows, longest = self._batch.call_for(prompt_tokens, self._queue.can_run, most)
                 elif prompt_tokens > longest:
                     break
                 client, ticket = self._queue.take()
@@ -343,7 +310,7 @@ class Loop:
     def _positions(self) -> int:
         """Return how many positions of prompts to compute before the next decode step."""
         with self._changed:
-            waiting = len(self._queue)
+            waiting = self._queue.can_run
         waiting = min(waiting, self._batch.free) + self._batch.entering
         return positions_between(self._prefill_tokens, waiting, self._batch.decoding)
 
@@ -449,6 +416,7 @@ class Loop:
         if further:
             self._recorder.tokens(further, now - (ticket.last or now))
         ticket.last = now
+        _spend(ticket, new)
         with self._changed:
             self._queue.charge(ticket.client, _NEW_TOKEN_COST * new)
 
@@ -490,6 +458,11 @@ def _batches(decoder: DecoderPrograms, plan: CachePlan) -> list[int]:
         if decoder.can_copy((batch, context), (sizes[0], context)):
             sizes.insert(0, batch)
     return sizes
+
+
+def _spend(ticket: Ticket, tokens: int) -> None:
+    if ticket.limits.on_tokens is not None:
+        ticket.limits.on_tokens(tokens)
 
 
 def _wake(waker: Waker | None) -> None:

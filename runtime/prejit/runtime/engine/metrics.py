@@ -333,7 +333,7 @@ class Recorder:
         """Count a request that left the queue without a slot.
 
         Args:
-            reason: `cancelled`, `deadline` or `error`.
+            reason: `cancelled`, `deadline`, `error`, or `refused`: it made room for another client.
         """
         with self._lock:
             self._waiting -= 1

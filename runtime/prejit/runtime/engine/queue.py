@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar, final
+
+from prejit.runtime.base import arguments
 
 _Item = TypeVar("_Item")
 
 _REMEMBERED = 1000
 """How many clients without requests are remembered, for the tokens that they had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much one client may have of an engine.
+
+    Attributes:
+        waiting: how many of its requests may wait; None: as many as the queue takes.
+        running: how many of them may run at a time; None: as many as there are slots. The others wait.
+        on_tokens: called, in the engine's thread, with the number of tokens of each prompt that gets a slot
+            and of new tokens.
+
+    Raises:
+        UsageError: a number is less than 1.
+    """
+
+    waiting: int | None = None
+    running: int | None = None
+    on_tokens: Callable[[int], object] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("waiting", "running"):
+            if (number := getattr(self, name)) is not None:
+                arguments.integer(name, number, 1)
+
+
+NO_LIMITS = Limits()
 
 
 @dataclass(slots=True)
@@ -21,11 +50,25 @@ class _Client(Generic[_Item]):
         waiting: its requests by priority.
         running: how many of its requests were taken and have not ended.
         tokens: how many tokens it has been served, counted as `FairQueue` says.
+        most_running: how many of its requests may run.
     """
 
     waiting: dict[int, deque[_Item]]
     running: int
     tokens: float
+    most_running: int | None = None
+
+    @property
+    def count(self) -> int:
+        """How many of its requests wait."""
+        return sum(map(len, self.waiting.values()))
+
+    @property
+    def can_run(self) -> int:
+        """How many of its waiting requests may run now, if there are slots."""
+        if self.most_running is None:
+            return self.count
+        return min(self.count, max(0, self.most_running - self.running))
 
 
 @final
@@ -36,6 +79,10 @@ class FairQueue(Generic[_Item]):
     that has been served the fewest tokens; if two are even, of the one with fewer running requests. A client
     that comes back begins where the least served one is, so that nobody saves up by waiting (the virtual
     token counter of Sheng et al., OSDI 2024, arXiv 2401.00588).
+
+    A queue with room for so many requests stays fair if the newest request of the client with the most leaves
+    it for one of a client with fewer (`drop`; McKenney, Stochastic Fairness Queueing, INFOCOM 1990): of N
+    clients, one with at most an Nth of the room loses none.
     """
 
     def __init__(self) -> None:
@@ -51,20 +98,58 @@ class FairQueue(Generic[_Item]):
             for items in client.waiting.values():
                 yield from items
 
-    def put(self, item: _Item, client: str = "", priority: int = 0) -> None:
-        """Add a request behind those of the same client and priority."""
+    def count(self, client: str) -> int:
+        """Return how many requests of a client wait."""
+        return self._clients[client].count if client in self._clients else 0
+
+    @property
+    def can_run(self) -> int:
+        """How many waiting requests may run now, if there are slots."""
+        return sum(client.can_run for client in self._clients.values() if client.waiting)
+
+    def put(
+        self, item: _Item, client: str = "", priority: int = 0, most_running: int | None = None
+    ) -> None:
+        """Add a request behind those of the same client and priority.
+
+        Args:
+            item: the request.
+            client: whose it is.
+            priority: a smaller one is served first.
+            most_running: how many requests of this client may run from now on; None: any number.
+        """
         known = self._clients.get(client)
         least = min((one.tokens for one in self._active()), default=0.0)
         if known is None:
             known = self._clients[client] = _Client({}, 0, least)
         elif not known.waiting and not known.running:
             known.tokens = max(known.tokens, least)
+        known.most_running = most_running
         known.waiting.setdefault(priority, deque()).append(item)
         self._count += 1
         self._forget()
 
+    def drop(self, client: str) -> _Item | None:
+        """Remove and return the request that makes room for one of this client; None: no other has more.
+
+        It is the newest, least urgent one of the client with the most. If several have as many, of the one
+        that has been served the most tokens.
+        """
+        waiting = (name for name, one in self._clients.items() if one.waiting)
+        largest = max(
+            waiting,
+            key=lambda name: (self._clients[name].count, self._clients[name].tokens),
+            default=client,
+        )
+        if self.count(largest) <= self.count(client):
+            return None
+        priority = max(self._clients[largest].waiting)
+        item = self._clients[largest].waiting[priority][-1]
+        self._remove(largest, priority, item)
+        return item
+
     def next(self) -> tuple[str, _Item] | None:
-        """Return the next request with its client, and leave it in the queue; None: nobody waits."""
+        """Return the next request with its client, and leave it in the queue; None: nobody may run."""
         name = self._next_client()
         if name is None:
             return None
@@ -75,10 +160,10 @@ class FairQueue(Generic[_Item]):
         """Remove the next request and return it with its client. Call `end` when it has ended.
 
         Raises:
-            IndexError: nobody waits.
+            IndexError: nobody may run.
         """
         if (found := self.next()) is None:
-            raise IndexError("nobody waits")
+            raise IndexError("nobody may run")
         name, item = found
         waiting = self._clients[name].waiting
         self._remove(name, min(waiting), item)
@@ -116,7 +201,7 @@ class FairQueue(Generic[_Item]):
         best: tuple[int, float, int] | None = None
         found = None
         for name, client in self._clients.items():
-            if client.waiting:
+            if client.can_run:
                 rank = min(client.waiting), client.tokens, client.running
                 if best is None or rank < best:
                     best, found = rank, name

@@ -23,9 +23,7 @@ from prejit.runtime.format.checks.attached import (
     is_ours,
 )
 from prejit.runtime.format.checks.config import (
-    check_arrays,
-    check_static,
-    check_tree,
+    check_programs,
     check_weight_sets,
     segments_of,
 )
@@ -96,7 +94,7 @@ def audit(path: str | os.PathLike[str], check_generation: CheckGeneration) -> Au
         unpacked = set[tuple[str, Segment]]()
         for content in contents:
             _check_frames(layout, content, unpacked)
-            _check_arrays(layout, content)
+            check_programs(content.config, layout.blob_path(content.manifest.config.digest))
             read_kernels(layout, content.config, content.manifest)
             check_libraries(layout, content.config, content.manifest)
             _check_weights(layout, content)
@@ -136,20 +134,6 @@ def _check_frames(layout: Layout, content: Contents, unpacked: set[tuple[str, Se
             if (path, segment) not in unpacked:
                 unpack(pack[segment.offset : segment.offset + segment.size], segment, path)
                 unpacked.add((path, segment))
-
-
-def _check_arrays(layout: Layout, content: Contents) -> None:
-    manifest, config = content.manifest, content.config
-    for program in config.programs:
-        where = f"{layout.blob_path(manifest.config.digest)}: {program.name}"
-        for texts, tree in (
-            (program.arguments, program.arguments_tree),
-            (program.results, program.results_tree),
-        ):
-            arrays = check_arrays(texts, program.kind, config.mesh, where)
-            if program.kind == "call":
-                check_tree(tree, arrays, where)
-        check_static(program, where)
 
 
 def _check_weights(layout: Layout, content: Contents) -> None:

@@ -447,11 +447,11 @@ class Accuracy:
 
     Attributes:
         weights: the dtype that matrices are stored in.
-        text: the text that they read: the name of a file, `sampled` (text that the float32 decoder
-            generated), or `random` (random tokens, for an encoder).
+        text: the text that they read: the name of a file, `random` (random tokens), or, in bundles of older
+            builds, `sampled` (text that the float32 decoder generated).
         tokens: number of tokens that were scored, or that an encoder read.
         float32_perplexity_millionths, perplexity_millionths: perplexity of the decoder in float32, and as
-            stored.
+            stored. After random tokens, every next token counts by its probability in float32.
         logit_difference_millionths: the largest difference of a logit of the two decoders.
         top1_agreement_millionths: share of tokens for which both decoders predict the same next token.
         cosine_millionths: the lowest cosine similarity of an encoder's embedding to that of float32.

@@ -2,51 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, final
 
-from prejit.runtime.base import arguments
 from prejit.runtime.base.once import once
-from prejit.runtime.errors import UsageError
+from prejit.runtime.grammar.compiling import Compiled, compiled, tokenizer_of
 from prejit.runtime.grammar.mask import GrammarMask
-from prejit.runtime.grammar.schema_paths import error_path
-from prejit.runtime.grammar.tools import ToolForm, tools_grammar
+from prejit.runtime.grammar.sources import (
+    Source,
+    lark_source,
+    regex_source,
+    schema_source,
+    tools_source,
+)
+from prejit.runtime.grammar.tools import ToolForm
 
 if TYPE_CHECKING:
     import llguidance
 
     from prejit.runtime.format.schema import Decoder
+    from prejit.runtime.grammar.trial import Trial
     from prejit.runtime.text.tokenizer import Tokenizer
 
-WHITESPACE = " "
-"""White space that JSON may have between its parts: one space, as JSON in one line has. Small models repeat
-white space until their last token if they may, and indents cost tokens without a meaning."""
-_COMPILED = 64
-"""Maximum number of compiled grammars that are kept."""
-_LEXER_STATES = 50_000
-"""Maximum number of lexer states of a grammar, of 1 to 2 kB each: a hostile schema cannot fill the memory."""
-_OPTIONS = '%llguidance {"no_forcing": true}'
-"""Without it, llguidance allows only the tokens into which the tokenizer cuts a text that must come. It would
-call the tokenizer for that, and some models were trained on other cuts."""
-
-
-class _Vocabulary(NamedTuple):
-    """The tokens as llguidance reads them: attributes of a guidance tokenizer.
-
-    Attributes:
-        tokens: the bytes of each.
-        special_token_ids: those that are no text.
-        eos_token_id: None: llguidance adds a token that ends a text, after all others.
-        bos_token_id: none is needed.
-    """
-
-    tokens: list[bytes]
-    special_token_ids: list[int]
-    eos_token_id: int | None = None
-    bos_token_id: int | None = None
+_KEPT_BYTES = 64 << 20
+"""Maximum memory of the compiled grammars that are kept. A small one compiles again in milliseconds."""
+_LEAST_BYTES = 1 << 20
+"""The least that a kept grammar counts: its lexer grows while it makes masks."""
 
 
 @final
@@ -59,16 +42,21 @@ class Grammars:
     before. A request with its own `stop_token_ids` gives them here, too.
     """
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, decoder: Decoder, tokenizer: Tokenizer, *, of_strangers: bool = False
+    ) -> None:
         """Keep a vocabulary. It is read with the first grammar, or by `prepare`.
 
         Args:
             decoder: has the number of logits and the stop tokens.
             tokenizer: of the same bundle.
+            of_strangers: whether grammars may be hostile. Each is then compiled in a process with limits
+                before it is compiled in this one, and its masks have a limit of time.
         """
         self._decoder = decoder
         self._vocabulary = tokenizer
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._of_strangers = of_strangers
+        self._compiled: OrderedDict[str, Compiled] = OrderedDict()
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -103,11 +91,7 @@ class Grammars:
             UsageError: it is no schema, no value satisfies it, or it has a keyword that a grammar cannot
                 enforce. The message has the JSON pointer of the place. Also as `prepare`.
         """
-        source = f"start: %json {_schema_text(schema, lenient)}"
-        try:
-            return self._mask(source, stop_token_ids)
-        except _GrammarError:
-            raise self._schema_error(schema, lenient) from None
+        return self.mask(schema_source(schema, lenient=lenient), stop_token_ids)
 
     def regex(self, pattern: str, *, stop_token_ids: Collection[int] | None = None) -> GrammarMask:
         """Return a mask for texts that match a regular expression as a whole.
@@ -117,16 +101,8 @@ class Grammars:
         Raises:
             UsageError: it is no such expression. Also as `prepare`.
         """
-        arguments.text("regex", pattern)
         self.prepare()
-        from llguidance import regex_to_lark
-
-        try:
-            return self._mask(f"start: /{regex_to_lark(pattern, '')}/", stop_token_ids)
-        except _GrammarError as error:
-            raise UsageError(
-                f"regex: expected a regular expression without look-around, found {pattern!r:.80}: {error}"
-            ) from None
+        return self.mask(regex_source(pattern), stop_token_ids)
 
     def lark(self, grammar: str, *, stop_token_ids: Collection[int] | None = None) -> GrammarMask:
         """Return a mask for the texts of a context-free grammar.
@@ -138,11 +114,7 @@ class Grammars:
         Raises:
             UsageError: it is no such grammar. Also as `prepare`.
         """
-        arguments.text("grammar", grammar)
-        try:
-            return self._mask(grammar, stop_token_ids)
-        except _GrammarError as error:
-            raise UsageError(f"grammar: expected a Lark grammar: {error}") from None
+        return self.mask(lark_source(grammar), stop_token_ids)
 
     def tools(
         self,
@@ -166,118 +138,67 @@ class Grammars:
         Raises:
             UsageError: a tool has no name, or a schema that no grammar follows. Also as `prepare`.
         """
-        source = tools_grammar(
+        source = tools_source(
             tools,
             form,
             required=required,
             parallel=parallel,
-            schema_text=_schema_text,
             special_id=self._vocabulary.special_id,
         )
-        try:
-            return self._mask(source, stop_token_ids)
-        except _GrammarError as error:
-            for place, tool in enumerate(tools):
-                function = tool.get("function", tool)
-                lenient = not function.get("strict")
-                parameters = function.get("parameters") or {}
-                if self._error_of(parameters, lenient):
-                    raise self._schema_error(
-                        parameters, lenient, f"tools[{place}].function.parameters"
-                    ) from None
-            raise UsageError(f"tools: expected tools that fit a grammar: {error}") from None
+        return self.mask(source, stop_token_ids)
 
-    def _mask(self, source: str, stop_token_ids: Collection[int] | None) -> GrammarMask:
-        matcher = self._matcher(source)
+    def mask(self, source: Source, stop_token_ids: Collection[int] | None = None) -> GrammarMask:
+        """Return a mask for a grammar, which is compiled if it is not kept.
+
+        Raises:
+            UsageError: it does not compile, or takes too much of something. Also as `prepare`.
+        """
+        return self.kept_mask(source, stop_token_ids) or self._new_mask(
+            self._keep(source), stop_token_ids
+        )
+
+    def kept_mask(
+        self, source: Source, stop_token_ids: Collection[int] | None = None
+    ) -> GrammarMask | None:
+        """Return a mask for a grammar that is kept; None: it must be compiled."""
+        with self._lock:
+            if (kept := self._compiled.get(source.text)) is None:
+                return None
+            if kept.matcher.is_error():  # the lexer is common to all masks of a grammar
+                del self._compiled[source.text]
+                return None
+            self._compiled.move_to_end(source.text)
+        return self._new_mask(kept, stop_token_ids)
+
+    def stop_trial(self) -> None:
+        """Give up what `mask` compiles now in another thread, which raises UsageError then."""
+        if "_trial" in vars(self):
+            self._trial.stop()
+
+    def _new_mask(self, kept: Compiled, stop_token_ids: Collection[int] | None) -> GrammarMask:
         decoder = self._decoder
         stop = decoder.eos_token_ids if stop_token_ids is None else stop_token_ids
-        return GrammarMask(matcher, decoder.vocab_size, stop)
+        return GrammarMask(kept.matcher, decoder.vocab_size, stop, is_limited=self._of_strangers)
 
-    def _matcher(self, source: str) -> llguidance.LLMatcher:
-        """Return a matcher at the beginning of a text, which masks copy; a kept one if there is one."""
+    def _keep(self, source: Source) -> Compiled:
+        """Compile a grammar and keep it. Those that were not used for longest make room."""
+        known = self._trial.compile(source) if self._of_strangers else None
+        found = compiled(self._tokenizer, source, known)
         with self._lock:
-            if (kept := self._compiled.get(source)) is not None:
-                self._compiled.move_to_end(source)
-                return kept
-        compiled = self._compile(source)
-        with self._lock:
-            self._compiled[source] = compiled
-            while len(self._compiled) > _COMPILED:
+            self._compiled[source.text] = found
+            while len(self._compiled) > 1 and self._kept_bytes() > _KEPT_BYTES:
                 self._compiled.popitem(last=False)
-        return compiled
+        return found
 
-    def _compile(self, source: str) -> llguidance.LLMatcher:
-        tokenizer = self._tokenizer
-        from llguidance import LLMatcher, LLParserLimits
-
-        limits = LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
-        grammar = LLMatcher.grammar_from_lark(f"{source}\n{_OPTIONS}")
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise _GrammarError(_one_line(matcher.get_error()))
-        return matcher
+    def _kept_bytes(self) -> int:
+        return sum(max(_LEAST_BYTES, each.size_bytes) for each in self._compiled.values())
 
     @once
     def _tokenizer(self) -> llguidance.LLTokenizer:
-        table = self._vocabulary.vocabulary(self._decoder.vocab_size)
-        try:
-            from llguidance import LLTokenizer, TokenizerWrapper
-        except ImportError as error:
-            raise UsageError(
-                "grammar: expected the package llguidance, found none",
-                hint="pip install 'prejit[grammar]'",
-            ) from error
-        vocabulary = _Vocabulary(
-            [b"" if token is None else token for token in table],
-            [token_id for token_id, token in enumerate(table) if token is None],
-        )
-        return LLTokenizer(TokenizerWrapper(vocabulary))
+        return tokenizer_of(self._vocabulary.vocabulary(self._decoder.vocab_size))
 
-    def _schema_error(
-        self, schema: Mapping[str, Any] | bool, lenient: bool, at: str = "schema"
-    ) -> UsageError:
-        """Return the error of a schema, with the path of its place."""
-        error = self._error_of(schema, lenient)
-        path = error_path(schema, error, lambda part: self._error_of(part, lenient))
-        if (
-            "coerce_one_of" in error
-        ):  # an option that we do not offer, because it allows wrong answers
-            error = "alternatives of oneOf may fit the same value; use anyOf"
-        return UsageError(
-            f"{at}{path}: expected a JSON schema that a grammar can follow: {error}",
-            hint="leave the keyword out, or check it after the answer",
-        )
+    @once
+    def _trial(self) -> Trial:
+        from prejit.runtime.grammar.trial import Trial  # only servers need processes
 
-    def _error_of(self, schema: Any, lenient: bool) -> str:
-        from llguidance import LLMatcher
-
-        text = _schema_text(schema, lenient)
-        error = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
-        return _one_line(
-            error.partition("\n  while processing ")[0]
-        )  # it names the place of a $ref
-
-
-class _GrammarError(Exception):
-    """A grammar does not compile."""
-
-
-def _schema_text(schema: Mapping[str, Any] | bool, lenient: bool) -> str:
-    """Return a schema as JSON, with llguidance's own options instead of those that it has."""
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, Mapping):
-        raise UsageError(
-            f"schema: expected a JSON schema that a value satisfies, found {schema!r:.80}"
-        )
-    ways = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
-    try:
-        return json.dumps({**schema, "x-guidance": ways}, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"schema: expected values of JSON, found others: {error}") from error
-
-
-def _one_line(error: str) -> str:
-    """Return an error of llguidance in one line: without the picture of the source that follows it."""
-    lines = [" ".join(line.split()) for line in error.split("\n   1 |")[0].splitlines()]
-    return " ".join(filter(None, lines))
+        return Trial(self._vocabulary.vocabulary(self._decoder.vocab_size))

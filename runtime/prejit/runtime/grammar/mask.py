@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     Allowed = np.ndarray[Any, np.dtype[np.bool_]]
+
+_MASKS_SECONDS = 0.25
+"""CPU time that the masks of one text may take, beside that for each token."""
+_MASK_SECONDS = 1e-3
+"""CPU time that a mask may take on average. Those of JSON take a tenth of it."""
 
 
 @final
@@ -28,7 +34,12 @@ class GrammarMask:
     """
 
     def __init__(
-        self, matcher: LLMatcher, vocab_size: int, stop_token_ids: Collection[int]
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        stop_token_ids: Collection[int],
+        *,
+        is_limited: bool = False,
     ) -> None:
         """Begin a text. `Grammars` makes masks.
 
@@ -36,8 +47,11 @@ class GrammarMask:
             matcher: at the beginning of a text. Its vocabulary has one token more, which ends a text.
             vocab_size: number of logits of the model.
             stop_token_ids: with which a text may end.
+            is_limited: whether masks that take long end the request: others share the engine's thread.
         """
         self._fresh = matcher
+        self._is_limited = is_limited
+        self._seconds = 0.0
         self._matcher = matcher.deep_copy()
         self._vocab_size = vocab_size
         self._stop = [token_id for token_id in stop_token_ids if token_id < vocab_size]
@@ -52,14 +66,21 @@ class GrammarMask:
                 ambiguous for the parser.
         """
         with self._lock:
+            started = time.thread_time()
             self._follow(token_ids)
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             self._check()
+            if self._is_limited:
+                self._spend(time.thread_time() - started, len(token_ids))
             allowed = np.unpackbits(bits, count=self._vocab_size + 1, bitorder="little").view(
                 np.bool_
             )
             allowed[self._stop] = allowed[-1]  # the last one stands for the end of the text
             return allowed[:-1]
+
+    def again(self) -> GrammarMask:
+        """Return a new mask of the same grammar, for another request."""
+        return GrammarMask(self._fresh, self._vocab_size, self._stop, is_limited=self._is_limited)
 
     def accepts(self, token_ids: Sequence[int]) -> bool:
         """Return whether these tokens are a whole text of the grammar; a stop token may be the last."""
@@ -70,6 +91,20 @@ class GrammarMask:
             except UsageError:
                 return False
             return self._matcher.is_accepting()
+
+    def _spend(self, seconds: float, count: int) -> None:
+        """Count the CPU time of a mask.
+
+        Raises:
+            UsageError: the masks of this text took too much of it.
+        """
+        self._seconds += seconds
+        if self._seconds > _MASKS_SECONDS + count * _MASK_SECONDS:
+            raise UsageError(
+                f"grammar: expected masks that take at most {_MASK_SECONDS * 1e3:g} ms a token, found "
+                f"{self._seconds:.2f} seconds for {count} tokens",
+                hint="send a simpler grammar: one with less repetition and fewer alternatives",
+            )
 
     def _follow(self, token_ids: Sequence[int]) -> None:
         """Let the matcher read the tokens that it has not read, and forget those that are others now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ _OF_ONE = (
 """Keywords whose value is a schema."""
 _TRIES = 500
 """Maximum number of parts that are compiled to find one error; the place is less exact beyond it."""
+_SECONDS = 0.5
+"""Maximum CPU time of the same."""
 
 
 def error_path(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:
@@ -41,12 +44,12 @@ def error_path(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:
         whole = moved(schema, f"/$defs/{_ROOT}")
     except RecursionError:
         return ""
-    left = _TRIES
+    left, until = _TRIES, time.thread_time() + _SECONDS
     pointer, found = "", schema
     while True:
         # References last: what is wrong behind one has a place of its own, unless the reference is wrong.
         for step, part in sorted(_parts(found), key=_is_reference):
-            if (left := left - 1) < 0:
+            if (left := left - 1) < 0 or time.thread_time() > until:
                 return pointer
             there = f"{pointer}{step}"
             tried = {"$ref": f"#/$defs/{_ROOT}{there}", "$defs": {_ROOT: whole}}

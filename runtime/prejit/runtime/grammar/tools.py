@@ -39,6 +39,7 @@ def tools_grammar(
     *,
     required: bool,
     parallel: bool,
+    answer: str | None = None,
     schema_text: Callable[[Mapping[str, Any], bool], str],
     special_id: Callable[[str], int | None],
 ) -> str:
@@ -49,6 +50,8 @@ def tools_grammar(
         form: how the model writes a call.
         required: whether the answer must be calls; if not, it may have text around them, or be only text.
         parallel: whether there may be several calls.
+        answer: the JSON to compile of an answer without calls, which then has nothing around calls either.
+            None: any text.
         schema_text: returns a schema as the JSON to compile. Its second argument tells whether keywords that
             a grammar cannot enforce are ignored: they are unless the function is `strict`.
         special_id: returns the id of a special token by its text, or None.
@@ -64,12 +67,19 @@ def tools_grammar(
     ]
     rules.append("object: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     begin, end = _words(form.begin, special_id), _words(form.end, special_id)
+    if answer is not None:
+        rules.append(f"answer: %json {answer}")
+    or_answer = "" if answer is None else " | answer"
     if not form.begin:  # nothing separates one call from the next
         rules.append(f"call: object {end}")
-        rules += ["start: call"] if required else [_NO_CALL, "start: (call | NO_CALL)?"]
-    elif required:
+        if required or or_answer:
+            rules.append(f"start: call{or_answer}")
+        else:
+            rules += [_NO_CALL, "start: (call | NO_CALL)?"]
+    elif required or or_answer:
         rules.append(f"call: {begin} object {end}")
-        rules.append(r"start: call (/\n?/ call)*" if parallel else "start: call")
+        more = r" (/\n?/ call)*" if parallel else ""
+        rules.append(f"start: call{more}{or_answer}")
     else:
         first, rest = _trigger(form.begin, special_id)
         rules += [_TEXT, first, f"call: {rest} object {end}", "tail: TEXT"]

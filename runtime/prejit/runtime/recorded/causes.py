@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from prejit.runtime.format.schema import RecordedProgram
 from prejit.runtime.machine.requirement import Requirement
-from prejit.runtime.recorded.events import UNCACHED, JaxRequest
+from prejit.runtime.recorded.events import REFUSED, UNCACHED, JaxRequest
 from prejit.runtime.recorded.hook import jax_texts
 
 _RECORD = "record this run too (prejit record -o BUNDLE -- COMMAND)"
+_CALLBACKS = "jax keeps no program that calls Python (pure_callback, io_callback, debug.print)"
 _UNKNOWN = "not known"
 
 
@@ -78,9 +79,13 @@ def differences(
         what = "jax_enable_compilation_cache"
         hint = "remove what turns jax's cache off; jax also keeps no program of some platforms"
         return (Difference("jax's cache", "on", "off", f"{hint} ({what})"),)
+    if jax_texts.CALLBACKS in (found.not_kept or ""):
+        hint = f"{_CALLBACKS}: it compiles in every process, unless you take the call out of it"
+        return (Difference("callbacks", "none", _arguments(found.arguments), hint),)
     same_name = [each for each in recorded if each.name == found.name]
     if not same_name:
-        return (Difference("program", "none of this name", _arguments(found.arguments), _RECORD),)
+        hint = f"{_RECORD}; but {_CALLBACKS}" if found.outcome == REFUSED else _RECORD
+        return (Difference("program", "none of this name", _arguments(found.arguments), hint),)
     if not found.ingredients:
         hint = "leave the loggers of jax enabled: logging.disable and disable_existing_loggers hide the cause"
         return (Difference("cause", f"{len(same_name)} of this name", _UNKNOWN, hint),)
@@ -136,10 +141,7 @@ def _difference(
         if found.arguments != recorded.arguments:
             sides = _arguments(recorded.arguments), _arguments(found.arguments)
             return Difference("arguments", *sides, _RECORD)
-        hint = (
-            "its code changed, or a value or library version that it depends on, or it calls back to Python: "
-            f"{_RECORD}"
-        )
+        hint = f"its code changed, or a value or library version that it depends on: {_RECORD}"
         return Difference(name, "another program of these arguments", "this one", hint)
     if name == jax_texts.JAXLIB:
         hint = f"install jaxlib {requirement.jaxlib}, or {_RECORD}"

@@ -11,6 +11,8 @@ from typing import Any
 
 HIT = "hit"
 """The outcome of a program that jax read from its cache."""
+REFUSED = "refused"
+"""The outcome of a program that `--require-aot` kept from compiling."""
 UNCACHED = "uncached"
 """The outcome of a program that jax compiled without a look into its cache."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
 from prejit.runtime.server import errors, health, prometheus
 from prejit.runtime.server.gate import Gate
@@ -24,16 +25,27 @@ def make_app(models: Models, settings: Settings) -> Starlette:
         models: the served bundles; more may be added later.
         settings: its limits.
     """
+    middleware = [Middleware(Gate, models=models, settings=settings)]
+    if settings.cors:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=("Retry-After", "X-Request-Id"),
+        )
+        middleware.insert(0, cors)  # browsers ask without a key, and errors need its headers too
     return Starlette(
         routes=[
-            *health.routes(models, settings),
+            *health.routes(models),
             *inference.routes(models, settings),
             *openai.routes(models, settings),
             openapi_route(OPERATIONS),
             *prometheus.routes(models),
             *page.routes(models),
         ],
-        middleware=[Middleware(Gate, models=models, settings=settings)],
+        middleware=middleware,
         # Starlette answers its own HTTPException in its own form; all other errors reach the gate.
         exception_handlers={HTTPException: errors.handle},
     )

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from prejit.runtime.server.keys import Key
+
 ABORT = "prejit.abort"
 """Extension of a scope: a function that cuts the connection, unsent bytes included (connections.py)."""
 
@@ -31,7 +33,7 @@ a slow client needs some more to read the rest."""
 BODY_SECONDS = 30.0
 """How long the next part of a body may take to come."""
 
-_OPEN = re.compile(r"/|/page/.*|/health/(live|ready)|/metrics|/v2/health/(live|ready)")
+_OPEN = re.compile(r"/|/page/.*|/health(/live|/ready)?|/version|/metrics|/v2/health/(live|ready)")
 """Paths that need no key and are answered in every state: probes, metrics, the files of the page."""
 _ID = re.compile(rb"[!-~]{1,128}")
 """A request id that a client may choose."""
@@ -52,7 +54,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request = _Request(scope, receive, send, self._settings)
+        request = _Request(scope, receive, send, self._settings, self._models)
         self._running += 1
         try:
             self._check(scope, request)
@@ -65,17 +67,19 @@ class Gate:
             request.finish()
 
     def _check(self, scope: Scope, request: _Request) -> None:
-        """Refuse a request that comes too early, too late, without a key, too many, or too large.
+        """Refuse a request from a foreign page, too early, too late, without a key, too many, or too large.
 
         Raises:
             ApiError, ClosedError: the request is refused.
         """
+        settings = self._settings
+        if settings.origins is not None:
+            settings.origins.check(scope["method"], request.headers)
         if _OPEN.fullmatch(scope["path"]):
             return
-        settings = self._settings
         if settings.keys is not None:
-            name = settings.keys.name_of(request.header(b"authorization").decode("latin-1"))
-            if name is None:
+            key = settings.keys.find(request.header(b"authorization").decode("latin-1"))
+            if key is None:
                 raise ApiError(
                     401,
                     "Authorization: expected `Bearer` and a key of this server",
@@ -83,8 +87,8 @@ class Gate:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-            request.set_client(name)
-        if self._models.state != "ready" and scope["path"] != "/drain":
+            request.set_key(key)
+        if self._models.state != "ready":
             raise ClosedError(f"the server is {self._models.state}")
         if self._running > settings.clients:
             raise ApiError(
@@ -109,6 +113,7 @@ class Gate:
             )
         refused = as_api_error(error)
         if refused.status == 500:
+            self._models.suspected.set()
             found = "".join(traceback.format_exception(error)).rstrip()
             say(f"request {request.id} failed:\n{found}")
         if not request.started:
@@ -123,39 +128,47 @@ class Gate:
 class _Request:
     """A request on its way: its id, its body's size, and its record."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, settings: Settings, models: Models
+    ) -> None:
+        self._models = models
         self._receive = receive
         self._send = send
         self._most = settings.body_bytes
-        self._headers = dict(scope["headers"])
-        given = self._headers.get(b"x-request-id", b"")
+        self.headers = dict(scope["headers"])
+        given = self.headers.get(b"x-request-id", b"")
         self.id = given.decode() if _ID.fullmatch(given) else uuid.uuid4().hex
         self.started = False
         self.failed = ""
         self._taken = 0
         self._is_whole = False
         # A dict of its own: uvicorn gives all requests of a connection copies, other servers may not.
-        self._state: dict[str, Any] = {**scope.get("state", {}), "id": self.id, "client": ""}
+        self._state: dict[str, Any] = {
+            **scope.get("state", {}),
+            "id": self.id,
+            "key": settings.anybody,
+            "suspected": models.suspected,
+        }
         scope["state"] = self._state
         self._log = settings.log
         self._entry: Entry | None = None
         if self._log is not None:
             kept = {
-                name.decode(): self._headers[name].decode("latin-1")
+                name.decode(): self.headers[name].decode("latin-1")
                 for name in KEPT_HEADERS
-                if name in self._headers
+                if name in self.headers
             }
             self._entry = Entry(self.id, scope["method"], scope["path"], kept, time.time())
             self._log.begin(self._entry)
 
     def header(self, name: bytes) -> bytes:
         """Return the value of a header; empty: it is not there."""
-        value: bytes = self._headers.get(name, b"")
+        value: bytes = self.headers.get(name, b"")
         return value
 
-    def set_client(self, name: str) -> None:
-        """Give the request the name of its key."""
-        self._state["client"] = name
+    def set_key(self, key: Key) -> None:
+        """Give the request its key."""
+        self._state["key"] = key
 
     def too_large(self, found: int) -> ApiError:
         """Return the error for a body of so many bytes."""
@@ -202,6 +215,9 @@ class _Request:
                 *message.get("headers", ()),
                 (b"x-request-id", self.id.encode()),
             ]
+            if message["status"] == 503 and self._models.state == "draining":
+                # The client finds another server by connecting again.
+                message["headers"].append((b"connection", b"close"))
             if self._entry is not None:
                 self._entry.status = message["status"]
         return self._send(message)
@@ -209,6 +225,6 @@ class _Request:
     def finish(self) -> None:
         """Write the record of the request."""
         if self._log is not None and self._entry is not None:
-            self._entry.client = self._state["client"]
+            self._entry.client = self._state["key"].name
             self._entry.failed = self.failed
             self._log.end(self._entry)

@@ -9,7 +9,8 @@ from prejit.runtime.server.openai.routes import OPERATIONS as OF_OPENAI
 _OF_SERVER = (
     Operation("get", "/health/live", "Say that the process runs"),
     Operation("get", "/health/ready", "Say whether the server takes requests"),
-    Operation("post", "/drain", "Take no more requests, and wait for those that run"),
+    Operation("get", "/health", "Say whether the server takes requests"),
+    Operation("get", "/version", "Return the version of prejit"),
     Operation("get", "/metrics", "Return figures for Prometheus", media_type="text/plain"),
 )
 

@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from prejit.runtime.server.threads import OPERATORS, in_thread
+
 if TYPE_CHECKING:
     from prejit.runtime.server.collector import Exposition
     from prejit.runtime.server.served import Models
@@ -24,10 +26,9 @@ def routes(models: Models) -> list[Route]:
 
         return Exposition(models)
 
-    def show(
-        request: Request,
-    ) -> Response:  # Starlette runs it in a thread: a scrape stops no stream
-        page, content_type = exposition().page(request.headers.get("accept", ""))
+    async def show(request: Request) -> Response:
+        accept = request.headers.get("accept", "")
+        page, content_type = await in_thread(OPERATORS, lambda: exposition().page(accept))
         return Response(page, headers={"content-type": content_type})
 
     return [Route("/metrics", show)]

@@ -15,6 +15,7 @@ import msgspec
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.loader import load
 from prejit.runtime.server.app import make_app
+from prejit.runtime.server.keys import Key
 from prejit.runtime.server.requestlog import Entry, RecordedCall, RecordedEngine, current
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
@@ -97,7 +98,7 @@ def replay(
         if bundle.digest != logged[name]["digest"]:
             was = logged[name]["digest"]
             report.notes.append(f"{name}: the log is of {was}, and {path} is {bundle.digest}")
-    models.state = "ready"
+    models.change("loading", "ready")
     try:
         asyncio.run(_run(log, models, starts[-1].get("max_tokens"), report, progress))
     finally:
@@ -180,6 +181,7 @@ async def _run(
         max_tokens=max_tokens,
         timeout_seconds=float(_UNLIMITED),
         clients=_UNLIMITED,
+        anybody=Key(priorities=(-_UNLIMITED, _UNLIMITED)),  # what was recorded was allowed
         log=captured,
     )
     app = make_app(models, settings)

@@ -20,6 +20,7 @@ import base64
 import hashlib
 import math
 import os
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -135,14 +136,11 @@ class RequestLog:
         """Open it for appending, readable for its owner alone: it holds prompts. `-` is stdout.
 
         Raises:
-            StoreError: it cannot be opened.
+            StoreError: it cannot be opened, or others could read it.
         """
-        try:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-            self._file = os.dup(1) if path == "-" else os.open(path, flags, 0o600)
-        except OSError as error:
-            raise StoreError(f"{path}: cannot write the log: {error.strerror}") from error
-        self._path = path
+        self._path = os.path.abspath(path) if path != "-" else path
+        self._file = _open(self._path)
+        self._begin: dict[str, Any] | None = None  # the line that a replay needs first
         self._is_failing = False
 
     def start(self, models: Models, paths: Mapping[str, str], *, max_tokens: int | None) -> None:
@@ -162,8 +160,21 @@ class RequestLog:
             }
             for one in models
         ]
-        line = {"event": "start", "time": time.time(), "models": described}
-        self._write(line | {"max_tokens": max_tokens})
+        self._begin = {"event": "start", "models": described, "max_tokens": max_tokens}
+        self._write({**self._begin, "time": time.time()})
+
+    def reopen(self) -> None:
+        """Write to the file that has the path now, after another program has moved the one before."""
+        try:
+            file = _open(self._path)
+        except StoreError as error:
+            say(f"warning: {error}: requests go to the file that was open")
+            return
+        is_other = not os.path.sameopenfile(file, self._file)
+        os.dup2(file, self._file, inheritable=False)
+        os.close(file)
+        if is_other and self._begin is not None:
+            self._write({**self._begin, "time": time.time()})
 
     def begin(self, entry: Entry) -> None:
         """Take what engines give this task from now on as results of this request."""
@@ -205,6 +216,31 @@ class RequestLog:
             if not self._is_failing:
                 say(f"warning: {self._path}: cannot write: {error.strerror}")
             self._is_failing = True
+
+
+def _open(path: str) -> int:
+    """Return a descriptor that appends to a file; `-` is stdout.
+
+    Raises:
+        StoreError: it cannot be opened, or others could read it.
+    """
+    try:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        file = os.dup(1) if path == "-" else os.open(path, flags, 0o600)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot write the log: {error.strerror}") from error
+    found = os.fstat(file)
+    if path != "-" and stat.S_ISREG(found.st_mode) and found.st_mode & 0o077:
+        try:
+            os.fchmod(file, 0o600)
+        except OSError as error:
+            os.close(file)
+            raise StoreError(
+                f"{path}: expected a log that its owner alone can read, because it holds prompts; found mode "
+                f"{stat.S_IMODE(found.st_mode):o} of another owner",
+                hint="move it away, or give another --log",
+            ) from error
+    return file
 
 
 @final

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from prejit.runtime.errors import UsageError
+from prejit.runtime.server.compiling import Compiling
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
@@ -33,12 +33,14 @@ class Served:
         bundle: the bundle.
         engine: its engine, which all requests share.
         created: when the server loaded it, in seconds since 1970.
+        compiling: compiles the grammars that its clients send.
     """
 
     name: str
     bundle: Bundle
     engine: Engine
     created: int
+    compiling: Compiling = field(default_factory=Compiling)
 
 
 @final
@@ -46,17 +48,26 @@ class Models:
     """The served bundles by name. It is empty until they are loaded: requests come before that.
 
     Attributes:
-        state: what the server does. Only `ready` takes requests to models.
+        suspected: set when a request fails and the client cannot mend it.
+        wrong: by name of a model, what it returns in place of a golden answer.
     """
 
     def __init__(self, *served: Served) -> None:
         """Serve these bundles now; without any, the state is `loading`."""
-        self.state: State = "loading"
+        self._stage: State = "loading"
+        self._is_draining = self._is_ending = False
+        self.suspected = threading.Event()
+        self.wrong: dict[str, str] = {}
         self._lock = threading.Lock()
         self._by_name: dict[str, Served] = {}
         if served:
             self.add(*served)
-            self.state = "ready"
+            self._stage = "ready"
+
+    @property
+    def state(self) -> State:
+        """What the server does. Only `ready` takes requests to models."""
+        return "draining" if self._is_draining else self._stage
 
     def add(self, *served: Served) -> None:
         """Add bundles.
@@ -85,6 +96,11 @@ class Models:
             )
         return found
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request to any model gets a right answer, as far as the server knows."""
+        return self.state == "ready" and not self.wrong
+
     def __iter__(self) -> Iterator[Served]:
         return iter(tuple(self._by_name.values()))
 
@@ -92,32 +108,36 @@ class Models:
         return len(self._by_name)
 
     def change(self, before: State, after: State) -> bool:
-        """Change the state, unless another thread has changed it since it was `before`; return whether."""
-        with self._lock:
-            if self.state != before:
-                return False
-            self.state = after
-            return True
+        """Go on to a state, unless another thread has done so since `before`; return whether it is the state.
 
-    def drain(self, seconds: float | None) -> bool:
-        """Refuse new requests and wait for those that run or wait.
-
-        Args:
-            seconds: the longest wait; None: until the last one is finished.
-
-        Returns:
-            Whether none is left.
+        It is not while the server drains. After that it is.
         """
         with self._lock:
-            self.state = "draining"
-        until = None if seconds is None else time.monotonic() + seconds
-        idle = True
+            if self._stage == before:
+                self._stage = after
+            return self.state == after
+
+    def drain(self, *, ends: bool = False) -> bool:
+        """Refuse new requests; return whether none is left that runs or waits.
+
+        Args:
+            ends: whether the server ends, so that `undrain` has no effect any more.
+        """
+        self._is_draining = True
+        self._is_ending = self._is_ending or ends
+        return all([one.engine.drain(0.0) for one in self])
+
+    def undrain(self) -> bool:
+        """Take requests again, unless the server ends; return whether it does not."""
+        if self._is_ending:
+            return False
         for one in self:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            idle = one.engine.drain(left) and idle
-        return idle
+            one.engine.undrain()
+        self._is_draining = False
+        return True
 
     def close(self) -> None:
         """Close every engine. What still runs fails with ClosedError."""
         for one in self:
+            one.compiling.close()
             one.engine.close()

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from prejit.runtime.server.keys import ANYBODY, Key
+
 if TYPE_CHECKING:
     from prejit.runtime.server.keys import Keys
+    from prejit.runtime.server.origins import Origins
     from prejit.runtime.server.requestlog import Log
 
 
@@ -25,9 +28,13 @@ class Settings:
             with status 504 if nothing was sent yet.
         clients: the most requests at once, waiting ones included. More are refused with status 503.
         drain_seconds: how long running requests may go on after a signal to end.
+        check_seconds: how often golden answers are asked for again; None: only after requests have failed.
         keys: who may send requests; None: everybody.
         ignore_unknown_fields: whether fields that no request has are left out; if not, they are an error.
+        anybody: what is allowed without keys.
         log: where requests are recorded for `prejit replay`; None: nowhere.
+        cors: origins of web pages that may read answers; `*`: all.
+        origins: the hosts and pages that may send requests; None: all.
     """
 
     body_bytes: int = 16 << 20
@@ -35,6 +42,10 @@ class Settings:
     timeout_seconds: float = 600.0
     clients: int = 1024
     drain_seconds: float = 30.0
+    check_seconds: float | None = None
     keys: Keys | None = None
     ignore_unknown_fields: bool = False
+    anybody: Key = ANYBODY
     log: Log | None = None
+    cors: tuple[str, ...] = ()
+    origins: Origins | None = None

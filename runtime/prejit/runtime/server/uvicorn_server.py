@@ -9,13 +9,16 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, final
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
 
 import uvicorn
 
+from prejit.runtime.server.admin import drain, make_admin
 from prejit.runtime.server.app import make_app
 from prejit.runtime.server.connections import HEAD_SECONDS, Connection
 from prejit.runtime.server.loading import Loading
+from prejit.runtime.server.origins import Origins
 from prejit.runtime.server.say import say
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import BACKLOG, Settings
@@ -32,6 +35,9 @@ def run(
     settings: Settings,
     listening: socket.socket,
     loading: Loading,
+    *,
+    admin: tuple[socket.socket, Origins | None] | None,
+    reopen: Callable[[], object],
     telemetry: Telemetry | None = None,
 ) -> None:
     """Answer requests until a signal comes or loading fails.
@@ -41,12 +47,16 @@ def run(
         settings: the limits.
         listening: a socket that listens.
         loading: what loads the bundles.
+        admin: a socket that listens for those who run the server, and what may send to it; None: there is
+            none.
+        reopen: opens the files again that another program may have moved, after SIGHUP and SIGUSR1.
         telemetry: what traces requests; None: nothing does.
     """
-    config = configure(models, settings)
+    app: Any = make_app(models, settings)
     if telemetry is not None:
-        config.app = telemetry.app(config.app)
-    server = _Server(config, models, settings, loading.answers)
+        app = telemetry.app(app)
+    config = configure(app)
+    server = _Server(config, models, settings, loading.answers, admin, reopen)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -57,16 +67,11 @@ def run(
         runner.run(main())
 
 
-def configure(models: Models, settings: Settings) -> uvicorn.Config:
-    """Return how uvicorn answers requests.
-
-    Args:
-        models: the served bundles.
-        settings: the limits.
-    """
+def configure(app: Any) -> uvicorn.Config:
+    """Return how uvicorn answers requests with an ASGI application."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # garbage of clients is no news
     return uvicorn.Config(
-        make_app(models, settings),
+        app,
         http=Connection,
         # Beside a model that decodes, asyncio's own loop takes a quarter more CPU time for a token.
         loop="uvloop",
@@ -91,8 +96,13 @@ class _Server(uvicorn.Server):
         models: Models,
         settings: Settings,
         when_answering: Callable[[], None],
+        admin: tuple[socket.socket, Origins | None] | None = None,
+        reopen: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(config)
+        self._admin = admin
+        self._reopen = reopen
+        self._has_terminal = os.isatty(0)
         self._when_answering = when_answering
         self._models = models
         self._settings = settings
@@ -101,16 +111,30 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take the signals that end a server."""
+        """Take the signals that end a server, and those after which it opens its files again."""
         loop = asyncio.get_running_loop()
         for one in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(one, self._on_signal, one)
+        loop.add_signal_handler(signal.SIGUSR1, self._reopen)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections."""
         await super().startup(sockets)
+        if self._admin is not None:
+            self.servers.append(await self._listen(*self._admin))
         self._when_answering()
+
+    async def _listen(self, admin: socket.socket, origins: Origins | None) -> asyncio.Server:
+        """Answer at the admin address, with connections that end with the others."""
+        loop = asyncio.get_running_loop()
+        is_unix = admin.family == socket.AF_UNIX
+        create: Any = loop.create_unix_server if is_unix else loop.create_server
+        config = configure(make_admin(self._models, self._settings, origins))
+        make = partial(Connection, config, self.server_state, {})
+        server: asyncio.Server = await create(make, sock=admin, backlog=BACKLOG)
+        return server
 
     async def main_loop(self) -> None:
         """Set the date of responses each second, until the server ends.
@@ -126,6 +150,14 @@ class _Server(uvicorn.Server):
         self.should_exit = True
         self._exits.set()
 
+    def _on_hangup(self) -> None:
+        if self._has_terminal and not os.isatty(
+            0
+        ):  # somebody has closed it, and cannot press Ctrl-C
+            self._on_signal(signal.SIGHUP)
+        else:
+            self._reopen()
+
     def _on_signal(self, number: signal.Signals) -> None:
         if self._ending is not None:
             say(f"{number.name} came again: ending at once")
@@ -136,6 +168,6 @@ class _Server(uvicorn.Server):
         """Finish what runs, for a limited time, and end."""
         seconds = self._settings.drain_seconds
         say(f"{number.name}: finishing what runs, for at most {seconds:g} seconds")
-        await asyncio.to_thread(self._models.drain, seconds)
+        await drain(self._models, seconds, ends=True)
         self._models.close()  # what is left fails, so that its clients get an answer
         self.stop()

@@ -23,7 +23,7 @@ class TokenBytes:
         """Read how a tokenizer spells bytes."""
         self._tokenizer = tokenizer
         try:
-            self._bytes_of = bytes_by_decoder(tokenizer, "")
+            self._bytes_of = bytes_by_decoder(tokenizer)
         except UsageError:
             self._bytes_of = str.encode
         self._added = {

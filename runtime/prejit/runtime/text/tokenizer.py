@@ -42,7 +42,6 @@ class Tokenizer:
         Raises:
             RejectError: this version of `tokenizers` cannot read it.
         """
-        self._path = path
         try:
             self._tokenizer = _Tokenizer.from_buffer(content)
             self._tokenizer.no_truncation()
@@ -129,7 +128,7 @@ class Tokenizer:
         """
         from prejit.runtime.text.vocabulary import bytes_by_decoder  # only grammars need it
 
-        bytes_of = bytes_by_decoder(self._tokenizer, self._path)
+        bytes_of = bytes_by_decoder(self._tokenizer)
         table: list[bytes | None] = [None] * vocab_size
         for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if token_id < vocab_size and token_id not in self._special:
@@ -157,7 +156,7 @@ class Tokenizer:
             raise
         except BaseException as error:  # as in __init__
             raise UsageError(
-                f"expected a text that {self._path} can encode, found one that it fails on: {error}",
+                f"expected a text that the tokenizer can encode, found one that it fails on: {error}",
                 hint="give another text, or token ids",
             ) from error
 
@@ -176,7 +175,7 @@ class Tokenizer:
             raise
         except BaseException as error:  # as in __init__
             raise UsageError(
-                f"expected token ids that {self._path} can decode, found {token_ids!r:.80}: {error}"
+                f"expected token ids that the tokenizer can decode, found {token_ids!r:.80}: {error}"
             ) from error
 
 

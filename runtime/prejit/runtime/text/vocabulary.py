@@ -43,14 +43,13 @@ def _bytes_or_text(token: str) -> bytes:
     return bytes.fromhex(match[1]) if match else token.encode()
 
 
-def bytes_by_decoder(tokenizer: _Tokenizer, path: str) -> Callable[[str], bytes]:
+def bytes_by_decoder(tokenizer: _Tokenizer) -> Callable[[str], bytes]:
     """Return the function that turns a token of the vocabulary into the bytes that it adds to a text.
 
     It is for tokens in the middle of a text: decoders that strip a space do so at the beginning only.
 
     Args:
         tokenizer: has a decoder, or none.
-        path: of the tokenizer.json, for errors.
 
     Raises:
         UsageError: the bytes of a token depend on its neighbours (WordPiece), or the decoder is not known.
@@ -63,11 +62,11 @@ def bytes_by_decoder(tokenizer: _Tokenizer, path: str) -> Callable[[str], bytes]
         case {"type": "Metaspace", "replacement": str(space)}:
             return lambda token: token.replace(space, " ").encode()
         case {"type": "Sequence", "decoders": list(parts)}:
-            return _sequence(parts, path)
-    raise _refusal(decoder, path)
+            return _sequence(parts)
+    raise _refusal(decoder)
 
 
-def _sequence(parts: list[Any], path: str) -> Callable[[str], bytes]:
+def _sequence(parts: list[Any]) -> Callable[[str], bytes]:
     """Return the function for a decoder that is a list of others, such as that of Llama 2."""
     replaced: list[tuple[str, str]] = []
     last: Callable[[str], bytes] = _plain
@@ -84,7 +83,7 @@ def _sequence(parts: list[Any], path: str) -> Callable[[str], bytes]:
             case {"type": "Metaspace", "replacement": str(old)}:
                 replaced.append((old, " "))
             case _:
-                raise _refusal(part, path)
+                raise _refusal(part)
 
     def of(token: str) -> bytes:
         for old, new in replaced:
@@ -94,10 +93,10 @@ def _sequence(parts: list[Any], path: str) -> Callable[[str], bytes]:
     return of
 
 
-def _refusal(decoder: object, path: str) -> UsageError:
+def _refusal(decoder: object) -> UsageError:
     found = json.dumps(decoder)
     return UsageError(
-        f"{path}: decoder: expected ByteLevel, Metaspace or a Sequence of Replace, ByteFallback, Fuse and "
-        f"Strip, found {found if len(found) <= 120 else found[:120] + '...'}",
+        "decoder of the tokenizer: expected ByteLevel, Metaspace or a Sequence of Replace, ByteFallback, "
+        f"Fuse and Strip, found {found if len(found) <= 120 else found[:120] + '...'}",
         hint="a grammar needs a tokenizer whose tokens are bytes, such as byte-level BPE or SentencePiece",
     )

@@ -237,6 +237,28 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
         assert said in str(caught.value)
 
 
+def test_a_quantized_checkpoint_is_told_to_come_from_another_model(tmp_path: Path) -> None:
+    name = "transformer.h.0.mlp.c_fc.weight"
+    tensors = as_torch(gpt2())
+    tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+    with pytest.raises(CheckpointError, match=f"{name} is F8_E4M3, expected a float") as caught:
+        _ = open_checkpoint(write(tmp_path, GPT2, tensors)).names
+    assert "take the checkpoint in float32, bfloat16 or float16" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("name", ["score.weight", "v_head.summary.weight"])
+def test_the_head_of_a_reward_model_is_told_to_come_from_another_model(
+    name: str, tmp_path: Path
+) -> None:
+    tensors = {**llama(), name: np.ones((1, 4), np.float32)}
+    with pytest.raises(CheckpointError, match=f"unexpected {name}") as caught:
+        _ = open_checkpoint(write(tmp_path, LLAMA, tensors)).names
+    assert "a part that prejit does not build" in str(caught.value.hint)
+    classified = {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}
+    with pytest.raises(CheckpointError, match=r"expected .* for \[generate\], found \"LlamaForSeq"):
+        _ = open_checkpoint(write(tmp_path, classified, llama())).names
+
+
 def test_long_lists_are_shortened(tmp_path: Path) -> None:
     tensors = {"transformer.wte.weight": gpt2()["transformer.wte.weight"]}
     with pytest.raises(CheckpointError, match="and 7 more"):
@@ -318,6 +340,17 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"found pytorch_model\.bin") as caught:
         open_checkpoint(tmp_path)
     assert "pickle" in str(caught.value.hint)
+    (tmp_path / "model-Q8_0.gguf").touch()
+    with pytest.raises(
+        CheckpointError, match=r"found model-Q8_0\.gguf, pytorch_model\.bin"
+    ) as caught:
+        open_checkpoint(tmp_path)
+    assert "GGUF" in str(caught.value.hint)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"expected a file, found model-Q8_0\.gguf") as caught:
+        open_checkpoint(tmp_path)
+    assert "GGUF" in str(caught.value.hint)
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="weight_map: expected an object"):
         open_checkpoint(tmp_path)

@@ -213,6 +213,31 @@ MISTAKES = {
         'm.toml:7: model.evaluation: expected a file at "LICENCE", relative to the manifest;'
         ' found none (did you mean "LICENSE"?)',
     ),
+    "text that nothing is measured on": (
+        ('"float32"\n', '"int8"\naccuracy = false\nevaluation = "LICENSE"\n'),
+        "m.toml:8: model.evaluation: expected none beside accuracy = false, which measures nothing",
+    ),
+    "accuracy that is no boolean": (
+        ('"float32"\n', '"int8"\naccuracy = "no"\n'),
+        'm.toml:7: model.accuracy: expected true or false; found "no"',
+    ),
+    "static value that is no constant": (
+        (
+            "[128]\n",
+            '[128]\n[[program]]\nname = "f"\nfunction = "m:f"\nargs = {}\n'
+            "static = { mode = [1.5] }\nmask = 2.5\n",
+        ),
+        "m.toml:16: program[0].static.mode[0]: expected a text, an integer or a boolean; found 1.5",
+        "m.toml:17: program[0].mask: expected the name or the position of an argument; found 2.5",
+    ),
+    "array of too many dimensions": (
+        (
+            "[128]\n",
+            '[128]\n[[program]]\nname = "f"\nfunction = "m:f"\n'
+            f'args = {{ x = "float32[{", ".join("1" * 65)}]" }}\n',
+        ),
+        "m.toml:15: program[0].args.x: expected at most 64 dimensions; found 65",
+    ),
     "size of zero": (
         ("[4, 1]", "[4, 0]"),
         "m.toml:9: generate.batch[1]: expected an integer from 1 to 2147483647; found 0",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ BERT = {
     "num_hidden_layers": 1,
     "pad_token_id": 0,
     "type_vocab_size": 2,
+    "vocab_size": 9,
+}
+DISTILBERT = {
+    "activation": "gelu",
+    **{"dim": 4, "hidden_dim": 6, "max_position_embeddings": 12, "n_heads": 2, "n_layers": 1},
     "vocab_size": 9,
 }
 KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
@@ -223,6 +229,67 @@ def test_a_tensor_that_nobody_knows_is_told(directory: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=r"unexpected adapter\.weight"):
         _ = open_encoder(directory).names
+
+
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        ("bert", "classifier.weight"),
+        ("bert", "qa_outputs.weight"),
+        ("roberta", "classifier.dense.weight"),
+        ("distilbert", "pre_classifier.weight"),
+    ],
+)
+def test_a_head_that_is_what_the_model_is_for_is_dropped(
+    directory: Path, family: str, head: str
+) -> None:
+    (directory / "modules.json").unlink()
+    sizes = DISTILBERT if family == "distilbert" else BERT
+    write(directory / "config.json", {**sizes, "model_type": family, "architectures": None})
+    source = config_file.load_encoder(directory)
+    tensors = {
+        name: np.zeros(each.shape[::-1] if each.in_out else each.shape, np.float32)
+        for name, each in parameters_of(registry.make_encoder(source)).items()
+    }
+    save_file(tensors, directory / "model.safetensors")
+    assert open_encoder(directory).names
+    save_file({**tensors, head: np.ones(3, np.float32)}, directory / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"unexpected {re.escape(head)}$") as raised:
+        _ = open_encoder(directory).names
+    assert "a part that prejit does not build" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("name", "built"),
+    [
+        ("BertModel", True),
+        ("BertForMaskedLM", True),
+        ("BertForPreTraining", True),
+        ("BertForSequenceClassification", False),
+        ("BertForNextSentencePrediction", False),
+        ("BertForTokenClassification", False),
+    ],
+)
+def test_an_architecture_with_a_head_of_its_own_becomes_an_embedder(
+    directory: Path, name: str, built: bool
+) -> None:
+    edit(directory / "config.json", architectures=[name])
+    if built:
+        assert open_encoder(directory).names
+        return
+    wanted = (
+        rf"config\.json: architectures: expected .* for \[encode\], found \"{name}\", whose head"
+    )
+    with pytest.raises(CheckpointError, match=wanted):
+        _ = open_encoder(directory).names
+
+
+def test_an_embedder_of_a_decoders_family_is_sent_to_generate(directory: Path) -> None:
+    """Qwen3-Embedding is a Qwen3 whose last token is pooled."""
+    edit(directory / "config.json", model_type="qwen3")
+    with pytest.raises(CheckpointError, match=r'for \[encode\], found "qwen3"') as raised:
+        _ = open_encoder(directory).names
+    assert "[generate]" not in str(raised.value.hint)
 
 
 def test_an_encoder_is_no_decoder(directory: Path) -> None:

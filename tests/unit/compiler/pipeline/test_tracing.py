@@ -9,10 +9,11 @@ import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -23,7 +24,8 @@ from tests.unit.compiler.sharing.fixtures import Memory
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.code import find_code
 from prejit.compiler.pipeline.lowering import lower
-from prejit.compiler.pipeline.plan import TRACED, Lowered, plan_build, planned_executables
+from prejit.compiler.pipeline.plan import Lowered, plan_build
+from prejit.compiler.pipeline.reuse import TRACED, planned_executables
 from prejit.compiler.pipeline.tracing import parameters_of, remember
 from prejit.compiler.progress import Quiet
 from prejit.compiler.sharing.layered import LayeredStore
@@ -57,6 +59,8 @@ class Project:
         )
         for name, content in modules.items():
             self.write(f"{name}.py", content)
+        self.notes: list[str] = []
+        self.find_code = find_code
         self.store: Store = DirectoryStore.open(directory.parent / "cache")
         self.lowered: dict[str, Lowered] = {}
 
@@ -68,13 +72,15 @@ class Project:
     def trace(self, *, retrace: bool = False) -> set[str]:
         """Do what a build does before it compiles, and return the names of programs that were traced."""
         plan = plan_build(read_manifest(self.directory / "m.toml"), self.store, retrace=retrace)
-        code = cache(partial(find_code, plan.manifest))
+        code = cache(partial(self.find_code, plan.manifest))
+        progress = Quiet()
+        progress.note = self.notes.append  # type: ignore[method-assign]
         self.lowered = {
             each.spec.name: lower(plan, each, no_model, code, self.store, Quiet())
             for each in plan.programs
         }
         parameters = parameters_of(plan, code)
-        remember(plan, self.lowered, parameters, None, code, self.store, Quiet())
+        remember(plan, self.lowered, parameters, None, code, self.store, progress)
         return {each.spec.name for each in plan.programs if each.lowered is None}
 
     def why(self) -> str:
@@ -344,6 +350,169 @@ def test_a_file_that_appears_is_noticed_where_code_looked_for_it(
     assert made.changed()
 
 
+IN_THREADS = {
+    "a pool that runs a library's function": "ThreadPoolExecutor().submit(np.load, PATH).result()",
+    "asyncio": "asyncio.run(asyncio.to_thread(np.load, PATH))",
+    "a thread of a thread": "ThreadPoolExecutor().submit(lambda: in_thread(np.load, PATH)).result()",
+    "a function of the user": "in_thread(lambda: np.load(PATH))",
+    "a thread that reads later": "LATE.result() if READY.set() is None else 0",
+}
+
+
+@pytest.mark.parametrize("read", IN_THREADS.values(), ids=IN_THREADS.keys())
+def test_a_file_that_a_thread_reads_is_noticed(tmp_path: Path, read: str) -> None:
+    model = (
+        "import asyncio, os, threading\nfrom concurrent.futures import ThreadPoolExecutor\n\n"
+        "import numpy as np\n\nPATH = os.path.join(os.path.dirname(__file__), 'factor.npy')\n"
+        "READY = threading.Event()\n"
+        "LATE = ThreadPoolExecutor().submit(lambda: READY.wait(60) and np.load(PATH))\n"
+        "\n\ndef in_thread(call, *args):\n    return ThreadPoolExecutor().submit(call, *args).result()\n\n\n"
+        f"FACTOR = {read}\n\n\ndef f(x):\n    return x * FACTOR\n"
+    )
+    made = Project(tmp_path / "p", {"p": "model:f"}, model=model)
+    np.save(made.directory / "factor.npy", np.float32(2))
+    assert made.trace() == {"p"}
+    assert made.trace() == set()
+    np.save(made.directory / "factor.npy", np.float32(3))
+    assert "file factor.npy: sha256:" in made.why()
+    assert made.changed()
+
+
+def test_a_file_that_a_thread_reads_after_the_import_is_noticed(tmp_path: Path) -> None:
+    """A thread may begin in an import, and read while no code of the user runs in the build's own thread."""
+    model = (
+        "import builtins, os, threading\nfrom concurrent.futures import ThreadPoolExecutor\n\n"
+        "import numpy as np\n\n"
+        "PATH = os.path.join(os.path.dirname(__file__), 'factor.npy')\nbuiltins.go = threading.Event()\n"
+        "def load():\n    builtins.go.wait(60)\n    return np.load(PATH)\n"
+        "builtins.late = LATE = ThreadPoolExecutor().submit(load)\n\n\n"
+        "def f(x):\n    return x * LATE.result()\n"
+    )
+    made = Project(tmp_path / "p", {"p": "model:f"}, model=model)
+    np.save(made.directory / "factor.npy", np.float32(2))
+    find = find_code
+
+    def then_read(*args: Any, **options: Any) -> Any:
+        found = find(*args, **options)
+        builtins.go.set()  # type: ignore[attr-defined]
+        builtins.late.result()  # type: ignore[attr-defined]
+        return found
+
+    made.find_code = then_read
+    assert made.trace() == {"p"}
+    assert made.trace() == set()
+    np.save(made.directory / "factor.npy", np.float32(3))
+    assert made.changed()
+
+
+def test_what_a_module_imports_in_a_thread_is_noticed(tmp_path: Path) -> None:
+    model = (
+        "import importlib\nfrom concurrent.futures import ThreadPoolExecutor\n\n"
+        "helper = ThreadPoolExecutor().submit(importlib.import_module, 'helper').result()\n"
+        "\n\ndef f(x):\n    return x * helper.FACTOR\n"
+    )
+    found = project(tmp_path, model, helper="FACTOR = 2\n")
+    found.write("helper.py", "FACTOR = 3\n")
+    assert found.changed()
+
+
+def test_threads_of_the_store_are_not_the_users(tmp_path: Path) -> None:
+    """They read and write files while code of the user runs."""
+    stop, reading = threading.Event(), tmp_path / "ours"
+    reading.write_bytes(b"x")
+    store = DirectoryStore.open(tmp_path / "other")
+
+    def read() -> None:
+        while not stop.is_set():
+            store.put_blob(b"content")
+
+    other = threading.Thread(target=read)
+    other.start()
+    try:
+        project(tmp_path, SCALED, helper="import time\n\ntime.sleep(0.05)\nFACTOR = 2\n")
+    finally:
+        stop.set()
+        other.join()
+    kept = [path.read_text() for path in tmp_path.glob("cache/v1/actions/inputs/*.json")]
+    assert kept
+    assert not [text for text in kept if '["file"' in text]
+
+
+NATIVE = {
+    "safetensors, imported before": "load_file(PATH)",
+    "safetensors, opened": "{'w': safe_open(PATH, 'np').__enter__().get_tensor('w')}",
+    "safetensors, in a thread": "ThreadPoolExecutor().submit(load_file, PATH).result()",
+}
+
+
+@pytest.mark.parametrize("read", NATIVE.values(), ids=NATIVE.keys())
+def test_a_file_that_native_code_reads_is_noticed(tmp_path: Path, read: str) -> None:
+    model = (
+        "import os\nfrom concurrent.futures import ThreadPoolExecutor\n\nfrom safetensors import safe_open\n"
+        "from safetensors.numpy import load_file\n\n"
+        "PATH = os.path.join(os.path.dirname(__file__), 'w.safetensors')\n"
+        f"\n\ndef f(x):\n    return x * {read}['w']\n"
+    )
+    made = Project(tmp_path / "p", {"p": "model:f"}, model=model)
+    save_file({"w": np.ones(3, np.float32)}, made.directory / "w.safetensors")
+    assert made.trace() == {"p"}
+    assert made.trace() == set()
+    save_file({"w": np.ones(3, np.float32) * 2}, made.directory / "w.safetensors")
+    assert "file w.safetensors: sha256:" in made.why()
+    assert made.changed()
+
+
+TENSORSTORE = """
+import os
+import tensorstore
+
+PLACE = os.path.join(os.path.dirname(__file__), "array")
+SPEC = {"driver": "zarr", "kvstore": {"driver": "file", "path": PLACE}}
+
+
+def f(x):
+    return x * tensorstore.open(SPEC).result().read().result()
+"""
+
+
+def write_array(directory: Path, value: float) -> None:
+    import tensorstore
+
+    place = {"driver": "file", "path": str(directory / "array")}
+    options = {"dtype": tensorstore.float32, "shape": [3], "create": True, "delete_existing": True}
+    array = tensorstore.open({"driver": "zarr", "kvstore": place}, **options).result()
+    array[:] = np.full(3, value, np.float32)
+
+
+@pytest.mark.parametrize("declares", [False, True])
+def test_files_that_nobody_sees_are_declared_or_read_again(tmp_path: Path, declares: bool) -> None:
+    more = 'reads = ["array"]' if declares else ""
+    made = Project(tmp_path / "p", {"p": f"model:f\n{more}"}, model=TENSORSTORE)
+    write_array(made.directory, 2)
+    assert made.trace() == {"p"}
+    assert made.trace() == (set() if declares else {"p"})
+    trouble = "model reads files by tensorstore.open, which prejit cannot see: name them in `reads`"
+    if not declares:
+        assert made.why() == f"it is traced at every build: {trouble}"
+    assert made.notes == ([] if declares else [f"p is traced at every build: {trouble}"] * 2)
+    write_array(made.directory, 3)
+    assert made.changed()
+
+
+def test_libraries_are_as_they_were_after_a_trace(tmp_path: Path) -> None:
+    import safetensors.numpy
+    import tensorstore
+
+    def calls() -> tuple[object, ...]:
+        return tensorstore.open, tensorstore.KvStore.open, safetensors.numpy.safe_open
+
+    before = calls()
+    made = Project(tmp_path / "p", {"p": "model:f"}, model=TENSORSTORE)
+    write_array(made.directory, 2)
+    made.trace()
+    assert calls() == before
+
+
 def test_a_file_that_is_deleted_is_noticed(tmp_path: Path) -> None:
     model = (
         "import pathlib\n\n\ndef f(x):\n    try:\n        return x * int(pathlib.Path(__file__)"
@@ -382,6 +551,32 @@ def test_the_version_of_a_distribution_that_changes_is_noticed(
     metadata = installed / f"{name}-1.dist-info" / "METADATA"
     metadata.write_text(metadata.read_text().replace("Version: 1", "Version: 2"))
     assert found.why() == f"version of {name}: 1 -> 2"
+    assert found.trace() == {"p"}
+
+
+RECORD = """\
+../../../bin/toy,sha256={other},10
+toy.pth,sha256={other},10
+__editable___toy_finder.py,sha256={other},10
+toylib-1.dist-info/INSTALLER,sha256={other},4
+toylib-1.dist-info/direct_url.json,sha256={other},4
+toylib.py,sha256={content},11
+__pycache__/toylib.cpython-311.pyc,,
+toylib-1.dist-info/RECORD,,
+"""
+
+
+def test_a_distribution_that_is_installed_again_under_its_version_is_noticed(
+    tmp_path: Path, installed: Path
+) -> None:
+    record = installed / "toylib-1.dist-info" / "RECORD"
+    record.write_text(RECORD.format(content="abc", other="a machine"))
+    found = project(tmp_path, "from toylib import FACTOR\n\n\ndef f(x):\n    return x * FACTOR\n")
+    lines = RECORD.format(content="abc", other="another machine").splitlines()
+    record.write_text("\n".join(reversed(lines)))
+    assert found.trace() == set(), "the same wheel on another machine, installed by another program"
+    record.write_text(RECORD.format(content="def", other="a machine"))
+    assert found.why().startswith("version of toylib: 1 sha256:")
     assert found.trace() == {"p"}
 
 
@@ -513,10 +708,20 @@ def test_a_file_that_changes_while_it_is_traced_is_not_remembered(tmp_path: Path
     assert found.changed()
 
 
-def test_code_that_starts_a_process_is_traced_at_every_build(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "run",
+    [
+        "len(subprocess.run(['echo', 'ab'], capture_output=True).stdout)",
+        "pool('fork').submit(abs, -3).result()",
+        "pool('spawn').submit(abs, -3).result()",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:os.fork:RuntimeWarning")
+def test_code_that_starts_a_process_is_traced_at_every_build(tmp_path: Path, run: str) -> None:
     model = (
-        "import subprocess\n\n\ndef f(x):\n"
-        "    return x * len(subprocess.run(['echo', 'ab'], capture_output=True).stdout)\n"
+        "import multiprocessing, subprocess\nfrom concurrent.futures import ProcessPoolExecutor\n\n\n"
+        "def pool(how):\n    return ProcessPoolExecutor(1, multiprocessing.get_context(how))\n\n\n"
+        f"def f(x):\n    return x * {run}\n"
     )
     found = Project(tmp_path / "p", {"p": "model:f"}, model=model)
     assert found.trace() == {"p"}
@@ -668,8 +873,10 @@ def test_retracing_finds_what_no_second_trace_shows(
     monkeypatch.setattr(builtins, "hidden_factor", 3)
     with pytest.raises(
         BuildError, match=r"program p: .*differ in .*stablehlo.constant.*2.*, then .*3"
-    ):
+    ) as caught:
         found.trace(retrace=True)
+    assert "the program that an earlier build traced from the same inputs" in str(caught.value)
+    assert str(caught.value.hint).startswith("a file that it reads by other means than open() may")
 
 
 def test_parameters_that_change_are_noticed(tmp_path: Path) -> None:
@@ -710,6 +917,8 @@ def test_hooks_are_gone_after_a_trace(tmp_path: Path) -> None:
             getitem,
             SourceFileLoader.get_code,
             bootstrap._gcd_import,
+            threading.Thread.start,
+            sys.modules["_posixsubprocess"].fork_exec,
         )
 
     before = hooks()

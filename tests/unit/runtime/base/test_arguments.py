@@ -267,6 +267,15 @@ def test_whatever_a_batch_a_session_and_load_get_they_say_what_is_wrong(
         ({"logprobs": "5"}, "logprobs: expected an integer, found '5'"),
         ({"top_p": 0}, "top_p: expected more than 0 and at most 1, found 0"),
         ({"repetition_penalty": 0}, "repetition_penalty: expected more than 0, found 0"),
+        (
+            {"temperature": 1e308},
+            r"temperature: expected 0 or more, and at most 3.4e\+38, found 1e\+308",
+        ),
+        (
+            {"temperature": math.inf},
+            r"temperature: expected 0 or more, and at most 3.4e\+38, found inf",
+        ),
+        ({"temperature": -1e308}, r"temperature: expected 0 or more, found -1e\+308"),
     ],
 )
 def test_a_wrong_option_is_named_with_both_sides(

@@ -23,7 +23,7 @@ from prejit.runtime import Bundle, load
 from prejit.runtime.engine.engine import Engine
 from prejit.runtime.engine.loop import Loop
 from prejit.runtime.engine.memory import plan_caches
-from prejit.runtime.engine.queue import FairQueue
+from prejit.runtime.engine.queue import FairQueue, Limits
 from prejit.runtime.engine.stream import Pipe
 from prejit.runtime.errors import (
     ClosedError,
@@ -403,6 +403,40 @@ def test_a_full_queue_says_when_to_come_back(one_slot: Engine) -> None:
         assert one_slot.metrics().waiting == 3
     wait(waiting, 60)
     assert one_slot.metrics().finished["refused"] == 1
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_client_that_floods_makes_room_for_another(one_slot: Engine) -> None:
+    with occupy(one_slot, client="flood"):
+        flood = [one_slot.submit([2], max_new_tokens=1, client="flood") for _ in range(3)]
+        other = one_slot.submit([2], max_new_tokens=1, client="other")
+        with pytest.raises(QueueFullError, match="fewer than 3 requests"):
+            flood[2].result(60)
+        assert one_slot.metrics().waiting == 3
+        with pytest.raises(QueueFullError, match="fewer than 3 requests"):
+            one_slot.submit([2], client="flood")
+    for each in (*flood[:2], other):
+        assert each.result(60).finish_reason is not None
+    assert one_slot.metrics().finished["refused"] == 2
+
+
+def test_a_client_has_no_more_than_its_limits(engine: Engine, slow: Slow) -> None:
+    served: list[int] = []
+    given: Any = {"client": "a", "limits": Limits(waiting=2, running=1, on_tokens=served.append)}
+    with occupy(engine, client="a", limits=Limits(waiting=2, running=1)):
+        waiting = [
+            engine.submit([2, 3], max_new_tokens=2, stop_token_ids=(), **given) for _ in range(2)
+        ]
+        with pytest.raises(QueueFullError, match="fewer than 2 requests of this client"):
+            engine.submit([2], **given)
+        engine.generate([4], max_new_tokens=3, client="b")  # other slots are free
+        assert not any(each.done() for each in waiting)
+        assert engine.metrics().waiting == 2
+    for each in waiting:
+        each.result(60)
+    assert sum(served) == 8
+    with pytest.raises(UsageError, match="running: expected 1 or more, found 0"):
+        Limits(running=0)
 
 
 @pytest.mark.usefixtures("slow")

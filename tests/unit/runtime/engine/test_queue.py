@@ -62,6 +62,46 @@ def test_nobody_saves_up_shares_by_waiting() -> None:
     assert order.count("busy") == 2  # in turns from now on: what it did not use before is gone
 
 
+def test_a_client_with_many_requests_makes_room_for_one_with_fewer() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for client, count in (("flood", 5), ("some", 3), ("few", 1)):
+        for number in range(count):
+            queue.put(f"{client}{number}", client, priority=number == 1)
+    assert queue.drop("flood") is None
+    assert queue.drop("few") == "flood1"  # the least urgent
+    assert queue.drop("new") == "flood4"  # then the newest
+    assert queue.drop("some") is None  # both have 3
+    assert queue.drop("few") is not None
+    assert len(queue) == 6
+
+
+@given(st.lists(st.sampled_from("aaaaabbc"), max_size=60), st.integers(1, 12))
+def test_a_client_with_its_share_of_the_room_loses_nothing(clients: list[str], room: int) -> None:
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    for number, client in enumerate(clients):
+        before = queue.count(client)
+        if len(queue) < room:
+            queue.put((client, number), client)
+        elif (dropped := queue.drop(client)) is not None:
+            assert queue.count(dropped[0]) >= room // len(set(clients))
+            queue.put((client, number), client)
+        else:
+            assert before >= room // len(set(clients))
+        assert len(queue) <= room
+
+
+def test_a_client_runs_no_more_than_it_may_and_the_others_go_on() -> None:
+    queue: FairQueue[int] = FairQueue()
+    for number in range(4):
+        queue.put(number, "limited", most_running=2)
+    queue.put(9, "other", priority=1)
+    assert queue.can_run == 3
+    assert [queue.take()[1] for _ in range(3)] == [0, 1, 9]
+    assert (queue.next(), queue.can_run, len(queue)) == (None, 0, 2)
+    queue.end("limited")
+    assert queue.take() == ("limited", 2)
+
+
 def test_clients_without_requests_do_not_pile_up() -> None:
     queue: FairQueue[int] = FairQueue()
     for number in range(3000):

@@ -13,6 +13,7 @@ from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import UsageError
 from prejit.runtime.grammar import grammars as module
 from prejit.runtime.grammar.grammars import Grammars
+from prejit.runtime.grammar.sources import Source
 from prejit.runtime.grammar.tools import ToolForm
 
 
@@ -129,24 +130,24 @@ def _follow(mask: Any, token_ids: list[int]) -> None:
 def test_a_grammar_is_compiled_once_and_few_are_kept(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled: list[str] = []
-    compile_ = Grammars._compile
+    sources: list[str] = []
+    compile_ = module.compiled
 
-    def count(self: Grammars, source: str) -> Any:
-        compiled.append(source)
-        return compile_(self, source)
+    def count(tokenizer: Any, source: Source, size_bytes: int | None) -> Any:
+        sources.append(source.text)
+        return compile_(tokenizer, source, 1 << 20)
 
-    monkeypatch.setattr(Grammars, "_compile", count)
-    monkeypatch.setattr(module, "_COMPILED", 2)
+    monkeypatch.setattr(module, "compiled", count)
+    monkeypatch.setattr(module, "_KEPT_BYTES", 2 << 20)
     grammars = Grammars(bundle.decoder.decoder, bundle.tokenizer)
     for pattern in ("a", "b", "a", "b"):
         assert grammars.regex(pattern)([]).any()
-    assert len(compiled) == 2
+    assert len(sources) == 2
     grammars.regex("c")
     grammars.regex("b")  # used later than "a", which made room
-    assert len(compiled) == 3
+    assert len(sources) == 3
     grammars.regex("a")
-    assert len(compiled) == 4
+    assert len(sources) == 4
 
 
 def test_a_bundle_without_text_has_no_grammars(bundle_dir: Path, decoder_dir: Path) -> None:

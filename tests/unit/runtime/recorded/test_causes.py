@@ -126,6 +126,16 @@ def differing(*names: str, **conditions: str) -> JaxRequest:
             "record this run too",
         ),
         (
+            replace(FOUND, name="jit_other", outcome="refused"),
+            "program: recorded none of this name, found (float32[8])",
+            "but jax keeps no program that calls Python",
+        ),
+        (
+            replace(FOUND, name="jit_other", not_kept=f"... {jax_texts.CALLBACKS} (...)"),
+            "callbacks: recorded none, found (float32[8])",
+            "it compiles in every process, unless you take the call out of it",
+        ),
+        (
             replace(FOUND, outcome="uncached"),
             "jax's cache: recorded on, found off",
             "jax_enable_compilation_cache",

@@ -32,6 +32,11 @@ for name in json.loads(sys.argv[1]):
 def score(x):
     return x * 2
 
+def called(x):
+    jax.debug.callback(lambda value: None, x)
+    return x
+
+jax.jit(called)(1.0)
 for seconds in (0.0, 0.0, 1e9):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
     jax.jit(score)(1.0 if seconds == 0 else jax.numpy.ones(3))
@@ -101,8 +106,10 @@ def test_arguments_are_logged_when_a_program_is_lowered(found: Any) -> None:
 def test_a_program_that_is_not_kept_is_logged(found: Any) -> None:
     texts = [message for name, message, _ in found["seen"] if name == jax_texts.COMPILER_LOGGER]
     mine = [text for text in texts if text.startswith(jax_texts.NOT_WRITTEN)]
-    assert mine
-    assert all(jax_texts.TOO_QUICK in text for text in mine)
+    calls_back, *others = mine
+    assert jax_texts.CALLBACKS in calls_back
+    assert others
+    assert all(jax_texts.TOO_QUICK in text for text in others)
 
 
 def test_the_events_of_one_program_have_this_order(found: Any) -> None:

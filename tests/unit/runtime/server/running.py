@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 
+from prejit.runtime.server.app import make_app
 from prejit.runtime.server.connections import Connection
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
@@ -24,15 +25,18 @@ class CallingEngine:
 
     def __init__(self, bundle: Any) -> None:
         self.bundle = bundle
-        self.drained: float | None = -1.0
+        self.drained = False
         self._pool = ThreadPoolExecutor(1)
 
     def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         return self._pool.submit(self.bundle.call, name, *args, **kwargs)
 
     def drain(self, seconds: float | None = None) -> bool:
-        self.drained = seconds
+        self.drained = True
         return True
+
+    def undrain(self) -> None:
+        self.drained = False
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -70,9 +74,7 @@ class Running:
 @contextlib.contextmanager
 def running(models: Models, settings: Settings, app: Any = None) -> Iterator[Running]:
     """A server on a free port; `app` takes the place of the one for the models."""
-    config = configure(models, settings)
-    if app is not None:
-        config.app = app
+    config = configure(make_app(models, settings) if app is None else app)
     assert config.http is Connection
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:

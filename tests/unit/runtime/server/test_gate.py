@@ -20,6 +20,7 @@ from prejit.runtime.errors import DeadlineError, QueueFullError, RejectError, Us
 from prejit.runtime.server import gate
 from prejit.runtime.server.gate import Gate
 from prejit.runtime.server.keys import Keys
+from prejit.runtime.server.origins import Origins
 from prejit.runtime.server.requestlog import RequestLog
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import Settings
@@ -65,7 +66,6 @@ def app(models: Models, settings: Settings) -> Starlette:
             Route("/v1/late", late),
             Route("/v1/broken", broken_stream),
             Route("/metrics", lambda request: Response("up 1")),
-            Route("/drain", lambda request: Response("drained"), methods=["POST"]),
         ],
         middleware=[Middleware(Gate, models=models, settings=settings)],
     )
@@ -116,7 +116,7 @@ def test_only_who_has_a_key_gets_in() -> None:
     assert refused.headers["www-authenticate"] == "Bearer"
     assert refused.json()["error"]["code"] == "invalid_api_key"
     wrong = {"Authorization": "Bearer 0123456780"}
-    for path in ("/v1/echo", "/nowhere", "/drain", "//v1/echo", "/metrics/../v1/echo", "/page"):
+    for path in ("/v1/echo", "/nowhere", "//v1/echo", "/metrics/../v1/echo", "/page"):
         assert ask("POST", path, settings, headers=wrong).status_code == 401
     right = {"Authorization": "Bearer 0123456789"}
     assert ask("POST", "/v1/echo", settings, headers=right).json()["client"] == "alice"
@@ -132,7 +132,28 @@ def test_a_server_that_is_not_ready_says_when_to_come_again(state: Any) -> None:
     assert refused.headers["retry-after"] == "1"
     assert state in refused.json()["error"]["message"]
     assert ask("GET", "/metrics", models=models).status_code == 200
-    assert ask("POST", "/drain", models=models).status_code == 200
+
+
+def test_a_server_that_drains_sends_its_clients_away() -> None:
+    """A client that keeps its connection would meet the same server for ever."""
+    models = ready()
+    assert "connection" not in ask("POST", "/v1/echo", models=models).headers
+    models.drain()
+    assert ask("POST", "/v1/echo", models=models).headers["connection"] == "close"
+    assert "connection" not in ask("GET", "/metrics", models=models).headers
+    models.undrain()
+    assert ask("POST", "/v1/echo", models=models).status_code == 200
+
+
+def test_a_foreign_host_or_page_gets_nowhere() -> None:
+    settings = Settings(origins=Origins("test"))
+    for path in ("/v1/echo", "/metrics"):
+        refused = ask("POST", path, settings, headers={"Host": "evil.example"})
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "foreign_host"
+    evil = {"Origin": "https://evil.example"}
+    assert ask("POST", "/v1/echo", settings, headers=evil).status_code == 403
+    assert ask("POST", "/v1/echo", settings).status_code == 200
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -188,7 +188,7 @@ def test_a_server_that_loads_is_scraped_too():
     assert value(of, "prejit:server_state", state="loading") == 1
     assert value(of, "prejit:server_state", state="ready") == 0
     of.add(served())
-    of.state = "ready"
+    of.change("loading", "ready")
     assert value(of, "prejit:server_state", state="ready") == 1
     assert value(of, "prejit:server_state", state="loading") == 0
 

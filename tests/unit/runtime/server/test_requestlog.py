@@ -212,6 +212,61 @@ def test_a_full_disk_is_reported_once_and_stops_nothing(capsys: pytest.CaptureFi
     assert capsys.readouterr().err.count("cannot write") == 1
 
 
+def begin_of(log: RequestLog) -> None:
+    """Writes the line of a start."""
+    bundle = SimpleNamespace(digest="sha256:0", target="cpu-host")
+    log.start([SimpleNamespace(name="demo", bundle=bundle)], {"demo": "x"}, max_tokens=None)  # type: ignore[arg-type]
+
+
+def test_a_log_that_was_moved_is_opened_again_and_can_be_replayed_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, moved = tmp_path / "log", tmp_path / "log.1"
+    log = RequestLog(str(path))
+    begin_of(log)
+    log.reopen()  # nobody has moved it
+    path.rename(moved)
+    log.end(entry())
+    log.reopen()
+    log.end(entry())
+    path.unlink()
+    path.mkdir()
+    log.reopen()
+    assert "cannot write the log: Is a directory" in capsys.readouterr().err
+    path.rmdir()
+    log.reopen()
+    log.close()
+
+    def events(file: Path) -> list[str]:
+        return [json.loads(line)["event"] for line in file.read_text().splitlines()]
+
+    assert events(moved) == ["start", "request"]
+    assert events(path) == ["start"]
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+def test_a_log_that_others_can_read_is_closed_to_them(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.touch()
+    path.chmod(mode)
+    RequestLog(str(path)).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_log_of_another_owner_that_others_can_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int, mode: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    path = tmp_path / "log"
+    path.touch()
+    path.chmod(0o644)
+    monkeypatch.setattr(os, "fchmod", refuse)
+    with pytest.raises(StoreError, match=r"its owner alone can read.* found mode 644"):
+        RequestLog(str(path))
+
+
 def test_lines_of_two_servers_stay_whole(tmp_path: Path) -> None:
     path = str(tmp_path / "log")
     logs = [RequestLog(path), RequestLog(path)]

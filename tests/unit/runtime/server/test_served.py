@@ -37,17 +37,26 @@ def test_two_bundles_of_one_name_are_refused() -> None:
 def test_a_server_that_ends_does_not_become_ready() -> None:
     models = Models()
     assert models.state == "loading"
-    assert models.drain(1.0)
+    assert models.drain(ends=True)
     assert not models.change("loading", "ready")
+    assert models.state == "draining"
+    assert not models.undrain()
     assert models.state == "draining"
 
 
-def test_drain_gives_every_engine_what_is_left_of_the_time() -> None:
+def test_a_drain_while_it_loads_can_be_undone_after_it() -> None:
+    models = Models()
+    assert models.drain()
+    assert not models.change("loading", "ready")
+    assert models.undrain()
+    assert models.state == "ready"
+
+
+def test_drain_reaches_every_engine_and_undrain_too() -> None:
     models = Models(served(bundle("one")), served(bundle("two")))
-    assert models.drain(5.0)
-    for each in models:
-        engine: Any = each.engine
-        assert 0 < engine.drained <= 5
-    assert models.drain(None)
-    assert [each.engine.drained for each in models] == [None, None]  # type: ignore[attr-defined]
+    engines: list[Any] = [each.engine for each in models]
+    assert models.drain()
+    assert [each.drained for each in engines] == [True, True]
+    assert models.undrain()
+    assert [each.drained for each in engines] == [False, False]
     models.close()

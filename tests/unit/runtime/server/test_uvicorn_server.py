@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from prejit.runtime.server.app import make_app
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import Settings
 from prejit.runtime.server.uvicorn_server import _Server, configure
@@ -14,7 +15,7 @@ def test_an_idle_server_rests_and_ends_at_once_when_it_is_stopped() -> None:
     models, settings = Models(), Settings()
 
     async def count_until_stopped() -> int:
-        server = _Server(configure(models, settings), models, settings, lambda: None)
+        server = _Server(configure(make_app(models, settings)), models, settings, lambda: None)
         ticks: list[int] = []
         on_tick = server.on_tick
 

@@ -296,7 +296,7 @@ def test_a_panic_of_the_library_ends_the_process() -> None:
     tokenizer = Tokenizer(crafted(WORDS, pre_tokenizer=SLOW), "somewhere")
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
         with pytest.raises(
-            UsageError, match="somewhere can encode, found one that it fails on: Onig"
+            UsageError, match="the tokenizer can encode, found one that it fails on: Onig"
         ):
             encode("a" * 40)
     assert tokenizer.encode("a") == [0], "a panic must not spoil what follows"
@@ -311,7 +311,7 @@ def test_a_panic_while_a_tokenizer_is_read_ends_the_process() -> None:
 def test_a_text_that_the_tokenizer_has_no_token_for_is_a_usage_error() -> None:
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
     tokenizer = Tokenizer(crafted(model), "somewhere")
-    with pytest.raises(UsageError, match=r"somewhere can encode, .*Missing \[UNK\]"):
+    with pytest.raises(UsageError, match=r"the tokenizer can encode, .*Missing \[UNK\]"):
         tokenizer.encode("b")
 
 
@@ -320,7 +320,7 @@ def test_ids_that_the_library_does_not_take_are_usage_errors(token_id: int) -> N
     for made in (byte_level, sentencepiece):
         for decode in (made().decode, made().stream):
             with pytest.raises(
-                UsageError, match=rf"token ids that .* can decode, found \[{token_id}"
+                UsageError, match=rf"token ids that the tokenizer can decode, found \[{token_id}"
             ):
                 decode([token_id])
 

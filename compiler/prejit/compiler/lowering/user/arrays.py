@@ -21,6 +21,7 @@ from prejit.compiler.manifest.shape_string import KEY, parse_shape
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import DTYPES, Array
+from prejit.runtime.format.limits import MAX_DIMENSIONS
 
 
 def example_of(args: Any, bucket: Mapping[str, int], where: str) -> Any:
@@ -93,7 +94,7 @@ def arrays_of(example: Any, what: str, donated: tuple[Any, ...] = ()) -> Arrays:
         donated: the first keys of the paths of donated arguments.
 
     Raises:
-        BuildError: a bundle could not hold a dtype, or a key of a dict.
+        BuildError: a bundle could not hold a dtype, a key of a dict, or as many dimensions.
     """
     tree = _tree(example, what)
     shapes = [_data_of(leaf) for leaf in jax.tree.leaves(example)]
@@ -103,6 +104,12 @@ def arrays_of(example: Any, what: str, donated: tuple[Any, ...] = ()) -> Arrays:
             raise BuildError(
                 f"{what}{_spelled(path)}: expected one of {', '.join(DTYPES)}, found {shape.dtype}",
                 hint="convert it to one of these dtypes, with .astype()",
+            )
+        if len(shape.shape) > MAX_DIMENSIONS:
+            raise BuildError(
+                f"{what}{_spelled(path)}: expected at most {MAX_DIMENSIONS} dimensions, found "
+                f"{len(shape.shape)}",
+                hint="reshape it: NumPy has no arrays of more dimensions",
             )
         is_donated = bool(path) and path[0] in donated
         arrays.append(Array(path, str(shape.dtype), tuple(shape.shape), is_donated))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -38,6 +39,8 @@ _HARMLESS = ("JAX_", "XLA_", "PYTHON")
 _NAMESPACE = "namespace package"
 _LARGE_BYTES = 1 << 20
 """Files from this size on are hashed once, and again only when they change."""
+_OF_MACHINE = re.compile(r"\.\./|[^/]+\.dist-info/|__editable__|[^/]+\.pth,")
+"""Lines of RECORD that are not of the wheel's files."""
 _PACKAGES = {"site-packages", "dist-packages"}
 
 
@@ -288,8 +291,15 @@ def directory_digest(path: str) -> str:
 
 
 def version_of(distribution: str) -> str:
-    """Return the version of a distribution."""
+    """Return the version of a distribution, and the digest of its files as RECORD lists them.
+
+    Lines that differ between machines with the same wheel do not count: scripts, paths of editable installs,
+    and what the installer says of itself. Modules of an editable install are the user's.
+    """
     try:
-        return metadata.version(distribution)
+        found = metadata.distribution(distribution)
     except metadata.PackageNotFoundError:
         return ABSENT
+    lines = (found.read_text("RECORD") or "").splitlines()
+    files = sorted(line for line in lines if ",sha256=" in line and not _OF_MACHINE.match(line))
+    return " ".join([found.version, *([digest_of("\n".join(files).encode())] if files else ())])

@@ -22,7 +22,8 @@ from typing import Any, final
 
 from prejit.compiler.base.wording import nearest
 from prejit.compiler.lowering.user.inputs import Present, portable_path
-from prejit.compiler.lowering.user.observing import Observer, observing
+from prejit.compiler.lowering.user.observer import Observer
+from prejit.compiler.lowering.user.observing import observing
 from prejit.compiler.progress import Unbreakable
 from prejit.runtime.errors import BuildError, ManifestError, PrejitError
 

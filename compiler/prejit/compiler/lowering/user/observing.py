@@ -1,300 +1,61 @@
-"""Observe what a user's code reads while it is imported and traced.
+"""Hooks that tell an `Observer` what the code of a user does.
 
 Modules: `builtins.__import__`, `importlib.import_module` and the loader of source files are replaced while
 code of the user runs, so that computed names count too. Files, directories, processes and connections: audit
-events of Python. Environment variables: `os.environ`. What a library does while it is imported does not
-count: its version stands for it.
+events of Python, and the calls in `native_reading`. Environment variables: `os.environ`. The hooks see all
+threads of the process, because user code reads in threads too.
 """
 
 from __future__ import annotations
 
+import _posixsubprocess
 import builtins
 import importlib
 import os
-import re
 import sys
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from importlib.machinery import SourceFileLoader
 from importlib.util import resolve_name
 from types import CodeType, FrameType
-from typing import Any, Literal, final
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from prejit.compiler.lowering.user.inputs import (
-    Input,
-    Kind,
-    file_digest,
-    is_installed,
-    is_ours,
-    is_standard,
-    module_digest,
-    portable_path,
-)
+from prejit.compiler.lowering.user.inputs import is_installed
+from prejit.compiler.lowering.user.native_reading import NativeReaders
+from prejit.compiler.lowering.user.observer import Observer
 
 _BOOTSTRAP: Any = importlib._bootstrap
-_BOOTSTRAP_FILE = "<frozen importlib._bootstrap>"
-_VARYING = re.compile(
-    r"(JAX|XLA|PYTHON|XDG|SSH|LC|PREJIT|CI|GITHUB|RUNNER)_\w*|_|PATH|HOME|PWD|OLDPWD|USER|LOGNAME|SHELL|SHLVL"
-    r"|TERM\w*|COLUMNS|LINES|TMPDIR|TEMP|TMP|LANG\w*|DISPLAY|HOSTNAME|COLORTERM|NO_COLOR|FORCE_COLOR"
-)
-"""Variables that differ between machines. Those that a library reads count for nothing; jax's are in keys."""
-_MAPPINGS = ("os.py", "_collections_abc.py", "<frozen os>", "<frozen _collections_abc>")
-"""The files of the code between `os.environ` and its reader."""
-_JAX = re.compile(r"[/\\](site|dist)-packages[/\\](jax|jaxlib)[/\\]")
-_ALIVE = ("/proc/", "/sys/", "/dev/")
+_FORKS = ("os.fork", "os.forkpty")
 _PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
 _CONNECTIONS = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname")
 
-Owner = Literal["user", "ours", "installed"]
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a program reads when it is traced.
-
-    Attributes:
-        inputs: by name.
-        digests: the digests of those that were read at a known moment.
-        files: the portable paths of modules' sources.
-        trouble: why nothing may stand for tracing it; empty: the inputs decide the trace.
-        complete: whether all of its modules were observed. One that this process had imported before may be
-            older than its file.
-    """
-
-    inputs: frozenset[Input]
-    digests: Mapping[Input, str]
-    files: Mapping[Input, str]
-    trouble: str
-    complete: bool
-
-
-@final
-class Observer:
-    """What the code of one manifest reads, by the module of the user that reads it."""
-
-    def __init__(self, directory: str) -> None:
-        """Observe nothing yet.
-
-        Args:
-            directory: the manifest's directory, absolute.
-        """
-        self._directory = directory
-        self._before = frozenset[str]()
-        self._owners: dict[str, Owner] = {}
-        self._imports: defaultdict[str, set[str]] = defaultdict(set)
-        self._reads: defaultdict[str, set[Input]] = defaultdict(set)
-        self._troubles: dict[str, str] = {}
-        self._digests: dict[Input, str] = {}
-        self._modules: dict[str, str] = {}  # by source file
-        self._executed: defaultdict[str, set[str]] = defaultdict(set)
-
-    def note_loaded(self, modules: Iterable[str]) -> None:
-        """Note the modules that the process has before it runs any code of the user."""
-        self._before = frozenset(modules)
-
-    def note_executed(self, program: str, files: Iterable[str]) -> None:
-        """Note the source files whose code a program's operations come from."""
-        self._executed[program] |= {self._modules[file] for file in files if file in self._modules}
-
-    def seen(self, program: str, functions: Iterable[str]) -> Seen:
-        """Return what a program reads.
-
-        Args:
-            program: name of its section.
-            functions: the objects that the section names, each as `package.module:attribute`.
-        """
-        found, inputs, troubles, complete = set[str](), set[Input](), list[str](), True
-        left = [name.partition(":")[0] for name in functions] + sorted(self._executed[program])
-        packages = set[str]()
-        while left:
-            name = left.pop()
-            if name in found:
-                continue
-            found.add(name)
-            owner = self._owners.get(name)
-            if owner == "ours":
-                inputs.add(Input("our code in", name))
-            elif owner == "installed":
-                packages.add(name.partition(".")[0])
-            else:
-                complete = complete and name not in self._before
-                inputs.add(Input("module", name))
-                inputs |= self._reads[name]
-                left += [*self._imports[name], *filter(None, [name.rpartition(".")[0]])]
-                if name in self._troubles:
-                    troubles.append(self._troubles[name])
-        inputs |= {Input("version of", each) for each in _distributions(packages)}
-        files = {
-            Input("module", module): portable_path(os.path.abspath(file), self._directory)
-            for file, module in self._modules.items()
-        }
-        digests = {each: self._digests[each] for each in inputs & self._digests.keys()}
-        return Seen(frozenset(inputs), digests, files, min(troubles, default=""), complete)
-
-    # What the hooks below call.
-
-    def note_import(self, name: str, frame: FrameType | None) -> None:
-        """Note that a module was imported."""
-        while name:
-            owner = self._owner(name)
-            if (reader := self._importer(frame, direct=owner == "installed")) is not None:
-                self._imports[reader].add(name)
-            name = name.rpartition(".")[0]
-
-    def note_absent(self, name: str, frame: FrameType | None) -> None:
-        """Note that a module was looked for and not found."""
-        if (reader := self._importer(frame, direct=True)) is not None:
-            self._reads[reader].add(Input("module", name))
-
-    def note_source(self, name: str, path: str, content: bytes, *, is_package: bool) -> None:
-        """Note the content that a module of the user is made from."""
-        self._modules[path] = name
-        self._owners[name] = "user"
-        digest = module_digest(content, is_package=is_package)
-        self._digests[Input("module", name)] = digest
-        # A module may be loaded from a path, without an import of its name.
-        if (reader := self._importer(sys._getframe(2), direct=False)) is not None:
-            self._imports[reader].add(name)
-
-    def note_path(self, kind: Kind, path: Any) -> None:
-        """Note that a file or directory was read, or looked for."""
-        if isinstance(path, int) or (reader := self._reader()) is None:
-            return
-        file = os.path.abspath(os.fsdecode(path))
-        if file in self._modules or is_installed(file) or file.startswith((*_ALIVE, *_caches())):
-            return
-        if "__pycache__" in file:
-            return
-        found = Input(kind, portable_path(file, self._directory))
-        self._reads[reader].add(found)
-        if kind == "file" and found not in self._digests:
-            self._digests[found] = file_digest(file)
-
-    def note_variable(self, name: str) -> None:
-        """Note that an environment variable was read."""
-        if (reader := self._reader()) is None:
-            return
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename.endswith(_MAPPINGS):
-            frame = frame.f_back
-        is_own = frame is not None and frame.f_code.co_filename in self._modules
-        if is_own or not _VARYING.fullmatch(name):
-            self._reads[reader].add(Input("variable", name))
-
-    def note_trouble(self, what: str) -> None:
-        """Note that code did something whose result nothing stands for."""
-        if (reader := self._reader()) is not None:
-            self._troubles.setdefault(reader, f"{reader} {what}")
-
-    def _owner(self, name: str) -> Owner:
-        if name not in self._owners:
-            spec = getattr(sys.modules.get(name), "__spec__", None)
-            places = [*(getattr(spec, "submodule_search_locations", None) or ())]
-            file = str(getattr(spec, "origin", None) or next(iter(places), "<built-in>"))
-            if not os.path.isabs(file):
-                file = f"<{file}>"
-            if is_ours(file) or name.partition(".")[0] == "prejit":
-                self._owners[name] = "ours" if is_ours(file) else "installed"
-            elif is_installed(file):
-                self._owners[name] = "installed"
-            else:
-                self._owners[name] = "user"
-                if os.path.isfile(file):  # it was imported before anyone observed
-                    self._modules.setdefault(file, name)
-        return self._owners[name]
-
-    def _importer(self, frame: FrameType | None, *, direct: bool) -> str | None:
-        """Return the module of the user that imports; `direct`: not through a library."""
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if (found := self._modules.get(file)) is not None:
-                return found
-            if direct and not file.startswith("<") and not file.endswith("importlib/__init__.py"):
-                return None
-            frame = frame.f_back
-        return None
-
-    def _reader(self) -> str | None:
-        """Return the module of the user that the present code works for.
-
-        Nothing counts that a library does while it is imported, or that jax does for itself, such as to look
-        for plugins.
-        """
-        frame: FrameType | None = sys._getframe(2)
-        library = ""
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if (found := self._modules.get(file)) is not None:
-                return found
-            if file == _BOOTSTRAP_FILE:
-                return None
-            if not library and not is_standard(file) and not is_ours(file):
-                library = file
-                if _JAX.search(library):
-                    return None
-            frame = frame.f_back
-        return None
-
-
-def _caches() -> tuple[str, ...]:
-    """Return the directory of jax's own cache of executables, which changes no program."""
-    jax: Any = sys.modules.get("jax")
-    place = None if jax is None else jax.config.jax_compilation_cache_dir
-    return () if not place else (os.path.abspath(place) + os.sep,)
-
-
-@cache
-def _owners_of_packages(path: tuple[str, ...]) -> Mapping[str, Sequence[str]]:
-    """Return the distributions that provide each package on `sys.path`."""
-    del path
-    return metadata.packages_distributions()
-
-
-def _distributions(packages: Iterable[str]) -> set[str]:
-    """Return the distributions that provide packages, and those that these require."""
-    owners = _owners_of_packages(tuple(sys.path)) if packages else {}
-    left = [each for package in packages for each in owners.get(package, ())]
-    found = set[str]()
-    while left:
-        name = re.sub(r"[-_.]+", "-", left.pop()).lower()
-        if name not in found and (required := _required(name)) is not None:
-            found.add(name)
-            left += required
-    return found
-
-
-def _required(distribution: str) -> tuple[str, ...] | None:
-    """Return the names of the distributions that one requires; None: it is not installed."""
-    try:
-        lines = metadata.requires(distribution) or ()
-    except metadata.PackageNotFoundError:
-        return None
-    return tuple(
-        re.split(r"[^\w.-]", line, maxsplit=1)[0]
-        for line in lines
-        if not re.search(r"\bextra\b", line.partition(";")[2])
-    )
-
-
 _observer: Observer | None = None
-_thread = 0
+_started: WeakKeyDictionary[threading.Thread, Observer] = WeakKeyDictionary()
+"""The threads that code of the user started: they may read after the block in which they began."""
+_local = threading.local()
 
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Observe the code that runs in the block, in this thread."""
-    global _observer, _thread
+    """Observe the code that runs in the block, in all threads."""
+    global _observer
     _install_audit_hook()
     importing, finding, get = builtins.__import__, _BOOTSTRAP._gcd_import, os._Environ.__getitem__
-    stat, get_code = os.stat, SourceFileLoader.get_code
+    stat, get_code, fork = os.stat, SourceFileLoader.get_code, _posixsubprocess.fork_exec
+    start = threading.Thread.start
 
     def is_on() -> bool:
-        return _observer is not None and threading.get_ident() == _thread
+        return _observer is not None and not _is_busy()
+
+    def note_native(call: str, path: Any) -> None:
+        for each in _watching():
+            with _unobserved():
+                each.note_native(call, path)
+
+    readers = NativeReaders(note_native)
 
     def import_module(
         name: str,
@@ -312,6 +73,7 @@ def observing(observer: Observer) -> Iterator[None]:
             raise
         if is_on():
             _note_statement(observer, frame, name, globals, fromlist or (), level)
+            readers.wrap()
         return found
 
     def find_module(name: str, package: Any = None, level: int = 0) -> Any:
@@ -324,6 +86,7 @@ def observing(observer: Observer) -> Iterator[None]:
             raise
         if is_on():
             observer.note_import(found.__name__ if level else name, frame)
+            readers.wrap()
         return found
 
     def read_code(self: SourceFileLoader, fullname: str) -> CodeType | None:
@@ -347,17 +110,32 @@ def observing(observer: Observer) -> Iterator[None]:
                 observer.note_path("existence of", path)
         return stat(path, **options)
 
-    before = (_observer, _thread)
-    _observer, _thread = observer, threading.get_ident()
+    def start_process(*args: Any) -> int:  # that of multiprocessing raises no audit event
+        if is_on():
+            observer.note_trouble("starts a process")
+        return fork(*args)
+
+    def start_thread(self: threading.Thread) -> None:
+        if is_on() and observer.is_users():
+            _started[self] = observer
+        start(self)
+
+    before, _observer = _observer, observer
     builtins.__import__ = import_module
     _BOOTSTRAP._gcd_import = find_module
     os._Environ.__getitem__ = read_variable  # type: ignore[method-assign]
     SourceFileLoader.get_code = read_code  # type: ignore[method-assign, assignment]
     os.stat = read_status
+    _posixsubprocess.fork_exec = start_process
+    threading.Thread.start = start_thread  # type: ignore[method-assign]
+    readers.wrap()
     try:
         yield
     finally:
-        _observer, _thread = before
+        _observer = before
+        readers.unwrap()
+        _posixsubprocess.fork_exec = fork
+        threading.Thread.start = start  # type: ignore[method-assign]
         builtins.__import__ = importing
         _BOOTSTRAP._gcd_import = finding
         os._Environ.__getitem__ = get  # type: ignore[method-assign]
@@ -367,13 +145,24 @@ def observing(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def _unobserved() -> Iterator[None]:
-    """Observe nothing in the block: what an observer itself reads."""
-    global _observer
-    observer, _observer = _observer, None
+    """Observe nothing that this thread does in the block: what an observer itself reads."""
+    before = _is_busy()
+    _local.is_busy = True
     try:
         yield
     finally:
-        _observer = observer
+        _local.is_busy = before
+
+
+def _is_busy() -> bool:
+    return getattr(_local, "is_busy", False)
+
+
+def _watching() -> set[Observer]:
+    """Return the observers that what this thread does may concern."""
+    if _is_busy() or (_observer is None and not _started):
+        return set()
+    return {_observer, _started.get(threading.current_thread())} - {None}  # type: ignore[return-value]
 
 
 def _note_statement(
@@ -411,18 +200,19 @@ def _install_audit_hook() -> None:
         "os.scandir": lambda observer, args: observer.note_path("directory", args[0] or "."),
         "ctypes.dlopen": _note_library,
         "sqlite3.connect": lambda observer, args: observer.note_path("file", args[0]),
-        **dict.fromkeys(_PROCESSES, lambda observer, _: observer.note_trouble("starts a process")),
+        **dict.fromkeys(
+            (*_FORKS, *_PROCESSES), lambda observer, _: observer.note_trouble("starts a process")
+        ),
         **dict.fromkeys(
             _CONNECTIONS, lambda observer, _: observer.note_trouble("opens a connection")
         ),
     }
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if (observer := _observer) is None or threading.get_ident() != _thread:
-            return
         if (handler := handlers.get(event)) is not None:
-            with _unobserved():
-                handler(observer, args)
+            for observer in _watching():
+                with _unobserved():
+                    handler(observer, args)
 
     sys.addaudithook(hook)
 

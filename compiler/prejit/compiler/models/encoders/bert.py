@@ -1,8 +1,8 @@
 """BERT (Devlin et al. 2018, arXiv 1810.04805) as published by Hugging Face (models/bert/modeling_bert.py).
 
-Only the transformer of a checkpoint is read: heads (`cls` for masked tokens and next sentence, `pooler`,
-`classifier` and `qa_outputs`) are ignored. Every token belongs to the first segment, as when one sentence is
-tokenized.
+Only the transformer of a checkpoint is read: the heads of pretraining (`cls`) and `pooler`, which no
+embedding of sentence-transformers uses, are ignored. Every token belongs to the first segment, as when one
+sentence is tokenized.
 
 Shapes: B batch, T tokens, D width.
 """
@@ -25,7 +25,7 @@ NAMING = Naming(
     head="",
     embedding="",
     buffers=("embeddings.position_ids", "embeddings.token_type_ids"),
-    ignored=("cls.", "pooler.", "bert.pooler.", "classifier.", "qa_outputs."),
+    ignored=("cls.", "pooler.", "bert.pooler."),
 )
 
 

@@ -1,10 +1,7 @@
 """DistilBERT (Sanh et al. 2019, arXiv 1910.01108) as published by Hugging Face.
 
-Its code is models/distilbert/modeling_distilbert.py. Only the transformer of a checkpoint is read: heads
-(`vocab_transform`, `vocab_layer_norm`, `vocab_projector`, `pre_classifier`, `classifier` and `qa_outputs`)
-are ignored.
-
-Shapes: B batch, T tokens, D width.
+Its code is models/distilbert/modeling_distilbert.py. Only the transformer of a checkpoint is read: the head
+of pretraining (`vocab_transform`, `vocab_layer_norm`, `vocab_projector`) is ignored.
 """
 
 from __future__ import annotations
@@ -25,10 +22,7 @@ NAMING = Naming(
     head="",
     embedding="",
     buffers=("embeddings.position_ids",),
-    ignored=(
-        *("vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
-        *("pre_classifier.", "classifier.", "qa_outputs."),
-    ),
+    ignored=("vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
 )
 
 _EPSILON = 1e-12

@@ -1,8 +1,7 @@
 """RoBERTa (Liu et al. 2019, arXiv 1907.11692) as published by Hugging Face.
 
 Its code is models/roberta/modeling_roberta.py. It is BERT with positions that start after the padding
-token's id. Only the transformer of a checkpoint is read: heads (`lm_head`, `pooler`, `classifier` and
-`qa_outputs`) are ignored.
+token's id. Only the transformer of a checkpoint is read: `lm_head` and `pooler` are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ NAMING = Naming(
     head="",
     embedding="",
     buffers=bert.NAMING.buffers,
-    ignored=("lm_head.", "pooler.", "roberta.pooler.", "classifier.", "qa_outputs."),
+    ignored=("lm_head.", "pooler.", "roberta.pooler."),
 )
 
 check = bert.check

@@ -57,10 +57,12 @@ def measure_accuracy(
         progress: shows that accuracy is measured.
 
     Returns:
-        None where all is float32, or there is no model, or it is an encoder-decoder.
+        None where all is float32, there is no model, it is an encoder-decoder, or the manifest wants none.
     """
     manifest, files = plan.manifest, plan.model
     if weights is None or manifest.model is None or longest_source(manifest) is not None:
+        return None
+    if not manifest.model.accuracy:
         return None
     if {manifest.model.dtype, cache_dtype(manifest)} == {"float32"}:
         return None
@@ -85,7 +87,8 @@ def measure_accuracy(
     elif published is not None and files is not None:
         key = accuracy_key(manifest, files, published.files, *texts)
         checkpoint, dtype = published.checkpoint, manifest.model.dtype
-        measure = partial(_measure_published, model, checkpoint, weights, dtype, text)
+        longest = longest_context(manifest)
+        measure = partial(_measure_published, model, checkpoint, weights, dtype, longest, text)
     else:
         return None
     alone = store.making(measuring_key("accuracy", ("weights", weights.digest)))
@@ -132,29 +135,37 @@ def _measure_own(
 
 
 def _measure_published(
-    read: ReadModel, published: Checkpoint, weights: PackedLayer, dtype: str, text: Path | None
+    read: ReadModel,
+    published: Checkpoint,
+    weights: PackedLayer,
+    dtype: str,
+    longest: int | None,
+    text: Path | None,
 ) -> Accuracy:
-    """Compare the packed model with its float32 form, on a text or on what the model writes itself."""
-    from prejit.compiler.models import registry
+    """Compare the packed model with its float32 form, on a text or on random tokens.
+
+    Both are evaluated as the float32 model: one with the weights of the checkpoint, the other with those of
+    the bundle, widened to float32 as its portable programs do it.
+    """
+    from prejit.compiler.models import precision, registry
     from prejit.compiler.models.parameters import parametrized
     from prejit.compiler.pipeline.measure import comparison
 
     assert isinstance(weights.content, Path)
     model = read()
-    values = {name: published.read(name) for name in published.names}
-    packed, out_in = comparison.mapped(weights.content), model.files.out_in
-    tokenizer = model.files.transformer / "tokenizer.json"
-    stored = parametrized(model.module)
+    values = {name: published.rows(name) for name in published.names}
+    packed = precision.widened(model.module, comparison.mapped(weights.content))
+    out_in, tokenizer = model.files.out_in, model.files.transformer / "tokenizer.json"
     vocab_size = model.shape.vocab_size
     if model.files.layout is None:
-        exact = parametrized(registry.make_decoder(model.config, out_in=out_in))
+        exact = parametrized(registry.make_decoder(model.config, longest, out_in=out_in))
         named = None if text is None else (text.name, *comparison.read_text(text, tokenizer))
         bos = getattr(model.config, "bos_token_id", None)
         bos = bos if isinstance(bos, int) and 0 <= bos < vocab_size else 0
         return comparison.of_decoder(
             dtype,
             comparison.ComparedModel(exact, values),
-            comparison.ComparedModel(stored, packed, model.shape.cache_dtype),
+            comparison.ComparedModel(exact, packed, model.shape.cache_dtype),
             (vocab_size, model.shape.max_positions),
             named,
             bos,
@@ -168,7 +179,7 @@ def _measure_published(
     return comparison.of_encoder(
         dtype,
         comparison.ComparedModel(exact, values),
-        comparison.ComparedModel(stored, packed),
+        comparison.ComparedModel(exact, packed),
         name,
         *sentences,
     )

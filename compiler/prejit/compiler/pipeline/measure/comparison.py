@@ -1,7 +1,6 @@
 """Compare a packed model with its float32 form: both read the same tokens, on the CPU of the build host.
 
-The packed model has the weights of the bundle itself. The float32 weights of the whole model are in memory
-meanwhile, 4 bytes a parameter.
+The packed model has the weights of the bundle itself. Neither model is in memory as a whole: see streamed.py.
 """
 
 from __future__ import annotations
@@ -9,16 +8,17 @@ from __future__ import annotations
 import math
 import mmap
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from prejit.compiler.models.parameters import Parametrized
+from prejit.compiler.models.precision import Rows
+from prejit.compiler.pipeline.measure.streamed import Weight, evaluate
 from prejit.runtime.encoding.sentences import shorten
 from prejit.runtime.errors import (
     BuildError,
@@ -36,18 +36,25 @@ from prejit.runtime.text.tokenizer import Tokenizer
 
 Arrays = np.ndarray[Any, Any]
 
-SAMPLED = "sampled"
 RANDOM = "random"
 MAX_TEXT_TOKENS = 2048
-"""Largest number of tokens of an evaluation text; the last ones count."""
+"""Largest number of tokens that a decoder reads; the last ones of a text count."""
 _WINDOW = 512
-"""Largest number of tokens that the models read at once."""
-_ROWS, _STEPS = 8, 64
-"""Texts, and tokens of each, that the float32 model writes where the manifest names no text."""
+"""Largest number of tokens that the models read as one text."""
+_RANDOM_TOKENS = 64
+"""Tokens of a random text, and the smallest number of tokens that a decoder reads."""
+_MAX_PRODUCTS = 1 << 37
+"""Largest number of parameters times tokens: a few seconds on two cores. Large models read fewer tokens."""
+_MAX_LOGITS = 1 << 25
+"""Largest number of logits of a model: 128 MB. With a large vocabulary, fewer tokens are read."""
+_MIN_ROWS = 64
+"""Smallest number of tokens that a decoder gets in one call, padding included."""
+_LOSS_ROWS = 16
+"""Tokens whose probabilities are computed at once, in float64."""
 _SENTENCES, _SENTENCE_TOKENS = 64, 128
 """Largest number of sentences, and of tokens of each, that an encoder reads."""
-_MAX_LOGITS = 1 << 26
-"""Largest number of logits of a window: 256 MB. Large vocabularies get shorter windows."""
+_MIN_SENTENCES = 8
+"""Smallest number of sentences that a large encoder reads, if there are as many."""
 _MAX_LOSS = 60.0
 """Largest loss in nats: JSON still holds the integer of a perplexity of e**60."""
 
@@ -58,12 +65,12 @@ class ComparedModel:
 
     Attributes:
         model: the model.
-        weights: the parameters by name.
+        weights: the parameters by name. They are read when they are used.
         cache_dtype: the dtype of a decoder's cache.
     """
 
     model: Parametrized
-    weights: Mapping[str, Arrays]
+    weights: Mapping[str, Rows]
     cache_dtype: str = "float32"
 
 
@@ -181,63 +188,60 @@ def of_decoder(
 ) -> Accuracy:
     """Compare a stored decoder with its float32 form.
 
+    On a text, each token counts that follows. Without one, every token of the vocabulary counts after each
+    random token, by the probability that the float32 decoder gives it.
+
     Args:
         dtype: dtype of the stored weights.
         exact: the decoder in float32.
         stored: the decoder as it is packed.
         sizes: the number of tokens that it knows, and its longest text.
-        text: name of the text, its tokens and those that begin any text, int32; None: what the float32 model
-            writes. The models read it in windows, each of which begins as a text does.
-        bos: the token with which the float32 model begins to write.
+        text: name of the text, its tokens and those that begin any text, int32; None: random tokens. The
+            models read it in windows, each of which begins as a text does.
+        bos: the token that begins random ones.
 
     Raises:
         BuildError: logits are infinite or NaN.
     """
     vocab_size, longest = sizes
-    longest = min(_WINDOW, longest, max(2, _MAX_LOGITS // vocab_size))
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        weights = {name: jnp.asarray(values) for name, values in exact.weights.items()}
-        packed = {name: jnp.asarray(values) for name, values in stored.weights.items()}
-        if text is None:
-            rows, begin = _sampled(exact, weights, bos, min(longest, _STEPS)), np.zeros(0, np.int32)
-        else:
-            rows, begin = np.atleast_2d(text[1]), text[2][: longest - 1]
-        longest = min(longest, begin.size + rows.shape[1])
-        step = longest - begin.size
-        windows = [
-            np.concatenate((begin, row[at : at + step]))
-            for row in rows
-            for at in range(0, row.size, step)
-        ]
+    most = min(MAX_TEXT_TOKENS, _affordable(exact), _MAX_LOGITS // vocab_size)
+    budget = max(_RANDOM_TOKENS, most)
+    if text is None:
+        width = min(_RANDOM_TOKENS, longest)
+        random = np.random.default_rng(0)
+        tokens = random.integers(0, vocab_size, (max(1, budget // width), width), np.int32)
+        tokens[:, 0] = bos
+        windows, unread = list(tokens), 0
+    else:
+        ids, begin = text[1][-budget:], text[2][: min(_WINDOW, longest) - 1]
+        step = min(_WINDOW, longest) - begin.size
+        windows = [np.concatenate((begin, ids[at : at + step])) for at in range(0, ids.size, step)]
+        windows = [each for each in windows if each.size > 1]
         unread = max(0, begin.size - 1)  # no model predicts what begins every text
-        exact_logits, stored_logits = _logits(exact), _logits(stored)
-        tokens, agreeing = 0, 0
-        exact_loss = loss = difference = 0.0
-        for window in windows:
-            if (count := len(window) - 1) < 1:
-                continue
-            padded = np.zeros((1, longest), np.int32)
-            padded[0, : count + 1] = window
-            want = np.asarray(exact_logits(weights, padded))[unread:count]
-            found = np.asarray(stored_logits(packed, padded))[unread:count]
-            exact_loss += _loss(want, window[1 + unread :])
-            loss += _loss(found, window[1 + unread :])
-            difference = max(difference, float(np.abs(want - found).max()))
-            agreeing += int((want.argmax(-1) == found.argmax(-1)).sum())
-            tokens += count - unread
-    if not math.isfinite(exact_loss + loss + difference):
+    want, found = (_logits(each, windows) for each in (exact, stored))
+    count, agreeing = 0, 0
+    losses, difference = np.zeros(2), 0.0
+    for window, *each in zip(windows, want, found, strict=True):
+        scored = slice(0, None) if text is None else slice(unread, window.size - 1)
+        following = None if text is None else window[unread + 1 :]
+        exact_logits, stored_logits = (logits[scored] for logits in each)
+        losses += _losses(exact_logits, stored_logits, following)
+        difference = max(difference, float(np.abs(exact_logits - stored_logits).max()))
+        agreeing += int((exact_logits.argmax(-1) == stored_logits.argmax(-1)).sum())
+        count += len(exact_logits)
+    if not np.isfinite([*losses, difference]).all():
         raise BuildError(
             "the model's logits are infinite or NaN",
             hint="take a checkpoint from before training failed, or another dtype",
         )
     return Accuracy(
         weights=dtype,
-        text=SAMPLED if text is None else text[0],
-        tokens=tokens,
-        float32_perplexity_millionths=_perplexity(exact_loss / tokens),
-        perplexity_millionths=_perplexity(loss / tokens),
+        text=RANDOM if text is None else text[0],
+        tokens=count,
+        float32_perplexity_millionths=_perplexity(losses[0] / count),
+        perplexity_millionths=_perplexity(losses[1] / count),
         logit_difference_millionths=_millionths(difference),
-        top1_agreement_millionths=_millionths(agreeing / tokens),
+        top1_agreement_millionths=_millionths(agreeing / count),
     )
 
 
@@ -256,17 +260,18 @@ def of_encoder(
         exact: the encoder in float32.
         stored: the encoder as it is packed.
         text: name of the text.
-        tokens: int32 [B, T].
+        tokens: int32 [B, T]; a large encoder reads the last rows only.
         length: int32 [B]: number of valid tokens of each row.
 
     Raises:
         BuildError: embeddings are infinite or NaN.
     """
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        want, found = (
-            np.asarray(_embeddings(each)(each.weights, tokens, length), np.float64)
-            for each in (exact, stored)
-        )
+    rows = max(_MIN_SENTENCES, _affordable(exact) // tokens.shape[1])
+    tokens, length = tokens[-rows:], length[-rows:]
+    want, found = (
+        np.asarray(_evaluated(each, lambda model: model, tokens, length), np.float64)
+        for each in (exact, stored)
+    )
     lengths = np.linalg.norm(want, axis=-1) * np.linalg.norm(found, axis=-1)
     cosine = float(((want * found).sum(-1) / np.maximum(lengths, 1e-30)).min())
     if not math.isfinite(cosine):
@@ -279,50 +284,77 @@ def of_encoder(
     )
 
 
-def _embeddings(model: ComparedModel) -> Callable[..., jax.Array]:
-    return jax.jit(lambda weights, *arguments: model.model.bind(weights)(*arguments))
+def _affordable(model: ComparedModel) -> int:
+    """Return the number of tokens that a model reads in a few seconds."""
+    parameters = sum(math.prod(each.shape) for each in model.model.weights.values())
+    return _MAX_PRODUCTS // max(1, parameters)
 
 
-def _logits(model: ComparedModel) -> Callable[[Mapping[str, Any], Arrays], jax.Array]:
-    """Return a function of weights and int32 [1, T] that returns all logits, float32 [T, V]."""
-
-    def logits(weights: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
-        count = tokens.shape[1]
-        length = jnp.full(1, count, jnp.int32)
-        bound = model.model.bind(weights)
-        cache = bound.make_cache(1, count, model.cache_dtype)
-        found: jax.Array = bound(tokens, length * 0, length, cache, every=True)[0][0]
-        return found
-
-    return jax.jit(logits)
-
-
-def _sampled(
-    model: ComparedModel, weights: Mapping[str, jax.Array], bos: int, steps: int
+def _evaluated(
+    model: ComparedModel, call: Callable[[Any], Callable[..., jax.Array]], *arguments: Arrays
 ) -> Arrays:
-    """Return what a decoder writes at temperature 1: int32 [_ROWS, steps], the same each time."""
-    one = jnp.ones(_ROWS, jnp.int32)
+    """Return the result of a call of the bound model, with no more than one weight in memory."""
 
-    def write(weights: Mapping[str, jax.Array]) -> jax.Array:
-        def step(carry: tuple[jax.Array, Any], at: jax.Array) -> tuple[Any, jax.Array]:
-            token, cache = carry
-            logits, cache = model.model.bind(weights)(token[:, None], one * at, one, cache)
-            key = jax.random.fold_in(jax.random.key(0), at)
-            following = jax.random.categorical(key, logits).astype(jnp.int32)
-            return (following, cache), token
+    def function(weights: Mapping[str, jax.Array], *arguments: jax.Array) -> jax.Array:
+        return call(model.model.bind(weights))(*arguments)
 
-        cache = model.model.bind(weights).make_cache(_ROWS, steps, model.cache_dtype)
-        start = (one * bos, cache)
-        return jax.lax.scan(step, start, jnp.arange(steps))[1].T
-
-    return np.asarray(jax.jit(write)(weights))
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        traced = jax.make_jaxpr(function)(dict(model.model.weights), *arguments)
+        weights = [Weight(model.weights[name]) for name in sorted(model.model.weights)]
+        [found] = evaluate(traced, [*weights, *arguments])
+        return np.asarray(found)
 
 
-def _loss(logits: Arrays, following: Arrays) -> float:
-    """Return the sum over rows of -log p(following) in nats; logits [T, V]."""
-    logits = logits - logits.max(-1, keepdims=True)
-    normalizer = np.log(np.exp(logits).sum(-1, dtype=np.float64))
-    return float((normalizer - logits[np.arange(len(following)), following]).sum())
+def _logits(model: ComparedModel, windows: Sequence[Arrays]) -> list[Arrays]:
+    """Return the logits after each token of each window: float32 [T, V]."""
+    longest = max(each.size for each in windows)
+    # Products of few rows are loops over all weights and rows, whose products XLA would keep here. Rows of
+    # length 0 are idle.
+    rows = max(len(windows), math.ceil(_MIN_ROWS / longest))
+    tokens = np.zeros((rows, longest), np.int32)
+    length = np.zeros(rows, np.int32)
+    for row, window in enumerate(windows):
+        tokens[row, : window.size] = window
+        length[row] = window.size
+
+    def call(bound: Any) -> Callable[..., jax.Array]:
+        def logits(tokens: jax.Array, start: jax.Array, length: jax.Array) -> jax.Array:
+            cache = bound.make_cache(*tokens.shape, model.cache_dtype)
+            found: jax.Array = bound(tokens, start, length, cache, every=True)[0]
+            return found
+
+        return logits
+
+    found = _evaluated(model, call, tokens, length * 0, length)
+    return [found[row, : window.size] for row, window in enumerate(windows)]
+
+
+def _losses(exact: Arrays, stored: Arrays, following: Arrays | None) -> Arrays:
+    """Return the sums over rows of the losses in nats of two decoders; logits [T, V].
+
+    Args:
+        exact: logits of the float32 decoder.
+        stored: logits of the stored one.
+        following: the token that follows each row, int32 [T]; None: any, as the float32 decoder expects.
+    """
+    losses = np.zeros(2)
+    for at in range(0, len(exact), _LOSS_ROWS):
+        part = slice(at, at + _LOSS_ROWS)
+        logs = [_log_probabilities(logits[part]) for logits in (exact, stored)]
+        if following is None:
+            expected = np.exp(logs[0])
+            losses -= [float((expected * each).sum()) for each in logs]
+        else:
+            rows = np.arange(len(logs[0]))
+            losses -= [float(each[rows, following[part]].sum()) for each in logs]
+    return losses
+
+
+def _log_probabilities(logits: Arrays) -> Arrays:
+    logits = logits.astype(np.float64)
+    logits -= logits.max(-1, keepdims=True)
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    return logits
 
 
 def _perplexity(loss: float) -> int:

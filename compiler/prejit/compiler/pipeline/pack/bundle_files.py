@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -21,13 +22,16 @@ from prejit.runtime.format.checks.config import (
     check_kernels_layer,
     check_library_layers,
     check_packs,
+    check_programs,
     check_recorded_layer,
+    check_weight_sets,
 )
 from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
 from prejit.runtime.format.checks.safetensors import (
     GAP_PREFIX,
     SAFETENSORS_DTYPES,
     WEIGHTS_ALIGNMENT_BYTES,
+    check_weights,
 )
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
@@ -43,6 +47,7 @@ from prejit.runtime.format.names import (
     REQUIREMENT,
     STATEMENT_MEDIA_TYPE,
     TITLE,
+    WEIGHTS_MEDIA_TYPE,
     oci_platform,
 )
 from prejit.runtime.format.schema import Config, Descriptor, ImageManifest, Segment, encode_index
@@ -289,6 +294,8 @@ def assemble(
 def check_readable(index: bytes, blobs: dict[str, bytes | Path]) -> None:
     """Check the tables of a bundle as `load` will, so that no build writes what no reader accepts.
 
+    Every line is read, also those that `load` leaves until a program runs. No large layer is hashed.
+
     Args:
         index: the index that `assemble` returned.
         blobs: the blobs that it returned.
@@ -313,5 +320,25 @@ def check_readable(index: bytes, blobs: dict[str, bytes | Path]) -> None:
             check_chunks_layers(table, manifest, target)
             check_recorded_layer(table, manifest, target)
             check_packs(table, manifest, target)
+            check_programs(table, target)
+            shapes = {}
+            if manifest.has_layer(WEIGHTS_MEDIA_TYPE):
+                weights = blobs[manifest.layer(WEIGHTS_MEDIA_TYPE).digest]
+                shapes = _shapes(weights, target)
+            check_weight_sets(table, shapes, target)
     except RejectError as error:
         raise BuildError(f"no reader would take this bundle: {error}") from error
+
+
+def _shapes(weights: bytes | Path, target: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a weights layer, whose header a reader must accept."""
+    if isinstance(weights, bytes):
+        found = check_weights(memoryview(weights), target)
+    else:
+        with (
+            weights.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+            memoryview(content) as view,
+        ):
+            found = check_weights(view, target)
+    return {name: tensor.shape for name, tensor in found.items()}

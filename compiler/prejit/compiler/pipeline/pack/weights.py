@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -93,7 +93,7 @@ def pack_weights(
             if result is None:
                 tensors = list(_user_tensors(plan, user, code)) if user else []
                 if published is not None:
-                    tensors = [*_tensors(model(), published.checkpoint.read), *tensors]
+                    tensors = [*_tensors(model(), published.checkpoint), *tensors]
                 if own is not None:
                     model_of_user = code().model
                     assert model_of_user is not None
@@ -140,20 +140,17 @@ def _own_tensors(own: OwnModel) -> list[PackedTensor]:
     ]
 
 
-def _tensors(model: ModelSource, read: Callable[[str], np.ndarray[Any, Any]]) -> list[PackedTensor]:
-    """Return the model's parameters as they are packed: rounded or quantized when they are written.
-
-    Args:
-        model: the model.
-        read: returns the published values of a parameter, float32.
-    """
+def _tensors(model: ModelSource, checkpoint: Checkpoint) -> list[PackedTensor]:
+    """Return the model's parameters as they are packed: rounded or quantized when they are written."""
     from flax import nnx
 
     from prejit.compiler.models import precision
     from prejit.compiler.models.parameters import flat_parameters
 
-    stored = precision.readers(model.module, read)
+    stored = precision.readers(model.module, checkpoint.rows)
     return [
-        PackedTensor(name, str(leaf.dtype), leaf.shape, stored.get(name) or partial(read, name))
+        PackedTensor(
+            name, str(leaf.dtype), leaf.shape, stored.get(name) or partial(checkpoint.read, name)
+        )
         for name, leaf in flat_parameters(nnx.state(model.module)).items()
     ]

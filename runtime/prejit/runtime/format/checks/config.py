@@ -641,6 +641,20 @@ def check_tree(text: str | None, arrays: Sequence[Array], path: str) -> trees.Tr
     return tree
 
 
+def check_programs(config: Config, path: str) -> None:
+    """7. Check every line of a program table. A load checks those of a program when it is first used."""
+    for program in config.programs:
+        where = f"{path}: {program.name}"
+        for texts, tree in (
+            (program.arguments, program.arguments_tree),
+            (program.results, program.results_tree),
+        ):
+            arrays = check_arrays(texts, program.kind, config.mesh, where)
+            if program.kind == "call":
+                check_tree(tree, arrays, where)
+        check_static(program, where)
+
+
 def check_static(program: ProgramEntry, path: str) -> dict[str, trees.Constant]:
     """7. Return the values of a program's static arguments by name."""
     values: dict[str, trees.Constant] = {}

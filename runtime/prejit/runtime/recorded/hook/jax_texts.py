@@ -17,6 +17,8 @@ MISS = "PERSISTENT COMPILATION CACHE MISS for '%s' with key %r"
 """Logged before the program is compiled. Arguments as of HIT: the program's name and its key."""
 NOT_WRITTEN = "Not writing persistent cache entry"
 """The beginning of the messages that a compiled program is not kept, such as one with host callbacks."""
+CALLBACKS = "because it uses host callbacks"
+"""Part of such a message if the program calls Python: jax keeps none of these."""
 TOO_QUICK = "because it took <"
 """Part of such a message if the reason is a setting of `prejit run`."""
 

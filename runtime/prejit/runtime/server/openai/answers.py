@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, final
 
+from starlette.requests import Request
+
 from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai.constraints import (
+    AnyConstraint,
     Constraint,
+    TextConstraint,
     Tool,
     forced_calls,
     mask_of,
@@ -109,10 +113,7 @@ def chosen_tools(
     if len(set(names)) < len(names):
         raise ApiError(400, "tools: expected each name once, found one twice", param="tools")
     if name is not None and name not in names:
-        known = ", ".join(map(repr, names)) or "no tools"
-        raise ApiError(
-            400, f"tool_choice: expected one of {known}, found {name!r:.128}", param="tool_choice"
-        )
+        raise _no_such_tool(names, name)
     if choice == "required" and not names:
         raise ApiError(
             400, "tool_choice: expected tools beside it, found none", param="tool_choice"
@@ -123,39 +124,67 @@ def chosen_tools(
     return Tools(tuple(functions), forced, name, only_one)
 
 
+def allowed_functions(functions: Sequence[Function], names: Collection[str]) -> list[Function]:
+    """Return the functions of a request that the model may call.
+
+    Raises:
+        ApiError: a name is not that of a function.
+    """
+    known = [each.name for each in functions]
+    for name in names:
+        if name not in known:
+            raise _no_such_tool(known, name)
+    return [each for each in functions if each.name in names]
+
+
 async def masks(
+    request: Request,
     served: Served,
     tools: Tools,
-    format_constraint: Constraint | None,
+    format_constraint: AnyConstraint | None,
     stop_token_ids: Sequence[int] | None,
 ) -> Callable[[], TokenMask] | None:
     """Return what makes token masks for an answer; None: it may be anything.
 
     Args:
+        request: of the answer.
         served: the model.
         tools: the tools of the request. A call that is forced is forced whatever the format is. If one is
             strict and the template's form of calls is known, calls that the model may make are right, too.
-        format_constraint: what an answer in text must be.
+        format_constraint: what an answer without calls must be.
         stop_token_ids: of the request; None: those of the model.
 
     Raises:
-        UsageError, ApiError: as `mask_of`; or an answer in JSON is wanted beside tools, which the model could
-            not call then.
+        UsageError, ApiError, ClientDisconnect: as `mask_of`; or an answer that is no JSON is wanted beside
+            tools, which the model could not call then.
     """
-    constraint = tools.constraint()
-    if constraint is None:
-        constraint = format_constraint
-        if constraint is not None and tools.functions:
-            raise ApiError(
-                400,
-                f"{constraint.field}: expected text beside tools that the model may call, found JSON",
-                param=constraint.field,
-                code="unsupported_parameter",
-            )
-    if constraint is not None:
-        return await mask_of(served, constraint, stop_token_ids)
-    if any(each.strict for each in tools.functions):
-        return await mask_of_calls(
-            served, tools.functions, only_one=tools.only_one, stop_token_ids=stop_token_ids
+    constraint = tools.constraint() or format_constraint
+    if tools.forced or not tools.functions:
+        if constraint is None:
+            return None
+        return await mask_of(request, served, constraint, stop_token_ids)
+    if isinstance(constraint, TextConstraint):
+        raise ApiError(
+            400,
+            f"{constraint.field}: expected JSON or any text beside tools that the model may call, found "
+            "another grammar",
+            param=constraint.field,
+            code="unsupported_parameter",
         )
-    return None
+    if constraint is None and not any(each.strict for each in tools.functions):
+        return None
+    return await mask_of_calls(
+        request,
+        served,
+        tools.functions,
+        only_one=tools.only_one,
+        answer=constraint,
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def _no_such_tool(known: Sequence[str], name: str) -> ApiError:
+    names = ", ".join(map(repr, known)) or "no tools"
+    return ApiError(
+        400, f"tool_choice: expected one of {names}, found {name!r:.128}", param="tool_choice"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from prejit.runtime.errors import NumbersError
 from prejit.runtime.generation.generate import Piece, Result, Stats
+from prejit.runtime.server import allowed
 from prejit.runtime.server.disconnect import unless_gone
 from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai.fields import PromptTokensDetails, Sampled, TokenUsage
@@ -23,8 +24,13 @@ from prejit.runtime.server.settings import Settings
 
 if TYPE_CHECKING:
     from prejit.runtime.engine.engine import Engine
+    from prejit.runtime.engine.queue import Limits
     from prejit.runtime.engine.stream import Stream
     from prejit.runtime.generation.options import TokenMask
+    from prejit.runtime.server.keys import Key
+
+Pieces = AsyncGenerator[tuple[int, Piece], None]
+"""Pieces of several texts, each with the number of its text."""
 
 Reason = Literal["stop", "length"]
 """Why a text ended, as OpenAI's API has it."""
@@ -49,6 +55,7 @@ class TextCall:
         mask: returns a new token mask, one for each continuation; None: no tokens are masked.
         priority: as `Engine.submit`.
         client: as `Engine.submit`.
+        limits: as `Engine.submit`.
         timeout: as `Engine.submit`.
         cache_salt: as `Engine.submit`.
     """
@@ -60,6 +67,7 @@ class TextCall:
     mask: Callable[[], TokenMask] | None
     priority: int
     client: str
+    limits: Limits
     timeout: float | None
     cache_salt: str
 
@@ -102,6 +110,7 @@ class TextCall:
             "token_mask": None if self.mask is None else self.mask(),
             "priority": self.priority,
             "client": self.client,
+            "limits": self.limits,
             "timeout": self.timeout,
             "cache_salt": self.cache_salt,
         }
@@ -121,7 +130,7 @@ def text_call(
     """Return what a request for text asks of the engine, within the limits that it has for its tokens.
 
     Args:
-        request: has the name of its key.
+        request: has its key.
         settings: has the time that a request may take.
         served: the model.
         body: has the priority and the limits.
@@ -131,8 +140,11 @@ def text_call(
         mask: as of `TextCall`.
 
     Raises:
+        ApiError: the key may not have its priority, or has no tokens left.
         ApiError, UsageError, ContextError: the limits cannot be kept, or the prompt is certainly too long.
     """
+    key: Key = request.state.key
+    allowed.check_tokens(key)
     most = options["max_new_tokens"]
     if most is not None and (body.min_tokens or 0) > most:
         raise ApiError(
@@ -146,48 +158,76 @@ def text_call(
         options=options,
         choices=choices,
         mask=limited(served, body, mask),
-        priority=body.priority or 0,
-        client=request.state.client,
+        priority=allowed.priority(key, body.priority),
+        client=key.name,
+        limits=key.limits,
         timeout=settings.timeout_seconds,
         cache_salt=body.cache_salt or "",
     )
 
 
-async def pieces(calls: Sequence[TextCall]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """Yield the pieces of all continuations as they come, each with its number: first call first.
+@asynccontextmanager
+async def pieces(calls: Sequence[TextCall]) -> AsyncGenerator[Pieces, None]:
+    """Submit all continuations, and give their pieces as they come, each with its number: first call first.
 
-    If the iterator is closed, the continuations end.
+    The continuations end with the context. The iterator raises what happens after they were submitted.
 
     Raises:
+        ApiError: they are more than the queue takes.
         UsageError, ContextError, QueueFullError, ClosedError, DeadlineError: as `Engine.stream`.
         NumbersError: the model returned no numbers.
     """
+    _check_count(calls)
     streams: list[Stream] = []
     try:
         for call in calls:
             streams += call.streams()
-        if len(streams) == 1:
-            async for piece in streams[0]:
-                check_numbers(piece.finish_reason)
-                yield 0, piece
-            return
-        async with aclosing(_merged(streams)) as merged:
-            async for place, piece in merged:
-                check_numbers(piece.finish_reason)
-                yield place, piece
+        async with aclosing(_numbered(streams)) as numbered:
+            yield numbered
     finally:
         for stream in streams:
             await stream.aclose()
+
+
+async def _numbered(streams: Sequence[Stream]) -> Pieces:
+    if len(streams) == 1:
+        async for piece in streams[0]:
+            check_numbers(piece.finish_reason)
+            yield 0, piece
+        return
+    async with aclosing(_merged(streams)) as merged:
+        async for place, piece in merged:
+            check_numbers(piece.finish_reason)
+            yield place, piece
+
+
+def _check_count(calls: Sequence[TextCall]) -> None:
+    """Check that a request has no more continuations than its queue takes: it could wait for ever.
+
+    Raises:
+        ApiError: it has.
+    """
+    count = sum(call.choices for call in calls)
+    most = min((call.engine.queue_size for call in calls), default=0)
+    if count > most:
+        raise ApiError(
+            400,
+            f"n: expected at most {most} continuations of all prompts together, which is the length of the "
+            f"queue, found {count}; send several requests",
+            param="n",
+        )
 
 
 async def results(request: Request, calls: Sequence[TextCall]) -> list[list[Result]]:
     """Return the continuations of each call.
 
     Raises:
+        ApiError: they are more than the queue takes.
         ClientDisconnect: the client is gone. The calls are cancelled.
         UsageError, ContextError, QueueFullError, ClosedError, DeadlineError: as `Engine.generate`.
         NumbersError: the model returned no numbers.
     """
+    _check_count(calls)
     submitted: list[list[Future[Result]]] = []
     try:
         for call in calls:
@@ -243,7 +283,7 @@ def token_usage(prompt: int, new: int = 0, cached: int = 0) -> TokenUsage:
     )
 
 
-async def _merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Piece], None]:
+async def _merged(streams: Sequence[Stream]) -> Pieces:
     queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
 
     async def pump(place: int, stream: Stream) -> None:

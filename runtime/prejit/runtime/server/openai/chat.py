@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,7 +16,13 @@ from prejit.runtime.generation.generate import Piece, Result, Stats
 from prejit.runtime.generation.sampling import Logprob
 from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai import calls, prompt_scores, prompts
-from prejit.runtime.server.openai.answers import Reader, Tools, chosen_tools, masks
+from prejit.runtime.server.openai.answers import (
+    Reader,
+    Tools,
+    allowed_functions,
+    chosen_tools,
+    masks,
+)
 from prejit.runtime.server.openai.bodies import (
     RequestFields,
     ResponseFields,
@@ -29,7 +34,7 @@ from prejit.runtime.server.openai.bodies import (
     served_model,
 )
 from prejit.runtime.server.openai.calls import TextCall, text_call
-from prejit.runtime.server.openai.constraints import Constraint
+from prejit.runtime.server.openai.constraints import AnyConstraint, Constraint
 from prejit.runtime.server.openai.events import DONE, EventStream
 from prejit.runtime.server.openai.fields import (
     Logprobs,
@@ -46,6 +51,7 @@ from prejit.runtime.server.openai.logprobs import (
     token_names,
 )
 from prejit.runtime.server.openai.messages import (
+    AllowedTools,
     ChosenTool,
     FunctionTools,
     JsonObjectFormat,
@@ -99,7 +105,7 @@ class ChatRequest(Sampled, frozen=True, kw_only=True):
         top_logprobs: return those of this many of the most likely tokens too.
         response_format: what the answer must be.
         tools: functions that the model may call.
-        tool_choice: whether it may, or must, and which one.
+        tool_choice: whether it may, or must, and which one, or which ones.
         parallel_tool_calls: whether an answer may have several calls.
         chat_template_kwargs: variables of the chat template. As vLLM has it.
         add_generation_prompt: begin the model's answer. As vLLM has it.
@@ -121,7 +127,7 @@ class ChatRequest(Sampled, frozen=True, kw_only=True):
     top_logprobs: Logprobs | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     tools: FunctionTools | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -210,13 +216,7 @@ async def chat(models: Models, settings: Settings, request: Request) -> Response
     _check(body)
     served = served_model(models, body.model)
     prompts.need_text_model(served)
-    named = body.tool_choice if isinstance(body.tool_choice, ChosenTool) else None
-    tools = chosen_tools(
-        [tool.function for tool in body.tools or ()],
-        None if named is not None else body.tool_choice,  # type: ignore[arg-type]
-        named.function.name if named is not None else None,
-        parallel=body.parallel_tool_calls,
-    )
+    tools = _tools(body)
     options = body.options(served)
     most = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     options["max_new_tokens"] = new_tokens(getattr(body, most), served, settings, name=most)
@@ -232,7 +232,7 @@ async def chat(models: Models, settings: Settings, request: Request) -> Response
         ),
         options=options,
         choices=body.n or 1,
-        mask=await masks(served, tools, _constraint(body), options["stop_token_ids"]),
+        mask=await masks(request, served, tools, _constraint(body), options["stop_token_ids"]),
     )
     [scores] = await prompt_scores.scores(request, served, [wanted], body.prompt_logprobs)
     answer = _Answer(body, served, tools)
@@ -240,6 +240,18 @@ async def chat(models: Models, settings: Settings, request: Request) -> Response
         return EventStream(answer.events(wanted))
     [found] = await calls.results(request, [wanted])
     return answered(answer.completion(found, wanted.prompt, scores))
+
+
+def _tools(body: ChatRequest) -> Tools:
+    functions = [tool.function for tool in body.tools or ()]
+    choice, parallel = body.tool_choice, body.parallel_tool_calls
+    if isinstance(choice, ChosenTool):
+        return chosen_tools(functions, None, choice.function.name, parallel=parallel)
+    if isinstance(choice, AllowedTools):
+        allowed = choice.allowed_tools
+        functions = allowed_functions(functions, [each.function.name for each in allowed.tools])
+        choice = allowed.mode
+    return chosen_tools(functions, choice, None, parallel=parallel)
 
 
 def _check(body: ChatRequest) -> None:
@@ -270,16 +282,16 @@ def _prompt(body: ChatRequest, served: Served, tools: Tools) -> list[int]:
     )
 
 
-def _constraint(body: ChatRequest) -> Constraint | None:
-    wanted = body.response_format
+def _constraint(body: ChatRequest) -> AnyConstraint | None:
+    wanted, found = body.response_format, None
     if isinstance(wanted, JsonObjectFormat):
-        return Constraint({"type": "object"}, "response_format", strict=True)
-    if isinstance(wanted, JsonSchemaFormat):
+        found = Constraint({"type": "object"}, "response_format", strict=True)
+    elif isinstance(wanted, JsonSchemaFormat):
         given = wanted.json_schema
-        return Constraint(
+        found = Constraint(
             given.schema or {"type": "object"}, "response_format", strict=bool(given.strict)
         )
-    return None
+    return body.constraint(found)
 
 
 class _Answer:
@@ -326,7 +338,8 @@ class _Answer:
             for index in range(wanted.choices)
         ]
         stats: list[Stats] = []
-        async with aclosing(calls.pieces([wanted])) as pieces:
+        async with calls.pieces([wanted]) as pieces:
+            yield b""  # the head of the response need not wait in the queue
             async for index, piece in pieces:
                 if piece.stats is not None:
                     stats.append(piece.stats)

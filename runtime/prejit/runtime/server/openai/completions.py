@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import Annotated, Literal
 
 import msgspec
@@ -26,6 +25,7 @@ from prejit.runtime.server.openai.bodies import (
     served_model,
 )
 from prejit.runtime.server.openai.calls import TextCall, text_call
+from prejit.runtime.server.openai.constraints import mask_of
 from prejit.runtime.server.openai.events import DONE, EventStream
 from prejit.runtime.server.openai.fields import (
     Logprobs,
@@ -111,6 +111,7 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
         body.max_tokens or None, served, settings, name="max_tokens", default=_DEFAULT_TOKENS
     )
     options["logprobs"] = body.logprobs
+    constraint = body.constraint()
     given = as_prompts(body.prompt)
     if len(given) > _MAX_PROMPTS:
         raise ApiError(
@@ -118,19 +119,23 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
             f"prompt: expected at most {_MAX_PROMPTS} prompts, found {len(given)}",
             param="prompt",
         )
+    token_ids, echoes = await _read_prompts(body, served, given)
+    mask = None
+    if constraint is not None:
+        mask = await mask_of(request, served, constraint, options["stop_token_ids"])
     wanted = [
         text_call(
             request,
             settings,
             served,
             body,
-            prompt=await _token_ids(served, body, each),
+            prompt=each,
             options=options,
             choices=body.n or 1,
+            mask=mask,
         )
-        for each in given
+        for each in token_ids
     ]
-    echoes = [_echo(body, served, *each) for each in zip(given, wanted, strict=True)]
     scores = await prompt_scores.scores(request, served, wanted, _scored(body))
     answer = _Answer(body, served, wanted, echoes, scores)
     if body.stream:
@@ -178,30 +183,36 @@ def _check(body: CompletionRequest) -> None:
     check_fields(body)
 
 
-async def _token_ids(served: Served, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    return await prompts.of_text(
-        served,
-        prompt,
-        add_special_tokens=body.add_special_tokens is not False,
-        is_cut=body.truncate_prompt_tokens is not None,
-    )
-
-
 def _scored(body: CompletionRequest) -> int | None:
     """Return how many of the most likely tokens are wanted at each place of the prompt; None: nothing is."""
     echoed = body.logprobs if body.echo else None
     return max((top for top in (echoed, body.prompt_logprobs) if top is not None), default=None)
 
 
-def _echo(body: CompletionRequest, served: Served, given: str | list[int], call: TextCall) -> str:
-    """Return the text that comes before a continuation."""
-    if not body.echo:
-        return ""
-    if isinstance(given, str) and body.truncate_prompt_tokens is None:
-        return given
-    return served.bundle.tokenizer.decode(call.prompt)
+async def _read_prompts(
+    body: CompletionRequest, served: Served, given: list[str | list[int]]
+) -> tuple[list[Sequence[int]], list[str]]:
+    """Return the token ids of the prompts, and the texts that come before their continuations."""
+    keep = body.truncate_prompt_tokens
+
+    def read_prompt(prompt: str | list[int]) -> tuple[Sequence[int], str]:
+        token_ids = prompt
+        if isinstance(token_ids, str):
+            token_ids = prompts.encoded(
+                served,
+                token_ids,
+                add_special_tokens=body.add_special_tokens is not False,
+                is_cut=keep is not None,
+            )
+        kept = prompts.kept(served, token_ids, keep)
+        if not body.echo:
+            return kept, ""
+        if isinstance(prompt, str) and keep is None:
+            return kept, prompt
+        return kept, served.bundle.tokenizer.decode(kept)
+
+    found = await prompts.off_loop(sum(map(len, given)), lambda: [*map(read_prompt, given)])
+    return [token_ids for token_ids, _ in found], [echo for _, echo in found]
 
 
 class _Answer:
@@ -282,7 +293,8 @@ class _Answer:
         lists = [self._lists() for _ in range(count)]
         begun = [False] * count
         stats: dict[int, Stats] = {}
-        async with aclosing(calls.pieces(self._wanted)) as pieces:
+        async with calls.pieces(self._wanted) as pieces:
+            yield b""  # the head of the response need not wait in the queue
             async for index, piece in pieces:
                 text = piece.text
                 new = () if piece.logprob is None else (piece.logprob,)

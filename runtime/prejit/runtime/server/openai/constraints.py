@@ -1,4 +1,4 @@
-"""What an answer must be: JSON, JSON of a schema, or calls of tools. A grammar makes a token mask of it."""
+"""What an answer must be: JSON, a text of a grammar, or calls of tools. Grammars make token masks of it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
 
 from prejit.runtime.errors import UsageError
+from prejit.runtime.grammar.sources import SchemaPart, Source, schema_source, tools_source
 from prejit.runtime.grammar.tools import ToolForm
+from prejit.runtime.server.disconnect import unless_gone
 from prejit.runtime.server.errors import ApiError
+from prejit.runtime.server.openai import prompts
 from prejit.runtime.server.openai.messages import Function, plain_tools
 from prejit.runtime.server.served import Served
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer must be.
+    """JSON that an answer must be.
 
     Attributes:
         schema: the JSON Schema that it must meet.
@@ -32,13 +35,38 @@ class Constraint:
     field: str
     strict: bool
 
+    def source(self) -> Source:
+        """Return the grammar."""
+        return schema_source(self.schema, lenient=not self.strict)
+
+
+@dataclass(frozen=True, slots=True)
+class TextConstraint:
+    """Text that an answer must be.
+
+    Attributes:
+        field: the field of the request that wants it, for errors.
+        source: returns the grammar.
+    """
+
+    field: str
+    source: Callable[[], Source]
+
+
+AnyConstraint = Constraint | TextConstraint
+"""What an answer must be."""
+
 
 async def mask_of(
-    served: Served, constraint: Constraint, stop_token_ids: Sequence[int] | None
+    request: Request,
+    served: Served,
+    constraint: AnyConstraint,
+    stop_token_ids: Sequence[int] | None,
 ) -> Callable[[], TokenMask]:
     """Return a function that returns a new token mask for a constraint.
 
     Args:
+        request: nothing is compiled any more when its client is gone.
         served: the model.
         constraint: what an answer must be.
         stop_token_ids: of the request; None: those of the model.
@@ -46,50 +74,64 @@ async def mask_of(
     Raises:
         UsageError: the bundle has no tokenizer, the schema cannot be compiled, or the grammar library is not
             installed.
+        ClientDisconnect: the client is gone.
     """
-
-    def make() -> TokenMask:
-        return served.bundle.grammars.json_schema(
-            constraint.schema, lenient=not constraint.strict, stop_token_ids=stop_token_ids
-        )
-
-    return await _compiled(make)
+    return await _compiled(request, served, constraint.source, stop_token_ids)
 
 
 async def mask_of_calls(
+    request: Request,
     served: Served,
     functions: Sequence[Function],
     *,
     only_one: bool,
+    answer: Constraint | None = None,
     stop_token_ids: Sequence[int] | None,
 ) -> Callable[[], TokenMask] | None:
     """Return a function that returns a new token mask for answers that may have calls, with right arguments.
 
-    None: the bundle's chat template does not teach a form of calls that a grammar can follow.
+    None: the bundle's chat template does not teach a form of calls that a grammar can follow, and an answer
+    without calls may be any text.
 
     Args:
+        request: as of `mask_of`.
         served: the model.
         functions: the tools. Only the arguments of those that are strict follow every keyword.
         only_one: whether one call is the most.
+        answer: what an answer without calls must be; None: any text.
         stop_token_ids: of the request; None: those of the model.
 
     Raises:
-        UsageError: as `mask_of`; the message names the tool.
+        UsageError, ClientDisconnect: as `mask_of`; the message names the tool.
     """
     form = ToolForm()
     if not _teaches(served, form.begin.strip()):
-        return None
+        if answer is None:
+            return None
+        form = _BARE
     tools = [
         {"function": {"name": each.name, "parameters": each.parameters, "strict": each.strict}}
         for each in functions
     ]
 
-    def make() -> TokenMask:
-        return served.bundle.grammars.tools(
-            tools, form, parallel=not only_one, stop_token_ids=stop_token_ids
+    def source() -> Source:
+        part = None
+        if answer is not None:
+            part = SchemaPart(answer.field, answer.schema, not answer.strict)
+        return tools_source(
+            tools,
+            form,
+            required=False,
+            parallel=not only_one,
+            answer=part,
+            special_id=served.bundle.tokenizer.special_id,
         )
 
-    return await _compiled(make)
+    return await _compiled(request, served, source, stop_token_ids)
+
+
+_BARE = ToolForm(begin="", end="", arguments_key="parameters")
+"""The form of calls where a template shows no marks, as those of Llama 3."""
 
 
 def _teaches(served: Served, mark: str) -> bool:
@@ -104,13 +146,16 @@ def _teaches(served: Served, mark: str) -> bool:
         return False
 
 
-async def _compiled(make: Callable[[], TokenMask]) -> Callable[[], TokenMask]:
-    """Return what makes masks, after the first was made in a thread.
-
-    The first mask of a grammar compiles it, and the first of a bundle reads the vocabulary.
-    """
-    first: list[TokenMask] = [await run_in_threadpool(make)]
-    return lambda: first.pop() if first else make()
+async def _compiled(
+    request: Request,
+    served: Served,
+    source: Callable[[], Source],
+    stop_token_ids: Sequence[int] | None,
+) -> Callable[[], TokenMask]:
+    """Return what makes masks of a grammar, which is compiled if it is not kept."""
+    made = await prompts.off_loop(len(await request.body()), source)
+    wanted = served.compiling.mask(served.bundle, made, stop_token_ids, request.state.client)
+    return (await unless_gone(request.receive, wanted)).again
 
 
 def forced_calls(tools: Sequence[Tool], *, only_one: bool) -> Constraint:

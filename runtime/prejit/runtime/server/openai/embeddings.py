@@ -12,8 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prejit.runtime.errors import NumbersError
+from prejit.runtime.server.allowed import check_tokens
 from prejit.runtime.server.disconnect import unless_gone
 from prejit.runtime.server.errors import ApiError
+from prejit.runtime.server.keys import Key
 from prejit.runtime.server.openai.bodies import (
     ResponseFields,
     Unused,
@@ -112,12 +114,14 @@ async def encoded(
     """Return the vectors of inputs, little-endian float32 [N, D], and how many tokens these have.
 
     Raises:
-        ApiError: the request wants them shorter than the model does.
+        ApiError: the request wants them shorter than the model does, or its key has no tokens left.
         ClientDisconnect: the client is gone.
         NumbersError: the model returned no numbers.
         UsageError, ContextError, QueueFullError, ClosedError, DeadlineError: as `Engine.encode`.
     """
     check_only(body, {"truncate_prompt_tokens": -1})
+    key: Key = request.state.key
+    check_tokens(key)
     is_cut = body.truncate_prompt_tokens is not None
     characters = sum(len(each) for each in inputs)
     # The engine tokenizes in the caller's thread.
@@ -133,6 +137,8 @@ async def encoded(
     vectors = np.ascontiguousarray(found.embeddings, np.dtype("<f4"))
     if not np.isfinite(vectors).all():
         raise NumbersError("the model returned embeddings that are not numbers")
+    if key.meter is not None:
+        key.meter.spend(found.stats.tokens)
     return vectors, found.stats.tokens
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import final
 
@@ -14,6 +14,10 @@ from prejit.runtime.errors import PrejitError
 from prejit.runtime.server.disconnect import disconnected
 from prejit.runtime.server.errors import as_api_error, error_json
 from prejit.runtime.server.openai.bodies import encode
+
+COMMENT_SECONDS = 15.0
+"""How long a request may wait in the queue without a byte on its connection."""
+_COMMENT = b": waiting\n\n"
 
 DONE = b"data: [DONE]\n\n"
 """The last event of OpenAI's older streams."""
@@ -29,6 +33,9 @@ def error_event(error: Exception) -> bytes:
 @final
 class EventStream(Response):
     """A response of events. It begins with the first of them, so that an error before it has its own status.
+
+    The first one may be empty: the head of a response goes out while its request waits in the queue. Until
+    the next one comes, comments keep proxies from cutting the connection.
 
     When the client is gone, the events are closed, which frees the slot of the request. Starlette's
     StreamingResponse cannot do the first, and takes a task group and a closure for the second.
@@ -52,7 +59,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client is gone."""
-        writer = asyncio.ensure_future(self._write(send))
+        writer = asyncio.ensure_future(self._write(send, scope))
         gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait((writer, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -64,15 +71,27 @@ class EventStream(Response):
         if not writer.cancelled():
             writer.result()
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, scope: Scope) -> None:
+        def write(events: bytes, *, more: bool = True) -> Awaitable[None]:
+            return send({"type": "http.response.body", "body": events, "more_body": more})
+
         async with aclosing(self._events) as events:
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": first, "more_body": True})
             try:
+                await write(first)
+                waited = asyncio.ensure_future(anext(events, b""))
+                try:
+                    while not (await asyncio.wait((waited,), timeout=COMMENT_SECONDS))[0]:
+                        await write(_COMMENT)
+                finally:
+                    waited.cancel()
+                    await asyncio.wait((waited,))  # nothing else may use `events` before
+                await write(waited.result())
                 async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    await write(event)
             except PrejitError as error:
-                last = self._on_error(error)
-                await send({"type": "http.response.body", "body": last, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                if as_api_error(error).status == 500:  # which the gate does not see
+                    scope["state"]["suspected"].set()
+                await write(self._on_error(error))
+            await write(b"", more=False)

@@ -12,9 +12,9 @@ from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai.bodies import (
     RequestFields,
     ResponseFields,
-    Unused,
     check_only,
 )
+from prejit.runtime.server.openai.structured import Structured
 from prejit.runtime.server.served import Served
 from prejit.runtime.server.settings import Settings
 
@@ -61,8 +61,8 @@ _ONLY = {
 """Fields of vLLM that this server cannot do, each with the value that asks for nothing."""
 
 
-class Sampled(Unused, frozen=True, kw_only=True):
-    """What all endpoints take that generate text.
+class Sampled(Structured, frozen=True, kw_only=True):
+    """What all endpoints take that generate text, beside what an answer must be.
 
     Attributes:
         model: the name of a served model; it may be missing if there is one.

@@ -123,11 +123,28 @@ class ChosenFunction(RequestFields, frozen=True, kw_only=True):
     name: str
 
 
-class ChosenTool(RequestFields, frozen=True, kw_only=True):
+class ChosenTool(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="function"):
     """A tool that the model has to call."""
 
     function: ChosenFunction
-    type: Literal["function"]
+
+
+class AllowedChoice(RequestFields, frozen=True, kw_only=True):
+    """The tools of a request that the model may call.
+
+    Attributes:
+        mode: whether it must call one of them.
+        tools: their names.
+    """
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Meta(min_length=1, max_length=128)]
+
+
+class AllowedTools(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """The model may call some of the tools."""
+
+    allowed_tools: AllowedChoice
 
 
 class TextFormat(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="text"):

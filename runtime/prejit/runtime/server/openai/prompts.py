@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from starlette.concurrency import run_in_threadpool
-
 from prejit.runtime.errors import ContextError
 from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.served import Served
+from prejit.runtime.server.threads import TEXTS, in_thread
 
 T = TypeVar("T")
 
 INLINE_CHARACTERS = 10_000
-"""Texts up to this length are tokenized on the event loop: that takes less time than a thread's turn."""
+"""The texts of a request are tokenized on the event loop up to this length: that takes less time than a
+thread's turn."""
 
 
 async def off_loop(characters: int, function: Callable[[], T]) -> T:
@@ -26,7 +26,7 @@ async def off_loop(characters: int, function: Callable[[], T]) -> T:
         function: takes no arguments.
     """
     if characters > INLINE_CHARACTERS:
-        return await run_in_threadpool(function)
+        return await in_thread(TEXTS, function)
     return function()
 
 
@@ -76,10 +76,10 @@ def kept(served: Served, prompt: Sequence[int], keep: int | None) -> Sequence[in
     return prompt
 
 
-async def of_text(
+def encoded(
     served: Served, text: str, *, add_special_tokens: bool = True, is_cut: bool = False
 ) -> list[int]:
-    """Return the token ids of a prompt.
+    """Return the token ids of a prompt. Call it by `off_loop`.
 
     Args:
         served: the model.
@@ -94,11 +94,7 @@ async def of_text(
     bundle = served.bundle
     decoder = bundle.config.decoder
     room = None if decoder is None or is_cut else bundle.decoder.contexts[-1]
-    tokenizer = bundle.tokenizer
-    return await off_loop(
-        len(text),
-        lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=room),
-    )
+    return bundle.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=room)
 
 
 def of_messages(

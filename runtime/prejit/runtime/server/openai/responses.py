@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -18,10 +17,10 @@ from prejit.runtime.generation.generate import Result, Stats
 from prejit.runtime.generation.sampling import Logprob
 from prejit.runtime.server.errors import ApiError, as_api_error
 from prejit.runtime.server.openai import calls, prompts
-from prejit.runtime.server.openai.answers import Tools, chosen_tools, masks
+from prejit.runtime.server.openai.answers import Tools, allowed_functions, chosen_tools, masks
 from prejit.runtime.server.openai.bodies import answered, check_only, encode, read, served_model
 from prejit.runtime.server.openai.calls import TextCall, text_call
-from prejit.runtime.server.openai.constraints import Constraint
+from prejit.runtime.server.openai.constraints import AnyConstraint, Constraint
 from prejit.runtime.server.openai.events import EventStream
 from prejit.runtime.server.openai.fields import check_fields, new_tokens
 from prejit.runtime.server.openai.logprobs import TokenLogprob, for_chat, token_names
@@ -34,6 +33,7 @@ from prejit.runtime.server.openai.messages import (
 )
 from prejit.runtime.server.openai.responses_schema import (
     DECODER,
+    AllowedResponseTools,
     ChosenResponseTool,
     IncompleteDetails,
     InputItem,
@@ -83,7 +83,7 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
             len(await request.body()), lambda: _prompt(body, served, tools)
         ),
         options=options,
-        mask=await masks(served, tools, _constraint(body), options["stop_token_ids"]),
+        mask=await masks(request, served, tools, _constraint(body), options["stop_token_ids"]),
     )
     answer = _Answer(body, served, tools)
     if body.stream:
@@ -105,16 +105,19 @@ def _tools(body: ResponseRequest) -> Tools:
     choice = body.tool_choice
     if isinstance(choice, ChosenResponseTool):
         return chosen_tools(functions, None, choice.name, parallel=body.parallel_tool_calls)
+    if isinstance(choice, AllowedResponseTools):
+        functions = allowed_functions(functions, [each.name for each in choice.tools])
+        choice = choice.mode
     return chosen_tools(functions, choice, None, parallel=body.parallel_tool_calls)
 
 
-def _constraint(body: ResponseRequest) -> Constraint | None:
-    wanted = None if body.text is None else body.text.format
+def _constraint(body: ResponseRequest) -> AnyConstraint | None:
+    wanted, found = None if body.text is None else body.text.format, None
     if isinstance(wanted, JsonObjectFormat):
-        return Constraint({"type": "object"}, "text.format", strict=True)
-    if isinstance(wanted, ResponseSchemaFormat):
-        return Constraint(wanted.schema, "text.format", strict=bool(wanted.strict))
-    return None
+        found = Constraint({"type": "object"}, "text.format", strict=True)
+    elif isinstance(wanted, ResponseSchemaFormat):
+        found = Constraint(wanted.schema, "text.format", strict=bool(wanted.strict))
+    return body.constraint(found)
 
 
 def _prompt(body: ResponseRequest, served: Served, tools: Tools) -> list[int]:
@@ -230,8 +233,10 @@ class _Answer:
             output.event("response.in_progress", response=self._begun),
         ]
         logprobs: list[TokenLogprob] = []
-        async with aclosing(calls.pieces([wanted])) as pieces:
+        async with calls.pieces([wanted]) as pieces:
+            yield b"".join(events)
             async for _, piece in pieces:
+                events = []
                 if piece.logprob is not None:
                     logprobs.append(self._token(piece.logprob))
                 parts = self._reader.push(piece.text)
@@ -245,7 +250,6 @@ class _Answer:
                     events.append(output.event(f"response.{ended.status}", response=ended))
                 if events:
                     yield b"".join(events)
-                    events = []
 
     def failed(self, error: Exception) -> bytes:
         """Return the event of an error."""

@@ -99,11 +99,26 @@ class ResponseFunctionTool(RequestFields, frozen=True, kw_only=True):
     output_schema: None = None
 
 
-class ChosenResponseTool(RequestFields, frozen=True, kw_only=True):
+class ChosenResponseTool(
+    RequestFields, frozen=True, kw_only=True, tag_field="type", tag="function"
+):
     """A function that the model has to call."""
 
-    type: Literal["function"]
     name: str
+
+
+class AllowedResponseTools(
+    RequestFields, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"
+):
+    """The functions that the model may call.
+
+    Attributes:
+        mode: whether it must call one of them.
+        tools: their names.
+    """
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenResponseTool], Meta(min_length=1, max_length=128)]
 
 
 class ResponseSchemaFormat(
@@ -154,7 +169,7 @@ class ResponseRequest(Sampled, frozen=True, kw_only=True):
         max_output_tokens: generate at most this many tokens.
         text: what the answer must be.
         tools: functions that the model may call.
-        tool_choice: whether it may, or must, and which one.
+        tool_choice: whether it may, or must, and which one, or which ones.
         parallel_tool_calls: whether an answer may have several calls.
         include: `message.output_text.logprobs` returns log-probabilities.
         top_logprobs: how many of the most likely tokens these have.
@@ -172,7 +187,9 @@ class ResponseRequest(Sampled, frozen=True, kw_only=True):
     max_output_tokens: Tokens | None = None
     text: ResponseText | None = None
     tools: Annotated[list[ResponseFunctionTool], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenResponseTool | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | ChosenResponseTool | AllowedResponseTools | None
+    ) = None
     parallel_tool_calls: bool | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: Logprobs | None = None

@@ -93,9 +93,10 @@ async def tokenize(models: Models, settings: Settings, request: Request) -> Resp
         raise ApiError(400, f"prompt: expected it or messages, found {found}", param="prompt")
     served = served_model(models, body.model)
     tokenizer = served.bundle.tokenizer
-    if body.prompt is not None:
-        token_ids = await prompts.of_text(
-            served, body.prompt, add_special_tokens=body.add_special_tokens is not False
+    if (prompt := body.prompt) is not None:
+        special = body.add_special_tokens is not False
+        token_ids = await prompts.off_loop(
+            len(prompt), lambda: prompts.encoded(served, prompt, add_special_tokens=special)
         )
     else:
         token_ids = await prompts.off_loop(

@@ -6,12 +6,12 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 import msgspec
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from prejit.runtime.server.page.figures import figures_of, models_of
+from prejit.runtime.server.threads import OPERATORS, in_thread
 
 if TYPE_CHECKING:
     from prejit.runtime.server.served import Models
@@ -43,11 +43,11 @@ def routes(models: Models) -> list[Route]:
 
     async def loaded(request: Request) -> Response:
         # In a thread, because a report waits while a program is being loaded.
-        served = await run_in_threadpool(models_of, models)
+        served = await in_thread(OPERATORS, lambda: models_of(models))
         return _json({"state": models.state, "models": served})
 
     async def figures(request: Request) -> Response:
-        measured = await run_in_threadpool(figures_of, models)
+        measured = await in_thread(OPERATORS, lambda: figures_of(models))
         return _json({"state": models.state, "models": measured})
 
     return [

@@ -108,6 +108,17 @@ def test_a_bundle_that_no_reader_takes_is_not_made(recipe: Any) -> None:
     forged = recipe.configured(lambda config: dataclasses.replace(config, weight_sets={}))
     with pytest.raises(BuildError, match=r"no reader would take .*unknown weight set 'score'"):
         bundle_files.check_readable(*forged.assemble())
+    wide = recipe.configured(
+        lambda config: dataclasses.replace(
+            config,
+            programs=tuple(
+                dataclasses.replace(each, results=(f"[] float32[{','.join('1' * 65)}]",))
+                for each in config.programs
+            ),
+        )
+    )
+    with pytest.raises(BuildError, match=r"no reader would take .*expected '\[path\] dtype"):
+        bundle_files.check_readable(*wide.assemble())
     large = dataclasses.replace(
         recipe.targets[0].layers[0],
         media_type=TOKENIZER_MEDIA_TYPE,

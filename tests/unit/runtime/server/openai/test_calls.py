@@ -9,6 +9,7 @@ import pytest
 
 from prejit.runtime.errors import NumbersError, QueueFullError
 from prejit.runtime.generation.generate import Piece
+from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai.calls import TextCall, pieces
 
 
@@ -37,6 +38,8 @@ class Stream:
 class Engine:
     """Gives these streams, and refuses further ones."""
 
+    queue_size = 4
+
     def __init__(self, *streams: Stream) -> None:
         self.left = list(streams)
         self.seeds: list[int] = []
@@ -50,17 +53,16 @@ class Engine:
 
 def call(engine: Any, choices: int) -> TextCall:
     options = {"seed": 2**64 - 1}
-    return TextCall(engine, [1], options, choices, None, 0, "", None)
+    return TextCall(engine, [1], options, choices, None, 0, "", None, "")
 
 
 async def take(calls: list[TextCall], count: int) -> list[tuple[int, str]]:
     found = []
-    generator = pieces(calls)
-    async for place, piece in generator:
-        found.append((place, piece.text))
-        if len(found) == count:
-            break
-    await generator.aclose()
+    async with pieces(calls) as given:
+        async for place, piece in given:
+            found.append((place, piece.text))
+            if len(found) == count:
+                break
     return found
 
 
@@ -80,6 +82,15 @@ def test_streams_are_closed_when_a_later_one_is_refused() -> None:
         asyncio.run(take([call(Engine(first), 1), call(Engine(second), 2)], 1))
     assert first.closed
     assert second.closed
+
+
+def test_more_texts_than_the_queue_takes_are_refused_for_ever() -> None:
+    """QueueFullError would say to try again."""
+    engine = Engine(*(Stream([]) for _ in range(5)))
+    with pytest.raises(ApiError, match=r"n: expected at most 4 .*, found 5") as error:
+        asyncio.run(take([call(engine, 2), call(engine, 3)], 1))
+    assert error.value.status == 400
+    assert engine.seeds == []
 
 
 @pytest.mark.parametrize("choices", [1, 2])

@@ -1,0 +1,301 @@
+"""Note what the code of one manifest reads while it is imported and traced, by the module that reads it.
+
+What a library does while it is imported does not count: its version stands for it. What a thread reads is the
+reading of the module of the user on its stack. Where there is none, such as in a pool that runs `numpy.load`,
+it counts for every program; only threads of prejit, which have its code on their stacks, count for none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, final
+
+from prejit.compiler.lowering.user.inputs import (
+    Input,
+    Kind,
+    file_digest,
+    is_installed,
+    is_ours,
+    is_standard,
+    module_digest,
+    portable_path,
+)
+
+_BOOTSTRAP_FILE = "<frozen importlib._bootstrap>"
+_VARYING = re.compile(
+    r"(JAX|XLA|PYTHON|XDG|SSH|LC|PREJIT|CI|GITHUB|RUNNER)_\w*|_|PATH|HOME|PWD|OLDPWD|USER|LOGNAME|SHELL|SHLVL"
+    r"|TERM\w*|COLUMNS|LINES|TMPDIR|TEMP|TMP|LANG\w*|DISPLAY|HOSTNAME|COLORTERM|NO_COLOR|FORCE_COLOR"
+)
+"""Variables that differ between machines. Those that a library reads count for nothing; jax's are in keys."""
+_MAPPINGS = ("os.py", "_collections_abc.py", "<frozen os>", "<frozen _collections_abc>")
+"""The files of the code between `os.environ` and its reader."""
+_JAX = re.compile(r"[/\\](site|dist)-packages[/\\](jax|jaxlib)[/\\]")
+_ALIVE = ("/proc/", "/sys/", "/dev/")
+_ANYONE = ""
+"""In place of a module of the user: a thread without one on its stack, which may read for any of them."""
+_HOOKS = tuple(
+    str(Path(__file__).with_name(name))
+    for name in ("observer.py", "observing.py", "native_reading.py")
+)
+"""The code between what is observed and its observer."""
+
+Owner = Literal["user", "ours", "installed"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a program reads when it is traced.
+
+    Attributes:
+        inputs: by name.
+        digests: the digests of those that were read at a known moment.
+        files: the portable paths of modules' sources.
+        trouble: why nothing may stand for tracing it; empty: the inputs decide the trace.
+        hidden: what reads files that nobody sees; empty: nothing known. Declared `reads` stand for them.
+        complete: whether all of its modules were observed. One that this process had imported before may be
+            older than its file.
+    """
+
+    inputs: frozenset[Input]
+    digests: Mapping[Input, str]
+    files: Mapping[Input, str]
+    trouble: str
+    hidden: str
+    complete: bool
+
+
+@final
+class Observer:
+    """What the code of one manifest reads, by the module of the user that reads it."""
+
+    def __init__(self, directory: str) -> None:
+        """Observe nothing yet.
+
+        Args:
+            directory: the manifest's directory, absolute.
+        """
+        self._directory = directory
+        self._before = frozenset[str]()
+        self._owners: dict[str, Owner] = {}
+        self._imports: defaultdict[str, set[str]] = defaultdict(set)
+        self._reads: defaultdict[str, set[Input]] = defaultdict(set)
+        self._troubles: dict[str, str] = {}
+        self._hidden: dict[str, str] = {}
+        self._digests: dict[Input, str] = {}
+        self._modules: dict[str, str] = {}  # by source file
+        self._executed: defaultdict[str, set[str]] = defaultdict(set)
+
+    def note_loaded(self, modules: Iterable[str]) -> None:
+        """Note the modules that the process has before it runs any code of the user."""
+        self._before = frozenset(modules)
+
+    def note_executed(self, program: str, files: Iterable[str]) -> None:
+        """Note the source files whose code a program's operations come from."""
+        self._executed[program] |= {self._modules[file] for file in files if file in self._modules}
+
+    def seen(self, program: str, functions: Iterable[str]) -> Seen:
+        """Return what a program reads.
+
+        Args:
+            program: name of its section.
+            functions: the objects that the section names, each as `package.module:attribute`.
+        """
+        found, inputs, complete = set[str](), set[Input](), True
+        left = [name.partition(":")[0] for name in functions] + sorted(self._executed[program])
+        left.append(_ANYONE)
+        packages = set[str]()
+        while left:
+            name = left.pop()
+            if name in found:
+                continue
+            found.add(name)
+            owner = self._owners.get(name)
+            if owner == "ours":
+                inputs.add(Input("our code in", name))
+            elif owner == "installed":
+                packages.add(name.partition(".")[0])
+            else:
+                complete = complete and name not in self._before
+                if name:
+                    inputs.add(Input("module", name))
+                inputs |= self._reads[name].copy()  # a thread may still add to it
+                left += [*self._imports[name].copy(), *filter(None, [name.rpartition(".")[0]])]
+        inputs |= {Input("version of", each) for each in _distributions(packages)}
+        files = {
+            Input("module", module): portable_path(os.path.abspath(file), self._directory)
+            for file, module in self._modules.items()
+        }
+        digests = {each: self._digests[each] for each in inputs & self._digests.keys()}
+        trouble, hidden = (
+            min((said[name] for name in found & said.keys()), default="")
+            for said in (self._troubles, self._hidden)
+        )
+        return Seen(frozenset(inputs), digests, files, trouble, hidden, complete)
+
+    # What the hooks below call.
+
+    def note_import(self, name: str, frame: FrameType | None) -> None:
+        """Note that a module was imported."""
+        while name:
+            owner = self._owner(name)
+            if (reader := self._importer(frame, direct=owner == "installed")) is not None:
+                self._imports[reader].add(name)
+            name = name.rpartition(".")[0]
+
+    def note_absent(self, name: str, frame: FrameType | None) -> None:
+        """Note that a module was looked for and not found."""
+        if (reader := self._importer(frame, direct=True)) is not None:
+            self._reads[reader].add(Input("module", name))
+
+    def note_source(self, name: str, path: str, content: bytes, *, is_package: bool) -> None:
+        """Note the content that a module of the user is made from."""
+        self._modules[path] = name
+        self._owners[name] = "user"
+        digest = module_digest(content, is_package=is_package)
+        self._digests[Input("module", name)] = digest
+        # A module may be loaded from a path, without an import of its name.
+        if (reader := self._importer(sys._getframe(2), direct=False)) is not None:
+            self._imports[reader].add(name)
+
+    def note_path(self, kind: Kind, path: Any) -> None:
+        """Note that a file or directory was read, or looked for."""
+        if isinstance(path, int) or (reader := self._reader()) is None:
+            return
+        file = os.path.abspath(os.fsdecode(path))
+        if file in self._modules or is_installed(file) or file.startswith((*_ALIVE, *_caches())):
+            return
+        if "__pycache__" in file:
+            return
+        found = Input(kind, portable_path(file, self._directory))
+        self._reads[reader].add(found)
+        if kind == "file" and found not in self._digests:
+            self._digests[found] = file_digest(file)
+
+    def note_variable(self, name: str) -> None:
+        """Note that an environment variable was read."""
+        if (reader := self._reader()) is None:
+            return
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename.endswith(_MAPPINGS):
+            frame = frame.f_back
+        is_own = frame is not None and frame.f_code.co_filename in self._modules
+        if is_own or not _VARYING.fullmatch(name):
+            self._reads[reader].add(Input("variable", name))
+
+    def note_trouble(self, what: str) -> None:
+        """Note that code did something whose result nothing stands for."""
+        if (reader := self._reader()) is not None:
+            self._troubles.setdefault(reader, f"{reader or 'a thread'} {what}")
+
+    def note_native(self, call: str, path: Any) -> None:
+        """Note that native code reads a file; `path` is None where nobody knows which ones."""
+        if path is not None and os.path.isfile(path):
+            self.note_path("file", path)
+        elif (reader := self._reader()) is not None:
+            self._hidden.setdefault(reader, f"{reader or 'a thread'} reads files by {call}")
+
+    def is_users(self) -> bool:
+        """Return whether the present code works for a module of the user."""
+        return self._reader() is not None
+
+    def _owner(self, name: str) -> Owner:
+        if name not in self._owners:
+            spec = getattr(sys.modules.get(name), "__spec__", None)
+            places = [*(getattr(spec, "submodule_search_locations", None) or ())]
+            file = str(getattr(spec, "origin", None) or next(iter(places), "<built-in>"))
+            if not os.path.isabs(file):
+                file = f"<{file}>"
+            if is_ours(file) or name.partition(".")[0] == "prejit":
+                self._owners[name] = "ours" if is_ours(file) else "installed"
+            elif is_installed(file):
+                self._owners[name] = "installed"
+            else:
+                self._owners[name] = "user"
+                if os.path.isfile(file):  # it was imported before anyone observed
+                    self._modules.setdefault(file, name)
+        return self._owners[name]
+
+    def _importer(self, frame: FrameType | None, *, direct: bool) -> str | None:
+        """Return the module of the user that imports; `direct`: not through a library."""
+        ours = False
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if (found := self._modules.get(file)) is not None:
+                return found
+            ours = ours or (file not in _HOOKS and is_ours(file))
+            if direct and not is_standard(file):
+                return None
+            frame = frame.f_back
+        return None if ours else _ANYONE
+
+    def _reader(self) -> str | None:
+        """Return the module of the user that the present code works for.
+
+        Nothing counts that a library does while it is imported, or that jax does for itself, such as to look
+        for plugins.
+        """
+        frame: FrameType | None = sys._getframe(2)
+        library, ours = "", False
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if (found := self._modules.get(file)) is not None:
+                return found
+            if file == _BOOTSTRAP_FILE:
+                return None
+            if is_ours(file):
+                ours = ours or file not in _HOOKS
+            elif not library and not is_standard(file):
+                library = file
+                if _JAX.search(library):
+                    return None
+            frame = frame.f_back
+        return None if ours else _ANYONE
+
+
+def _caches() -> tuple[str, ...]:
+    """Return the directory of jax's own cache of executables, which changes no program."""
+    jax: Any = sys.modules.get("jax")
+    place = None if jax is None else jax.config.jax_compilation_cache_dir
+    return () if not place else (os.path.abspath(place) + os.sep,)
+
+
+@cache
+def _owners_of_packages(path: tuple[str, ...]) -> Mapping[str, Sequence[str]]:
+    """Return the distributions that provide each package on `sys.path`."""
+    del path
+    return metadata.packages_distributions()
+
+
+def _distributions(packages: Iterable[str]) -> set[str]:
+    """Return the distributions that provide packages, and those that these require."""
+    owners = _owners_of_packages(tuple(sys.path)) if packages else {}
+    left = [each for package in packages for each in owners.get(package, ())]
+    found = set[str]()
+    while left:
+        name = re.sub(r"[-_.]+", "-", left.pop()).lower()
+        if name not in found and (required := _required(name)) is not None:
+            found.add(name)
+            left += required
+    return found
+
+
+def _required(distribution: str) -> tuple[str, ...] | None:
+    """Return the names of the distributions that one requires; None: it is not installed."""
+    try:
+        lines = metadata.requires(distribution) or ()
+    except metadata.PackageNotFoundError:
+        return None
+    return tuple(
+        re.split(r"[^\w.-]", line, maxsplit=1)[0]
+        for line in lines
+        if not re.search(r"\bextra\b", line.partition(";")[2])
+    )

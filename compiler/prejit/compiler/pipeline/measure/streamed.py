@@ -1,0 +1,118 @@
+"""Evaluate a function of a model's weights: each is read for one operation, and then dropped.
+
+The function is traced once, and its jaxpr is evaluated operation by operation. So memory holds what lies
+between two layers, and one weight; of a float32 matrix that is multiplied with, or of a table, a block of
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from prejit.compiler.models.narrow_matrices import INLINED, called
+from prejit.compiler.models.precision import Rows, blocks
+
+
+@dataclass(frozen=True)
+class Weight:
+    """An argument of a traced function that is read when it is used."""
+
+    rows: Rows
+
+
+def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
+    """Return the results of a jaxpr.
+
+    Args:
+        closed: the jaxpr.
+        arguments: its arguments: arrays, and weights.
+    """
+    jaxpr = closed.jaxpr
+    known: dict[Any, Any] = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True)
+    )
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else known[atom]
+
+    last = {atom: place for place, each in enumerate(jaxpr.eqns) for atom in _variables(each)}
+    last |= dict.fromkeys(_not_literal(jaxpr.outvars), len(jaxpr.eqns))
+    for place, equation in enumerate(jaxpr.eqns):
+        results = _apply(equation, [read(atom) for atom in equation.invars])
+        known.update(zip(equation.outvars, results, strict=True))
+        for atom in (*_variables(equation), *equation.outvars):
+            if last.get(atom, place) == place:
+                known.pop(atom, None)
+    return [_whole(read(atom)) for atom in jaxpr.outvars]
+
+
+def _variables(equation: Any) -> list[Any]:
+    return _not_literal(equation.invars)
+
+
+def _not_literal(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
+    """Return the results of one operation."""
+    name = equation.primitive.name
+    if name == "optimization_barrier":  # nothing is compiled here that it could keep apart
+        return given
+    if any(isinstance(each, Weight) for each in given):
+        if name in INLINED:
+            return evaluate(called(equation), given)
+        if name == "dot_general" and (product := _product(equation, *given)) is not None:
+            return [product]
+        if name == "gather" and (rows := _gathered(equation, *given)) is not None:
+            return [rows]
+    parameters = equation.primitive.get_bind_params(equation.params)
+    with equation.ctx.manager:
+        results = equation.primitive.bind(*map(_whole, given), **parameters)
+    return results if equation.primitive.multiple_results else [results]
+
+
+def _product(equation: Any, x: Any, matrix: Any) -> jax.Array | None:
+    """Return x [..., in] times a matrix (out, in), by blocks of its rows; None: it is another product."""
+    (of_x, of_matrix), batches = equation.params["dimension_numbers"]
+    kind = equation.invars[1].aval
+    if isinstance(x, Weight) or kind.ndim != 2 or kind.dtype != np.float32 or any(batches):
+        return None
+    if (*of_x, *of_matrix) != (x.ndim - 1, 1) or x.dtype != np.float32:
+        return None
+    parts = [
+        lax.dot_general(x, matrix.rows[part], (((x.ndim - 1,), (1,)), ((), ())))
+        for part in blocks(kind.shape)
+    ]
+    return jnp.concatenate(parts, -1)
+
+
+def _gathered(equation: Any, table: Any, index: Any) -> jax.Array | None:
+    """Return whole rows of a table at an index [..., 1]; None: something else is gathered."""
+    numbers, shape = equation.params["dimension_numbers"], equation.invars[0].aval.shape
+    if isinstance(index, Weight) or equation.params["slice_sizes"] != (1, *shape[1:]):
+        return None
+    if (numbers.collapsed_slice_dims, numbers.start_index_map) != ((0,), (0,)):
+        return None
+    if len(shape) != 2 or numbers.offset_dims != (index.ndim - 1,):
+        return None
+    wanted, places = np.unique(np.asarray(index)[..., 0], return_inverse=True)
+    if wanted.size and not 0 <= wanted[0] <= wanted[-1] < shape[0]:
+        return None
+    found = [table.rows[slice(each, each + 1)] for each in wanted.tolist()]
+    return jnp.asarray(np.concatenate(found)[places.reshape(index.shape[:-1])])
+
+
+def _whole(value: Any) -> Any:
+    if not isinstance(value, Weight):
+        return value
+    rows = value.rows
+    return jnp.asarray(rows if isinstance(rows, np.ndarray) else rows[:])

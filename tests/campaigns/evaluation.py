@@ -1,0 +1,152 @@
+"""lm-evaluation-harness against `prejit serve`, and the same tasks with transformers on the same checkpoint.
+
+    make evaluation                                          installs the harness and torch in an environment
+    .venv/bin/python -m tests.campaigns.evaluation PYTHON    with the interpreter of one that has them
+
+The tasks of `evaluation_tasks` run twice: by `local-completions`, the harness's client of OpenAI servers, and
+by `hf`. Log-likelihoods must agree within 1e-4, greedy flags and generated texts exactly, but for a space
+before a text, which `hf` drops because it decodes the new tokens alone. The figures go to evaluation.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from tests.ports import free_port
+
+RESULTS = Path(__file__).with_name("evaluation.json")
+TASKS = Path(__file__).with_name("evaluation_tasks")
+SHARED = Path(os.environ.get("PREJIT_SHARED", Path(__file__).parents[2] / "shared"))
+MOST_DIFFERENCE = 1e-4
+"""Log-likelihoods of texts of up to 40 tokens may differ by so much."""
+_NAMES = tuple(sorted(f"prejit_{path.stem}" for path in TASKS.glob("*.yaml")))
+_MANIFEST = """\
+[bundle]
+name = "stories"
+[model]
+source = {source}
+[generate]
+batch = [1, 8]
+prompt = [32]
+context = [256]
+[[target]]
+name = "cpu-host"
+"""
+
+Answers = dict[str, list[Any]]
+"""The harness's answers of each task, in the order of its items."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the tasks both ways and write the figures; return 1 if they differ."""
+    python, model = arguments[0], SHARED / "data" / "stories260k"
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        manifest = directory / "stories.toml"
+        manifest.write_text(_MANIFEST.format(source=json.dumps(str(model))))
+        prejit = [sys.executable, "-m", "prejit.runtime"]
+        subprocess.run([*prejit, "build", manifest, "-o", directory], check=True)
+        port = free_port()
+        command = [*prejit, "serve", str(directory / "stories"), "--port", str(port)]
+        with subprocess.Popen(command) as server:
+            try:
+                _wait(f"http://127.0.0.1:{port}/health/ready")
+                started = time.perf_counter()
+                served = _harness(
+                    python,
+                    directory / "served",
+                    "local-completions",
+                    {
+                        "model": "stories",
+                        "base_url": f"http://127.0.0.1:{port}/v1/completions",
+                        "tokenizer": model,
+                        "tokenizer_backend": "huggingface",
+                        "num_concurrent": 4,
+                        "max_length": 256,
+                        "add_bos_token": True,
+                    },
+                )
+                seconds = time.perf_counter() - started
+            finally:
+                server.terminate()
+        options = {"pretrained": model, "dtype": "float32", "add_bos_token": True}
+        expected = _harness(
+            python, directory / "expected", "hf", {**options, "max_length": 256}, "--device", "cpu"
+        )
+    compared = {name: _compared(served[name], expected[name]) for name in _NAMES}
+    packages = ("lm_eval", "torch", "transformers")
+    asked = f"import importlib.metadata as m; print(*map(m.version, {packages}))"
+    versions = subprocess.check_output([python, "-c", asked], text=True).split()
+    figures = {
+        "date": date.today().isoformat(),
+        "versions": dict(zip(packages, versions, strict=True)),
+        "most_difference_allowed": MOST_DIFFERENCE,
+        "seconds_of_local_completions": round(seconds),
+        "tasks": compared,
+    }
+    text = json.dumps(figures, indent=1) + "\n"
+    RESULTS.write_text(text)
+    sys.stdout.write(text)
+    return int(
+        any(
+            found["most_difference"] > MOST_DIFFERENCE or found["other"]
+            for found in compared.values()
+        )
+    )
+
+
+def _wait(url: str) -> None:
+    for _ in range(600):
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise SystemExit(f"{url}: expected a server that is ready within a minute, found none")
+
+
+def _harness(
+    python: str, output: Path, kind: str, options: Mapping[str, Any], *more: str
+) -> Answers:
+    """Return what the harness found for each item of each task."""
+    given = ",".join(f"{name}={value}" for name, value in options.items())
+    command = [python, "-m", "lm_eval", "run", "--model", kind, "--model_args", given, *more]
+    command += ["--tasks", ",".join(_NAMES), "--include_path", str(TASKS), "--log_samples"]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"}
+    environment = {**os.environ, **offline, "HF_HOME": str(output / "cache")}
+    # The tasks name their data by relative paths.
+    subprocess.run([*command, "--output_path", str(output)], check=True, cwd=TASKS, env=environment)
+    answers: Answers = {}
+    for name in _NAMES:
+        [path] = output.glob(f"**/samples_{name}_*.jsonl")
+        items = [json.loads(line) for line in path.read_text().splitlines()]
+        items.sort(key=lambda item: item["doc_id"])
+        answers[name] = [answer for item in items for [answer] in item["resps"]]
+    return answers
+
+
+def _compared(found: list[Any], expected: list[Any]) -> dict[str, Any]:
+    """Return how far answers differ. Each is a text, a log-likelihood, or one with a greedy flag."""
+    difference, other = 0.0, 0
+    for one, two in zip(found, expected, strict=True):
+        first, second = (each if isinstance(each, list) else [each] for each in (one, two))
+        try:
+            difference = max(difference, abs(float(first[0]) - float(second[0])))
+            other += first[1:] != second[1:]
+        except ValueError:  # a text
+            other += first[0].lstrip() != second[0].lstrip()
+    return {"answers": len(found), "most_difference": difference, "other": other}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
