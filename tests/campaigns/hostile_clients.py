@@ -211,7 +211,7 @@ class Hostile:
 
     async def _again(self, kind: str, pause: float) -> None:
         act: Callable[[], Awaitable[str]] = getattr(self, kind)
-        await asyncio.sleep(self._random.uniform(0, pause))
+        await asyncio.sleep(self._random.uniform(0, min(pause, 1)))
         while True:
             try:
                 async with asyncio.timeout(HOSTILE_SECONDS):

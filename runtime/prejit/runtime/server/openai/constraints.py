@@ -154,7 +154,7 @@ async def _compiled(
 ) -> Callable[[], TokenMask]:
     """Return what makes masks of a grammar, which is compiled if it is not kept."""
     made = await prompts.off_loop(len(await request.body()), source)
-    wanted = served.compiling.mask(served.bundle, made, stop_token_ids, request.state.client)
+    wanted = served.compiling.mask(served.bundle, made, stop_token_ids, request.state.key.name)
     return (await unless_gone(request.receive, wanted)).again
 
 
