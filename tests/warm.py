@@ -192,6 +192,7 @@ def _tell_who_ended() -> None:
 def _run(wanted: dict[str, Any]) -> None:
     """Run a command; never returns."""
     import atexit
+    import faulthandler
     import traceback
 
     from prejit.runtime.__main__ import main
@@ -203,6 +204,7 @@ def _run(wanted: dict[str, Any]) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for place, path in enumerate(wanted["files"], 1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), place)
+        faulthandler.enable(2)
         os.environ.clear()
         os.environ.update(wanted["env"])
         os.chdir(wanted["cwd"])

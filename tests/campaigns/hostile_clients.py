@@ -211,7 +211,7 @@ class Hostile:
 
     async def _again(self, kind: str, pause: float) -> None:
         act: Callable[[], Awaitable[str]] = getattr(self, kind)
-        await asyncio.sleep(self._random.uniform(0, pause))
+        await asyncio.sleep(self._random.uniform(0, min(pause, 1)))
         while True:
             try:
                 async with asyncio.timeout(HOSTILE_SECONDS):
@@ -448,8 +448,8 @@ class Hostile:
         return await self._send(self._completion(), leave_after=self._random.uniform(0.2, 20))
 
     async def flood_first(self) -> str:
-        """Asks for long texts before all others."""
-        body = self._completion(priority=-2_000_000_000, n=4)
+        """Asks for several long texts, as important as they may be or more."""
+        body = self._completion(priority=self._random.choice((-2_000_000_000, -1, 0)), n=4)
         return await self._send(body, leave_after=self._random.uniform(0.2, 20))
 
     async def slow_reader(self) -> str:
@@ -511,6 +511,7 @@ KINDS: dict[str, tuple[int, float]] = {
     Hostile.slow_reader.__name__: (4, 1),
     Hostile.no_key.__name__: (2, 0.2),
     Hostile.looks.__name__: (2, 0.3),
+    Hostile.drain.__name__: (1, 3),
 }
 """How many tasks send each kind of request at once, and how many seconds each pauses between two."""
 

@@ -41,6 +41,8 @@ MOST_SLOWER = 2.0
 """How many times longer the 99th percentile between tokens may be than alone."""
 SCRAPE_MS = 500.0
 MOST_MEMORY = 1.1
+MOST_FILES = 8
+"""How many more files a server may keep: the pipes of the process that compiles grammars."""
 KEYS = {"honest": "honest-key-0123456789", "hostile": "hostile-key-0123456789"}
 pytestmark = pytest.mark.timeout(900 + 4 * SECONDS)
 
@@ -114,7 +116,7 @@ def test_an_honest_client_beside_hostile_ones(bundle_dir: Path, tmp_path: Path) 
     assert [alone["failed"], beside["failed"], again["failed"]] == [0, 0, 0], beside["failures"]
     assert state == 200
     assert beside["requests"] > 0
-    assert after.files <= before.files
+    assert after.files <= before.files + MOST_FILES
     if IS_WHOLE:
         check_figures(figures, before, after)
 
@@ -157,7 +159,7 @@ def rested(server: Process, before: Look) -> Look:
         with suppress(httpx.TimeoutException):
             found = look(server)
             is_small = found.resident_bytes <= before.resident_bytes * MOST_MEMORY or not IS_WHOLE
-            if is_small and found.files <= before.files:
+            if is_small and found.files <= before.files + MOST_FILES:
                 break
         time.sleep(0.5)
     return found

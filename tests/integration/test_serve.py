@@ -506,6 +506,14 @@ def test_a_second_signal_ends_at_once(serve: Serve, text_dir: Path) -> None:
     assert "ending at once" in server.said
 
 
+def test_a_crash_of_native_code_shows_where_each_thread_was(serve: Serve, text_dir: Path) -> None:
+    server = serve(text_dir).wait_until_ready()
+    assert complete(server).status_code == 200
+    assert server.end(signal.SIGSEGV) == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in server.said
+    assert "engine/loop.py" in server.said
+
+
 def test_a_full_queue_is_429_and_others_are_served_afterwards(serve: Serve, text_dir: Path) -> None:
     server = serve(text_dir, "--slots", "1", "--queue", "4").wait_until_ready()
     statuses = statuses_of(begin_many(server, 60))

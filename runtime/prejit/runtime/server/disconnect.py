@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
@@ -27,7 +27,14 @@ async def unless_gone(receive: Receive, wanted: Awaitable[T]) -> T:
         return work.result()
     finally:
         gone.cancel()
+        work.add_done_callback(_seen)
         work.cancel()
+
+
+def _seen(work: asyncio.Future[Any]) -> None:
+    """Look at an outcome that nobody waits for: asyncio prints a failure that nobody has looked at."""
+    if not work.cancelled():
+        work.exception()
 
 
 async def disconnected(receive: Receive) -> None:

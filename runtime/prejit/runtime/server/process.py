@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import faulthandler
 import gc
 import os
 import resource
@@ -69,6 +70,8 @@ def serve(
         signal.signal(each, _end_early)
     for each in (signal.SIGHUP, signal.SIGUSR1):  # the files were opened just now
         signal.signal(each, signal.SIG_IGN)
+    if sys.stderr is not None:  # a daemon may have closed it
+        faulthandler.enable()  # native code that crashes shows where each thread was
     gc.disable()  # imports and loads make many objects and no garbage
     use_few_arenas()
     _allow_many_connections()

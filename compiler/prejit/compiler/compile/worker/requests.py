@@ -19,6 +19,7 @@ first used, which is in the fork: so one process serves targets with different f
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import resource
@@ -218,6 +219,7 @@ def _send(answers: BinaryIO, answer: dict[str, Any]) -> None:
 def main(compile_program: Compile = compile_program) -> None:
     """Run `python -m prejit.compiler.compile.worker STORE PLATFORM`."""
     answers = open(os.dup(1), "wb")  # noqa: SIM115 (open until the process ends)
+    faulthandler.enable()  # XLA that crashes shows where: the error quotes it
     os.dup2(2, 1)  # what XLA or a plugin prints must not mix with the answers
     import_compiler(sys.argv[2])  # once for all forks
     requests = open(0, "rb", buffering=0)  # noqa: SIM115

@@ -7,6 +7,7 @@ process. What the user's code prints goes to stderr, as in a build.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -257,6 +258,7 @@ def main() -> None:
     """Serve stdin and stdout."""
     # Code of the user may never return. The thread that started this process lives as long as its crew.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.enable()  # a library that crashes shows where
     answers = open(os.dup(1), "wb")  # noqa: SIM115 (open until the process ends)
     os.dup2(2, 1)  # what the user's code prints must not mix with the answers
     requests = open(os.dup(0), "rb")  # noqa: SIM115
