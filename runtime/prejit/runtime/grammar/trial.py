@@ -24,7 +24,7 @@ from typing import Any, final
 
 from prejit.runtime.errors import UsageError
 from prejit.runtime.grammar.compiling import compiled, tokenizer_of
-from prejit.runtime.grammar.sources import Source
+from prejit.runtime.grammar.sources import GrammarSource
 
 MAX_SECONDS = 2.0
 """Maximum CPU time of a compilation. A schema of 4,000 properties takes 1.3 seconds."""
@@ -40,15 +40,19 @@ _THREAD_STACK_BYTES = 2 << 20
 
 @final
 class Trial:
-    """The process, which begins with the first grammar and begins again after one that ended it."""
+    """The process, which begins with the first grammar and begins again after one that ended it.
+
+    Attributes:
+        table: the bytes of each token; None: it is no text.
+    """
 
     def __init__(self, table: Sequence[bytes | None]) -> None:
-        """Keep the vocabulary: the bytes of each token; None: it is no text."""
-        self._table = table
+        """Keep the vocabulary."""
+        self.table = table
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
-    def compile(self, source: Source) -> int:
+    def compile(self, source: GrammarSource) -> int:
         """Compile a grammar and return its memory in bytes. One at a time; the others wait.
 
         Raises:
@@ -57,7 +61,7 @@ class Trial:
         with self._lock:
             process = self._process
             if process is None or process.child.poll() is not None:
-                self._process = process = _Process(self._table)
+                self._process = process = _Process(self.table)
             answer = process.ask(source)
             if answer is None:
                 self._process = None
@@ -94,7 +98,7 @@ class _Process:
         with contextlib.suppress(OSError):  # `ask` finds that it has ended
             self._connection.send_bytes(pickle.dumps(table))
 
-    def ask(self, source: Source) -> dict[str, Any] | None:
+    def ask(self, source: GrammarSource) -> dict[str, Any] | None:
         """Return the answer; None: the process ended or took too long."""
         try:
             self._connection.send_bytes(pickle.dumps(source))
@@ -142,7 +146,7 @@ def _serve(connection: Connection) -> None:
     _set_limits()
     with contextlib.suppress(EOFError, OSError):
         while True:
-            source: Source = pickle.loads(connection.recv_bytes())  # noqa: S301
+            source: GrammarSource = pickle.loads(connection.recv_bytes())  # noqa: S301
             signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # SIGPROF ends the process
             answer: dict[str, Any]
             try:
