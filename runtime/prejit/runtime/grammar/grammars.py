@@ -186,8 +186,9 @@ class Grammars:
 
     def _keep(self, source: GrammarSource) -> CompiledGrammar:
         """Compile a grammar and keep it. Those that were not used for longest make room."""
+        tokenizer = self._tokenizer
         known = self._trial.compile(source) if self._of_strangers else None
-        found = compiled(self._tokenizer, source, known)
+        found = compiled(tokenizer, source, known)
         with self._lock:
             self._compiled[source.text] = found
             while len(self._compiled) > 1 and self._kept_bytes() > _KEPT_BYTES:

@@ -34,6 +34,8 @@ _WAIT_SECONDS = 60.0
 """Maximum time of a compilation on a machine that has no CPU for it."""
 _NICE = 5
 """The process gets a third of a thread's share of a busy CPU, so that tokens do not wait for a grammar."""
+_BROKEN = 70
+"""Exit status of a process that cannot read what it is sent (EX_SOFTWARE of sysexits(3))."""
 _THREAD_STACK_BYTES = 2 << 20
 """The stack of a thread where the limit of stacks is none (pthread_create(3))."""
 
@@ -110,12 +112,18 @@ class _Process:
         return None
 
     def end(self) -> str:
-        """End the process and return what it did, for an error."""
+        """End the process and return what it did, for an error.
+
+        Raises:
+            RuntimeError: it could not begin: prejit is broken, not the grammar.
+        """
         try:
             status = self.child.wait(1)  # after the end of its connection, which comes first
         except subprocess.TimeoutExpired:
             status = -signal.SIGPROF
         _end(self.child, self._connection)
+        if status == _BROKEN:
+            raise RuntimeError("the process that compiles grammars does not work")
         if status == -signal.SIGPROF:
             return f"takes more than {MAX_SECONDS:g} seconds to compile"
         return "needs too much memory or is nested too deeply"
@@ -141,12 +149,21 @@ def main() -> None:
     thread.join()
 
 
+def _received(connection: Connection) -> Any:
+    try:
+        return pickle.loads(connection.recv_bytes())  # noqa: S301 (the server sends it)
+    except (EOFError, OSError):  # the server is gone
+        os._exit(0)
+    except Exception:  # the files of prejit changed since the server began
+        os._exit(_BROKEN)
+
+
 def _serve(connection: Connection) -> None:
-    tokenizer = tokenizer_of(pickle.loads(connection.recv_bytes()))  # noqa: S301 (of the server)
+    tokenizer = tokenizer_of(_received(connection))
     _set_limits()
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(OSError):
         while True:
-            source: GrammarSource = pickle.loads(connection.recv_bytes())  # noqa: S301
+            source: GrammarSource = _received(connection)
             signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # SIGPROF ends the process
             answer: dict[str, Any]
             try:
