@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from prejit.runtime.errors import UsageError
-from prejit.runtime.grammar.sources import Source
+from prejit.runtime.grammar.sources import GrammarSource
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -40,7 +40,7 @@ class _Vocabulary(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledGrammar:
     """A compiled grammar.
 
     Attributes:
@@ -76,7 +76,9 @@ def tokenizer_of(table: Sequence[bytes | None]) -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(vocabulary))
 
 
-def compiled(tokenizer: LLTokenizer, source: Source, size_bytes: int | None = None) -> Compiled:
+def compiled(
+    tokenizer: LLTokenizer, source: GrammarSource, size_bytes: int | None = None
+) -> CompiledGrammar:
     """Compile a grammar. Other threads run meanwhile.
 
     Args:
@@ -98,10 +100,10 @@ def compiled(tokenizer: LLTokenizer, source: Source, size_bytes: int | None = No
         matcher.compute_bitmask()  # 100 ms for 4,000 members, which no step of an engine waits for now
     if matcher.is_error():
         raise source.error(matcher.get_error())
-    return Compiled(matcher, size_bytes or len(source.text) * _BYTES_FOR_BYTE)
+    return CompiledGrammar(matcher, size_bytes or len(source.text) * _BYTES_FOR_BYTE)
 
 
-def _lark(source: Source) -> str:
+def _lark(source: GrammarSource) -> str:
     if not source.is_gbnf:
         return source.text
     from llguidance import gbnf_to_lark

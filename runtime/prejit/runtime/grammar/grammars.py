@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base.once import once
-from prejit.runtime.grammar.compiling import Compiled, compiled, tokenizer_of
+from prejit.runtime.grammar.compiling import CompiledGrammar, compiled, tokenizer_of
 from prejit.runtime.grammar.mask import GrammarMask
 from prejit.runtime.grammar.sources import (
-    Source,
+    GrammarSource,
     lark_source,
     regex_source,
     schema_source,
@@ -56,7 +56,7 @@ class Grammars:
         self._decoder = decoder
         self._vocabulary = tokenizer
         self._of_strangers = of_strangers
-        self._compiled: OrderedDict[str, Compiled] = OrderedDict()
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -147,7 +147,9 @@ class Grammars:
         )
         return self.mask(source, stop_token_ids)
 
-    def mask(self, source: Source, stop_token_ids: Collection[int] | None = None) -> GrammarMask:
+    def mask(
+        self, source: GrammarSource, stop_token_ids: Collection[int] | None = None
+    ) -> GrammarMask:
         """Return a mask for a grammar, which is compiled if it is not kept.
 
         Raises:
@@ -158,7 +160,7 @@ class Grammars:
         )
 
     def kept_mask(
-        self, source: Source, stop_token_ids: Collection[int] | None = None
+        self, source: GrammarSource, stop_token_ids: Collection[int] | None = None
     ) -> GrammarMask | None:
         """Return a mask for a grammar that is kept; None: it must be compiled."""
         with self._lock:
@@ -175,15 +177,18 @@ class Grammars:
         if "_trial" in vars(self):
             self._trial.stop()
 
-    def _new_mask(self, kept: Compiled, stop_token_ids: Collection[int] | None) -> GrammarMask:
+    def _new_mask(
+        self, kept: CompiledGrammar, stop_token_ids: Collection[int] | None
+    ) -> GrammarMask:
         decoder = self._decoder
         stop = decoder.eos_token_ids if stop_token_ids is None else stop_token_ids
         return GrammarMask(kept.matcher, decoder.vocab_size, stop, is_limited=self._of_strangers)
 
-    def _keep(self, source: Source) -> Compiled:
+    def _keep(self, source: GrammarSource) -> CompiledGrammar:
         """Compile a grammar and keep it. Those that were not used for longest make room."""
+        tokenizer = self._tokenizer
         known = self._trial.compile(source) if self._of_strangers else None
-        found = compiled(self._tokenizer, source, known)
+        found = compiled(tokenizer, source, known)
         with self._lock:
             self._compiled[source.text] = found
             while len(self._compiled) > 1 and self._kept_bytes() > _KEPT_BYTES:
@@ -195,10 +200,14 @@ class Grammars:
 
     @once
     def _tokenizer(self) -> llguidance.LLTokenizer:
-        return tokenizer_of(self._vocabulary.vocabulary(self._decoder.vocab_size))
+        return tokenizer_of(self._trial.table if self._of_strangers else self._table())
 
     @once
     def _trial(self) -> Trial:
         from prejit.runtime.grammar.trial import Trial  # only servers need processes
 
-        return Trial(self._vocabulary.vocabulary(self._decoder.vocab_size))
+        return Trial(self._table())
+
+    def _table(self) -> list[bytes | None]:
+        """Return the bytes of each token: half a second for 128,000."""
+        return self._vocabulary.vocabulary(self._decoder.vocab_size)

@@ -35,7 +35,7 @@ class SchemaPart(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class GrammarSource:
     """A grammar before it is compiled.
 
     Attributes:
@@ -62,38 +62,40 @@ class Source:
         return UsageError(f"{self.expected}: {one_line(reason)}")
 
 
-def schema_source(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> Source:
+def schema_source(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> GrammarSource:
     """Return the grammar of the JSON texts of a schema. Arguments and errors as `Grammars.json_schema`."""
     part = SchemaPart("schema", schema, lenient)
     expected = "schema: expected a JSON schema that a grammar can follow"
-    return Source(f"start: %json {_schema_text(schema, lenient)}", expected, (part,))
+    return GrammarSource(f"start: %json {_schema_text(schema, lenient)}", expected, (part,))
 
 
-def regex_source(pattern: str) -> Source:
+def regex_source(pattern: str) -> GrammarSource:
     """Return the grammar of the matches of a regular expression. Errors as `Grammars.regex`."""
     arguments.text("regex", pattern)
     from llguidance import regex_to_lark
 
     expected = f"regex: expected a regular expression without look-around, found {pattern!r:.80}"
-    return Source(f"start: /{regex_to_lark(pattern, '')}/", expected)
+    return GrammarSource(f"start: /{regex_to_lark(pattern, '')}/", expected)
 
 
-def lark_source(grammar: str) -> Source:
+def lark_source(grammar: str) -> GrammarSource:
     """Return a grammar in Lark. Errors as `Grammars.lark`."""
-    return Source(arguments.text("grammar", grammar), "grammar: expected a Lark grammar")
+    return GrammarSource(arguments.text("grammar", grammar), "grammar: expected a Lark grammar")
 
 
-def any_source(grammar: str) -> Source:
+def any_source(grammar: str) -> GrammarSource:
     """Return a grammar in Lark, or in the EBNF of llama.cpp and xgrammar, GBNF: `root ::= "yes" | "no"`."""
     if "::=" not in grammar or _LARK_START.search(grammar):
         return lark_source(grammar)
-    return Source(grammar, "grammar: expected a Lark or GBNF grammar", is_gbnf=True)
+    return GrammarSource(grammar, "grammar: expected a Lark or GBNF grammar", is_gbnf=True)
 
 
-def choice_source(choices: Sequence[str]) -> Source:
+def choice_source(choices: Sequence[str]) -> GrammarSource:
     """Return the grammar whose texts are these."""
     words = " | ".join(map(json.dumps, choices))
-    return Source(f"start: CHOICE\nCHOICE: {words}", "choice: expected texts that fit a grammar")
+    return GrammarSource(
+        f"start: CHOICE\nCHOICE: {words}", "choice: expected texts that fit a grammar"
+    )
 
 
 def tools_source(
@@ -104,7 +106,7 @@ def tools_source(
     parallel: bool,
     answer: SchemaPart | None = None,
     special_id: Callable[[str], int | None],
-) -> Source:
+) -> GrammarSource:
     """Return the grammar of answers that call tools. Arguments and errors as `tools_grammar`."""
     text = tools_grammar(
         tools,
@@ -126,7 +128,7 @@ def tools_source(
     )
     if answer is not None:
         parts = (*parts, answer)
-    return Source(text, "tools: expected tools that fit a grammar", parts)
+    return GrammarSource(text, "tools: expected tools that fit a grammar", parts)
 
 
 def one_line(error: str) -> str:

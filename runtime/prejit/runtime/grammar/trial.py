@@ -24,7 +24,7 @@ from typing import Any, final
 
 from prejit.runtime.errors import UsageError
 from prejit.runtime.grammar.compiling import compiled, tokenizer_of
-from prejit.runtime.grammar.sources import Source
+from prejit.runtime.grammar.sources import GrammarSource
 
 MAX_SECONDS = 2.0
 """Maximum CPU time of a compilation. A schema of 4,000 properties takes 1.3 seconds."""
@@ -34,21 +34,27 @@ _WAIT_SECONDS = 60.0
 """Maximum time of a compilation on a machine that has no CPU for it."""
 _NICE = 5
 """The process gets a third of a thread's share of a busy CPU, so that tokens do not wait for a grammar."""
+_BROKEN = 70
+"""Exit status of a process that cannot read what it is sent (EX_SOFTWARE of sysexits(3))."""
 _THREAD_STACK_BYTES = 2 << 20
 """The stack of a thread where the limit of stacks is none (pthread_create(3))."""
 
 
 @final
 class Trial:
-    """The process, which begins with the first grammar and begins again after one that ended it."""
+    """The process, which begins with the first grammar and begins again after one that ended it.
+
+    Attributes:
+        table: the bytes of each token; None: it is no text.
+    """
 
     def __init__(self, table: Sequence[bytes | None]) -> None:
-        """Keep the vocabulary: the bytes of each token; None: it is no text."""
-        self._table = table
+        """Keep the vocabulary."""
+        self.table = table
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
-    def compile(self, source: Source) -> int:
+    def compile(self, source: GrammarSource) -> int:
         """Compile a grammar and return its memory in bytes. One at a time; the others wait.
 
         Raises:
@@ -57,7 +63,7 @@ class Trial:
         with self._lock:
             process = self._process
             if process is None or process.child.poll() is not None:
-                self._process = process = _Process(self._table)
+                self._process = process = _Process(self.table)
             answer = process.ask(source)
             if answer is None:
                 self._process = None
@@ -94,7 +100,7 @@ class _Process:
         with contextlib.suppress(OSError):  # `ask` finds that it has ended
             self._connection.send_bytes(pickle.dumps(table))
 
-    def ask(self, source: Source) -> dict[str, Any] | None:
+    def ask(self, source: GrammarSource) -> dict[str, Any] | None:
         """Return the answer; None: the process ended or took too long."""
         try:
             self._connection.send_bytes(pickle.dumps(source))
@@ -106,12 +112,18 @@ class _Process:
         return None
 
     def end(self) -> str:
-        """End the process and return what it did, for an error."""
+        """End the process and return what it did, for an error.
+
+        Raises:
+            RuntimeError: it could not begin: prejit is broken, not the grammar.
+        """
         try:
             status = self.child.wait(1)  # after the end of its connection, which comes first
         except subprocess.TimeoutExpired:
             status = -signal.SIGPROF
         _end(self.child, self._connection)
+        if status == _BROKEN:
+            raise RuntimeError("the process that compiles grammars does not work")
         if status == -signal.SIGPROF:
             return f"takes more than {MAX_SECONDS:g} seconds to compile"
         return "needs too much memory or is nested too deeply"
@@ -137,12 +149,21 @@ def main() -> None:
     thread.join()
 
 
+def _received(connection: Connection) -> Any:
+    try:
+        return pickle.loads(connection.recv_bytes())  # noqa: S301 (the server sends it)
+    except (EOFError, OSError):  # the server is gone
+        os._exit(0)
+    except Exception:  # the files of prejit changed since the server began
+        os._exit(_BROKEN)
+
+
 def _serve(connection: Connection) -> None:
-    tokenizer = tokenizer_of(pickle.loads(connection.recv_bytes()))  # noqa: S301 (of the server)
+    tokenizer = tokenizer_of(_received(connection))
     _set_limits()
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(OSError):
         while True:
-            source: Source = pickle.loads(connection.recv_bytes())  # noqa: S301
+            source: GrammarSource = _received(connection)
             signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # SIGPROF ends the process
             answer: dict[str, Any]
             try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, final
 from prejit.runtime.errors import UsageError
 from prejit.runtime.grammar.grammars import Grammars
 from prejit.runtime.grammar.mask import GrammarMask
-from prejit.runtime.grammar.sources import Source
+from prejit.runtime.grammar.sources import GrammarSource
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
@@ -53,7 +53,11 @@ class Compiling:
         self._seconds: dict[str, float] = {}
 
     async def mask(
-        self, bundle: Bundle, source: Source, stop_token_ids: Collection[int] | None, client: str
+        self,
+        bundle: Bundle,
+        source: GrammarSource,
+        stop_token_ids: Collection[int] | None,
+        client: str,
     ) -> GrammarMask:
         """Return a mask for a grammar. If the caller is cancelled, nothing is compiled for it any more.
 

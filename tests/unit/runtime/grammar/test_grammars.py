@@ -13,7 +13,7 @@ from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import UsageError
 from prejit.runtime.grammar import grammars as module
 from prejit.runtime.grammar.grammars import Grammars
-from prejit.runtime.grammar.sources import Source
+from prejit.runtime.grammar.sources import GrammarSource
 from prejit.runtime.grammar.tools import ToolForm
 
 
@@ -133,7 +133,7 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(
     sources: list[str] = []
     compile_ = module.compiled
 
-    def count(tokenizer: Any, source: Source, size_bytes: int | None) -> Any:
+    def count(tokenizer: Any, source: GrammarSource, size_bytes: int | None) -> Any:
         sources.append(source.text)
         return compile_(tokenizer, source, 1 << 20)
 

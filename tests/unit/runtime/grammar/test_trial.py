@@ -13,7 +13,7 @@ from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import UsageError
 from prejit.runtime.grammar import grammars as module
 from prejit.runtime.grammar.grammars import Grammars
-from prejit.runtime.grammar.sources import Source, lark_source, regex_source, schema_source
+from prejit.runtime.grammar.sources import GrammarSource, lark_source, regex_source, schema_source
 from prejit.runtime.grammar.trial import _Process
 
 
@@ -106,10 +106,10 @@ def test_a_compilation_that_nobody_waits_for_ends(grammars: Grammars) -> None:
 def test_kept_grammars_are_counted_by_their_memory(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Source] = []
+    asked: list[GrammarSource] = []
     ask = _Process.ask
 
-    def count(self: _Process, source: Source) -> Any:
+    def count(self: _Process, source: GrammarSource) -> Any:
         asked.append(source)
         return ask(self, source)
 

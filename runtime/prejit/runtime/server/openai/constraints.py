@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from prejit.runtime.errors import UsageError
-from prejit.runtime.grammar.sources import SchemaPart, Source, schema_source, tools_source
+from prejit.runtime.grammar.sources import GrammarSource, SchemaPart, schema_source, tools_source
 from prejit.runtime.grammar.tools import ToolForm
 from prejit.runtime.server.disconnect import unless_gone
 from prejit.runtime.server.errors import ApiError
@@ -35,7 +35,7 @@ class Constraint:
     field: str
     strict: bool
 
-    def source(self) -> Source:
+    def source(self) -> GrammarSource:
         """Return the grammar."""
         return schema_source(self.schema, lenient=not self.strict)
 
@@ -50,7 +50,7 @@ class TextConstraint:
     """
 
     field: str
-    source: Callable[[], Source]
+    source: Callable[[], GrammarSource]
 
 
 AnyConstraint = Constraint | TextConstraint
@@ -114,7 +114,7 @@ async def mask_of_calls(
         for each in functions
     ]
 
-    def source() -> Source:
+    def source() -> GrammarSource:
         part = None
         if answer is not None:
             part = SchemaPart(answer.field, answer.schema, not answer.strict)
@@ -149,7 +149,7 @@ def _teaches(served: Served, mark: str) -> bool:
 async def _compiled(
     request: Request,
     served: Served,
-    source: Callable[[], Source],
+    source: Callable[[], GrammarSource],
     stop_token_ids: Sequence[int] | None,
 ) -> Callable[[], TokenMask]:
     """Return what makes masks of a grammar, which is compiled if it is not kept."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from prejit.runtime.grammar.sources import Source, any_source, choice_source, regex_source
+from prejit.runtime.grammar.sources import GrammarSource, any_source, choice_source, regex_source
 from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai.bodies import RequestFields, Unused
 from prejit.runtime.server.openai.constraints import AnyConstraint, Constraint, TextConstraint
@@ -113,7 +113,7 @@ def _json_object(field: str, value: object) -> Constraint:
     return Constraint({"type": "object"}, field, strict=True)
 
 
-def _text(source: Callable[[Any], Source], field: str, value: object) -> TextConstraint:
+def _text(source: Callable[[Any], GrammarSource], field: str, value: object) -> TextConstraint:
     return TextConstraint(field, partial(source, value))
 
 
