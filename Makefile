@@ -117,8 +117,8 @@ test-ray: $(READY) ## the tests on a Ray cluster of this machine (installs Ray, 
 hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls, and 600 of requests; writes its figures
 	PREJIT_TEST_ALL=1 PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_hostile.py tests/integration/test_invariance.py
 
-damage: $(READY) ## 10,000 damaged bundles, 200 of them by the command line (6 minutes); writes its figures
-	PREJIT_DAMAGE_EXAMPLES=10000 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_damage.py
+damage: $(READY) ## 20,000 changes of any file of a signed bundle, 200 by the command line (25 minutes); writes its figures
+	PREJIT_DAMAGE_EXAMPLES=20000 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_damage.py
 
 fuzz: $(READY) ## 100,000 hostile bundles through the checks, 2,000 through loads, and atheris at the parsers (2 hours)
 	PREJIT_FUZZ_EXAMPLES=100000 $(BIN)/python -m tests.campaigns.fuzz

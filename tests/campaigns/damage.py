@@ -1,4 +1,6 @@
-"""Damage a bundle at random, use it, and say what became of it. Each example has a seed of its own.
+"""Damage any file of a signed bundle at random, verify and use it, and say what became of it.
+
+Each example has a seed of its own. `prejit verify` must refuse every change, and no use gives a wrong token.
 
 `python -m tests.campaigns.damage BUNDLE CAMPAIGN NUMBER...` tries examples in this process and prints a line
 of JSON for each. `make damage` starts it again and again, because XLA's clients leave threads behind.
@@ -14,6 +16,7 @@ import random
 import re
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,39 +27,54 @@ from unittest import mock
 
 from tests.layouts import blob, index_file, index_of
 
+from prejit.runtime.base.digests import digest_of
+
 PROMPT = "def read_lines(path):"
 NEW_TOKENS = 12
 MOST_BYTES = 8 << 10
 """The largest range that is zeroed, swapped or appended."""
 
-MODES = ("beside", "early", "late", "receipts", *("checks",) * 6)
+MODES = ("beside", "early", "late", "receipts", "policy", *("checks",) * 5)
 """Ways to use a damaged bundle. An example has the mode at the index that is its last digit.
 
 - beside: a reply is streamed while threads verify.
 - early: a reply is wanted after the threads have ended.
 - late: no thread verifies anything before somebody waits for it, or before the end of the reply.
 - receipts: as beside, with receipts of the sound bundle, and with the times of the file set back.
+- policy: as beside, with a trust policy that demands signatures, the provenance and the list of parts.
 - checks: load, and wait until all is verified. Only a bundle that passes is used.
 """
 
 
+IN_PLACE = ("bit flipped", "byte written", "range zeroed", "ranges swapped", "cut", "appended")
+"""Kinds of damage that write into a file. The others change what a directory lists."""
+OF_DIRECTORIES = ("deleted", "linked", "exchanged", "added")
+
+
 @dataclass(frozen=True)
 class Damage:
-    """A change of a file, in place.
+    """A change of a file, in place or in its directory.
 
     Attributes:
         kind: what happens to the file.
-        role: what the file is in the bundle.
+        roles: what the file is in the bundle; two if it is exchanged with another.
         file: its path.
         writes: offsets, and the bytes that are written there.
         size: of the file afterwards.
+        other: the file that it is exchanged with.
     """
 
     kind: str
-    role: str
+    roles: tuple[str, ...]
     file: Path
     writes: tuple[tuple[int, bytes], ...]
     size: int
+    other: Path | None = None
+
+    @property
+    def role(self) -> str:
+        """What the file is, for counts."""
+        return self.roles[0] if len(self.roles) == 1 else "two files"
 
 
 @dataclass(frozen=True)
@@ -67,7 +85,7 @@ class Outcome:
         number: the example.
         kind, role: of the damage.
         mode: one of `MODES`, or of the campaign.
-        result: `rejected`; `same bytes` or `not read` if the tokens are right; `bad`.
+        result: `rejected`; `same bytes`, `not read` or `read leniently` if the tokens are right; `bad`.
         problem: what is bad.
     """
 
@@ -80,30 +98,43 @@ class Outcome:
 
 
 def build(arguments: tuple[str, str, str]) -> int:
-    """Build a manifest, with chunks of 1 MiB: the smallest ones that a load does not wait for.
+    """Build a manifest, with chunks of 1 MiB: the smallest ones that a load does not wait for. Sign it.
 
     Args:
         arguments: the manifest, the directory for the bundle, and the build cache.
     """
+    from tests.signers import key_table, signer, write_policy
+
     from prejit.compiler.pipeline.pack import chunks
+    from prejit.compiler.signing.sign import sign
     from prejit.runtime.__main__ import main
 
     chunks.CHUNK_BYTES = 1 << 20
     manifest, output, kept = arguments
-    return main(["build", manifest, "-o", output, "--cache", kept, "--no-measure"])
+    status = main(["build", manifest, "-o", output, "--cache", kept, "--no-measure"])
+    rule = '[[rules]]\nnames = ["*"]\nkeys = ["a"]\nsbom = true\nprovenance = {}\n'
+    for bundle in (each for each in Path(output).iterdir() if not status and each.is_dir()):
+        sign(bundle, signer("a"))
+        write_policy(policy_of(bundle), key_table("a"), rule)
+    return status
+
+
+def policy_of(bundle: Path) -> Path:
+    """Return the trust policy beside a bundle."""
+    return bundle.with_name("trust.toml")
 
 
 @cache
 def files(bundle: Path) -> dict[str, Path]:
-    """Return every file of a bundle by its role; `other` marks those of the target that is not served.
+    """Return every file of a bundle by its role.
 
-    What is attached to it is left out: without a policy a load does not read it. `index.json` and
-    `oci-layout` have many spellings. tests/unit/runtime/format/test_root.py changes their bytes.
+    `other` marks those of the target that is not served, and `attached` those that refer to the bundle.
     """
     from prejit.runtime import load
 
     served = load(bundle, on_mismatch="error").target
-    found = {"index": index_file(bundle)}
+    found = {name: bundle / name for name in LENIENT}
+    found["index"] = index_file(bundle)
     targets = index_of(bundle)["manifests"]
     named = "org.opencontainers.image.ref.name"
     targets.sort(key=lambda at: at["annotations"][named] != served)
@@ -118,21 +149,32 @@ def files(bundle: Path) -> dict[str, Path]:
         for role, at in roles.items():
             if _blob(bundle, at) not in found.values():
                 found[whose + role] = _blob(bundle, at)
-    there = {file for file in (bundle / "blobs").rglob("*") if file.is_file()}
-    assert there - _attached(bundle) == set(found.values()), "a file has no role"
+    found |= _attached(bundle)
+    there = {file for file in bundle.rglob("*") if file.is_file()}
+    assert there == set(found.values()), "a file has no role"
     return found
 
 
-def _attached(bundle: Path) -> set[Path]:
-    """Return the files of the provenance and of the list of parts that a build attaches."""
+LENIENT = ("index.json", "oci-layout")
+"""Files that other tools write too, so that a load takes many spellings of them."""
+ATTACHED = "attached "
+
+
+def _attached(bundle: Path) -> dict[str, Path]:
+    """Return the files of the signatures, the provenance and the list of parts, by their roles."""
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.referrers import referrers
     from prejit.runtime.format.root import read_root
 
     with Layout(bundle) as layout:
         found = referrers(layout, read_root(layout))
-    parts = (at for each in found for at in (each.descriptor, each.config, *each.layers))
-    return {blob(bundle, at.digest) for at in parts}
+    files = {}
+    for number, each in enumerate(found):
+        kind = f"{ATTACHED}{number} {each.artifact_type.rpartition('.')[2]}"
+        files[kind] = blob(bundle, each.layers[0].digest)
+        files[f"{kind} manifest"] = blob(bundle, each.descriptor.digest)
+        files[f"{ATTACHED}config"] = blob(bundle, each.config.digest)
+    return files
 
 
 _MEDIA = "application/vnd.prejit."
@@ -151,8 +193,14 @@ def chunked(bundle: Path) -> dict[Path, int]:
     return {roles[name.removeprefix(_MEDIA)]: each["size"] for name, each in chunks.items()}
 
 
-def draw(bundle: Path, generator: random.Random) -> Damage:
-    """Draw the damage of one file: in a third of all cases, of one with chunks."""
+def draw(bundle: Path, generator: random.Random, kinds: Sequence[str] = ()) -> Damage:
+    """Draw the damage of one file: in a third of all cases, of one with chunks.
+
+    Args:
+        bundle: the bundle.
+        generator: decides.
+        kinds: the kinds of damage; none: all.
+    """
     roles = files(bundle)
     large = [role for role, file in roles.items() if file in chunked(bundle)]
     role = generator.choice(large if generator.random() < 1 / 3 else list(roles))
@@ -161,26 +209,40 @@ def draw(bundle: Path, generator: random.Random) -> Damage:
     size = len(content)
     at = generator.randrange(size)
     length = generator.randrange(1, min(MOST_BYTES, size) + 1)
-    match generator.randrange(6):
-        case 0:
-            flipped = bytes([content[at] ^ 1 << generator.randrange(8)])
-            return Damage("bit flipped", role, file, ((at, flipped),), size)
-        case 1:
-            return Damage("byte written", role, file, ((at, generator.randbytes(1)),), size)
-        case 2:
-            start = min(at, size - length)
-            return Damage("range zeroed", role, file, ((start, bytes(length)),), size)
-        case 3:
+    kind = generator.choice(kinds or (*IN_PLACE, *OF_DIRECTORIES))
+    writes: tuple[tuple[int, bytes], ...] = ()
+    match kind:
+        case "bit flipped":
+            writes = ((at, bytes([content[at] ^ 1 << generator.randrange(8)])),)
+        case "byte written":
+            writes = ((at, generator.randbytes(1)),)
+        case "range zeroed":
+            writes = ((min(at, size - length), bytes(length)),)
+        case "ranges swapped":
             length = min(length, size // 2)
             one = generator.randrange(size - 2 * length + 1)
             other = generator.randrange(one + length, size - length + 1)
             ours, theirs = content[one : one + length], content[other : other + length]
-            return Damage("ranges swapped", role, file, ((one, theirs), (other, ours)), size)
-        case 4:
-            return Damage("cut", role, file, (), at)
-        case _:
+            writes = ((one, theirs), (other, ours))
+        case "cut":
+            size = at
+        case "appended":
             more = generator.randbytes(length) if generator.random() < 0.5 else bytes(length)
-            return Damage("appended", role, file, ((size, more),), size + length)
+            writes, size = ((size, more),), size + length
+        case "exchanged":
+            second = generator.choice([each for each in roles if each != role])
+            return Damage(kind, (role, second), file, (), size, roles[second])
+        case "added":
+            content = file.read_bytes() if generator.random() < 0.5 else generator.randbytes(length)
+            name = generator.choice(
+                [
+                    *("notes.txt", "index.json.bak", ".index.json.1.0badcafe.tmp", "blobs/x"),
+                    *("blobs/sha256/x", f"blobs/sha256/{generator.randbytes(32).hex()}"),
+                    f"blobs/sha256/{digest_of(content + b'x').removeprefix('sha256:')}",
+                ]
+            )
+            return Damage(kind, ("added file",), bundle / name, ((0, content + b"x"),), size)
+    return Damage(kind, (role,), file, writes, size)
 
 
 def draw_position(bundle: Path, number: int) -> tuple[Damage, str]:
@@ -197,7 +259,7 @@ def draw_position(bundle: Path, number: int) -> tuple[Damage, str]:
     role = next(role for role, each in files(bundle).items() if each == file)
     mode = ("beside", "early", "late")[when]
     return Damage(
-        f"bit flipped in chunk {number}", role, file, ((at, flipped),), len(content)
+        f"bit flipped in chunk {number}", (role,), file, ((at, flipped),), len(content)
     ), mode
 
 
@@ -209,10 +271,14 @@ def positions(bundle: Path) -> int:
 
 @contextlib.contextmanager
 def applied(damage: Damage, *, hide: bool = False) -> Iterator[frozenset[int]]:
-    """Damage a file in place, and restore it. Yield the offsets of the bytes that differ.
+    """Damage a file, and restore it. Yield the offsets of the bytes that differ.
 
     `hide` sets the times of the file back.
     """
+    if damage.kind in OF_DIRECTORIES:
+        with _applied_to_directory(damage):
+            yield frozenset()
+        return
     before, times = damage.file.read_bytes(), damage.file.stat()
     differ = {
         start + place
@@ -236,6 +302,35 @@ def applied(damage: Damage, *, hide: bool = False) -> Iterator[frozenset[int]]:
             file.truncate(len(before))
 
 
+@contextlib.contextmanager
+def _applied_to_directory(damage: Damage) -> Iterator[None]:
+    """Delete a file, put a link into its place, exchange it with another, or add it; then restore all."""
+    file, other = damage.file, damage.other
+    if damage.kind == "added":
+        file.write_bytes(damage.writes[0][1])
+        try:
+            yield
+        finally:
+            file.unlink()
+        return
+    outside = next(each.parent for each in file.parents if (each / "blobs").is_dir())
+    with tempfile.TemporaryDirectory(dir=outside) as directory:
+        aside = Path(directory, "aside")
+        file.rename(aside)
+        try:
+            if damage.kind == "linked":
+                file.symlink_to(aside)
+            elif other is not None:
+                other.rename(file)
+                aside.rename(other)
+            yield
+        finally:
+            if other is not None:
+                other.rename(aside)
+                file.rename(other)
+            aside.rename(file)
+
+
 def misleading(
     damage: Damage, differ: frozenset[int], bundle: Path, said: str, path: str
 ) -> str | None:
@@ -248,8 +343,10 @@ def misleading(
         said: the message.
         path: the file that it names.
     """
-    if path != str(damage.file) or path not in said:
+    if path not in (str(damage.file), str(damage.other)) or path not in said:
         return f"expected {damage.file}, found: {said}"
+    if damage.kind in OF_DIRECTORIES:
+        return None
     if damage.kind in ("cut", "appended"):
         if f"found {damage.size}" in said:
             return None
@@ -272,11 +369,19 @@ def may_pass(damage: Damage, differ: frozenset[int], before: int) -> str | None:
         differ: the offsets of the bytes that differ.
         before: the size of the file before.
     """
-    if not differ and damage.size == before:
+    if damage.kind not in OF_DIRECTORIES and not differ and damage.size == before:
         return "same bytes"
-    if damage.role.startswith("other ") and damage.role != "other manifest":
+    if all(_is_unread(role) for role in damage.roles):
         return "not read"  # a load looks at its size at most: `prejit verify` reads it
+    if all(_is_unread(role) or role in LENIENT for role in damage.roles):
+        return "read leniently"
     return None
+
+
+def _is_unread(role: str) -> bool:
+    """Return whether no load reads a file."""
+    is_other = role.startswith("other ") and role != "other manifest"
+    return is_other or role.startswith(ATTACHED) or role == "added file"
 
 
 def give_receipts(bundle: Path) -> None:
@@ -311,12 +416,14 @@ def attempt(bundle: Path, campaign: str, number: int, expected: Sequence[int]) -
     drop_receipts()
     if mode == "receipts":
         give_receipts(bundle)
-    before = damage.file.stat().st_size
+    before = 0 if damage.kind == "added" else damage.file.stat().st_size
     with applied(damage, hide=mode == "receipts") as differ:
-        tokens, error = _use(bundle, mode)
         allowed = may_pass(damage, differ, before)
-        problem = _judge(bundle, damage, differ, allowed, tokens, error, expected)
-    gc.collect()  # each bundle has a client of XLA with threads
+        problem = _audited(bundle, damage, allowed)
+        tokens, error = _use(bundle, mode)
+        problem = problem or _judge(bundle, damage, differ, allowed, tokens, error, expected)
+    if number % 8 == 0:
+        gc.collect()  # each bundle has a client of XLA with threads
     result = "bad" if problem else "rejected" if error is not None else str(allowed)
     return Outcome(number, damage.kind, damage.role, mode, result, problem or "")
 
@@ -330,35 +437,43 @@ def _judge(
     error: Exception | None,
     expected: Sequence[int],
 ) -> str | None:
-    from prejit.runtime.errors import RejectError
+    from prejit.runtime.errors import RejectError, UntrustedError
 
     if tokens != list(expected[: len(tokens)]):
         return f"wrong tokens: expected {expected}, found {tokens}"
     if error is None:
         if len(tokens) < len(expected):
             return f"too few tokens: {tokens}"
-        if allowed is None:
-            return "no error"
-        return _audited(bundle, damage) if allowed == "not read" else None
+        return "no error" if allowed is None else None
     if not isinstance(error, RejectError):
         return f"expected a RejectError, found {error!r}"
     if allowed == "same bytes":
         return f"expected the tokens, found {error!r}"
     if len(tokens) == len(expected):
         return f"a finished reply before the error {error!r}"
+    if isinstance(error, UntrustedError) or set(damage.roles) & {*LENIENT}:
+        return None  # they name what is missing now
     return misleading(damage, differ, bundle, str(error), error.path)
 
 
-def _audited(bundle: Path, damage: Damage) -> str | None:
-    """Return what is wrong if `prejit verify` does not find what no load reads."""
+def _audited(bundle: Path, damage: Damage, allowed: str | None) -> str | None:
+    """Return what is wrong if `prejit verify` does not find the damage, or names another file."""
     from prejit.runtime.errors import RejectError
     from prejit.runtime.format.audit import audit
+    from prejit.runtime.generation.defaults import check_generation
 
     try:
-        audit(bundle, lambda *_: None)
+        audit(bundle, check_generation)
     except RejectError as error:
-        return None if error.path == str(damage.file) else f"verify names another file: {error}"
-    return "verify finds nothing"
+        if allowed == "same bytes":
+            return f"verify rejects without damage: {error}"
+        known = {str(damage.file), str(damage.other)}
+        if error.path in known or set(damage.roles) & {*LENIENT}:
+            return None
+        return f"verify names another file: {error}"
+    except Exception as error:
+        return f"verify: expected a RejectError, found {error!r}"
+    return None if allowed == "same bytes" else "verify finds nothing"
 
 
 def _use(bundle: Path, mode: str) -> tuple[list[int], Exception | None]:
@@ -370,7 +485,8 @@ def _use(bundle: Path, mode: str) -> tuple[list[int], Exception | None]:
     late = mock.patch.object(blobs, "Verification", _without_threads)
     try:
         with late if mode == "late" else contextlib.nullcontext():
-            loaded = load(bundle, on_mismatch="error")
+            trust = policy_of(bundle) if mode == "policy" else None
+            loaded = load(bundle, on_mismatch="error", trust=trust)
         if mode == "checks":
             loaded._verification.finish()
         while mode == "early" and not _is_over(loaded._verification):

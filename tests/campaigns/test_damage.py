@@ -1,8 +1,8 @@
 """A bundle that is damaged at any place gives an error that names the place, and never a wrong token.
 
-`make damage` tries 10,000 random ones by the checks, 200 in child processes, and 200 files that are cut while
-they are read. It writes the figures to damage.json beside this file; `make test` tries a few. Each failure
-prints a command that repeats it.
+`make damage` changes any file of a signed bundle with provenance and list of parts, 20,000 times by the
+checks and 200 times by the command line, and cuts 200 files while they are read. It writes the figures to
+damage.json beside this file; `make test` tries a few. Each failure prints a command that repeats it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from . import processes
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("damage.json")
-WHOLE_EXAMPLES = 10_000
+WHOLE_EXAMPLES = 20_000
 EXAMPLES = int(os.environ.get("PREJIT_DAMAGE_EXAMPLES", "20"))
 pytestmark = pytest.mark.timeout(900 + EXAMPLES)
-CHILDREN = EXAMPLES // 50 or 2
+CHILDREN = EXAMPLES // 100 or 2
 """Random damages that are met by the command line; as many times a file is cut while it is read."""
 ONLY = os.environ.get("PREJIT_DAMAGE_ONLY")
 """The number of the one example to repeat."""
@@ -161,10 +161,14 @@ def try_in_workers(campaign: Campaign, part: str, wanted: list[int]) -> int:
 
 def generate(bundle: Path, *, tokens: int = damages.NEW_TOKENS) -> subprocess.Popen[str]:
     """Start `python -m prejit.runtime generate`."""
-    command = (sys.executable, "-m", "prejit.runtime", "generate", str(bundle))
     options = ("--prompt", damages.PROMPT, "--max-new-tokens", str(tokens), "--temperature", "0")
+    return start("generate", bundle, *options, "--on-mismatch", "error")
+
+
+def start(command: str, bundle: Path, *options: str) -> subprocess.Popen[str]:
+    """Start a command of `python -m prejit.runtime`."""
     return subprocess.Popen(
-        [*command, *options, "--on-mismatch", "error"],
+        [sys.executable, "-m", "prejit.runtime", command, str(bundle), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -188,11 +192,14 @@ def test_command_line(campaign: Campaign) -> None:
         if has_receipts := number % 2 == 1:
             damages.give_receipts(campaign.bundle)
         damage = damages.draw(campaign.bundle, random.Random(f"command {number}"))
-        before = damage.file.stat().st_size
+        before = 0 if damage.kind == "added" else damage.file.stat().st_size
         with damages.applied(damage, hide=has_receipts) as differ:
+            verified, _, said = ended(start("verify", campaign.bundle))
             status, out, errors = ended(generate(campaign.bundle))
         allowed = damages.may_pass(damage, differ, before)
         problem = None
+        if verified != (0 if allowed == "same bytes" else 4) or "Traceback" in said:
+            campaign.fail("command_line", number, f"verify: exit {verified}\n{damage}\n{said}")
         if status == 0:
             problem = None if out == expected and allowed is not None else "not rejected"
         elif status != 4:
@@ -203,7 +210,7 @@ def test_command_line(campaign: Campaign) -> None:
             problem = f"wrong text: expected {expected!r}, found {out!r}"
         elif allowed == "same bytes":
             problem = "rejected without damage"
-        else:
+        elif not {*damage.roles} & {*damages.LENIENT}:
             said = errors.removeprefix("error[reject]: ")
             problem = damages.misleading(
                 damage, differ, campaign.bundle, said, said.partition(": ")[0]
@@ -230,9 +237,7 @@ def test_cut(campaign: Campaign) -> None:
         damages.drop_receipts()
         if has_receipts := number % 2 == 1:
             damages.give_receipts(campaign.bundle)
-        drawn = damages.draw(campaign.bundle, generator)
-        while drawn.kind != "cut":
-            drawn = damages.draw(campaign.bundle, generator)
+        drawn = damages.draw(campaign.bundle, generator, ["cut"])
         process = generate(campaign.bundle, tokens=tokens)
         delay = generator.uniform(0, seconds)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -20,9 +20,9 @@ from prejit.compiler.pipeline.plan import (
     choose_source,
     find_toolchain,
     kernels_of,
-    known_native,
     plan_build,
 )
+from prejit.compiler.pipeline.reuse import known_native
 from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.directory import DirectoryStore
@@ -134,7 +134,11 @@ def blobs(project: Project) -> Iterator[tuple[str, str, str]]:
     if isinstance(library, KernelLibrary):
         kernels = kernels_of(library, toolchain, plan.forms)
         source = choose_source(
-            with_kernels, kernels, lambda f: known_native(programs[decode].key, project.store, f)
+            plan.manifest,
+            programs[decode].spec,
+            with_kernels,
+            kernels,
+            lambda f: known_native(programs[decode].key, project.store, f),
         )
         assert source.program != with_kernels.portable.raw_digest
         yield f"{decode} with kernels", "source", source.program

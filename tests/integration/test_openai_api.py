@@ -760,8 +760,8 @@ def test_models_are_listed_and_described(client: openai.OpenAI, stories_bundle: 
         ),
         (
             "/v1/chat/completions",
-            {"messages": USER, "tools": [ADD], "response_format": {"type": "json_object"}},
-            "response_format",
+            {"messages": USER, "tools": [ADD], "guided_choice": ["a"]},
+            "guided_choice",
         ),
         (
             "/v1/chat/completions",

@@ -481,6 +481,17 @@ def test_what_is_left_after_the_time_fails_and_the_server_ends(
     assert server.wait() == 0
 
 
+@pytest.mark.parametrize(("options", "status"), [([], 400), (["--ignore-unknown-fields"], 200)])
+def test_unknown_fields_are_refused_unless_an_option_says_otherwise(
+    options: list[str], status: int, serve: Serve, text_dir: Path
+) -> None:
+    server = serve(text_dir, *options).wait_until_ready()
+    body = {"prompt": [1, 2], "max_tokens": 1, "max_tokenz": 2}
+    found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert found.status_code == status, found.text
+    assert ("did you mean 'max_tokens'" in found.text) == (status == 400)
+
+
 def test_a_second_signal_ends_at_once(serve: Serve, text_dir: Path) -> None:
     server = serve(text_dir, "--slots", "1").wait_until_ready()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:

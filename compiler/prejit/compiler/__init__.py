@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from prejit.compiler.manifest.reading import read_manifest
     from prejit.compiler.pipeline.built import Built
-    from prejit.compiler.pipeline.plan import PlannedExecutable
+    from prejit.compiler.pipeline.reuse import PlannedExecutable
     from prejit.compiler.targets.target_table import GpuTable, TargetTable
     from prejit.runtime.errors import BuildError, CheckpointError, ManifestError, NetworkError
     from prejit.runtime.format.arrays import Mesh

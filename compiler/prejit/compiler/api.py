@@ -15,8 +15,8 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
 from prejit.compiler.pipeline.built import Built, Failed
-from prejit.compiler.pipeline.plan import PlannedExecutable, plan_build, planned_executables
-from prejit.compiler.pipeline.run import build as run_build
+from prejit.compiler.pipeline.plan import plan_build
+from prejit.compiler.pipeline.reuse import PlannedExecutable, planned_executables
 from prejit.compiler.pipeline.run import build_all as run_all
 from prejit.compiler.pipeline.shards import Shard
 from prejit.compiler.progress import Progress, Quiet, open_progress
@@ -184,29 +184,26 @@ def build(
         checked = _manifest(manifest)
     else:
         checked = _manifest(_of_programs(manifest, name, targets))
-    display: Progress = Quiet() if quiet else open_progress()
-    part = None if shard is None else Shard.parse(shard)
-    with (
-        display as progress,
-        _open_store(cache, shared, progress, builds=True, shard=part) as store,
-    ):
-        compiles = _open_executor(executor, store, shared, workers, progress, timeout_seconds, part)
-        built = run_build(
-            checked,
-            Path(output),
-            store=store,
-            executor=compiles,
-            progress=progress,
-            only=tuple(targets),
-            forms=forms,
-            measure=_measured(measure, part),
-            timeout_seconds=timeout_seconds,
-            retrace=retrace,
-            shard=part,
-        )
-    if built.packed_here:
-        report_build(built, progress, _fetched(store))
-    return built
+    results: list[Built | Failed] = []
+    build_all(
+        [(checked, tuple(targets))],
+        output,
+        cache=cache,
+        shared=shared,
+        forms=forms,
+        measure=measure,
+        executor=executor,
+        workers=workers,
+        timeout_seconds=timeout_seconds,
+        retrace=retrace,
+        shard=shard,
+        quiet=quiet,
+        done=results.append,
+    )
+    [result] = results
+    if isinstance(result, Failed):
+        raise result.error
+    return result
 
 
 def build_all(
@@ -223,6 +220,7 @@ def build_all(
     timeout_seconds: float = JOB_SECONDS,
     retrace: bool = False,
     shard: str | None = None,
+    quiet: bool = False,
 ) -> None:
     """Build several manifests with one pool of workers, as `prejit build` does.
 
@@ -239,14 +237,16 @@ def build_all(
         timeout_seconds: see `build`.
         retrace: see `build`.
         shard: see `build`.
+        quiet: see `build`.
 
     Raises:
         StoreError: the build cache cannot be opened.
         UsageError: a shard has no shared store that it may write.
     """
+    display: Progress = Quiet() if quiet else open_progress()
     part = None if shard is None else Shard.parse(shard)
     with (
-        open_progress() as progress,
+        display as progress,
         _open_store(cache, shared, progress, builds=True, shard=part) as store,
     ):
         compiles = _open_executor(executor, store, shared, workers, progress, timeout_seconds, part)

@@ -865,6 +865,17 @@ class Bundle:
         """
         return self._programs.check_answers()
 
+    def wrong_answers(self) -> Iterator[str]:
+        """Yield what loaded programs return in place of their golden answers: the smallest of each kind runs.
+
+        They run on arrays of their own, beside whatever else runs. Unlike `check_answers`, this keeps
+        nothing: the memory of this process or a file may be wrong, and not the executable.
+
+        Raises:
+            RejectError: the bundle is damaged.
+        """
+        return self._programs.wrong_answers()
+
     def report(self) -> tuple[ProgramReport, ...]:
         """Return how each program was obtained: loaded, compiled here, kept, compiling, or unused so far."""
         return self._programs.report()

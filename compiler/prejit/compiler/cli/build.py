@@ -97,7 +97,6 @@ def build(
     as_json: bool,
 ) -> int:
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
-    from prejit.compiler.api import build as build_one
     from prejit.compiler.api import build_all
     from prejit.compiler.pipeline.built import Failed
 
@@ -134,11 +133,7 @@ def build(
         "retrace": retrace,
         "shard": shard,
     }
-    if len(requests) == 1:
-        [(manifest, only)] = requests
-        done(build_one(manifest, output, targets=only, **options))
-    else:
-        build_all(requests, output, done=done, **options)
+    build_all(requests, output, done=done, **options)
     if as_json:
         order = [manifest.bundle.name for manifest, _ in requests]
         print_json(sorted(built, key=lambda each: order.index(Path(each["path"]).name)))
@@ -148,7 +143,9 @@ def build(
 
 
 def _failure(failed: Sequence[Failed], count: int) -> PrejitError:
-    """Return one error for builds that failed beside others."""
+    """Return one error for the builds that failed."""
+    if count == 1:
+        return failed[0].error
     from prejit.runtime.errors import BuildError
 
     kinds = {type(each.error) for each in failed}

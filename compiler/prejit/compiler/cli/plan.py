@@ -11,7 +11,7 @@ import click
 from prejit.compiler.cli.options import CACHE, FORMS, JSON, PATH, SHARED, TARGETS, print_json
 
 if TYPE_CHECKING:
-    from prejit.compiler.pipeline.plan import PlannedExecutable
+    from prejit.compiler.pipeline.reuse import PlannedExecutable
 
 PLAN_HAS_CHANGES = 8
 
@@ -39,7 +39,7 @@ def plan(
 ) -> int:
     """Show programs x targets of MANIFEST: what is cached, what will compile and why."""
     from prejit.compiler.api import plan as plan_manifest
-    from prejit.compiler.pipeline.plan import CACHED, COMPILE, TRACED
+    from prejit.compiler.pipeline.reuse import CACHED, COMPILE, TRACED
 
     executables = plan_manifest(manifest, targets=targets, cache=cache, shared=shared, forms=forms)
     counts = {
@@ -74,7 +74,7 @@ def plan(
 
 def _print_plan(executables: Sequence[PlannedExecutable]) -> None:
     """Print one row for each program, one column for each target; reasons below, once each."""
-    from prejit.compiler.pipeline.plan import reasons
+    from prejit.compiler.pipeline.reuse import reasons
     from prejit.compiler.store.directory import LOCAL
 
     targets = list(dict.fromkeys(each.target.name for each in executables))

@@ -1,7 +1,8 @@
 """The steps of a build, each a function of frozen values.
 
     run.py           all steps in order: begin here
-    plan.py          programs x targets, and what the store has of them; `prejit plan` ends here
+    plan.py          programs x targets, and what the store has of them
+    reuse.py         which executables the store has, for `prejit plan` and a build alike
     keys.py          the ingredients of every key
     model.py         the model: its files, and what they say
     lowering.py      programs and functions to StableHLO

@@ -14,7 +14,7 @@ from prejit.compiler.compile.jobs import Compiled
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.checks import check, read_planned, vocab_size
 from prejit.compiler.pipeline.code import ReadCode, find_code
-from prejit.compiler.pipeline.executables import Submitted, TargetTools
+from prejit.compiler.pipeline.executables import Submitted
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.lowerers.crew import open_crew
 from prejit.compiler.pipeline.model import ReadModel, stores_out_in
@@ -22,6 +22,7 @@ from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.pack.model_layers import read_layers
 from prejit.compiler.pipeline.pack.weights import Published, find_published, pack_weights
 from prejit.compiler.pipeline.plan import Plan, find_toolchain, plan_build
+from prejit.compiler.pipeline.reuse import TargetTools
 from prejit.compiler.pipeline.services import Services
 from prejit.compiler.pipeline.shards import Packing
 from prejit.compiler.pipeline.submitting import Submitting

@@ -10,44 +10,14 @@ from functools import partial
 from typing import final
 
 from prejit.compiler.compile.executor import Executor, collect, find_compiled
-from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
-from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.library import KernelLibrary
-from prejit.compiler.pipeline.keys import compile_key
-from prejit.compiler.pipeline.libraries import bind_libraries
-from prejit.compiler.pipeline.plan import (
-    Lowered,
-    Plan,
-    PlannedProgram,
-    TargetKernels,
-    UnknownError,
-    calls_kernels,
-    choose_source,
-    known_native,
-)
+from prejit.compiler.pipeline.plan import Lowered, Plan, PlannedProgram
+from prejit.compiler.pipeline.reuse import TargetTools, UnknownError, known_job
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
-from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import PrejitError
-
-
-@dataclass(frozen=True)
-class TargetTools:
-    """What compiles for a target.
-
-    Attributes:
-        toolchain: compiler, versions and flags.
-        kernels: the native kernels; None: the target has none.
-    """
-
-    toolchain: Toolchain
-    kernels: TargetKernels | None
-
-    @property
-    def name(self) -> str:
-        """The name of the target."""
-        return self.toolchain.target.name
 
 
 @dataclass(frozen=True)
@@ -228,21 +198,10 @@ def _copy(future: Future[Compiled], found: Future[Compiled]) -> None:
 
 
 def submit(
-    manifest: Manifest,
-    spec: ProgramSpec,
-    lowered: Lowered,
-    source: Source,
-    tools: TargetTools,
-    jobs: Jobs,
+    plan: Plan, spec: ProgramSpec, lowered: Lowered, job: CompileJob, jobs: Jobs
 ) -> Submitted:
     """Hand a program to the executor, which takes it from the store or compiles it."""
-    job = _job(manifest, spec, source, tools)
-    return Submitted(spec, lowered, job, *jobs.submit(manifest.bundle.name, job))
-
-
-def _job(manifest: Manifest, spec: ProgramSpec, source: Source, tools: TargetTools) -> CompileJob:
-    key = compile_key(manifest, spec, tools.toolchain, source)
-    return CompileJob(spec.name, tools.toolchain, source, key)
+    return Submitted(spec, lowered, job, *jobs.submit(plan.manifest.bundle.name, job))
 
 
 def submit_known(
@@ -258,23 +217,18 @@ def submit_known(
     Returns:
         None if it has to be lowered, or traced, or is damaged in the store.
     """
-    if (lowered := program.lowered) is None:
-        return None
-    found = []
-    manifest, spec = plan.manifest, program.spec
-    native = partial(known_native, program.key, store)
+
+    def known(each: TargetTools) -> CompileJob:
+        return known_job(plan, program, lambda _: each, store)
+
     try:
-        for each in tools:
-            kernels = each.kernels if calls_kernels(manifest, spec) else None
-            source = choose_source(lowered, kernels, native)
-            target = each.toolchain.target
-            source = bind_libraries(plan.libraries, manifest.where, spec, source, target, store)
-            found.append(_job(manifest, spec, source, each))
+        found = [*map(known, tools)]
     except UnknownError:
         return None
+    assert program.lowered is not None
     if any(map(jobs.lacks_program, found)):
         return None
-    return [Submitted(spec, lowered, job, *jobs.submit(manifest.bundle.name, job)) for job in found]
+    return [submit(plan, program.spec, program.lowered, job, jobs) for job in found]
 
 
 def compiled_targets(

@@ -163,9 +163,8 @@ def source_of(
         code: reads the user's decoder.
         store: keeps the programs with kernels.
     """
-    if not calls_kernels(plan.manifest, program.spec):
-        kernels = None
-    return choose_source(lowered, kernels, partial(lower_native, plan, program, model, code, store))
+    native = partial(lower_native, plan, program, model, code, store)
+    return choose_source(plan.manifest, program.spec, lowered, kernels, native)
 
 
 def products_of(plan: Plan, model: ReadModel, code: ReadCode, store: Store) -> tuple[Product, ...]:

@@ -12,10 +12,9 @@ Two steps make an executable, and the store keeps the result of each under a key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,15 @@ from prejit.compiler.native.form_table import (
     read_recorded,
     read_table,
 )
-from prejit.compiler.native.library import KernelLibrary, NoKernels, find_kernels
+from prejit.compiler.native.library import KernelLibrary
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.keys import (
-    compile_key,
     lower_key,
-    native_key,
     own_lower_key,
     versions,
 )
 from prejit.compiler.pipeline.libraries import (
     ReadLibrary,
-    bind_libraries,
     handlers_of,
     read_libraries,
 )
@@ -57,7 +53,7 @@ from prejit.compiler.pipeline.traces import (
     function_section,
 )
 from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key, nearest, why
+from prejit.compiler.store.key import Key
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.build_host import can_build
 from prejit.compiler.targets.installing import obstacle
@@ -66,11 +62,6 @@ from prejit.compiler.targets.toolchain import Toolchain, host_toolchain, read_tu
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.schema import Segment
 from prejit.runtime.machine.targets import Target
-
-CACHED = "cached"
-COMPILE = "compile"
-TRACED = "traced at build"
-"""The state of changed code of the user: only tracing it shows whether its executable is in the store."""
 
 _WITHOUT_KERNELS = ("copy", "embed", "call")
 """The kinds of programs that call no kernels."""
@@ -255,30 +246,6 @@ class Plan:
         return replace(self, programs=tuple(known.get(p.spec.name, p) for p in self.programs))
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedExecutable:
-    """A program for a target, and what a build does about it.
-
-    Attributes:
-        spec: the program.
-        target: the target.
-        state: CACHED, COMPILE or TRACED.
-        why: why it is not CACHED.
-        where: the store that has it, if it is CACHED: that of this machine, or a shared one.
-    """
-
-    spec: ProgramSpec
-    target: Target
-    state: str
-    why: str = ""
-    where: str | None = None
-
-    @property
-    def cached(self) -> bool:
-        """True if a store has the executable."""
-        return self.state == CACHED
-
-
 def plan_build(
     manifest: Manifest,
     store: Store,
@@ -434,6 +401,8 @@ def calls_kernels(manifest: Manifest, spec: ProgramSpec) -> bool:
 
 
 def choose_source(
+    manifest: Manifest,
+    spec: ProgramSpec,
     lowered: Lowered,
     kernels: TargetKernels | None,
     native: Callable[[Mapping[Product, str]], Native],
@@ -441,12 +410,14 @@ def choose_source(
     """Return what a program is compiled from for a target: with kernels, if it has a use for them.
 
     Args:
-        lowered: the portable program.
-        kernels: the target's kernels; None: it has none, or the program calls none.
+        manifest: the manifest.
+        spec: the program.
+        lowered: its portable form.
+        kernels: the target's kernels; None: it has none.
         native: returns the program with kernels, with other forms for the given products.
     """
     portable = Source(lowered.portable.raw_digest, lowered.platforms)
-    if kernels is None:
+    if kernels is None or not calls_kernels(manifest, spec):
         return portable
     program = native({})
     if not program.products:
@@ -457,115 +428,3 @@ def choose_source(
     if differing:
         program = native(differing)
     return Source(program.program, ("cpu",), kernels.library)
-
-
-class UnknownError(Exception):
-    """The store does not hold what decides an executable's key; the text says what has to be made."""
-
-
-def planned_executables(plan: Plan, store: Store) -> tuple[PlannedExecutable, ...]:
-    """Return, for each program and target, what a build would do and why.
-
-    Raises:
-        BuildError, RejectError, StoreError: a file cannot be read, or is wrong.
-    """
-    toolchains = {target.name: find_toolchain(target) for target in plan.targets}
-    kernels = {
-        name: _planned_kernels(plan, toolchain, store) for name, toolchain in toolchains.items()
-    }
-
-    def planned(pair: tuple[PlannedProgram, Target]) -> PlannedExecutable:
-        program, target = pair
-        at = target.name
-        return _planned_executable(plan, program, target, toolchains[at], kernels[at], store)
-
-    return tuple(store.map(planned, product(plan.programs, plan.targets)))
-
-
-def _planned_executable(
-    plan: Plan,
-    program: PlannedProgram,
-    target: Target,
-    toolchain: Toolchain | None,
-    kernels: TargetKernels | str | None,
-    store: Store,
-) -> PlannedExecutable:
-    found = partial(PlannedExecutable, program.spec, target)
-    manifest, spec, lowered = plan.manifest, program.spec, program.lowered
-    if lowered is None and (spec.kind == "call" or manifest.has_own_model):
-        return found(TRACED, _why_traced(manifest, program, store))
-    if lowered is None:
-        if program.key is not None:
-            return found(COMPILE, _why(program.key, store))
-        assert manifest.model is not None
-        return found(COMPILE, f"{manifest.model.source} has still to be fetched")
-    if toolchain is None:
-        return found(COMPILE, "its environment has still to be made")
-    if not calls_kernels(manifest, spec):
-        kernels = None
-    if isinstance(kernels, str):
-        return found(COMPILE, kernels)
-    try:
-        source = choose_source(lowered, kernels, partial(known_native, program.key, store))
-    except UnknownError as missing:
-        return found(COMPILE, str(missing))
-    source = bind_libraries(plan.libraries, manifest.where, spec, source, target, store)
-    key = compile_key(manifest, spec, toolchain, source)
-    if (where := store.where(key)) is not None:
-        return found(CACHED, where=where)
-    return found(COMPILE, _why(key, store))
-
-
-def _why_traced(manifest: Manifest, program: PlannedProgram, store: Store) -> str:
-    if program.trace is not None:
-        return program.trace.why(store)
-    section = (
-        manifest.section(program.spec.section) if program.spec.kind == "call" else manifest.model
-    )
-    assert section is not None
-    return f"{section.label} is an object of Python, which every build traces"
-
-
-def _planned_kernels(
-    plan: Plan, toolchain: Toolchain | None, store: Store
-) -> TargetKernels | str | None:
-    """Return a target's kernels; None: it has none; a text: why they are not known yet."""
-    if toolchain is None or not uses_kernels(plan.manifest):
-        return None
-    library = find_kernels(toolchain, store)
-    if library is None:
-        return "its kernels have still to be compiled"
-    if isinstance(library, NoKernels):
-        return None
-    return kernels_of(library, toolchain, plan.forms)
-
-
-def known_native(lowered: Key | None, store: Store, forms: Mapping[Product, str]) -> Native:
-    """Return a model's program with kernels from the store.
-
-    Args:
-        lowered: the key of the portable program; None: that of a function, which calls no kernels.
-        store: the store.
-        forms: the forms of products that use no kernel.
-
-    Raises:
-        UnknownError: it has to be lowered.
-    """
-    assert lowered is not None
-    key = native_key(lowered, forms)
-    if (found := find_native(key, store)) is None:
-        raise UnknownError(_why(key, store))
-    return found
-
-
-def _why(key: Key, store: Store) -> str:
-    return why(nearest(store.last_keys(key.kind, key.name), key), key)
-
-
-def reasons(executables: Sequence[PlannedExecutable]) -> dict[str, int]:
-    """Return why executables are not cached, each reason with the number of executables."""
-    counts: dict[str, int] = {}
-    for each in executables:
-        if not each.cached:
-            counts[each.why] = counts.get(each.why, 0) + 1
-    return counts

@@ -86,26 +86,25 @@ def build(
         ManifestError, CheckpointError, StoreError, NetworkError: something that the build starts from is
             wrong, or cannot be read.
     """
-    service = Services(
-        output=output,
+    results: list[Built | Failed] = []
+    build_all(
+        [(manifest, only)],
+        output,
         store=store,
+        executor=executor,
         progress=progress,
         forms=forms,
         measure=measure,
         timeout_seconds=timeout_seconds,
         retrace=retrace,
-        executor=executor,
-        jobs=Jobs(executor, store, progress),
         shard=shard,
-        packings=_packings([manifest], shard, store),
         kernels_by=kernels_by,
+        done=results.append,
     )
-    with executor:
-        begun = begin(manifest, only, service)
-        service.jobs.wait()
-    built = finish(begun, service)
-    assert built is not None
-    return built
+    [result] = results
+    if isinstance(result, Failed):
+        raise result.error
+    return result
 
 
 def build_all(
@@ -120,9 +119,10 @@ def build_all(
     timeout_seconds: float = JOB_SECONDS,
     retrace: bool = False,
     shard: Shard | None = None,
+    kernels_by: Mapping[str, str] | None = None,
     done: Callable[[Built | Failed], None],
 ) -> None:
-    """Build the bundles of several manifests with one executor, each as `build` does.
+    """Build the bundles of several manifests with one executor, each with its targets.
 
     The next manifest is planned and lowered while programs of the others compile. Each bundle is written as
     soon as its programs are compiled. A build that fails ends no other one. Equal programs compile once.
@@ -141,6 +141,7 @@ def build_all(
         timeout_seconds: see `build`.
         retrace: see `build`.
         shard: see `build`.
+        kernels_by: see `build`.
         done: called with each build as it ends.
 
     Raises:
@@ -155,10 +156,10 @@ def build_all(
         timeout_seconds=timeout_seconds,
         retrace=retrace,
         executor=executor,
-        jobs=Jobs(executor, store, progress, several=True),
+        jobs=Jobs(executor, store, progress, several=len(requests) > 1),
         shard=shard,
         packings=_packings([manifest for manifest, _ in requests], shard, store),
-        kernels_by=None,
+        kernels_by=kernels_by,
     )
     left: list[Begun] = []
 
@@ -177,12 +178,15 @@ def build_all(
             else:
                 left.append(begun)
             end([each for each in left if each.is_compiled], patient=False)
-        while left:
-            wait([f for each in left for f in each.unfinished], return_when=FIRST_COMPLETED)
-            before = len(left)
-            end([each for each in left if each.is_compiled], patient=False)
-            if len(left) == before and all(each.is_compiled for each in left):
-                end(left[:1], patient=True)  # other shards pack all that is left
+        while unfinished := [future for each in left for future in each.unfinished]:
+            wait(unfinished, return_when=FIRST_COMPLETED)
+            if any(each.unfinished for each in left):
+                end([each for each in left if each.is_compiled], patient=False)
+    # The last ones are packed without workers, which take memory.
+    end([*left], patient=False)
+    while left:
+        end(left[:1], patient=True)  # other shards pack all that is left
+        end([*left], patient=False)
 
 
 def _packings(

@@ -9,8 +9,7 @@ from typing import final
 from prejit.compiler.native.form_choice import KnownForms
 from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
 from prejit.compiler.pipeline.code import ReadCode
-from prejit.compiler.pipeline.executables import Submitted, TargetTools, submit, submit_known
-from prejit.compiler.pipeline.libraries import bind_libraries
+from prejit.compiler.pipeline.executables import Submitted, submit, submit_known
 from prejit.compiler.pipeline.lowerers.crew import Crew
 from prejit.compiler.pipeline.lowering import (
     has_lost_native,
@@ -23,6 +22,7 @@ from prejit.compiler.pipeline.lowering import (
 from prejit.compiler.pipeline.measure.forms import measure_missing, runs_here
 from prejit.compiler.pipeline.model import ReadModel, uses_kernels
 from prejit.compiler.pipeline.plan import Plan, PlannedProgram, kernels_of
+from prejit.compiler.pipeline.reuse import TargetTools, job_of
 from prejit.compiler.pipeline.services import Services
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
@@ -150,9 +150,8 @@ class Submitting:
             if store.read_blob(source.program) is None:  # which deletes what is damaged
                 lost = True
                 source = find()
-            target, where = each.toolchain.target, plan.manifest.where
-            source = bind_libraries(plan.libraries, where, program.spec, source, target, store)
-            found.append(submit(plan.manifest, program.spec, lowered, source, each, jobs))
+            job = job_of(plan, program.spec, source, each, store)
+            found.append(submit(plan, program.spec, lowered, job, jobs))
         if lost:
             progress.note(lowered_again(f"{program.spec.name} with kernels"))
         return found

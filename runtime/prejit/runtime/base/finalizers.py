@@ -6,14 +6,16 @@ lock that the finalizer wants, or that goes through the collection that the fina
 
 from __future__ import annotations
 
+import atexit
 import threading
 import traceback
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-_calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
-"""What finalizers want called. Its `put` is made for them: it takes no lock that its own thread may hold."""
+_calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+"""What finalizers want called; None ends the thread. Its `put` is made for finalizers: it takes no lock that
+its own thread may hold."""
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
@@ -32,12 +34,21 @@ def when_dropped(owner: object, call: Callable[[], object]) -> None:
         if _thread is None or not _thread.is_alive():  # a forked process has none
             _thread = threading.Thread(target=_work, name="prejit finalizers", daemon=True)
             _thread.start()
+            # What it drops frees arrays of XLA. The interpreter stops daemons wherever they are, and there
+            # that aborts the process.
+            atexit.register(_end, _thread)
     weakref.finalize(owner, _calls.put, call).atexit = False
 
 
 def _work() -> None:
-    while True:
+    while (call := _calls.get()) is not None:
         try:
-            _calls.get()()  # no variable, which would keep the last one alive
+            call()
         except Exception:  # as finalizers do: nobody is there to catch it
             traceback.print_exc()
+        del call  # it would stay alive until the next one comes
+
+
+def _end(thread: threading.Thread) -> None:
+    _calls.put(None)
+    thread.join()

@@ -435,6 +435,13 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
         "behind it; a FILE that changes is read again",
     )
     command.add_argument(
+        "--check-seconds",
+        type=_count,
+        metavar="N",
+        help="ask for golden answers again every N seconds; the server is not ready while one is wrong "
+        "(default: only after requests have failed)",
+    )
+    command.add_argument(
         "--share-prefixes",
         action="store_true",
         help="let prompts begin with what those of other keys have computed: who guesses a prompt then sees "

@@ -44,6 +44,7 @@ def serve(options: Namespace) -> int:
             timeout_seconds=options.timeout,
             clients=options.clients,
             drain_seconds=options.drain_seconds,
+            check_seconds=options.check_seconds,
             keys=keys,
             cors=tuple(options.cors),
             ignore_unknown_fields=options.ignore_unknown_fields,

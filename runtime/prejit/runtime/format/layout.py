@@ -41,6 +41,7 @@ class Layout:
             RejectError: the directory is not an OCI image layout.
         """
         self.path = Path(path)
+        self._blobs_path = str(self.path / "blobs" / "sha256")
         self._directories: list[int] = []
         for left in reversed(range(ATTEMPTS)):
             try:
@@ -137,7 +138,7 @@ class Layout:
 
     def blob_path(self, digest: str) -> str:
         """Return the path of a blob, for messages."""
-        return str(self.path / "blobs" / "sha256" / digest.removeprefix("sha256:"))
+        return f"{self._blobs_path}/{digest.removeprefix('sha256:')}"
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """Return the content of a file at the top of the layout.

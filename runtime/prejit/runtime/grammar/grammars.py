@@ -18,12 +18,12 @@ from prejit.runtime.grammar.sources import (
     tools_source,
 )
 from prejit.runtime.grammar.tools import ToolForm
-from prejit.runtime.grammar.trial import Trial
 
 if TYPE_CHECKING:
     import llguidance
 
     from prejit.runtime.format.schema import Decoder
+    from prejit.runtime.grammar.trial import Trial
     from prejit.runtime.text.tokenizer import Tokenizer
 
 _KEPT_BYTES = 64 << 20
@@ -199,4 +199,6 @@ class Grammars:
 
     @once
     def _trial(self) -> Trial:
+        from prejit.runtime.grammar.trial import Trial  # only servers need processes
+
         return Trial(self._vocabulary.vocabulary(self._decoder.vocab_size))

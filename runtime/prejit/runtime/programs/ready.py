@@ -288,6 +288,25 @@ class Programs:
             source = program.golden.source
             yield CheckedAnswer(program.name, source, ran, difference.share, wrong, lifted)
 
+    def wrong_answers(self) -> Iterator[str]:
+        """Yield what programs return in place of their golden answers: the smallest loaded one of each kind.
+
+        Raises:
+            RejectError: the bundle is damaged.
+        """
+        from prejit.runtime.programs.canary import is_known
+
+        loaded = [self.table[name] for name in list(self._ready)]
+        loaded.sort(key=lambda program: math.prod(program.bucket.values()))
+        smallest: dict[tuple[str, str, str | None], ProgramEntry] = {}
+        for program in filter(is_known, loaded):
+            kind = program.name.partition("/")[0], program.kind, program.weights
+            smallest.setdefault(kind, program)
+        for program in smallest.values():
+            deviation = self.compare(program, self[program.name])
+            if deviation.share > 1:
+                yield f"{program.name}: {deviation.described()}"
+
     def load_on(self, name: str, device: Device) -> Executable:
         """Load a program's executable from the bundle, which must match this machine, and do not keep it.
 

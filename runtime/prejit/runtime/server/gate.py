@@ -113,6 +113,7 @@ class Gate:
             )
         refused = as_api_error(error)
         if refused.status == 500:
+            self._models.suspected.set()
             found = "".join(traceback.format_exception(error)).rstrip()
             say(f"request {request.id} failed:\n{found}")
         if not request.started:
@@ -146,6 +147,7 @@ class _Request:
             **scope.get("state", {}),
             "id": self.id,
             "key": settings.anybody,
+            "suspected": models.suspected,
         }
         scope["state"] = self._state
         self._log = settings.log

@@ -25,8 +25,10 @@ def routes(models: Models) -> list[Route]:
         return _answer(200, {"state": models.state})
 
     async def ready(request: Request) -> Response:
-        described = {"state": models.state, "models": [one.name for one in models]}
-        return _answer(200 if models.state == "ready" else 503, described)
+        described: dict[str, Any] = {"state": models.state, "models": [one.name for one in models]}
+        if models.wrong:
+            described["wrong_answers"] = dict(models.wrong)
+        return _answer(200 if models.is_ready else 503, described)
 
     async def show_version(request: Request) -> Response:
         return _answer(200, {"version": version("prejit")})

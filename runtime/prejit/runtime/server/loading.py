@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base.process import seconds_since_exec
 from prejit.runtime.engine.memory import free_bytes
@@ -128,7 +128,7 @@ class Loading(threading.Thread):
 
     def _load(self, source: BundleSource) -> tuple[Bundle, str]:
         bundle = load(source.path, on_mismatch="error" if self._engines.must_match else "jit")
-        options = {
+        options: dict[str, Any] = {
             "slots": self._engines.slots,
             "queue": self._engines.queue,
             "prefix_memory": self._engines.prefix_memory,

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 from prejit.runtime.errors import StoreError
+from prejit.runtime.server.answer_checks import AnswerChecks
 from prejit.runtime.server.loading import BundleSource, EngineOptions, Loading, Wrap
 from prejit.runtime.server.say import say
 from prejit.runtime.server.served import Models
@@ -80,6 +81,7 @@ def serve(
         if log is not None:
             loading.when_loaded = partial(log.start, models, max_tokens=settings.max_tokens)
         loading.start()
+        checks = AnswerChecks(models, settings.check_seconds)
         # The stack is imported while the bundles are loaded: neither waits for the other.
         from prejit.runtime.server.origins import Origins, is_loopback
         from prejit.runtime.server.uvicorn_server import run
@@ -94,15 +96,18 @@ def serve(
             if log is not None:
                 log.reopen()
 
-        run(
-            models,
-            replace(settings, log=log, origins=origins),
-            listening,
-            loading,
-            admin=None if of_admin is None else (of_admin, guards),
-            reopen=reopen,
-            telemetry=telemetry,
-        )
+        try:
+            run(
+                models,
+                replace(settings, log=log, origins=origins),
+                listening,
+                loading,
+                admin=None if of_admin is None else (of_admin, guards),
+                reopen=reopen,
+                telemetry=telemetry,
+            )
+        finally:
+            checks.close()
     if loading.error is not None:
         raise loading.error
     models.close()

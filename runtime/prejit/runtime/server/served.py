@@ -45,12 +45,19 @@ class Served:
 
 @final
 class Models:
-    """The served bundles by name. It is empty until they are loaded: requests come before that."""
+    """The served bundles by name. It is empty until they are loaded: requests come before that.
+
+    Attributes:
+        suspected: set when a request fails and the client cannot mend it.
+        wrong: by name of a model, what it returns in place of a golden answer.
+    """
 
     def __init__(self, *served: Served) -> None:
         """Serve these bundles now; without any, the state is `loading`."""
         self._stage: State = "loading"
         self._is_draining = self._is_ending = False
+        self.suspected = threading.Event()
+        self.wrong: dict[str, str] = {}
         self._lock = threading.Lock()
         self._by_name: dict[str, Served] = {}
         if served:
@@ -88,6 +95,11 @@ class Models:
                 f"model: expected one of the served models ({known}), found {name!r:.200}"
             )
         return found
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request to any model gets a right answer, as far as the server knows."""
+        return self.state == "ready" and not self.wrong
 
     def __iter__(self) -> Iterator[Served]:
         return iter(tuple(self._by_name.values()))

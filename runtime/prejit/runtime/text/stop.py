@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import final
 
@@ -16,8 +17,8 @@ class StopStrings:
     the same character, it is the longest. The result does not depend on how the text is cut into pieces.
 
     Text that may begin a stop string is held back until more text decides. It is shorter than the longest
-    stop string. The cost of a push depends on its own length only, not on the text before (Knuth, Morris and
-    Pratt, "Fast pattern matching in strings", 1977).
+    stop string. A push depends on its own length and on the held text only, and searches in C: the engine's
+    thread does it for every token of every request.
 
     Attributes:
         found: the stop string that was found, or None.
@@ -30,9 +31,9 @@ class StopStrings:
             UsageError: one of them is empty or not a string.
         """
         self.found: str | None = None
-        self._stops = tuple(dict.fromkeys(arguments.strings("stop", stops)))
-        self._borders = tuple(_borders(stop) for stop in self._stops)
-        self._matched = [0] * len(self._stops)
+        found = dict.fromkeys(arguments.strings("stop", stops))
+        self._stops = sorted(found, key=len, reverse=True)
+        self._begins = re.compile("|".join(re.escape(letter) for letter in {s[0] for s in found}))
         self._held = ""
 
     @property
@@ -48,40 +49,26 @@ class StopStrings:
         """
         if self.found is not None or not self._stops:
             return "" if self._stops else piece
-        for place, character in enumerate(piece):
-            self._advance(character)
-            if self.found is not None:
-                text = self._held + piece[: place + 1]
-                self._held = ""
-                return text[: -len(self.found)]
-        text = self._held + piece
-        settled = len(text) - max(self._matched)
-        self._held = text[settled:]
-        return text[:settled]
+        held, text = len(self._held), self._held + piece
+        if not self._begins.search(text):
+            return text
+        end, self._held = len(text) + 1, ""
+        for stop in self._stops:  # the longest first
+            # A match that ends in the held text would have been found before.
+            at = text.find(stop, max(0, held - len(stop) + 1), end - 1)
+            if at >= 0:
+                self.found, end = stop, at + len(stop)
+        if self.found is not None:
+            return text[: end - len(self.found)]
+        for begin in self._begins.finditer(text, max(0, len(text) - len(self._stops[0]) + 1)):
+            settled = begin.start()
+            rest = text[settled:]
+            if any(stop.startswith(rest) for stop in self._stops):
+                self._held = rest
+                return text[:settled]
+        return text
 
     def finish(self) -> str:
         """Return the text that was held back. Call it when no more text comes."""
         held, self._held = self._held, ""
         return held
-
-    def _advance(self, character: str) -> None:
-        for index, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
-            matched = self._matched[index]
-            while matched and stop[matched] != character:
-                matched = borders[matched - 1]
-            matched += stop[matched] == character
-            self._matched[index] = matched
-            if matched == len(stop) and (self.found is None or len(stop) > len(self.found)):
-                self.found = stop
-
-
-def _borders(text: str) -> list[int]:
-    """Return, for each prefix of a text, the length of its longest proper suffix that is also a prefix."""
-    borders = [0] * len(text)
-    matched = 0
-    for place in range(1, len(text)):
-        while matched and text[place] != text[matched]:
-            matched = borders[matched - 1]
-        matched += text[place] == text[matched]
-        borders[place] = matched
-    return borders

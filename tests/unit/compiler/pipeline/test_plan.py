@@ -26,9 +26,6 @@ from prejit.compiler.pipeline.keys import compile_key, versions
 from prejit.compiler.pipeline.lowering import lower, source_of
 from prejit.compiler.pipeline.model import ModelSource, read_model
 from prejit.compiler.pipeline.plan import (
-    CACHED,
-    COMPILE,
-    TRACED,
     Native,
     Plan,
     TargetKernels,
@@ -36,8 +33,8 @@ from prejit.compiler.pipeline.plan import (
     find_toolchain,
     kernels_of,
     plan_build,
-    planned_executables,
 )
+from prejit.compiler.pipeline.reuse import CACHED, COMPILE, TRACED, planned_executables
 from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory import DirectoryStore
@@ -383,9 +380,13 @@ def test_a_program_without_products_is_compiled_from_its_portable_form(
     program = found.plan.programs[0]
     lowered = lower(found.plan, program, lambda: found.model, UserCode, found.store, Quiet())
     portable = jobs.Source(lowered.portable.raw_digest, lowered.platforms)
+    manifest = found.plan.manifest
     empty = Native(f"sha256:{0:064x}", ())
-    assert choose_source(lowered, None, lambda forms: empty) == portable
-    assert choose_source(lowered, found.kernels(), lambda forms: empty) == portable
+    assert choose_source(manifest, program.spec, lowered, None, lambda forms: empty) == portable
+    assert (
+        choose_source(manifest, program.spec, lowered, found.kernels(), lambda forms: empty)
+        == portable
+    )
 
 
 @pytest.mark.parametrize("what", ["context", "weights", "config", "tensors"])

@@ -24,7 +24,8 @@ from tests.unit.compiler.sharing.fixtures import Memory
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.code import find_code
 from prejit.compiler.pipeline.lowering import lower
-from prejit.compiler.pipeline.plan import TRACED, Lowered, plan_build, planned_executables
+from prejit.compiler.pipeline.plan import Lowered, plan_build
+from prejit.compiler.pipeline.reuse import TRACED, planned_executables
 from prejit.compiler.pipeline.tracing import parameters_of, remember
 from prejit.compiler.progress import Quiet
 from prejit.compiler.sharing.layered import LayeredStore

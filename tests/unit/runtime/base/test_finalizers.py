@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import textwrap
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -46,3 +47,22 @@ def test_one_that_fails_does_not_stop_the_next(capsys: pytest.CaptureFixture[str
     gc.collect()
     assert done.wait(60)
     assert "ValueError: cannot close" in capsys.readouterr().err
+
+
+def test_what_is_being_freed_at_exit_is_freed_first(run_python: Callable[..., Any]) -> None:
+    """The interpreter would stop the thread in the middle of it."""
+    code = """
+        import time
+        from prejit.runtime.base.finalizers import when_dropped
+
+        class Owner: ...
+
+        def call():
+            time.sleep(0.3)
+            print("freed", flush=True)
+
+        owner = Owner()
+        when_dropped(owner, call)
+        del owner
+    """
+    assert run_python(textwrap.dedent(code)).stdout.strip() == "freed"

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from prejit.runtime.errors import DeadlineError, QueueFullError, RejectError, UsageError
 from prejit.runtime.server import gate
 from prejit.runtime.server.gate import Gate
-from prejit.runtime.server.keys import Keys
+from prejit.runtime.server.keys import Keys, read_keys
 from prejit.runtime.server.origins import Origins
 from prejit.runtime.server.requestlog import RequestLog
 from prejit.runtime.server.served import Models
@@ -37,7 +37,7 @@ ERRORS = {
 async def echo(request: Request) -> Response:
     body = await request.body()
     return JSONResponse(
-        {"bytes": len(body), "id": request.state.id, "client": request.state.client}
+        {"bytes": len(body), "id": request.state.id, "client": request.state.key.name}
     )
 
 
@@ -109,8 +109,15 @@ def test_a_request_keeps_its_id_and_others_get_one() -> None:
     assert ask("GET", "/nowhere").headers["x-request-id"]
 
 
-def test_only_who_has_a_key_gets_in() -> None:
-    settings = Settings(keys=Keys({"alice": "0123456789"}))
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    file = tmp_path / "keys.txt"
+    file.write_text("alice: 0123456789\n")
+    return read_keys(file)
+
+
+def test_only_who_has_a_key_gets_in(keys: Keys) -> None:
+    settings = Settings(keys=keys)
     refused = ask("POST", "/v1/echo", settings)
     assert refused.status_code == 401
     assert refused.headers["www-authenticate"] == "Bearer"
@@ -238,10 +245,10 @@ def test_an_error_after_the_first_part_cuts_the_connection(
     assert "a bug after the first part" in capsys.readouterr().err
 
 
-def test_each_request_is_one_line_of_the_log(tmp_path: Path) -> None:
+def test_each_request_is_one_line_of_the_log(tmp_path: Path, keys: Keys) -> None:
     path = tmp_path / "log"
     log = RequestLog(str(path))
-    settings = Settings(log=log, keys=Keys({"alice": "0123456789"}), body_bytes=100)
+    settings = Settings(log=log, keys=keys, body_bytes=100)
     key = {"Authorization": "Bearer 0123456789", "Content-Type": "text/plain"}
     ask("POST", "/v1/echo", settings, content="héllo".encode(), headers=key)
     ask("POST", "/v1/echo", settings, content=b"\xff\x00", headers=key)

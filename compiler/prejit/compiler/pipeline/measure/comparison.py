@@ -53,6 +53,8 @@ _LOSS_ROWS = 16
 """Tokens whose probabilities are computed at once, in float64."""
 _SENTENCES, _SENTENCE_TOKENS = 64, 128
 """Largest number of sentences, and of tokens of each, that an encoder reads."""
+_MIN_SENTENCES = 8
+"""Smallest number of sentences that a large encoder reads, if there are as many."""
 _MAX_LOSS = 60.0
 """Largest loss in nats: JSON still holds the integer of a perplexity of e**60."""
 
@@ -202,7 +204,8 @@ def of_decoder(
         BuildError: logits are infinite or NaN.
     """
     vocab_size, longest = sizes
-    budget = _budget(exact, vocab_size)
+    most = min(MAX_TEXT_TOKENS, _affordable(exact), _MAX_LOGITS // vocab_size)
+    budget = max(_RANDOM_TOKENS, most)
     if text is None:
         width = min(_RANDOM_TOKENS, longest)
         random = np.random.default_rng(0)
@@ -257,12 +260,14 @@ def of_encoder(
         exact: the encoder in float32.
         stored: the encoder as it is packed.
         text: name of the text.
-        tokens: int32 [B, T].
+        tokens: int32 [B, T]; a large encoder reads the last rows only.
         length: int32 [B]: number of valid tokens of each row.
 
     Raises:
         BuildError: embeddings are infinite or NaN.
     """
+    rows = max(_MIN_SENTENCES, _affordable(exact) // tokens.shape[1])
+    tokens, length = tokens[-rows:], length[-rows:]
     want, found = (
         np.asarray(_evaluated(each, lambda model: model, tokens, length), np.float64)
         for each in (exact, stored)
@@ -279,11 +284,10 @@ def of_encoder(
     )
 
 
-def _budget(model: ComparedModel, vocab_size: int) -> int:
-    """Return the number of tokens that a decoder reads."""
+def _affordable(model: ComparedModel) -> int:
+    """Return the number of tokens that a model reads in a few seconds."""
     parameters = sum(math.prod(each.shape) for each in model.model.weights.values())
-    most = min(_MAX_PRODUCTS // max(1, parameters), _MAX_LOGITS // vocab_size)
-    return min(MAX_TEXT_TOKENS, max(_RANDOM_TOKENS, most))
+    return _MAX_PRODUCTS // max(1, parameters)
 
 
 def _evaluated(

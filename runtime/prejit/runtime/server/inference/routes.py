@@ -104,7 +104,7 @@ class _Protocol:
 
     async def ready(self, request: Request) -> Response:
         """Answer whether all bundles are loaded and nothing is left to compile."""
-        ready = self._models.state == "ready"
+        ready = self._models.is_ready
         headers = {} if ready else {"Retry-After": str(RETRY_SECONDS)}
         return _json({"ready": ready}, 200 if ready else 503, headers)
 

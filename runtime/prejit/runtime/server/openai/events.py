@@ -59,7 +59,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client is gone."""
-        writer = asyncio.ensure_future(self._write(send))
+        writer = asyncio.ensure_future(self._write(send, scope))
         gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait((writer, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -71,7 +71,7 @@ class EventStream(Response):
         if not writer.cancelled():
             writer.result()
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, scope: Scope) -> None:
         def write(events: bytes, *, more: bool = True) -> Awaitable[None]:
             return send({"type": "http.response.body", "body": events, "more_body": more})
 
@@ -91,5 +91,7 @@ class EventStream(Response):
                 async for event in events:
                     await write(event)
             except PrejitError as error:
+                if as_api_error(error).status == 500:  # which the gate does not see
+                    scope["state"]["suspected"].set()
                 await write(self._on_error(error))
             await write(b"", more=False)

@@ -101,7 +101,7 @@ def as_vllm(
     """
     lists: PromptLogprobs = [None for _ in prompt[:1]]
     for each in found:
-        likely = {
+        likely: dict[int, tuple[float, int | None]] = {
             token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(each.top[:top], 1)
         }
         likely.setdefault(each.token_id, (each.logprob, None))

@@ -33,9 +33,7 @@ class _Stray(NamedTuple):
     known: list[str]
 
 
-def decode(
-    content: bytes | memoryview, decoder: msgspec.json.Decoder[T], *, ignore_unknown: bool
-) -> T:
+def decode(content: bytes, decoder: msgspec.json.Decoder[T], *, ignore_unknown: bool) -> T:
     """Return the value of a JSON text.
 
     Args:
@@ -53,7 +51,7 @@ def decode(
         if not str(error).startswith(_UNKNOWN):
             raise
         value = msgspec.json.decode(content)
-        strays = _strays(value, _described(decoder.type), "")
+        strays = _strays(value, _described(decoder), "")
         if ignore_unknown:
             for stray in [*strays]:
                 del stray.holder[stray.name]
@@ -63,13 +61,15 @@ def decode(
         raise
 
 
-_described = cache(inspect.type_info)
+@cache
+def _described(decoder: msgspec.json.Decoder[Any]) -> inspect.Type:
+    return inspect.type_info(decoder.type)
 
 
 def _unknown(stray: _Stray) -> ApiError:
     import difflib  # takes a start 1 ms, and most requests are right
 
-    near = difflib.get_close_matches(stray.name, stray.known, 1)
+    near = difflib.get_close_matches(stray.name[:80], stray.known, 1)
     message = f"{stray.path}: expected fields that this endpoint knows, found another one"
     return ApiError(
         400,

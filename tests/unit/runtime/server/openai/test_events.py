@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
-from prejit.runtime.errors import DeadlineError, QueueFullError
+from prejit.runtime.errors import DeadlineError, NumbersError, QueueFullError
 from prejit.runtime.server.openai import events as module
 from prejit.runtime.server.openai.events import EventStream
 
@@ -85,6 +86,28 @@ def test_a_request_that_waits_has_a_head_and_comments(monkeypatch: pytest.Monkey
         assert client.body.endswith(b"onetwo")
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "is_suspected"), [(NumbersError("not numbers"), True), (DeadlineError("late"), False)]
+)
+def test_an_error_behind_the_first_event_makes_the_server_look(
+    error: Exception, is_suspected: bool
+) -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"one"
+        raise error
+
+    suspected = threading.Event()
+
+    async def main() -> None:
+        client = Client()
+        scope = {"type": "http", "state": {"suspected": suspected}}
+        await EventStream(events())(scope, client.receive, client.send)
+        assert b'"error"' in client.body
+
+    asyncio.run(main())
+    assert suspected.is_set() == is_suspected
 
 
 def test_an_error_before_the_first_event_has_its_own_status() -> None:

@@ -1,0 +1,338 @@
+"""What an answer must be, in requests such as vLLM, llama.cpp and OpenAI document; and hostile ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from tests.unit.runtime.server.running import Running, running, wait_for
+
+from prejit.runtime import load
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.server.served import Models, Served
+from prejit.runtime.server.settings import Settings
+
+USER: list[Any] = [{"role": "user", "content": "ab"}]
+CAR: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "brand": {"type": "string", "maxLength": 5},
+        "car_type": {"enum": ["sedan", "SUV", "Truck", "Coupe"]},
+    },
+    "required": ["brand", "car_type"],
+    "additionalProperties": False,
+}
+SQL_LARK = """\
+start: select_statement
+select_statement: "SELECT " column " from " table " where " condition
+column: "col_1 " | "col_2 "
+table: "table_1 " | "table_2 "
+condition: column "= " NUMBER
+NUMBER: /[12]/
+"""
+SQL_GBNF = """\
+root ::= select_statement
+select_statement ::= "SELECT " column " from " table " where " condition
+column ::= "col_1 " | "col_2 "
+table ::= "table_1 " | "table_2 "
+condition ::= column "= " number
+number ::= "1 " | "2 "
+"""
+SQL = r"SELECT col_[12]  from table_[12]  where col_[12] = [12] ?"
+MAIL = r"[a-z]{1,5}@[a-z]{1,3}\.com\n"
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+NONE = {"type": "object", "properties": {}, "additionalProperties": False}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now", "parameters": NONE}}
+DIVISOR = {"type": "integer", "multipleOf": 99_999_999}
+"""Takes the grammar library minutes."""
+
+
+@pytest.fixture(scope="module")
+def bundle(lettered_dir: Path) -> Bundle:
+    return load(lettered_dir, on_mismatch="error")
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Bundle) -> Iterator[Running]:
+    models = Models(Served("model", bundle, bundle.engine(slots=2, queue=200), 1))
+    try:
+        with running(models, Settings()) as found:
+            yield found
+    finally:
+        models.close()
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def is_car(text: str) -> None:
+    jsonschema.validate(json.loads(text), CAR)
+
+
+def is_sql(text: str) -> None:
+    assert re.fullmatch(SQL, text), text
+
+
+def is_choice(text: str) -> None:
+    assert text in ("positive", "negative")
+
+
+def is_mail(text: str) -> None:
+    assert re.fullmatch(MAIL, text), text
+
+
+def is_object(text: str) -> None:
+    assert text.lstrip().startswith("{")
+
+
+REQUESTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "choice": ({"structured_outputs": {"choice": ["positive", "negative"]}}, is_choice),
+    "regex": ({"structured_outputs": {"regex": MAIL}, "stop": ["\n\n"]}, is_mail),
+    "json": ({"structured_outputs": {"json": CAR}}, is_car),
+    "json as text": ({"structured_outputs": {"json": json.dumps(CAR)}}, is_car),
+    "lark": ({"structured_outputs": {"grammar": SQL_LARK}}, is_sql),
+    "gbnf": ({"structured_outputs": {"grammar": SQL_GBNF}}, is_sql),
+    "json_object": ({"structured_outputs": {"json_object": True}, "max_tokens": 20}, is_object),
+    "guided_choice": ({"guided_choice": ["positive", "negative"]}, is_choice),
+    "guided_regex": ({"guided_regex": MAIL}, is_mail),
+    "guided_json": ({"guided_json": CAR}, is_car),
+    "guided_grammar": ({"guided_grammar": SQL_GBNF}, is_sql),
+    "grammar": ({"grammar": SQL_GBNF}, is_sql),
+    "json_schema": ({"json_schema": CAR}, is_car),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_an_answer_is_what_a_request_says_it_must_be(client: openai.OpenAI, name: str) -> None:
+    body, check = REQUESTS[name]
+    most = body.get("max_tokens", 100)
+    body = {key: value for key, value in body.items() if key != "max_tokens"}
+    chat = client.chat.completions.create(
+        model="model", messages=USER, max_tokens=most, extra_body=body
+    )
+    check(chat.choices[0].message.content or "")
+    text = client.completions.create(
+        model="model", prompt="ab", max_tokens=most, n=2, extra_body=body
+    )
+    for choice in text.choices:
+        check(choice.text)
+    pieces = client.completions.create(
+        model="model", prompt="ab", max_tokens=most, stream=True, extra_body=body
+    )
+    check("".join(piece.choices[0].text for piece in pieces))
+    if "stop" not in body:
+        found = client.responses.create(
+            model="model", input="ab", max_output_tokens=most, extra_body=body
+        )
+        check(found.output_text)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice",
+         "found structured_outputs.regex and structured_outputs.choice"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs.regex",
+         "found guided_regex and structured_outputs.regex"),
+        ({"guided_json": CAR, "response_format": {"type": "json_object"}}, "guided_json",
+         "found response_format and guided_json"),
+        ({"structured_outputs": {}}, "structured_outputs", "expected one of json, regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "length"),
+        ({"guided_json": "{"}, "guided_json", "expected a JSON Schema"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag",
+         "does not support"),
+        ({"grammar": "root ::= nothing"}, None, "expected a Lark or GBNF grammar: .*nothing"),
+        ({"grammar": "root ::= ("}, None, "expected a Lark or GBNF grammar"),
+        ({"guided_regex": "("}, None, "regex"),
+        ({"guided_json": {"uniqueItems": True, "type": "array"}}, None, "uniqueItems"),
+        ({"guided_regex": "a" * 300_000}, None, "at most 262144 characters, found 300009"),
+        ({"guided_json": DIVISOR}, None, "more than 2 seconds to compile"),
+        ({"tools": [ADD], "guided_regex": "a"}, "guided_regex", "beside tools"),
+        ({"tools": [ADD], "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+            "mode": "auto", "tools": [{"type": "function", "function": {"name": "sub"}}]}}},
+         "tool_choice", "expected one of 'add', found 'sub'"),
+    ],
+)  # fmt: skip
+def test_what_no_answer_can_be_is_refused(
+    server: Running, body: dict[str, Any], param: str | None, message: str
+) -> None:
+    found = httpx.post(
+        f"{server.url}/v1/chat/completions", json={"messages": USER, **body}, timeout=60
+    )
+    assert found.status_code == 400, found.text
+    error = found.json()["error"]
+    assert error["param"] == param
+    assert re.search(message, error["message"]), error["message"]
+
+
+def test_an_answer_beside_tools_is_a_call_or_meets_the_format(client: openai.OpenAI) -> None:
+    wanted: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "car", "schema": CAR, "strict": True},
+    }
+    kinds = set()
+    for seed in range(20):
+        found = client.chat.completions.create(
+            model="model", messages=USER, tools=[ADD], response_format=wanted, seed=seed,
+            max_tokens=100, temperature=2,
+        )  # fmt: skip
+        message = found.choices[0].message
+        kinds.add(found.choices[0].finish_reason)
+        if message.tool_calls:
+            call: Any = message.tool_calls[0]
+            assert call.function.name == "add"
+            assert json.loads(call.function.arguments) in ({"a": 1}, {"a": 2})
+        else:
+            is_car(message.content or "")
+    assert kinds == {"tool_calls", "stop"}
+
+
+def test_only_allowed_tools_are_called(client: openai.OpenAI, server: Running) -> None:
+    name = {"type": "function", "function": {"name": "now"}}
+    choice: Any = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "required", "tools": [name]},
+    }
+    chat = client.chat.completions.create(
+        model="model", messages=USER, tools=[ADD, NOW], tool_choice=choice, max_tokens=100,
+        parallel_tool_calls=False,
+    )  # fmt: skip
+    assert [call.function.name for call in chat.choices[0].message.tool_calls or ()] == ["now"]  # type: ignore[union-attr]
+    tools: Any = [{"type": "function", **each["function"]} for each in (ADD, NOW)]
+    found = client.responses.create(
+        model="model", input="ab", tools=tools, parallel_tool_calls=False, max_output_tokens=100,
+        tool_choice={"type": "allowed_tools", "mode": "required",
+                     "tools": [{"type": "function", "name": "now"}]},
+    )  # fmt: skip
+    assert [item.name for item in found.output if item.type == "function_call"] == ["now"]
+
+
+# ---------------------------------------------------------------------- hostile clients
+
+
+def send(server: Running, body: Any) -> socket.socket:
+    """Send a request and return its connection, without waiting for the answer."""
+    content = json.dumps({"prompt": "ab", "max_tokens": 4, **body}).encode()
+    connection = server.connect()
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(content), content)
+    )
+    return connection
+
+
+def test_scrapes_and_tokens_do_not_wait_for_grammars(server: Running) -> None:
+    """45 requests with a bomb filled the pool of threads that metrics had in common with them."""
+    flood = [send(server, {"guided_json": {**DIVISOR, "title": str(i)}}) for i in range(45)]
+    try:
+        wait_for(lambda: server.requests() == 45)
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            for path in ("/metrics", "/page/figures", "/page/models"):
+                assert http.get(path).status_code == 200
+            long = {"prompt": "ab " * 20_000}
+            assert http.post("/tokenize", json=long).status_code == 200
+            assert http.post("/v1/completions", json={"prompt": "ab"}).status_code == 200
+            assert server.requests() >= 40, "the flood had ended before"
+    finally:
+        for connection in flood:
+            connection.close()
+    wait_for(lambda: server.requests() == 0)
+
+
+def test_a_grammar_is_given_up_when_its_client_is_gone(server: Running) -> None:
+    flood = [send(server, {"guided_json": {**DIVISOR, "title": f"b{i}"}}) for i in range(20)]
+    wait_for(lambda: server.requests() == 20)
+    for connection in flood:
+        connection.close()
+    started = time.monotonic()
+    body = {"prompt": "ab", "guided_choice": ["given", "up"]}
+    found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert found.json()["choices"][0]["text"] in ("given", "up")
+    # Each of the 20 would take 2 seconds of a CPU.
+    assert time.monotonic() - started < 20
+    wait_for(lambda: server.requests() == 0)
+
+
+def test_masks_that_take_long_end_their_own_request_only(
+    client: openai.OpenAI, bundle: Bundle
+) -> None:
+    ambiguous = 'start: e\ne: e e | e e e | "a" | "b" | '
+    letters = [bundle.tokenizer.encode(letter)[0] for letter in "ab"]
+    bias: Any = dict.fromkeys(map(str, letters), 100)
+    beside: list[Any] = []
+
+    def other() -> None:
+        beside.append(
+            client.completions.create(model="model", prompt="ab", max_tokens=40, temperature=0)
+        )
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with pytest.raises(openai.BadRequestError, match="expected masks that take at most 1 ms"):
+        client.completions.create(
+            model="model", prompt="a", max_tokens=400, logit_bias=bias,
+            extra_body={"guided_grammar": ambiguous, "ignore_eos": True},
+        )  # fmt: skip
+    thread.join()
+    assert beside[0].choices[0].text == bundle.generate("ab", max_new_tokens=40).text
+
+
+def test_a_schema_is_written_once_for_all_choices(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prejit.runtime.grammar import sources
+
+    written: list[object] = []
+    write = sources._schema_text
+
+    def count(schema: Any, lenient: bool) -> str:
+        written.append(schema)
+        return write(schema, lenient)
+
+    monkeypatch.setattr(sources, "_schema_text", count)
+    found = client.completions.create(
+        model="model", prompt="ab", n=32, max_tokens=50, extra_body={"guided_json": CAR}
+    )
+    assert len(found.choices) == 32
+    assert len(written) == 1
+
+
+def test_many_prompts_are_tokenized_off_the_event_loop(
+    server: Running, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each alone is short enough for the event loop, all of them are not."""
+    threads: set[str] = set()
+    encode = type(bundle.tokenizer).encode
+
+    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return encode(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(bundle.tokenizer), "encode", spy)
+    body = {"prompt": ["a " * 4_500] * 4, "max_tokens": 1}
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert {name.rpartition("_")[0] for name in threads} == {"prejit-text"}

@@ -1,0 +1,155 @@
+"""A plan says what a build then does, whatever manifest, store and edits come together."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.extent import examples
+
+from prejit.compiler.compile.jobs import Compiled, CompileJob
+from prejit.compiler.manifest.reading import read_manifest
+from prejit.compiler.pipeline.beginning import begin
+from prejit.compiler.pipeline.executables import Jobs
+from prejit.compiler.pipeline.plan import plan_build
+from prejit.compiler.pipeline.reuse import CACHED, COMPILE, TRACED, planned_executables
+from prejit.compiler.pipeline.services import Services
+from prejit.compiler.progress import Quiet
+from prejit.compiler.store.directory import DirectoryStore
+from prejit.runtime.format.schema import Memory, Segment
+
+
+class Compiling:
+    """An executor that takes jobs, and finishes them when the test says so, without XLA."""
+
+    compiled = frozenset[str]()
+    lowering_processes = 0
+
+    def __init__(self, store: DirectoryStore) -> None:
+        self._store = store
+        self.taken: list[tuple[CompileJob, Future[Compiled]]] = []
+
+    def submit(self, job: CompileJob) -> Future[Compiled]:
+        self.taken.append((job, Future()))
+        return self.taken[-1][1]
+
+    def finish(self) -> None:
+        for job, future in self.taken:
+            frame = self._store.put_blob(job.key.digest.encode())
+            segment = Segment(0, 71, frame, 71, frame)
+            result = Compiled(segment, (), Memory(0, 0, 0, 0), 1)
+            self._store.put(job.key, result.to_plain(), blobs=[frame])
+            future.set_result(result)
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> Compiling:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Project:
+    """A manifest of functions: `factors` has what each multiplies by, `sizes` its buckets."""
+
+    factors: tuple[int, ...]
+    sizes: tuple[int, ...]
+    targets: tuple[str, ...]
+    helper: int = 1
+    damages: tuple[tuple[str, int], ...] = field(default=())
+
+    def write(self, directory: Path) -> None:
+        """Write its files, and delete or damage files of the build cache."""
+        programs = [
+            f'[[program]]\nname = "f{n}"\nfunction = "m{n}:f"\nargs = {{ x = "float32[{{n}}]" }}\n'
+            f"buckets = {{ n = {[*self.sizes]} }}\n"
+            for n in range(len(self.factors))
+        ]
+        targets = [f'[[target]]\nname = "{name}"\n' for name in self.targets]
+        (directory / "m.toml").write_text("".join(['[bundle]\nname = "m"\n', *programs, *targets]))
+        (directory / "helper.py").write_text(f"FACTOR = {self.helper}\n")
+        for n, factor in enumerate(self.factors):
+            text = "import helper\n\n\n" if n == 0 else ""
+            used = "helper.FACTOR * " if n == 0 else ""
+            (directory / f"m{n}.py").write_text(f"{text}def f(x):\n    return {used}x * {factor}\n")
+        for kind, place in self.damages:
+            files = sorted((directory / "cache" / "v1").glob(kind))
+            if files:
+                path = files[place % len(files)]
+                path.unlink() if place % 2 else path.write_bytes(path.read_bytes()[:-1] + b"#")
+
+
+KINDS = ("actions/trace/*", "actions/inputs/*", "actions/compile/*", "last/*/*", "blobs/sha256/*")
+DAMAGES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 99)), max_size=3).map(tuple)
+PROJECTS = st.builds(
+    Project,
+    factors=st.lists(st.integers(2, 4), min_size=1, max_size=2).map(tuple),
+    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=2, unique=True).map(tuple),
+    targets=st.lists(
+        st.sampled_from(["cpu-host", "cpu-x86-64-v2"]), min_size=1, max_size=2, unique=True
+    ).map(tuple),
+    helper=st.integers(1, 2),
+    damages=DAMAGES,
+)
+
+
+def begin_build(directory: Path, store: DirectoryStore) -> tuple[Compiling, set[tuple[str, str]]]:
+    """Begin a build, and return its executor and what it takes from the store, by program and target."""
+    executor = Compiling(store)
+    jobs = Jobs(executor, store, Quiet())
+    service = Services(
+        output=directory / "out",
+        store=store,
+        progress=Quiet(),
+        forms=None,
+        measure=False,
+        timeout_seconds=60.0,
+        retrace=False,
+        executor=executor,
+        jobs=jobs,
+        shard=None,
+        packings={},
+        kernels_by=None,
+    )
+    begun = begin(read_manifest(directory / "m.toml"), (), service)
+    compiled = {job.key.digest for job, _ in executor.taken}
+    executor.finish()
+    taken = {
+        (each.spec.name, each.job.target.name)
+        for each in begun.submitted
+        if each.job.key.digest not in compiled
+    }
+    return executor, taken
+
+
+@settings(max_examples=examples(6, 60))
+@given(st.lists(PROJECTS, min_size=2, max_size=3))
+def test_a_build_does_what_the_plan_said(projects: list[Project]) -> None:
+    with TemporaryDirectory() as name:
+        directory = Path(name)
+        store = DirectoryStore.open(directory / "cache")
+        for project in projects:
+            project.write(directory)
+
+            def states() -> dict[tuple[str, str], str]:
+                plan = plan_build(read_manifest(directory / "m.toml"), store)
+                found = planned_executables(plan, store)
+                return {(each.spec.name, each.target.name): each.state for each in found}
+
+            planned = states()
+            assert states() == planned, "a plan changes nothing"
+            _, taken = begin_build(directory, store)
+            known = {at for at, state in planned.items() if state != TRACED}
+            assert taken & known == {at for at in known if planned[at] == CACHED}
+            assert {at for at in known if planned[at] == COMPILE} == known - taken
+            assert set(states().values()) == {CACHED}
+            again, all_taken = begin_build(directory, store)
+            assert again.taken == []
+            assert all_taken == planned.keys()
