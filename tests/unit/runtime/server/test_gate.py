@@ -37,7 +37,7 @@ ERRORS = {
 async def echo(request: Request) -> Response:
     body = await request.body()
     return JSONResponse(
-        {"bytes": len(body), "id": request.state.id, "client": request.state.client}
+        {"bytes": len(body), "id": request.state.id, "client": request.state.key.name}
     )
 
 
