@@ -471,6 +471,14 @@ def test_logprobs_of_prompts_are_in_the_form_of_vllm(post: Post, bundle: Bundle)
     assert "prompt_logprobs" not in post("/v1/completions", TEXT).json()["choices"][0]
 
 
+@pytest.mark.parametrize("new", [0, 2])
+def test_a_prompt_of_one_token_has_no_score(new: int, post: Post) -> None:
+    body = {**TEXT, "prompt": [1], "echo": True, "logprobs": 1, "max_tokens": new}
+    found = post("/v1/completions", body).json()["choices"][0]
+    assert found["logprobs"]["token_logprobs"][0] is None
+    assert len(found["logprobs"]["tokens"]) == 1 + new
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

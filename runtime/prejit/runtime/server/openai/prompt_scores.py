@@ -57,8 +57,10 @@ async def scores(
         UsageError: a token is not in the vocabulary.
         ClientDisconnect, QueueFullError, ClosedError, DeadlineError, NumbersError: as `calls.results`.
     """
-    scored = [call for call in wanted if top is not None and len(call.prompt) > 1]
-    found = await calls.results(request, [_scoring(served, call, top or 0) for call in scored])
+    if top is None:
+        return [[] for _ in wanted]
+    scored = [call for call in wanted if len(call.prompt) > 1]
+    found = await calls.results(request, [_scoring(served, call, top) for call in scored])
     by_call = {
         id(call): list(result.logprobs or ()) for call, [result] in zip(scored, found, strict=True)
     }
