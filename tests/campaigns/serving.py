@@ -291,9 +291,9 @@ class Client(threading.Thread):
         self._refused("/v1/embeddings", b'{"model":"decoder","input":"abc"}', {400})
 
     def full_queue(self) -> None:
-        """Wants more texts than can wait."""
+        """Wants more texts than the whole queue takes."""
         body = self._completion(30) | {"n": 100, "stream": self._random.random() < 0.5}
-        self._refused("/v1/completions", json.dumps(body).encode(), {429})
+        self._refused("/v1/completions", json.dumps(body).encode(), {400})
 
     def too_slow(self) -> None:
         """Wants so much that the time of a request may not be enough, behind all others."""
@@ -417,7 +417,7 @@ class Client(threading.Thread):
             "max_tokens": self._random.randint(1, most_tokens),
             "seed": self._random.getrandbits(32),
             "temperature": self._random.choice([0, 0, 0.7, 1, 1.5]),
-            "priority": self._random.choice([0, 0, 0, -1, 1]),
+            "priority": self._random.choice([0, 0, 0, 1, 2]),
             "user": f"user {self._random.randrange(4)}",
         }
         if self._random.random() < 0.2:
