@@ -71,7 +71,7 @@ class TokenMeter:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Who sends a request, and what is allowed.
+    """The sender of a request, and its limits.
 
     Attributes:
         name: of the key; empty: the server has no keys, and everybody is one client.

@@ -15,7 +15,7 @@ from prejit.runtime.server.errors import ApiError
 T = TypeVar("T")
 
 _UNKNOWN = "Object contains unknown field"
-"""How msgspec begins to say that a Struct has no such field."""
+"""The beginning of the error of msgspec about a field that a Struct has not."""
 
 
 class _Stray(NamedTuple):
