@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from prejit.runtime import ClosedError, DeadlineError, QueueFullError, UsageError
 from prejit.runtime.engine import microbatch
-from prejit.runtime.engine.microbatch import Lane, Ran, Share, SharedJob, deadline_after
+from prejit.runtime.engine.microbatch import Lane
+from prejit.runtime.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 
 MOST = 8
 PATIENCE = 30.0
