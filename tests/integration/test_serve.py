@@ -209,9 +209,15 @@ def test_a_drained_server_refuses_and_stays_until_it_is_undone(
         assert refused.headers["retry-after"]
         assert admin.post("/undrain").json() == {"state": "ready"}
         assert client.post(infer, json=INFER).status_code == 200
-        assert admin.get("/drain").status_code == 405
+        wrong = admin.get("/drain")
+        assert wrong.status_code == 405
+        assert wrong.json()["error"]["message"] == "/drain: expected POST, found GET"
         assert admin.get("/metrics").status_code == 404
-    assert httpx.post(f"{server.url}/drain", timeout=60).status_code == 404  # it is not the users'
+    wrong = httpx.post(f"{server.url}/drain", timeout=60)  # it is not the users'
+    assert wrong.status_code == 404
+    assert wrong.json()["error"]["message"].startswith(
+        "POST /drain: expected a path of this server"
+    )
     assert server.end() == 0
     assert not path.exists()
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable
 from typing import Any
 
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that is most like another, or None where none is near. Case does not count."""
-    by_lower = {known.lower(): known for known in names}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[found[0]] if found else None
+from prejit.runtime.base.nearest_name import nearest
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -9,12 +9,13 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.base.wording import nearest, shown
+from prejit.compiler.base.wording import shown
 from prejit.compiler.manifest.checks import missing, value_problems
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.manifest.tables import ProgramTable, parse_sections, unknown_sections
 from prejit.compiler.manifest.toml_lines import KeyPath, key_lines
 from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
+from prejit.runtime.base.nearest_name import nearest
 from prejit.runtime.errors import ManifestError, StoreError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.targets import Target

@@ -1,4 +1,4 @@
-"""What the store has of each executable. `known_job` decides it, for `prejit plan` and for a build alike.
+"""The executables that the store has. `known_job` decides it, for `prejit plan` and for a build alike.
 
 A plan asks whether the store has the result of a job; a build submits the same job. So a plan says "cached"
 of what a build takes from the store.
@@ -43,7 +43,7 @@ TRACED = "traced at build"
 
 @dataclass(frozen=True)
 class TargetTools:
-    """What compiles for a target.
+    """The compiler of a target.
 
     Attributes:
         toolchain: compiler, versions and flags.

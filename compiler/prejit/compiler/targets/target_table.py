@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from prejit.compiler.base.wording import did_you_mean, nearest, shown
+from prejit.compiler.base.wording import did_you_mean, shown
 from prejit.compiler.targets.cpu_count import MAX_CPUS
+from prejit.runtime.base.nearest_name import nearest
 from prejit.runtime.errors import PrejitError, UsageError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.fingerprint import Fingerprint

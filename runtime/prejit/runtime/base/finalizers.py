@@ -14,7 +14,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 _calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-"""What finalizers want called; None ends the thread. Its `put` is made for finalizers: it takes no lock that
+"""The calls of finalizers; None ends the thread. Its `put` is made for finalizers: it takes no lock that
 its own thread may hold."""
 _starting = threading.Lock()
 _thread: threading.Thread | None = None

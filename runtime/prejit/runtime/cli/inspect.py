@@ -171,8 +171,9 @@ def verify(options: Namespace) -> int:
         )
         _print_trusted(trusted)
     forgotten = [*map(str, forget(options.bundle))] if options.forget else []
-    for file in forgotten if not options.json else ():
-        print_text(f"removed {file}")
+    if options.forget and not options.json:
+        removed = [f"removed {file}" for file in forgotten]
+        print_text("\n".join(removed) or "this machine holds nothing against the bundle")
     answers = (
         run_programs(options.bundle, options.policy, say=not options.json) if options.run else ()
     )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from prejit.runtime.cli.addresses import address, origin
+from prejit.runtime.cli.serve_options import add_serving
 from prejit.runtime.generation.options import OPTIONS, Option
 
 BUILD_COMMANDS = {
@@ -303,7 +302,8 @@ def parser() -> argparse.ArgumentParser:
         bundle=False,
         json=False,
     )
-    _add_serving(command)
+    _add_trust(command)
+    add_serving(command)
 
     command = add(
         "replay",
@@ -338,154 +338,6 @@ def parser() -> argparse.ArgumentParser:
         "--force", action="store_true", help="overwrite files that have other content"
     )
     return top
-
-
-def _add_serving(command: argparse.ArgumentParser) -> None:
-    """Add the options of `prejit serve`."""
-    _add_trust(command)
-    command.add_argument(
-        "bundles",
-        metavar="[NAME=]BUNDLE",
-        nargs="+",
-        help="directory of a bundle, and the name that clients give as their model (default: its own)",
-    )
-    command.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine)"
-    )
-    command.add_argument(
-        "--port", type=_port, default=8000, metavar="N", help="0 takes any free one (default 8000)"
-    )
-    command.add_argument(
-        "--admin",
-        type=address,
-        metavar="PATH|HOST:PORT",
-        help="also listen at a Unix socket or another address for POST /drain and /undrain, which ask for no "
-        "key (default: nowhere)",
-    )
-    command.add_argument(
-        "--cors",
-        type=origin,
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="let web pages of https://HOST:PORT, or of all with *, use the server; may be repeated",
-    )
-    command.add_argument(
-        "--slots",
-        type=_count,
-        metavar="N",
-        help="generations that run at once (default: the largest batch of the bundle)",
-    )
-    command.add_argument(
-        "--queue",
-        type=_count,
-        metavar="N",
-        help="generations that may wait; more get status 429 (default 256)",
-    )
-    command.add_argument(
-        "--prefix-memory",
-        type=_size,
-        metavar="SIZE",
-        help="bytes, or 512M or 2G, for earlier texts of each bundle, so that prompts that begin like them "
-        "compute only the rest; 0 keeps none (default: as much as the cache of the slots)",
-    )
-    command.add_argument(
-        "--clients",
-        type=_count,
-        default=1024,
-        metavar="N",
-        help="requests at once; more get status 503 (default 1024)",
-    )
-    command.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=600.0,
-        metavar="S",
-        help="the longest time of a request, waiting included; then status 504 (default 600)",
-    )
-    command.add_argument(
-        "--drain-seconds",
-        type=_seconds,
-        default=30.0,
-        metavar="S",
-        help="after SIGTERM, how long running requests may go on (default 30)",
-    )
-    command.add_argument(
-        "--max-body",
-        type=_count,
-        default=16 << 20,
-        metavar="BYTES",
-        help=f"the largest body of a request; then status 413 (default {16 << 20})",
-    )
-    command.add_argument(
-        "--max-tokens",
-        type=_count,
-        metavar="N",
-        help="the most new tokens that a request may ask for (default: what the context has room for)",
-    )
-    command.add_argument(
-        "--ignore-unknown-fields",
-        action="store_true",
-        help="ignore fields of requests that the server does not know (without it, they are status 400)",
-    )
-    command.add_argument(
-        "--keys",
-        metavar="FILE",
-        help="accept only requests with a key of FILE, one in a line: KEY or NAME: KEY, and its limits "
-        "behind it; a FILE that changes is read again",
-    )
-    command.add_argument(
-        "--check-seconds",
-        type=_count,
-        metavar="N",
-        help="ask for golden answers again every N seconds; the server is not ready while one is wrong "
-        "(default: only after requests have failed)",
-    )
-    command.add_argument(
-        "--share-prefixes",
-        action="store_true",
-        help="let prompts begin with what those of other keys have computed: who guesses a prompt then sees "
-        "that it was sent",
-    )
-    command.add_argument(
-        "--log",
-        metavar="FILE",
-        help="append a JSON line for each request, with its body, for `prejit replay`; - is stdout",
-    )
-    command.add_argument(
-        "--on-mismatch",
-        choices=("jit", "error"),
-        default="jit",
-        help="where this machine matches no target: compile before the server is ready, or fail with exit "
-        "status 3 (default jit)",
-    )
-
-
-def _count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, found {number}")
-    return number
-
-
-def _size(text: str) -> int:
-    if (match := re.fullmatch(r"([0-9]{1,15})([KMGT]?)", text)) is None:
-        raise argparse.ArgumentTypeError(
-            f"expected a number of bytes, or one with K, M, G or T behind it, found {text!r:.40}"
-        )
-    return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < 1e9:  # NaN is no number of seconds either
-        raise argparse.ArgumentTypeError(f"expected a number of seconds, found {text}")
-    return number
-
-
-def _port(text: str) -> int:
-    if not 0 <= (number := int(text)) <= 65_535:
-        raise argparse.ArgumentTypeError(f"expected 0 to 65535, found {number}")
-    return number
 
 
 _METAVARS = {int: "N", float: "X", list: "TEXT", str: "TEXT"}

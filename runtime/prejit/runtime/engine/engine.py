@@ -137,7 +137,7 @@ class Engine:
 
     @property
     def queue_size(self) -> int:
-        """How many requests may wait for a slot."""
+        """Maximum number of requests that wait for a slot."""
         return self._queue
 
     @once

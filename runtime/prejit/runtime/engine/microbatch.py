@@ -13,13 +13,13 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import InvalidStateError
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
-from prejit.runtime.base import arguments
 from prejit.runtime.engine.metrics import MicroMetrics
+from prejit.runtime.engine.shared_jobs import Ran, Share, SharedJob, overdue
 from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError
 
 _P = TypeVar("_P")
@@ -37,80 +37,6 @@ _TRIED_RUNS = 8
 _PATIENCE = 0.1
 """How long callers who shared a run may take to come again, as a share of the shortest run. Without it the
 first of them would run alone each time, while the others wait for it."""
-
-
-@dataclass(slots=True, eq=False)
-class SharedJob(Generic[_P]):
-    """The rows of one call, which may take part in several runs.
-
-    Attributes:
-        payload: what the lane's function needs of the call.
-        rows: how many rows the call has.
-        most: the most rows that a run with this call takes; 0: its rows run together, and alone.
-        key: calls with equal keys may share a run.
-        finish: makes the result of the call of what its shares returned, in the order of the rows.
-        deadline: when it must have its result, by time.monotonic; None: any time.
-        future: gets the result.
-        submitted: when it was submitted, by time.monotonic.
-        began: when its first run began; 0: none has.
-        taken: how many rows runs have taken.
-        returned: what its shares returned.
-    """
-
-    payload: _P
-    rows: int
-    most: int
-    key: Hashable
-    finish: Callable[[Sequence[Any]], Any]
-    deadline: float | None = None
-    future: Future[Any] = field(default_factory=Future)
-    submitted: float = field(default_factory=time.monotonic)
-    began: float = 0.0
-    taken: int = 0
-    returned: list[Any] = field(default_factory=list)
-
-    def is_over(self, now: float) -> bool:
-        """Return whether the caller no longer waits: it has cancelled, or its deadline has passed."""
-        if self.deadline is not None and now >= self.deadline:
-            self.fail(_overdue())
-        return self.future.done()
-
-    def fail(self, error: BaseException) -> None:
-        """Raise an error to the caller, unless the caller has cancelled."""
-        with contextlib.suppress(InvalidStateError):
-            self.future.set_exception(error)
-
-
-class Share(NamedTuple, Generic[_P]):
-    """Some rows of a job, for one run.
-
-    Attributes:
-        job: the job.
-        start, end: which of its rows.
-    """
-
-    job: SharedJob[_P]
-    start: int
-    end: int
-
-    @property
-    def rows(self) -> int:
-        """How many rows it has."""
-        return self.end - self.start
-
-
-class Ran(NamedTuple):
-    """The results of one run of a program.
-
-    Attributes:
-        returned: one result for each share.
-        padded_rows: rows that only filled the bucket.
-        batches: how many runs of the program it took.
-    """
-
-    returned: Sequence[Any]
-    padded_rows: int = 0
-    batches: int = 1
 
 
 @dataclass(slots=True)
@@ -159,24 +85,6 @@ class _Company(NamedTuple):
 
     calls: int
     until: float
-
-
-def deadline_after(timeout: float | None) -> float | None:
-    """Return the time.monotonic at which a timeout in seconds ends; None: never.
-
-    Raises:
-        UsageError: it is no positive number.
-    """
-    if timeout is None:
-        return None
-    return time.monotonic() + arguments.number("timeout", timeout, "more than 0", lambda s: s > 0)
-
-
-def _overdue() -> DeadlineError:
-    return DeadlineError(
-        "expected a result within the timeout, found the call still waiting or running",
-        hint="give a longer timeout, or send fewer calls at once",
-    )
 
 
 @final
@@ -261,7 +169,7 @@ class Lane(Generic[_P]):
             raise
         except TimeoutError:
             job.future.cancel()
-            raise _overdue() from None
+            raise overdue() from None
         except BaseException:
             job.future.cancel()  # ctrl-C; where the job itself failed this does nothing
             raise

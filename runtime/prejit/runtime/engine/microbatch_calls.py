@@ -19,7 +19,8 @@ import numpy as np
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import aligned_zeros, to_numpy
 from prejit.runtime.engine.metrics import MicroMetrics
-from prejit.runtime.engine.microbatch import Lane, Ran, Share, SharedJob, deadline_after
+from prejit.runtime.engine.microbatch import Lane
+from prejit.runtime.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.format.trees import Path

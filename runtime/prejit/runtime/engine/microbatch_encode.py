@@ -14,7 +14,8 @@ import numpy as np
 from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms, EncodeStats
 from prejit.runtime.encoding.sentences import OnTooLong, Tokenized, embed, tokenize
 from prejit.runtime.engine.metrics import MicroMetrics
-from prejit.runtime.engine.microbatch import Lane, Ran, Share, SharedJob, deadline_after
+from prejit.runtime.engine.microbatch import Lane
+from prejit.runtime.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.options import Prompt

@@ -17,7 +17,7 @@ _REMEMBERED = 1000
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much one client may have of an engine.
+    """The limits of one client in an engine.
 
     Attributes:
         waiting: how many of its requests may wait; None: as many as the queue takes.

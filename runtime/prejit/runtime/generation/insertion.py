@@ -26,7 +26,7 @@ _SHARED_TOKENS = 16
 """Requests inserted together share the computation of a common beginning of at least this many tokens."""
 
 Held = Mapping[int, CachedText]
-"""What free slots have cached, by slot."""
+"""The text that each free slot has cached, by slot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class Row:
 
     @property
     def held(self) -> CachedText:
-        """What the cache holds of its text."""
+        """The beginning of its text that the cache holds."""
         return CachedText(self.token_ids[: self.cached], self.request.namespace)
 
     @property
@@ -119,12 +119,12 @@ class Row:
 
     @property
     def may_not_stop(self) -> bool:
-        """Whether stop tokens are forbidden, because too few tokens were generated."""
+        """True if stop tokens are forbidden, because too few tokens were generated."""
         return bool(self.stop) and self.generated < self.request.min_new_tokens
 
     @property
     def is_masked(self) -> bool:
-        """Whether the tokens that may come next depend on those that came before."""
+        """True if the tokens that may come next depend on those that came before."""
         return self.request.token_mask is not None or self.may_not_stop
 
     def mask(self, vocab_size: int) -> np.ndarray[Any, Any] | None:

@@ -24,7 +24,7 @@ def priority(key: ApiKey, given: int | None) -> int:
         return given
     raise ApiError(
         400,
-        f"priority: expected {least} to {most}, which this server allows, found {given}",
+        f"priority: expected {least} to {most}, which this client may have, found {given}",
         param="priority",
         code="priority_not_allowed",
     )

@@ -167,5 +167,14 @@ def response(error: ApiError, path: str) -> Response:
 
 
 async def handle(request: Request, error: Exception) -> Response:
-    """Answer a request whose handler raised; Starlette calls it."""
-    return response(as_api_error(error), request.url.path)
+    """Answer a request whose handler raised, or which has none; Starlette calls it."""
+    path, refused = request.url.path, as_api_error(error)
+    if refused.status == 405 and isinstance(error, HTTPException):
+        refused.message = (
+            f"{path:.200}: expected {refused.headers['Allow']}, found {request.method}"
+        )
+    elif refused.status == 404 and isinstance(error, HTTPException):
+        refused.message = (
+            f"{request.method} {path:.200}: expected a path of this server, found another"
+        )
+    return response(refused, path)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from prejit.runtime.base.nearest_name import nearest
 from prejit.runtime.engine.queue import NO_LIMITS, Limits
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.server.say import say
@@ -70,7 +71,7 @@ class TokenMeter:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Who sends a request, and what is allowed.
+    """The sender of a request, and its limits.
 
     Attributes:
         name: of the key; empty: the server has no keys, and everybody is one client.
@@ -172,7 +173,10 @@ def _content(path: Path) -> tuple[bytes, tuple[int, ...] | None]:
             stamp = _stamp(path)
             content = file.read(_MAX_BYTES + 1)
     except OSError as error:
-        raise StoreError(f"{path}: cannot read the keys: {error.strerror}") from error
+        raise StoreError(
+            f"{path}: cannot read the keys: {error.strerror}",
+            hint="give --keys a file with a key in each line, such as the output of: openssl rand -hex 24",
+        ) from error
     if len(content) > _MAX_BYTES:
         raise UsageError(
             f"{path}: expected a file of keys of at most {_MAX_BYTES} bytes, found more"
@@ -228,7 +232,12 @@ def _limited(
     for word in words:
         limit, _, value = word.partition("=")
         if limit not in _LIMITS or limit in seen:
-            raise UsageError(f"{place}: expected each of {', '.join(_LIMITS)} once at most")
+            found = f"{limit} twice" if limit in seen else "another word"  # it may be of the key
+            near = nearest(limit, _LIMITS)
+            raise UsageError(
+                f"{place}: expected each of {', '.join(_LIMITS)} once at most, found {found}",
+                hint=f"did you mean {near}=?" if near not in (None, limit) else None,
+            )
         seen.add(limit)
         if limit == "priority":
             priorities = _priorities(value, place)

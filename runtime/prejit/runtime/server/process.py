@@ -164,7 +164,7 @@ def _bind(address: Address, option: str = "--port") -> socket.socket:
         shown = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
         raise StoreError(
             f"{shown}: cannot listen: {error.strerror or error}",
-            hint=f"another server may have it: give another {option}",
+            hint=f"another server may listen there, or there is no such place here: give another {option}",
         ) from error
     listening.setblocking(False)
     return listening

@@ -66,7 +66,7 @@ class Models:
 
     @property
     def state(self) -> State:
-        """What the server does. Only `ready` takes requests to models."""
+        """The state of the server. Only `ready` takes requests to models."""
         return "draining" if self._is_draining else self._stage
 
     def add(self, *served: Served) -> None:
@@ -98,7 +98,7 @@ class Models:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request to any model gets a right answer, as far as the server knows."""
+        """True if the server takes requests and no golden answer was wrong at the last check."""
         return self.state == "ready" and not self.wrong
 
     def __iter__(self) -> Iterator[Served]:

@@ -117,7 +117,7 @@ class ChannelRule(NamedTuple):
 
 
 class ProvenanceRule(NamedTuple):
-    """What the signed provenance of a bundle must say. `*` in a pattern stands for any text.
+    """The demands of a rule on the signed provenance of a bundle. `*` in a pattern stands for any text.
 
     Attributes:
         builder: pattern of the builder's id; empty: any.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from prejit.runtime.base.nearest_name import nearest
 from prejit.runtime.base.typed_json import shown
 from prejit.runtime.errors import PolicyError
 
@@ -47,11 +48,9 @@ class Table:
 
     def error(self, text: str, key: str = "", known: Iterable[str] = ()) -> PolicyError:
         """Return the error about a key, with the nearest of the known names as its hint."""
-        import difflib  # takes a start 1 ms, and most policies are right
-
         word = text.rpartition("found ")[2].strip("'")
-        near = difflib.get_close_matches(word, list(known), 1)
-        hint = f"did you mean {near[0]!r}?" if near else HINT
+        near = nearest(word, known)
+        hint = f"did you mean {near!r}?" if near else HINT
         return PolicyError(f"{self.place(key)}: {text}", hint=hint)
 
     def only(self, *known: str) -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from prejit.runtime import ClosedError, DeadlineError, QueueFullError, UsageError
 from prejit.runtime.engine import microbatch
-from prejit.runtime.engine.microbatch import Lane, Ran, Share, SharedJob, deadline_after
+from prejit.runtime.engine.microbatch import Lane
+from prejit.runtime.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 
 MOST = 8
 PATIENCE = 30.0
@@ -166,12 +167,13 @@ def test_a_deadline_passes_while_the_call_waits(lane: Lane[Any], program: Progra
 
 def test_a_result_that_comes_too_late_is_none(lane: Lane[Any], program: Program) -> None:
     program.go.clear()
-    late = submit(lane, [1], timeout=0.05)
+    late = job([1], timeout=PATIENCE)
+    lane.submit(late)
     assert program.began.acquire(timeout=PATIENCE)
-    time.sleep(0.1)
+    late.deadline = time.monotonic()
     program.go.set()
     with pytest.raises(DeadlineError):
-        late.result(PATIENCE)
+        late.future.result(PATIENCE)
 
 
 def test_a_caller_who_waits_gets_the_deadline_while_the_program_runs(

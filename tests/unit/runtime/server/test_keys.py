@@ -73,6 +73,21 @@ def test_a_file_without_usable_keys_is_an_error_that_shows_no_key(
     assert "0123456789" not in caught.value.describe()
 
 
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ("waitng=4", "found another word\n\nhint: did you mean waiting=?"),
+        ("running=2 running=3", "found running twice"),
+        ("MTIz=0123456789", "found another word"),
+    ],
+)
+def test_an_error_about_a_limit_names_it(limits: str, expected: str, file: Path) -> None:
+    file.write_text(f"a: sk-000000 {limits}\n")
+    with pytest.raises(UsageError) as caught:
+        read_keys(file)
+    assert caught.value.describe().endswith(expected)
+
+
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(StoreError, match="cannot read the keys"):

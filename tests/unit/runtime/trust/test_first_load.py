@@ -127,7 +127,11 @@ def test_a_library_that_crashes_ends_the_child_process_and_is_not_tried_again(
 
 
 def test_a_crash_is_forgotten_by_the_command_that_its_hint_names(
-    crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, runtime_cache: Path
+    crashing: Path,
+    policy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    runtime_cache: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("TEST_FIRST_LOAD", "abort")
     with pytest.raises(UntrustedError) as raised:
@@ -140,9 +144,11 @@ def test_a_crash_is_forgotten_by_the_command_that_its_hint_names(
     refused(crashing, policy)
     assert main(["verify", "--forget", str(crashing)]) == 0
     assert not kept.exists()
+    assert f"removed {kept}" in capsys.readouterr().out
     runs(crashing, policy)
     assert main(["verify", "--forget", str(crashing)]) == 0
     assert kept.exists()  # that it was loaded is nothing against it
+    assert "this machine holds nothing against the bundle" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -20,11 +20,11 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, final
 
-from prejit.compiler.base.wording import nearest
 from prejit.compiler.lowering.user.inputs import Present, portable_path
 from prejit.compiler.lowering.user.observer import Observer
 from prejit.compiler.lowering.user.observing import observing
 from prejit.compiler.progress import Unbreakable
+from prejit.runtime.base.nearest_name import nearest
 from prejit.runtime.errors import BuildError, ManifestError, PrejitError
 
 _STDOUT, _STDERR = 1, 2

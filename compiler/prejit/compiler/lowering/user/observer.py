@@ -53,7 +53,7 @@ Owner = Literal["user", "ours", "installed"]
 
 @dataclass(frozen=True)
 class Seen:
-    """What a program reads when it is traced.
+    """The inputs that a program reads when it is traced.
 
     Attributes:
         inputs: by name.
@@ -75,7 +75,7 @@ class Seen:
 
 @final
 class Observer:
-    """What the code of one manifest reads, by the module of the user that reads it."""
+    """The inputs that the code of one manifest reads, by the module of the user that reads them."""
 
     def __init__(self, directory: str) -> None:
         """Observe nothing yet.
@@ -141,7 +141,7 @@ class Observer:
         )
         return Seen(frozenset(inputs), digests, files, trouble, hidden, complete)
 
-    # What the hooks below call.
+    # The hooks in `observing` call these.
 
     def note_import(self, name: str, frame: FrameType | None) -> None:
         """Note that a module was imported."""

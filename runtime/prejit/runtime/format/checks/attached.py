@@ -25,7 +25,7 @@ _SAYS = {
     STATEMENT_MEDIA_TYPE: ("_type", "https://in-toto.io/Statement/"),
     SIGNATURE_MEDIA_TYPE: ("mediaType", SIGNATURE_MEDIA_TYPE),
 }
-"""The key by which the JSON of a media type says what it is, and how its value begins."""
+"""The key that names the kind of a JSON document, and the beginning of its value, by media type."""
 
 
 def is_described(media_type: str) -> bool:

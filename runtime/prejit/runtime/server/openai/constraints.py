@@ -1,4 +1,4 @@
-"""What an answer must be: JSON, a text of a grammar, or calls of tools. Grammars make token masks of it."""
+"""Constraints on answers: JSON, a text of a grammar, or calls of tools. Grammars make token masks of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TextConstraint:
 
 
 AnyConstraint = Constraint | TextConstraint
-"""What an answer must be."""
+"""A constraint on an answer."""
 
 
 async def mask_of(

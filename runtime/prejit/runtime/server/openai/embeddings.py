@@ -33,7 +33,7 @@ MAX_INPUTS = 2048
 
 
 class EncodingRequest(Unused, frozen=True, kw_only=True):
-    """What all endpoints take that encode texts.
+    """The fields of all endpoints that encode texts.
 
     Attributes:
         model: the name of a served model; it may be missing if there is one.

@@ -62,7 +62,7 @@ _ONLY = {
 
 
 class Sampled(Structured, frozen=True, kw_only=True):
-    """What all endpoints take that generate text, beside what an answer must be.
+    """The fields of all endpoints that generate text, with the constraints on answers.
 
     Attributes:
         model: the name of a served model; it may be missing if there is one.

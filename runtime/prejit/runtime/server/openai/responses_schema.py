@@ -133,7 +133,7 @@ class ResponseSchemaFormat(
 
 
 class ResponseText(RequestFields, frozen=True, kw_only=True):
-    """What the answer must be.
+    """The form of the answer.
 
     Attributes:
         format: text, JSON, or JSON of a schema.

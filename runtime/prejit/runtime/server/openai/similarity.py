@@ -46,7 +46,7 @@ class ScoreRequest(EncodingRequest, frozen=True, kw_only=True):
 
 
 class Score(ResponseFields, frozen=True, kw_only=True):
-    """How alike two texts are, -1 to 1."""
+    """The similarity of two texts, -1 to 1."""
 
     index: int
     object: Literal["score"] = "score"

@@ -21,7 +21,7 @@ Schema = dict[str, Any] | str
 
 
 class StructuredOutputs(RequestFields, frozen=True, kw_only=True):
-    """What an answer must be: exactly one of these.
+    """A constraint on an answer: exactly one of these.
 
     Attributes:
         json: JSON that meets a schema.
@@ -47,7 +47,7 @@ class StructuredOutputs(RequestFields, frozen=True, kw_only=True):
 
 
 class Structured(Unused, frozen=True, kw_only=True):
-    """What an answer must be. A request has at most one of these.
+    """Constraints on an answer. A request has at most one of these.
 
     Attributes:
         structured_outputs: as vLLM has it.

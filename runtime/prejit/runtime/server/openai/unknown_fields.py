@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import inspect
 
+from prejit.runtime.base.nearest_name import nearest
 from prejit.runtime.server.errors import ApiError
 
 T = TypeVar("T")
 
 _UNKNOWN = "Object contains unknown field"
-"""How msgspec begins to say that a Struct has no such field."""
+"""The beginning of the error of msgspec about a field that a Struct has not."""
 
 
 class _Stray(NamedTuple):
@@ -67,13 +68,11 @@ def _described(decoder: msgspec.json.Decoder[Any]) -> inspect.Type:
 
 
 def _unknown(stray: _Stray) -> ApiError:
-    import difflib  # takes a start 1 ms, and most requests are right
-
-    near = difflib.get_close_matches(stray.name[:80], stray.known, 1)
+    near = nearest(stray.name, stray.known)
     message = f"{stray.path}: expected fields that this endpoint knows, found another one"
     return ApiError(
         400,
-        f"{message} (did you mean {near[0]!r}?)" if near else message,
+        f"{message} (did you mean {near!r}?)" if near else message,
         param=stray.path,
         code="unknown_parameter",
     )

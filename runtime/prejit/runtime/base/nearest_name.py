@@ -1,0 +1,14 @@
+"""The name that was probably meant, for hints of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that is most like another, or None where none is near. Case does not count."""
+    import difflib  # takes a start 1 ms, and most input is right
+
+    by_lower = {known.lower(): known for known in names}
+    found = difflib.get_close_matches(name[:80].lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
