@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -175,7 +176,7 @@ def _files(section: Program | Model, present: Present) -> Ingredients:
 def _environment() -> Ingredients:
     return (
         ("jax configuration", jax_configuration(os.environ)),
-        ("python", platform.python_version()),
+        ("python", platform.python_version() + " -O" * sys.flags.optimize),
         *versions("jaxlib").items(),
         *installed("jax").items(),
     )

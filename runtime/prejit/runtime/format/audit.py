@@ -44,7 +44,7 @@ from prejit.runtime.format.opening import (
     read_contents,
     read_kernels,
 )
-from prejit.runtime.format.referrers import Referrer, reached, referrers
+from prejit.runtime.format.referrers import Referrer, reached, referrers, unattached
 from prejit.runtime.format.root import Root, encode_root
 from prejit.runtime.format.schema import Chunks, ImageManifest, Index, Segment
 from prejit.runtime.format.writing import locked
@@ -177,7 +177,7 @@ def check_attached(
     Raises:
         RejectError: something of it is missing or damaged, or refers to something else.
     """
-    for at in root.others:
+    for at in (*root.others, *unattached(layout, root)):
         check_blob(layout, at)
     attached = referrers(layout, root)
     targets = root.bundle.manifests

@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +69,41 @@ def referrers(layout: Layout, root: Root, digest: str | None = None) -> tuple[Re
             are passed over, as are entries of other media types.
     """
     found = []
+    for at, plain, path in _manifests(layout, root):
+        if plain.get("subject") is not None:
+            referrer = _referrer(at, plain, path)
+            if digest in (None, referrer.subject.digest):
+                found.append(referrer)
+    return tuple(found)
+
+
+def unattached(layout: Layout, root: Root) -> Iterator[Descriptor]:
+    """Yield the configs and layers of manifests without a subject, such as signatures of older cosigns.
+
+    Raises:
+        RejectError: as of `referrers`.
+    """
+    for _, plain, path in _manifests(layout, root):
+        layers = plain.get("layers")
+        if plain.get("subject") is None and type(layers) is list:
+            yield from (read_descriptor(each, path) for each in (plain.get("config"), *layers))
+
+
+def _manifests(layout: Layout, root: Root) -> Iterator[tuple[Descriptor, dict[str, Any], str]]:
+    """Yield the manifests that `index.json` lists beside the bundle, each with its entry and its path."""
     for at in root.others:
         if at.mediaType != MANIFEST_MEDIA_TYPE or at.size > limits.MAX_MANIFEST_BYTES:
             continue
         path = layout.blob_path(at.digest)
         content = layout.read_blob(at.digest, at.size)
         check_digest(content, at.digest, path)
-        referrer = _referrer(at, content, path)
-        if referrer is not None and digest in (None, referrer.subject.digest):
-            found.append(referrer)
-    return tuple(found)
+        try:
+            plain: Any = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise RejectError(path, f"expected JSON: {error}") from error
+        if not isinstance(plain, dict):
+            raise RejectError(path, f"expected a manifest, found {shown(plain)}")
+        yield at, plain, path
 
 
 def reached(layout: Layout, root: Root) -> set[str]:
@@ -98,19 +123,11 @@ def reached(layout: Layout, root: Root) -> set[str]:
         found |= {each.digest for each in (manifest.config, *manifest.layers)}
     for referrer in referrers(layout, root):
         found |= {each.digest for each in (referrer.config, *referrer.layers)}
-    return found
+    return found | {each.digest for each in unattached(layout, root)}
 
 
-def _referrer(at: Descriptor, content: bytes, path: str) -> Referrer | None:
-    """Return what a manifest refers to; None: it refers to nothing."""
-    try:
-        plain: Any = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise RejectError(path, f"expected JSON: {error}") from error
-    if not isinstance(plain, dict):
-        raise RejectError(path, f"expected a manifest, found {shown(plain)}")
-    if plain.get("subject") is None:
-        return None
+def _referrer(at: Descriptor, plain: dict[str, Any], path: str) -> Referrer:
+    """Return what a manifest refers to."""
     subject, config = (read_descriptor(plain.get(key), path) for key in ("subject", "config"))
     layers, annotations = plain.get("layers"), plain.get("annotations") or {}
     artifact_type = plain.get("artifactType") or config.mediaType

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import shutil
+import sqlite3
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -526,6 +527,97 @@ def test_a_file_that_is_deleted_is_noticed(tmp_path: Path) -> None:
     assert made.changed()
     made.write("factor", "2")
     assert made.trace() == set()
+
+
+def write_tokens(path: Path, count: int) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    Tokenizer(WordLevel({str(each): each for each in range(count)}, "0")).save(str(path))
+
+
+def write_database(path: Path, value: int) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("create table if not exists t (v)")
+        database.execute("delete from t")
+        database.execute("insert into t values (?)", (value,))
+    database.close()
+
+
+ASKED = {
+    "size": "os.path.getsize(HERE / 'sub' / 'a')",
+    "size, pathlib": "(HERE / 'sub' / 'a').stat().st_size",
+    "size, not of what a link names": "os.lstat(HERE / 'sub' / 'a').st_size",
+    "access": "2 + os.access(HERE / 'sub' / 'new', os.R_OK)",
+    "lexists": "2 + os.path.lexists(HERE / 'sub' / 'new')",
+    "a link": "float(os.readlink(HERE / 'link'))",
+    "a path without links": "float((HERE / 'link').resolve().name)",
+    "names by a descriptor": "len(os.listdir(os.open(HERE / 'sub', os.O_RDONLY)))",
+    "names by fwalk": "sum(len(files) for _, _, files, _ in os.fwalk(HERE / 'sub'))",
+    "open beside a descriptor": (
+        "len(os.read(os.open('a', os.O_RDONLY, dir_fd=os.open(HERE / 'sub', os.O_RDONLY)), 9))"
+    ),
+    "a database by its URI": (
+        "sqlite3.connect(f'file:{HERE}/t.db?mode=ro', uri=True).execute('select v from t').fetchone()[0]"
+    ),
+    "a tokenizer": "Tokenizer.from_file(str(HERE / 't.json')).get_vocab_size()",
+    "variables, one by one": "2 + sum(name.startswith('TOY_') for name in os.environ)",
+    "variables, copied": "float(os.environ.copy().get('TOY_A', 2))",
+    "whether there is a module": "2 + (importlib.util.find_spec('appears') is not None)",
+    "a version": "float(metadata.version('toyversion'))",
+    "whether there is a distribution": "2 + has('toynew')",
+}
+ASKING = """
+import importlib.util
+import os
+import pathlib
+import sqlite3
+from importlib import metadata
+
+from tokenizers import Tokenizer
+
+HERE = pathlib.Path(__file__).parent
+
+
+def has(name):
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def f(x):
+    return x * {}
+"""
+
+
+@pytest.mark.parametrize("asks", ASKED.values(), ids=ASKED.keys())
+def test_what_code_asks_without_opening_a_file_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: str
+) -> None:
+    made = Project(tmp_path / "p", {"p": "model:f"}, model=ASKING.format(asks))
+    packages = tmp_path / "site-packages"
+    monkeypatch.syspath_prepend(str(packages))
+
+    def write(value: int) -> None:
+        made.write("sub/a", "x" * value)
+        (made.directory / "link").unlink(missing_ok=True)
+        (made.directory / "link").symlink_to(str(value))
+        write_tokens(made.directory / "t.json", value)
+        write_database(made.directory / "t.db", value)
+        described = packages / "toyversion.dist-info" / "METADATA"
+        described.parent.mkdir(parents=True, exist_ok=True)
+        described.write_text(f"Name: toyversion\nVersion: {value}\n")
+
+    write(2)
+    assert made.trace() == {"p"}
+    assert made.trace() == set()
+    write(3)
+    for name in ("sub/new", "appears.py", "../site-packages/toynew.dist-info/METADATA"):
+        made.write(name, "Name: toynew\nVersion: 1\n" if "toynew" in name else "")
+    monkeypatch.setenv("TOY_A", "3")
+    importlib.invalidate_caches()
+    assert made.changed()
 
 
 @pytest.fixture

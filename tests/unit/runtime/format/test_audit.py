@@ -236,3 +236,39 @@ def test_what_refers_to_another_bundle_passes(bundle: Path) -> None:
         new["annotations"] = {"org.opencontainers.image.ref.name": f"attached-{digest[7:19]}"}
         rewritten(copy, lambda root, new=new: entry(root, "text/x").update(new))
         assert complaint in str(rejected(copy, blob(copy, digest)))
+
+
+@pytest.mark.parametrize("damage", ["", "flipped", "gone"])
+def test_a_signature_by_an_older_cosign_is_checked_as_all_else(bundle: Path, damage: str) -> None:
+    """Older cosigns attach by a tag, `sha256-DIGEST.sig`, and not by a subject."""
+
+    def written(media_type: str, content: bytes) -> dict[str, Any]:
+        digest = digest_of(content)
+        blob(bundle, digest).write_bytes(content)
+        return {"mediaType": media_type, "digest": digest, "size": len(content)}
+
+    config = written("application/vnd.oci.image.config.v1+json", b'{"os":""}')
+    layer = written("application/vnd.dev.cosign.simplesigning.v1+json", b'{"critical":{}}')
+    media_type = "application/vnd.oci.image.manifest.v1+json"
+    manifest = {"schemaVersion": 2, "config": config, "layers": [layer]}
+    tagged = written(media_type, json.dumps(manifest).encode())
+    root = json.loads((bundle / "index.json").read_bytes())
+    entries = [*root["manifests"], {**tagged, "annotations": {"tag": "sha256-0.sig"}}]
+    (bundle / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": entries}))
+    if not damage:
+        assert audited(bundle).attached_count
+        return
+    file = blob(bundle, layer["digest"])
+    file.unlink()
+    if damage == "flipped":
+        file.write_bytes(b'{"critical":[]}')
+    rejected(bundle, file)
+    still_loads(bundle)
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 50_000 + "]" * 50_000])
+def test_an_index_that_no_parser_reads_is_signed(bundle: Path, value: str) -> None:
+    text = (bundle / "index.json").read_text()
+    (bundle / "index.json").write_text(f'{text[:-1]},"x":{value}}}')
+    with pytest.raises(RejectError, match=r"index\.json"):
+        sign(bundle, signer("a"))

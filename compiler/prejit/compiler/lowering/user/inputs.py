@@ -34,6 +34,12 @@ INSTALLED = "installed"
 """The digest of a module of an installed package, whose version decides what it does."""
 UNSET = "unset"
 """The digest of an environment variable without a value."""
+VARIABLES = "*"
+"""In place of the name of a variable: the names of all variables, which code asked for."""
+_VARYING = re.compile(
+    r"(JAX|XLA|PYTHON|XDG|SSH|LC|PREJIT|CI|GITHUB|RUNNER)_\w*|_|PATH|HOME|PWD|OLDPWD|USER|LOGNAME|SHELL|SHLVL"
+    r"|TERM\w*|COLUMNS|LINES|TMPDIR|TEMP|TMP|LANG\w*|DISPLAY|HOSTNAME|COLORTERM|NO_COLOR|FORCE_COLOR"
+)
 _HARMLESS = ("JAX_", "XLA_", "PYTHON")
 """Environment variables whose names begin with these hold settings and no secrets."""
 _NAMESPACE = "namespace package"
@@ -187,7 +193,7 @@ class Present:
             case "directory":
                 return directory_digest(local_path(name, self._directory))
             case "variable":
-                value = os.environ.get(name)
+                value = names_of_variables() if name == VARIABLES else os.environ.get(name)
                 return UNSET if value is None else digest_of(os.fsencode(value))
             case "version of":
                 return version_of(name)
@@ -275,10 +281,16 @@ def file_digest(path: str) -> str:
 
 
 def existence(path: str) -> str:
-    """Return whether a path is of a file or a directory, or of nothing."""
-    if os.path.isdir(path):
-        return "a directory"
-    return "a file" if os.path.exists(path) else ABSENT
+    """Return what the status of a path says: a directory, a file and its size, a link to one, or nothing."""
+    link = ""
+    try:
+        if os.path.islink(path):
+            link = f"a link to {digest_of(os.fsencode(os.readlink(path)))}, "
+        if os.path.isdir(path):
+            return f"{link}a directory"
+        return f"{link}a file of {os.path.getsize(path)} bytes"
+    except OSError:
+        return f"{link}{ABSENT}"
 
 
 def directory_digest(path: str) -> str:
@@ -288,6 +300,16 @@ def directory_digest(path: str) -> str:
     except OSError:
         return ABSENT
     return digest_of("\0".join(names).encode("utf-8", "surrogateescape"))
+
+
+def varies(variable: str) -> bool:
+    """Return whether an environment variable differs between machines; jax's settings are in keys."""
+    return _VARYING.fullmatch(variable) is not None
+
+
+def names_of_variables() -> str:
+    """Return the names of the environment variables that do not differ between machines."""
+    return "\n".join(sorted(name for name in os.environ if not varies(name)))
 
 
 def version_of(distribution: str) -> str:

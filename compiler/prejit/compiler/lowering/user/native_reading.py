@@ -14,6 +14,7 @@ _READERS: Mapping[str, Sequence[str]] = {
     "safetensors.numpy": ("safe_open",),
     "safetensors.torch": ("safe_open",),
     "h5py": ("File.__init__",),
+    "tokenizers": ("Tokenizer.from_file",),
     "pyarrow": ("memory_map", "OSFile", "input_stream"),
     "pyarrow.parquet": ("ParquetFile.__init__", "read_table"),
     "pyarrow.feather": ("read_table", "read_feather"),

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, Literal, final
 
 from prejit.compiler.lowering.user.inputs import (
+    VARIABLES,
     Input,
     Kind,
     file_digest,
@@ -28,14 +29,10 @@ from prejit.compiler.lowering.user.inputs import (
     is_standard,
     module_digest,
     portable_path,
+    varies,
 )
 
 _BOOTSTRAP_FILE = "<frozen importlib._bootstrap>"
-_VARYING = re.compile(
-    r"(JAX|XLA|PYTHON|XDG|SSH|LC|PREJIT|CI|GITHUB|RUNNER)_\w*|_|PATH|HOME|PWD|OLDPWD|USER|LOGNAME|SHELL|SHLVL"
-    r"|TERM\w*|COLUMNS|LINES|TMPDIR|TEMP|TMP|LANG\w*|DISPLAY|HOSTNAME|COLORTERM|NO_COLOR|FORCE_COLOR"
-)
-"""Variables that differ between machines. Those that a library reads count for nothing; jax's are in keys."""
 _MAPPINGS = ("os.py", "_collections_abc.py", "<frozen os>", "<frozen _collections_abc>")
 """The files of the code between `os.environ` and its reader."""
 _JAX = re.compile(r"[/\\](site|dist)-packages[/\\](jax|jaxlib)[/\\]")
@@ -167,9 +164,14 @@ class Observer:
             self._imports[reader].add(name)
 
     def note_path(self, kind: Kind, path: Any) -> None:
-        """Note that a file or directory was read, or looked for."""
-        if isinstance(path, int) or (reader := self._reader()) is None:
+        """Note that a file or directory was read, or looked for; an integer is its descriptor."""
+        if (reader := self._reader()) is None:
             return
+        if isinstance(path, int):
+            try:
+                path = os.readlink(f"/proc/self/fd/{path}")
+            except OSError:
+                return
         file = os.path.abspath(os.fsdecode(path))
         if file in self._modules or is_installed(file) or file.startswith((*_ALIVE, *_caches())):
             return
@@ -188,8 +190,18 @@ class Observer:
         while frame is not None and frame.f_code.co_filename.endswith(_MAPPINGS):
             frame = frame.f_back
         is_own = frame is not None and frame.f_code.co_filename in self._modules
-        if is_own or not _VARYING.fullmatch(name):
+        if is_own or not varies(name):
             self._reads[reader].add(Input("variable", name))
+
+    def note_variables(self) -> None:
+        """Note that the names of the environment variables were read."""
+        if (reader := self._reader()) is not None:
+            self._reads[reader].add(Input("variable", VARIABLES))
+
+    def note_search(self, kind: Literal["module", "version of"], name: str) -> None:
+        """Note that code asked whether there is a module, or for the version of a distribution."""
+        if (reader := self._reader()) is not None:
+            self._reads[reader].add(Input(kind, name))
 
     def note_trouble(self, what: str) -> None:
         """Note that code did something whose result nothing stands for."""
@@ -268,6 +280,11 @@ def _caches() -> tuple[str, ...]:
     return () if not place else (os.path.abspath(place) + os.sep,)
 
 
+def canonical(distribution: str) -> str:
+    """Return the name of a distribution as all installers spell it."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
 @cache
 def _owners_of_packages(path: tuple[str, ...]) -> Mapping[str, Sequence[str]]:
     """Return the distributions that provide each package on `sys.path`."""
@@ -281,7 +298,7 @@ def _distributions(packages: Iterable[str]) -> set[str]:
     left = [each for package in packages for each in owners.get(package, ())]
     found = set[str]()
     while left:
-        name = re.sub(r"[-_.]+", "-", left.pop()).lower()
+        name = canonical(left.pop())
         if name not in found and (required := _required(name)) is not None:
             found.add(name)
             left += required

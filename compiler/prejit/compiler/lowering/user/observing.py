@@ -2,32 +2,37 @@
 
 Modules: `builtins.__import__`, `importlib.import_module` and the loader of source files are replaced while
 code of the user runs, so that computed names count too. Files, directories, processes and connections: audit
-events of Python, and the calls in `native_reading`. Environment variables: `os.environ`. The hooks see all
-threads of the process, because user code reads in threads too.
+events of Python, and the calls in `native_reading`. Environment variables: `os.environ`. Whether there
+is a module: `importlib.util`; versions: `importlib.metadata`. The hooks see all threads of the process,
+because user code reads in threads too.
 """
 
 from __future__ import annotations
 
 import _posixsubprocess
 import builtins
-import importlib
+import importlib.util
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
+from importlib import metadata
 from importlib.machinery import SourceFileLoader
 from importlib.util import resolve_name
 from types import CodeType, FrameType
 from typing import Any
+from urllib.parse import unquote, urlsplit
 from weakref import WeakKeyDictionary
 
 from prejit.compiler.lowering.user.inputs import is_installed
 from prejit.compiler.lowering.user.native_reading import NativeReaders
-from prejit.compiler.lowering.user.observer import Observer
+from prejit.compiler.lowering.user.observer import Observer, canonical
 
 _BOOTSTRAP: Any = importlib._bootstrap
+_UTIL: Any = importlib.util
+_STATUSES = ("stat", "lstat", "access", "readlink")
 _FORKS = ("os.fork", "os.forkpty")
 _PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
 _CONNECTIONS = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname")
@@ -44,8 +49,10 @@ def observing(observer: Observer) -> Iterator[None]:
     global _observer
     _install_audit_hook()
     importing, finding, get = builtins.__import__, _BOOTSTRAP._gcd_import, os._Environ.__getitem__
-    stat, get_code, fork = os.stat, SourceFileLoader.get_code, _posixsubprocess.fork_exec
-    start = threading.Thread.start
+    get_code, fork = SourceFileLoader.get_code, _posixsubprocess.fork_exec
+    start, names, search = threading.Thread.start, os._Environ.__iter__, _UTIL._find_spec
+    of_system = {name: getattr(os, name) for name in (*_STATUSES, "open")}
+    from_name = vars(metadata.Distribution)["from_name"]
 
     def is_on() -> bool:
         return _observer is not None and not _is_busy()
@@ -104,11 +111,33 @@ def observing(observer: Observer) -> Iterator[None]:
             observer.note_variable(os.fsdecode(key))
         return get(self, key)
 
-    def read_status(path: Any, **options: Any) -> Any:
+    def read_names(self: Any) -> Iterator[Any]:
         if is_on():
-            with _unobserved():
-                observer.note_path("existence of", path)
-        return stat(path, **options)
+            observer.note_variables()
+        return names(self)
+
+    def find_spec(name: str, *args: Any) -> Any:
+        if is_on():
+            observer.note_search("module", name)
+        return search(name, *args)
+
+    def find_distribution(cls: type[metadata.Distribution], name: str) -> Any:
+        if is_on():
+            observer.note_search("version of", canonical(name))
+        return from_name.__func__(cls, name)
+
+    def reader(call: str) -> Callable[..., Any]:
+        """Return a call of the system that notes its path."""
+
+        @wraps(of_system[call])
+        def read(path: Any, *args: Any, **options: Any) -> Any:
+            directory = options.get("dir_fd")
+            if is_on() and (call != "open" or directory is not None):
+                with _unobserved():
+                    _note_status(observer, call, path, directory)
+            return of_system[call](path, *args, **options)
+
+        return read
 
     def start_process(*args: Any) -> int:  # that of multiprocessing raises no audit event
         if is_on():
@@ -125,7 +154,11 @@ def observing(observer: Observer) -> Iterator[None]:
     _BOOTSTRAP._gcd_import = find_module
     os._Environ.__getitem__ = read_variable  # type: ignore[method-assign]
     SourceFileLoader.get_code = read_code  # type: ignore[method-assign, assignment]
-    os.stat = read_status
+    os._Environ.__iter__ = read_names  # type: ignore[method-assign]
+    _UTIL._find_spec = find_spec
+    metadata.Distribution.from_name = classmethod(find_distribution)  # type: ignore[method-assign, assignment]
+    for name in of_system:
+        setattr(os, name, reader(name))
     _posixsubprocess.fork_exec = start_process
     threading.Thread.start = start_thread  # type: ignore[method-assign]
     readers.wrap()
@@ -140,7 +173,11 @@ def observing(observer: Observer) -> Iterator[None]:
         _BOOTSTRAP._gcd_import = finding
         os._Environ.__getitem__ = get  # type: ignore[method-assign]
         SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
-        os.stat = stat
+        os._Environ.__iter__ = names  # type: ignore[method-assign]
+        _UTIL._find_spec = search
+        metadata.Distribution.from_name = from_name  # type: ignore[method-assign]
+        for name, call in of_system.items():
+            setattr(os, name, call)
 
 
 @contextmanager
@@ -199,7 +236,7 @@ def _install_audit_hook() -> None:
         "os.listdir": lambda observer, args: observer.note_path("directory", args[0] or "."),
         "os.scandir": lambda observer, args: observer.note_path("directory", args[0] or "."),
         "ctypes.dlopen": _note_library,
-        "sqlite3.connect": lambda observer, args: observer.note_path("file", args[0]),
+        "sqlite3.connect": _note_database,
         **dict.fromkeys(
             (*_FORKS, *_PROCESSES), lambda observer, _: observer.note_trouble("starts a process")
         ),
@@ -224,6 +261,25 @@ def _note_open(observer: Observer, args: tuple[Any, ...]) -> None:
     )
     if isinstance(path, str | bytes | os.PathLike) and not writes:
         observer.note_path("file", path)
+
+
+def _note_status(observer: Observer, call: str, path: Any, directory: int | None) -> None:
+    """Note that code asked for the status of a path, or opened one in a directory that is open."""
+    if directory is not None:
+        try:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), os.fsdecode(path))
+        except OSError:
+            return
+    # `realpath` asks about each directory of a path: only links among them matter, and what is below.
+    if call != "lstat" or isinstance(path, int) or os.path.islink(path) or not os.path.isdir(path):
+        observer.note_path("file" if call == "open" else "existence of", path)
+
+
+def _note_database(observer: Observer, args: tuple[Any, ...]) -> None:
+    path = args[0]
+    if isinstance(path, str) and path.startswith("file:"):
+        path = unquote(urlsplit(path).path)
+    observer.note_path("file", path)
 
 
 def _note_library(observer: Observer, args: tuple[Any, ...]) -> None:

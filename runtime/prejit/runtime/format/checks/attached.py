@@ -80,7 +80,10 @@ def check_types(manifests: Iterable[ImageManifest], attached: Collection[str], p
 
 def is_ours(content: bytes) -> bool:
     """Return whether prejit wrote an `index.json`: its keys are sorted, and other tools begin otherwise."""
-    found: Any = json.loads(content)
+    try:
+        found: Any = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
     return isinstance(found, dict) and next(iter(found), "") == "manifests"
 
 
