@@ -202,7 +202,6 @@ async def _read_prompts(
                 served,
                 token_ids,
                 add_special_tokens=body.add_special_tokens is not False,
-                is_cut=keep is not None,
             )
         kept = prompts.kept(served, token_ids, keep)
         if not body.echo:
