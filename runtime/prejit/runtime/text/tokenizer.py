@@ -90,7 +90,10 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Return the token ids of many texts, computed on all cores while other threads run. Raises as `encode`."""
+        """Return the token ids of many texts, computed on all cores.
+
+        Other threads run meanwhile. Raises as `encode`.
+        """
         for text in texts:
             _check_unicode(text)
         encodings = self._encoded(

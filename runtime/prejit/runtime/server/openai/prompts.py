@@ -86,8 +86,8 @@ def encoded(served: Served, text: str, *, add_special_tokens: bool = True) -> li
 
     Raises:
         UsageError: the bundle has no tokenizer.
-        ContextError: the text is certainly longer than any context. That is also so where only its end is kept:
-            all of it would be tokenized.
+        ContextError: the text is certainly longer than any context, also where only its end is kept: all
+            of it would be tokenized.
     """
     bundle = served.bundle
     decoder = bundle.config.decoder
