@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -358,6 +359,46 @@ def test_bad_words_do_not_come(post: Post, bundle: Bundle) -> None:
         text = found["choices"][0]["text"]
         # All that came before the word is the same.
         assert text.startswith(free[: free.index(word)].rstrip())
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"allowed_token_ids": [400, 401], "structured_outputs": {"json": {"type": "integer"}}},
+        {"bad_words": ["   "]},
+        {"allowed_token_ids": [400], "bad_words": ["do"]},
+    ],
+)
+def test_limits_that_leave_nothing_are_a_400(limits: dict[str, Any], post: Post) -> None:
+    found = post("/v1/completions", {**TEXT, **limits})
+    assert found.status_code == 400, found.text
+    assert "bad_words" in found.json()["error"]["message"]
+
+
+def test_a_text_of_a_grammar_ends_without_an_allowed_stop_token(post: Post, bundle: Bundle) -> None:
+    yes = bundle.grammars.regex("[0-9]{3}")([])
+    ids = np.flatnonzero(yes).tolist()
+    body = {**TEXT, "max_tokens": 9, "structured_outputs": {"regex": "[0-9]{3}"}}
+    found = post("/v1/completions", {**body, "allowed_token_ids": ids}).json()["choices"][0]
+    assert (len(found["text"].strip()), found["finish_reason"]) == (3, "stop")
+
+
+@pytest.mark.parametrize(
+    "heavy",
+    [
+        {"bad_words": ["xyz abc" * 73] * 128},
+        {"allowed_token_ids": [*range(512)] * 512},
+    ],
+)
+def test_limits_of_many_prompts_are_read_once(heavy: dict[str, Any], post: Post) -> None:
+    def seconds(count: int) -> float:
+        began = time.perf_counter()
+        found = post("/v1/completions", {**TEXT, **heavy, "prompt": ["a"] * count, "max_tokens": 1})
+        assert found.status_code == 200, found.text
+        return time.perf_counter() - began
+
+    seconds(32)  # the programs of this batch are loaded
+    assert seconds(32) < 8 * min(seconds(1) for _ in range(3))
 
 
 def _spelled(bundle: Bundle, word: str) -> list[int]:

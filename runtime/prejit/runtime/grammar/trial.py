@@ -77,7 +77,11 @@ class Trial:
 
     def stop(self) -> None:
         """End the process. What it compiles now raises UsageError in its thread."""
-        if (process := self._process) is not None:
+        process, self._process = (
+            self._process,
+            None,
+        )  # the next grammar does not meet one that is dying
+        if process is not None:
             process.child.kill()
 
 

@@ -29,6 +29,9 @@ that a push stays cheap."""
 _TOKEN_CHARACTERS = 1024
 """No known tokenizer has a token of this many characters. A text with more than this per token of the context
 is certainly too long. It is not tokenized, because that takes time in proportion to its length."""
+_ALONE = 1000
+"""Up to this many characters or tokens are worked on without releasing the GIL: that takes a millisecond, and
+handing one to another thread a tenth of it."""
 _INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
@@ -78,6 +81,8 @@ class Tokenizer:
                 f"{len(text)} characters",
                 hint="shorten the prompt, or add a longer context to [generate] of the manifest",
             )
+        if len(text) > _ALONE:
+            return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return self._encoded(
             lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         )
@@ -85,7 +90,10 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Return the token ids of many texts, computed on all cores. Raises as `encode`."""
+        """Return the token ids of many texts, computed on all cores.
+
+        Other threads run meanwhile. Raises as `encode`.
+        """
         for text in texts:
             _check_unicode(text)
         encodings = self._encoded(
@@ -161,6 +169,11 @@ class Tokenizer:
             ) from error
 
     def _decode(self, token_ids: list[int]) -> str:
+        if len(token_ids) > _ALONE:  # other threads run while a batch is decoded
+            return self._decoded(
+                lambda: self._tokenizer.decode_batch([token_ids], skip_special_tokens=True)[0],
+                token_ids,
+            )
         return self._decoded(
             lambda: self._tokenizer.decode(token_ids, skip_special_tokens=True), token_ids
         )

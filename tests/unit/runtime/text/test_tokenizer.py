@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -330,3 +331,23 @@ def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
     with pytest.raises(ContextError, match=r"at most 4 tokens .*, found a text of 4097 characters"):
         tokenizer.encode("a" * 4097, max_tokens=4)
     assert len(byte_level().encode("ab" * 2048, max_tokens=4)) > 4, "near the bound: tokens decide"
+
+
+@pytest.mark.parametrize("what", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_worked_on(what: str) -> None:
+    tokenizer = sentencepiece()
+    text = "abdef " * 20_000
+    token_ids = tokenizer.encode(text)
+    work = (
+        (lambda: tokenizer.encode(text))
+        if what == "encode"
+        else (lambda: tokenizer.decode(token_ids * 8))
+    )
+    thread = threading.Thread(target=work)
+    longest, last = 0.0, (began := time.perf_counter())
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert longest < (time.perf_counter() - began) / 2

@@ -13,12 +13,12 @@ from starlette.requests import Request
 
 from prejit.runtime.errors import NumbersError
 from prejit.runtime.generation.generate import Piece, Result, Stats
+from prejit.runtime.generation.sampling import Logprob
 from prejit.runtime.server import allowed
 from prejit.runtime.server.disconnect import unless_gone
 from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai.fields import PromptTokensDetails, Sampled, TokenUsage
 from prejit.runtime.server.openai.prompts import kept
-from prejit.runtime.server.openai.token_limits import limited
 from prejit.runtime.server.served import Served
 from prejit.runtime.server.settings import Settings
 
@@ -41,6 +41,10 @@ _REASONS: dict[str, Reason] = {
     "mask": "stop",
 }
 """OpenAI's finish_reason by the engine's. A mask that allows no more tokens is a grammar that is complete."""
+
+
+_PLACE_CHARACTERS = 5
+"""A token in a list of log-probabilities takes as long as so many characters of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,7 @@ def text_call(
 
     Raises:
         ApiError: the key may not have its priority, or has no tokens left.
-        ApiError, UsageError, ContextError: the limits cannot be kept, or the prompt is certainly too long.
+        ApiError, ContextError: the limits cannot be kept, or the prompt is certainly too long.
     """
     key: ApiKey = request.state.key
     allowed.check_tokens(key)
@@ -157,7 +161,7 @@ def text_call(
         prompt=kept(served, prompt, body.truncate_prompt_tokens),
         options=options,
         choices=choices,
-        mask=limited(served, body, mask),
+        mask=mask,
         priority=allowed.priority(key, body.priority),
         client=key.name,
         limits=key.limits,
@@ -173,7 +177,7 @@ async def pieces(calls: Sequence[TextCall]) -> AsyncGenerator[Pieces, None]:
     The continuations end with the context. The iterator raises what happens after they were submitted.
 
     Raises:
-        ApiError: they are more than the queue takes.
+        ApiError: they are more than may wait.
         UsageError, ContextError, QueueFullError, ClosedError, DeadlineError: as `Engine.stream`.
         NumbersError: the model returned no numbers.
     """
@@ -202,18 +206,24 @@ async def _numbered(streams: Sequence[Stream]) -> Pieces:
 
 
 def _check_count(calls: Sequence[TextCall]) -> None:
-    """Check that a request has no more continuations than its queue takes: it could wait for ever.
+    """Check that a request has no more continuations than may wait: it could be tried again for ever.
 
     Raises:
         ApiError: it has.
     """
     count = sum(call.choices for call in calls)
-    most = min((call.engine.queue_size for call in calls), default=0)
+    sizes = [(call.engine.queue_size, "the length of the queue") for call in calls]
+    sizes += [
+        (call.limits.waiting, "how many requests of this key may wait")
+        for call in calls
+        if call.limits.waiting is not None
+    ]
+    most, limit = min(sizes, default=(0, ""))
     if count > most:
         raise ApiError(
             400,
-            f"n: expected at most {most} continuations of all prompts together, which is the length of the "
-            f"queue, found {count}; send several requests",
+            f"n: expected at most {most} continuations of all prompts together, which is {limit}, found "
+            f"{count}; send several requests",
             param="n",
         )
 
@@ -222,7 +232,7 @@ async def results(request: Request, calls: Sequence[TextCall]) -> list[list[Resu
     """Return the continuations of each call.
 
     Raises:
-        ApiError: they are more than the queue takes.
+        ApiError: they are more than may wait.
         ClientDisconnect: the client is gone. The calls are cancelled.
         UsageError, ContextError, QueueFullError, ClosedError, DeadlineError: as `Engine.generate`.
         NumbersError: the model returned no numbers.
@@ -243,6 +253,17 @@ async def results(request: Request, calls: Sequence[TextCall]) -> list[list[Resu
         for result in each:
             check_numbers(result.finish_reason)
     return found
+
+
+def listed(found: Sequence[Sequence[Result]], scores: Sequence[Sequence[Logprob]]) -> int:
+    """Return how many characters take as long as the log-probabilities of an answer, for `prompts.off_loop`.
+
+    Args:
+        found: the continuations of each prompt.
+        scores: the log-probabilities of the tokens of each prompt.
+    """
+    lists = [*scores, *(result.logprobs or () for results in found for result in results)]
+    return sum(_PLACE_CHARACTERS * (1 + len(each[0].top)) * len(each) for each in lists if each)
 
 
 def check_numbers(reason: str | None) -> None:

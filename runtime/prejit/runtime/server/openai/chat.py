@@ -61,6 +61,7 @@ from prejit.runtime.server.openai.messages import (
     plain_tools,
 )
 from prejit.runtime.server.openai.prompt_scores import PromptLogprobs, as_vllm
+from prejit.runtime.server.openai.token_limits import limited
 from prejit.runtime.server.openai.tool_calls import ToolCall
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
@@ -232,14 +233,22 @@ async def chat(models: Models, settings: Settings, request: Request) -> Response
         ),
         options=options,
         choices=body.n or 1,
-        mask=await masks(request, served, tools, _constraint(body), options["stop_token_ids"]),
+        mask=await limited(
+            served,
+            body,
+            await masks(request, served, tools, _constraint(body), options["stop_token_ids"]),
+            options["stop_token_ids"],
+        ),
     )
     [scores] = await prompt_scores.scores(request, served, [wanted], body.prompt_logprobs)
     answer = _Answer(body, served, tools)
     if body.stream:
         return EventStream(answer.events(wanted))
     [found] = await calls.results(request, [wanted])
-    return answered(answer.completion(found, wanted.prompt, scores))
+    return await prompts.off_loop(
+        calls.listed([found], [scores]),
+        lambda: answered(answer.completion(found, wanted.prompt, scores)),
+    )
 
 
 def _tools(body: ChatRequest) -> Tools:

@@ -40,6 +40,7 @@ from prejit.runtime.server.openai.logprobs import (
     token_names,
 )
 from prejit.runtime.server.openai.prompt_scores import PromptLogprobs, as_vllm
+from prejit.runtime.server.openai.token_limits import limited
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
@@ -123,6 +124,7 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
     mask = None
     if constraint is not None:
         mask = await mask_of(request, served, constraint, options["stop_token_ids"])
+    mask = await limited(served, body, mask, options["stop_token_ids"])
     wanted = [
         text_call(
             request,
@@ -141,7 +143,8 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
     if body.stream:
         return EventStream(answer.events())
     found = None if body.max_tokens == 0 else await calls.results(request, wanted)
-    return answered(answer.completion(found))
+    listed = calls.listed(found or (), scores)
+    return await prompts.off_loop(listed, lambda: answered(answer.completion(found)))
 
 
 def as_prompts(field: PromptField) -> list[str | list[int]]:
@@ -202,7 +205,6 @@ async def _read_prompts(
                 served,
                 token_ids,
                 add_special_tokens=body.add_special_tokens is not False,
-                is_cut=keep is not None,
             )
         kept = prompts.kept(served, token_ids, keep)
         if not body.echo:

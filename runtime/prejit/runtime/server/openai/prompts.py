@@ -76,24 +76,22 @@ def kept(served: Served, prompt: Sequence[int], keep: int | None) -> Sequence[in
     return prompt
 
 
-def encoded(
-    served: Served, text: str, *, add_special_tokens: bool = True, is_cut: bool = False
-) -> list[int]:
+def encoded(served: Served, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Return the token ids of a prompt. Call it by `off_loop`.
 
     Args:
         served: the model.
         text: the prompt.
         add_special_tokens: whether the tokenizer adds its own.
-        is_cut: whether the prompt may be longer than any context, because only its end is used.
 
     Raises:
         UsageError: the bundle has no tokenizer.
-        ContextError: the text is longer than any context.
+        ContextError: the text is certainly longer than any context, also where only its end is kept: all
+            of it would be tokenized.
     """
     bundle = served.bundle
     decoder = bundle.config.decoder
-    room = None if decoder is None or is_cut else bundle.decoder.contexts[-1]
+    room = None if decoder is None else bundle.decoder.contexts[-1]
     return bundle.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=room)
 
 

@@ -49,6 +49,7 @@ from prejit.runtime.server.openai.responses_schema import (
     ResponseSchemaFormat,
     ResponseUsage,
 )
+from prejit.runtime.server.openai.token_limits import limited
 from prejit.runtime.server.openai.tool_calls import Parts, ToolCall
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
@@ -83,13 +84,20 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
             len(await request.body()), lambda: _prompt(body, served, tools)
         ),
         options=options,
-        mask=await masks(request, served, tools, _constraint(body), options["stop_token_ids"]),
+        mask=await limited(
+            served,
+            body,
+            await masks(request, served, tools, _constraint(body), options["stop_token_ids"]),
+            options["stop_token_ids"],
+        ),
     )
     answer = _Answer(body, served, tools)
     if body.stream:
         return EventStream(answer.events(wanted), answer.failed)
     [[result]] = await calls.results(request, [wanted])
-    return answered(answer.whole(result))
+    return await prompts.off_loop(
+        calls.listed([[result]], []), lambda: answered(answer.whole(result))
+    )
 
 
 def _tools(body: ResponseRequest) -> Tools:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from prejit.runtime.base import arguments
+from prejit.runtime.errors import UsageError
 from prejit.runtime.server.openai.fields import Sampled
+from prejit.runtime.server.openai.prompts import off_loop
 from prejit.runtime.server.served import Served
 
 if TYPE_CHECKING:
@@ -18,8 +20,11 @@ if TYPE_CHECKING:
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-def limited(
-    served: Served, body: Sampled, mask: Callable[[], TokenMask] | None
+async def limited(
+    served: Served,
+    body: Sampled,
+    mask: Callable[[], TokenMask] | None,
+    stop_token_ids: Collection[int] | None,
 ) -> Callable[[], TokenMask] | None:
     """Return what makes token masks that also keep the limits of a request; None: all tokens are allowed.
 
@@ -28,21 +33,41 @@ def limited(
         body: has the limits.
         mask: makes token masks of other limits, such as a grammar; None: there are none.
 
+        stop_token_ids: of the request; None: those of the model.
+
     Raises:
-        UsageError: a token is not in the vocabulary; or there are bad words and no tokenizer.
+        UsageError: a token is not in the vocabulary, a bad word has no tokens, or there is no tokenizer for
+            them. The masks raise it, too: the limits leave no token, and the text is not at its end.
     """
-    if body.allowed_token_ids is None and not body.bad_words:
+    words, token_ids = body.bad_words or (), body.allowed_token_ids
+    if token_ids is None and not words:
         return mask
-    size = served.bundle.decoder.decoder.vocab_size
+    work = sum(map(len, words)) + len(token_ids or ())
+    return await off_loop(work, lambda: _limited(served, body, mask, stop_token_ids))
+
+
+def _limited(
+    served: Served,
+    body: Sampled,
+    mask: Callable[[], TokenMask] | None,
+    stop_token_ids: Collection[int] | None,
+) -> Callable[[], TokenMask]:
+    decoder = served.bundle.decoder.decoder
+    size = decoder.vocab_size
+    stops = decoder.eos_token_ids if stop_token_ids is None else stop_token_ids
+    ends = [token_id for token_id in stops if token_id < size]
     always = np.full(size, body.allowed_token_ids is None)
     if body.allowed_token_ids is not None:
         arguments.check_vocabulary("allowed_token_ids", body.allowed_token_ids, size)
         always[body.allowed_token_ids] = True
-    longer: list[tuple[list[int], int]] = []
+    longer: dict[int, list[tuple[list[int], int]]] = {}  # by the token before the last
     for word in body.bad_words or ():
-        for *before, last in _spellings(served.bundle.tokenizer, word):
+        spellings = _spellings(served.bundle.tokenizer, word)
+        if not spellings:
+            raise UsageError(f"bad_words: expected texts that have tokens, found {word!r:.80}")
+        for *before, last in spellings:
             if before:
-                longer.append((before, last))
+                longer.setdefault(before[-1], []).append((before, last))
             else:
                 always[last] = False
 
@@ -51,11 +76,19 @@ def limited(
 
         def allowed(token_ids: Sequence[int]) -> _Mask:
             found = always.copy()
-            for before, last in longer:
+            for before, last in longer.get(token_ids[-1], ()) if token_ids else ():
                 if [*token_ids[-len(before) :]] == before:
                     found[last] = False
-            if inner is not None and (other := inner(token_ids)) is not None:
+            other = None if inner is None else inner(token_ids)
+            if other is not None:
                 found &= other
+            is_end = other is not None and (other[ends].any() or not other.any())
+            if not is_end and not found.any():
+                raise UsageError(
+                    f"allowed_token_ids, bad_words: expected them to leave a token that may come, found none "
+                    f"after {len(token_ids)} tokens",
+                    hint="allow more tokens, those of a grammar and one that ends the answer included",
+                )
             return found
 
         return allowed

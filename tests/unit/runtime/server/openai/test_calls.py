@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prejit.runtime.engine.queue import NO_LIMITS
+from prejit.runtime.engine.queue import NO_LIMITS, Limits
 from prejit.runtime.errors import NumbersError, QueueFullError
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.server.errors import ApiError
@@ -52,9 +52,9 @@ class Engine:
         return self.left.pop(0)
 
 
-def call(engine: Any, choices: int) -> TextCall:
+def call(engine: Any, choices: int, limits: Limits = NO_LIMITS) -> TextCall:
     options = {"seed": 2**64 - 1}
-    return TextCall(engine, [1], options, choices, None, 0, "", NO_LIMITS, None, "")
+    return TextCall(engine, [1], options, choices, None, 0, "", limits, None, "")
 
 
 async def take(calls: list[TextCall], count: int) -> list[tuple[int, str]]:
@@ -90,6 +90,14 @@ def test_more_texts_than_the_queue_takes_are_refused_for_ever() -> None:
     engine = Engine(*(Stream([]) for _ in range(5)))
     with pytest.raises(ApiError, match=r"n: expected at most 4 .*, found 5") as error:
         asyncio.run(take([call(engine, 2), call(engine, 3)], 1))
+    assert error.value.status == 400
+    assert engine.seeds == []
+
+
+def test_more_texts_than_a_key_may_have_waiting_are_refused_for_ever() -> None:
+    engine = Engine(*(Stream([]) for _ in range(3)))
+    with pytest.raises(ApiError, match=r"at most 2 .* requests of this key .*, found 3") as error:
+        asyncio.run(take([call(engine, 3, Limits(waiting=2))], 1))
     assert error.value.status == 400
     assert engine.seeds == []
 
