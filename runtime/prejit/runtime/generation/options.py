@@ -200,8 +200,6 @@ class Request:
         sampling: how tokens are chosen.
         max_new_tokens: stop after this many tokens; None: at a stop token or when the longest context is
             full.
-        min_new_tokens: no stop token comes, and no stop string ends the text, before this many tokens.
-            Decoding takes one step per call until then.
         stop_token_ids: stop at any of these; None: at those of the model's generation config.
         logprobs: return the log-probability of each new token and of this many of the most likely tokens, 0
             to 20; None: none at all.
@@ -211,6 +209,8 @@ class Request:
             `draft_tokens`. The tokens are the same; text that repeats itself comes faster.
         prefix: a computed beginning of the prompt, from `Bundle.prefix` of the same bundle.
         source: what an encoder-decoder reads: token ids [N], or an array such as a spectrogram [80, N].
+        min_new_tokens: no stop token comes, and no stop string ends the text, before this many tokens.
+            Decoding takes one step per call until then.
         namespace: the prompt begins with what a cache has of earlier texts of this namespace only.
 
     Raises:
@@ -219,18 +219,10 @@ class Request:
 
     prompt: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
-    namespace: Namespace = ()
     max_new_tokens: int | None = _option(
         None,
         _optional(_integer(1)),
         "stop after N tokens; without it, at a stop token or at the end of the longest context",
-        flag=int,
-        published=True,
-    )
-    min_new_tokens: int = _option(
-        0,
-        _integer(0),
-        "no stop token and no stop text ends the answer before N tokens",
         flag=int,
         published=True,
     )
@@ -256,6 +248,14 @@ class Request:
         "what an encoder-decoder reads: a text, or the path of a .npy file",
         flag=str,
     )
+    min_new_tokens: int = _option(
+        0,
+        _integer(0),
+        "no stop token and no stop text ends the answer before N tokens",
+        flag=int,
+        published=True,
+    )
+    namespace: Namespace = ()
 
     def __post_init__(self) -> None:
         prompt = arguments.integers("prompt", self.prompt, "a list of token ids")
