@@ -156,7 +156,9 @@ def test_an_engine_that_threads_use_and_leave_at_random(
     found = engine.metrics()
     assert (found.running, found.waiting, found.kv_cache_usage) == (0, 0, 0.0), found
     assert sum(found.finished.values()) == sum(outcomes.values())
-    assert found.finished["refused"] == outcomes["queue full"]
+    # A request that makes room for another one is refused, even if nobody reads that any more.
+    left = sum(outcomes[way] for way in ("cancelled", "close", "drop", "task"))
+    assert 0 <= found.finished["refused"] - outcomes["queue full"] <= left
     assert found.finished["error"] == 0
     assert found.prefix_bytes <= 1 << 20
     engine.close()
