@@ -57,6 +57,7 @@ COUNTED: Mapping[str, bool | int | float | str | None] = {
     "jax_mutable_array_checks": True,
     "jax_no_execution": False,
     "jax_no_tracing": False,
+    "jax_num_cpu_devices": -1,
     "jax_numpy_dtype_promotion": "standard",
     "jax_numpy_rank_promotion": "allow",
     "jax_optimization_level": "UNKNOWN",
@@ -107,7 +108,7 @@ HARMLESS = frozenset(
     jax_force_dcn_cross_host_transfers jax_include_debug_info_in_dumps
     jax_log_checkpoint_residuals jax_log_compiles jax_logging_level jax_mock_gpu_topology
     jax_mtls_ca_file jax_mtls_cert_file jax_mtls_key_file jax_mtls_peer_uri_prefix
-    jax_num_cpu_devices jax_num_generated_cases jax_oneapi_visible_devices
+    jax_num_generated_cases jax_oneapi_visible_devices
     jax_pallas_verbose_errors jax_persistent_cache_enable_xla_caches
     jax_persistent_cache_min_compile_time_secs jax_persistent_cache_min_entry_size_bytes
     jax_pgle_aggregation_percentile jax_pgle_profiling_runs jax_pjrt_client_create_options
