@@ -538,14 +538,18 @@ def _request() -> Callable[[bytes], object]:
         (tokens._DETOKENIZE, []),
     ]
 
+    settings: Any = SimpleNamespace(ignore_unknown_fields=False)
+
     def parse(content: bytes) -> object:
         async def body() -> bytes:
             return content
 
+        request: Any = SimpleNamespace(body=body)
+
         async def read_all() -> None:
             for decoder, uses in readers:
                 with contextlib.suppress(*expected):
-                    found = await read(SimpleNamespace(body=body), decoder)  # type: ignore[arg-type]
+                    found = await read(request, decoder, settings)
                     for use in uses:
                         use(found)
 

@@ -292,7 +292,7 @@ def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(
     copy = shutil.copytree(bundle, tmp_path / "serve")
     signed = sign(copy, signer("a"))
     assert digests == {digest.removeprefix("sha256:") for digest in signed.subjects}
-    assert signed.added == len(signed.subjects) + 1  # and the provenance
+    assert signed.added == len(signed.subjects) + 2  # and the provenance and the list of parts
 
 
 def attached_to(bundle: Path) -> tuple[Any, Any]:

@@ -28,8 +28,10 @@ OUTPUT_MARK = "\n    | "
 _ANSWER_SECONDS = 5.0
 """Time that a worker without a usable answer has to end by itself."""
 _LAST_LINES = 15
-"""Maximum lines of a worker's output in an error."""
-_LAST_BYTES = 8 << 10
+"""Maximum lines in an error of a worker's output, and of the stack with which faulthandler ends it."""
+_FATAL = "Fatal Python error: "
+"""Begins what faulthandler writes. Its stack begins with the innermost call."""
+_LAST_BYTES = 16 << 10
 """Maximum bytes of a worker's output that are read for an error."""
 
 
@@ -237,8 +239,13 @@ class WorkerProcess:
     def _last_lines(self, start: int) -> tuple[str, ...]:
         end = self._stderr.seek(0, os.SEEK_END)
         self._stderr.seek(max(start, end - _LAST_BYTES))
-        text = self._stderr.read().decode("utf-8", "replace")
-        return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-_LAST_LINES:]
+        words, fatal, stack = self._stderr.read().decode("utf-8", "replace").partition(_FATAL)
+        stack = (fatal + stack).partition("\nExtension modules: ")[0]
+        return (*_lines_of(words)[-_LAST_LINES:], *_lines_of(stack)[:_LAST_LINES])
+
+
+def _lines_of(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
 def _stored_results(toolchain: Toolchain, store: Store) -> Path | None:

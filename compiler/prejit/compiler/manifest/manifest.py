@@ -70,22 +70,22 @@ class Model:
             directory, relative to the manifest, or in Python a pytree of arrays.
         dtype: dtype in which the matrices are stored. All arithmetic is float32; a decoder of the user gets
             its matrices in float32 and computes as it was written.
-        accuracy: whether the build measures what the dtypes cost in accuracy.
         evaluation: path of a text, relative to the manifest, on whose last tokens accuracy is measured;
             without it, on random tokens.
         reads: files that the code of `module` reads by other means than Python's own `open`, relative to the
             manifest: paths, glob patterns, directories. It is traced again when one of them changes.
+        accuracy: whether the build measures what the dtypes cost in accuracy.
     """
 
     __pydantic_config__: ClassVar = STRICT
 
     source: str | None = None
     dtype: str = "float32"
-    accuracy: bool = True
     evaluation: str | None = None
     module: Any = None
     params: Any = None
     reads: tuple[str, ...] = ()
+    accuracy: bool = True
 
     @property
     def label(self) -> str:

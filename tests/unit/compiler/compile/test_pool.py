@@ -346,7 +346,12 @@ def test_an_out_of_memory_kill_is_reported_with_program_target_and_last_lines(
 def test_a_crash_is_reported_with_its_text(
     cache: DirectoryStore, fake: tuple[str, str], portable: str, lines: list[str]
 ) -> None:
-    assert str(failure(cache, fake, job(cache, "bad", portable))).splitlines()[1:] == lines
+    error = str(failure(cache, fake, job(cache, "bad", portable)))
+    said, fatal, stack = error.partition("\n      | Fatal Python error: ")
+    assert said.splitlines()[1:] == lines
+    assert bool(fatal) == (" killed by SIG" in said)
+    assert not fatal or " in compile_program\n" in stack
+    assert len(stack.splitlines()) <= 15
 
 
 def test_a_bug_of_ours_is_reported_with_its_traceback(

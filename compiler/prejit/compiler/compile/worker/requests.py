@@ -219,7 +219,7 @@ def _send(answers: BinaryIO, answer: dict[str, Any]) -> None:
 def main(compile_program: Compile = compile_program) -> None:
     """Run `python -m prejit.compiler.compile.worker STORE PLATFORM`."""
     answers = open(os.dup(1), "wb")  # noqa: SIM115 (open until the process ends)
-    faulthandler.enable()  # XLA that crashes shows where: the error quotes it
+    faulthandler.enable(all_threads=False)  # XLA that crashes shows where: the error quotes it
     os.dup2(2, 1)  # what XLA or a plugin prints must not mix with the answers
     import_compiler(sys.argv[2])  # once for all forks
     requests = open(0, "rb", buffering=0)  # noqa: SIM115
