@@ -558,7 +558,8 @@ ASKED = {
         "len(os.read(os.open('a', os.O_RDONLY, dir_fd=os.open(HERE / 'sub', os.O_RDONLY)), 9))"
     ),
     "a database by its URI": (
-        "sqlite3.connect(f'file:{HERE}/t.db?mode=ro', uri=True).execute('select v from t').fetchone()[0]"
+        "(lambda data: (data.execute('select v from t').fetchone()[0], data.close())[0])"
+        "(sqlite3.connect(f'file:{HERE}/t.db?mode=ro', uri=True))"
     ),
     "a tokenizer": "Tokenizer.from_file(str(HERE / 't.json')).get_vocab_size()",
     "variables, one by one": "2 + sum(name.startswith('TOY_') for name in os.environ)",
