@@ -128,7 +128,7 @@ def differing(*names: str, **conditions: str) -> JaxRequest:
         (
             replace(FOUND, name="jit_other", outcome="refused"),
             "program: recorded none of this name, found (float32[8])",
-            "but jax keeps no program that calls Python",
+            "but jax before 0.12 keeps no program that calls Python",
         ),
         (
             replace(FOUND, name="jit_other", not_kept=f"... {jax_texts.CALLBACKS} (...)"),

@@ -18,7 +18,7 @@ MISS = "PERSISTENT COMPILATION CACHE MISS for '%s' with key %r"
 NOT_WRITTEN = "Not writing persistent cache entry"
 """The beginning of the messages that a compiled program is not kept, such as one with host callbacks."""
 CALLBACKS = "because it uses host callbacks"
-"""Part of such a message if the program calls Python: jax keeps none of these."""
+"""Part of such a message if the program calls Python: jax before 0.12 keeps none of these."""
 TOO_QUICK = "because it took <"
 """Part of such a message if the reason is a setting of `prejit run`."""
 
