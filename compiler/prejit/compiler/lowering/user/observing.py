@@ -48,9 +48,10 @@ def observing(observer: Observer) -> Iterator[None]:
     """Observe the code that runs in the block, in all threads."""
     global _observer
     _install_audit_hook()
-    importing, finding, get = builtins.__import__, _BOOTSTRAP._gcd_import, os._Environ.__getitem__
+    _observe_variables()
+    importing, finding = builtins.__import__, _BOOTSTRAP._gcd_import
     get_code, fork = SourceFileLoader.get_code, _posixsubprocess.fork_exec
-    start, names, search = threading.Thread.start, os._Environ.__iter__, _UTIL._find_spec
+    start, search = threading.Thread.start, _UTIL._find_spec
     of_system = {name: getattr(os, name) for name in (*_STATUSES, "open")}
     from_name = vars(metadata.Distribution)["from_name"]
 
@@ -106,16 +107,6 @@ def observing(observer: Observer) -> Iterator[None]:
         code: CodeType = self.source_to_code(content, path)
         return code
 
-    def read_variable(self: Any, key: Any) -> Any:
-        if isinstance(key, str | bytes) and is_on():
-            observer.note_variable(os.fsdecode(key))
-        return get(self, key)
-
-    def read_names(self: Any) -> Iterator[Any]:
-        if is_on():
-            observer.note_variables()
-        return names(self)
-
     def find_spec(name: str, *args: Any) -> Any:
         if is_on():
             observer.note_search("module", name)
@@ -152,9 +143,7 @@ def observing(observer: Observer) -> Iterator[None]:
     before, _observer = _observer, observer
     builtins.__import__ = import_module
     _BOOTSTRAP._gcd_import = find_module
-    os._Environ.__getitem__ = read_variable  # type: ignore[method-assign]
     SourceFileLoader.get_code = read_code  # type: ignore[method-assign, assignment]
-    os._Environ.__iter__ = read_names  # type: ignore[method-assign]
     _UTIL._find_spec = find_spec
     metadata.Distribution.from_name = classmethod(find_distribution)  # type: ignore[method-assign, assignment]
     for name in of_system:
@@ -171,9 +160,7 @@ def observing(observer: Observer) -> Iterator[None]:
         threading.Thread.start = start  # type: ignore[method-assign]
         builtins.__import__ = importing
         _BOOTSTRAP._gcd_import = finding
-        os._Environ.__getitem__ = get  # type: ignore[method-assign]
         SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
-        os._Environ.__iter__ = names  # type: ignore[method-assign]
         _UTIL._find_spec = search
         metadata.Distribution.from_name = from_name  # type: ignore[method-assign]
         for name, call in of_system.items():
@@ -226,6 +213,30 @@ def _note_statement(
             observer.note_import(inner, frame)
         elif not hasattr(module, each):
             observer.note_absent(inner, frame)
+
+
+@cache
+def _observe_variables() -> None:
+    """Replace what reads environment variables from now on.
+
+    Not per block: Python 3.13 notices only the first thousand changes of a class, and then goes on to
+    call the `__getitem__` that it knows.
+    """
+    get, names = os._Environ.__getitem__, os._Environ.__iter__
+
+    def read_variable(self: Any, key: Any) -> Any:
+        if isinstance(key, str | bytes):
+            for observer in _watching():
+                observer.note_variable(os.fsdecode(key))
+        return get(self, key)
+
+    def read_names(self: Any) -> Iterator[Any]:
+        for observer in _watching():
+            observer.note_variables()
+        return names(self)
+
+    os._Environ.__getitem__ = read_variable  # type: ignore[method-assign]
+    os._Environ.__iter__ = read_names  # type: ignore[method-assign]
 
 
 @cache
