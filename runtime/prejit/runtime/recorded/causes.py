@@ -11,7 +11,9 @@ from prejit.runtime.recorded.events import REFUSED, UNCACHED, JaxRequest
 from prejit.runtime.recorded.hook import jax_texts
 
 _RECORD = "record this run too (prejit record -o BUNDLE -- COMMAND)"
-_CALLBACKS = "jax before 0.12 keeps no program that calls Python (pure_callback, io_callback, debug.print)"
+_CALLBACKS = (
+    "jax before 0.12 keeps no program that calls Python (pure_callback, io_callback, debug.print)"
+)
 _UNKNOWN = "not known"
 
 

@@ -22,6 +22,8 @@ import pytest
 from safetensors.numpy import save_file
 from tests.unit.compiler.sharing.fixtures import Memory
 
+from prejit.compiler.lowering.user.observer import Observer
+from prejit.compiler.lowering.user.observing import observing
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.code import find_code
 from prejit.compiler.pipeline.lowering import lower
@@ -557,10 +559,7 @@ ASKED = {
     "open beside a descriptor": (
         "len(os.read(os.open('a', os.O_RDONLY, dir_fd=os.open(HERE / 'sub', os.O_RDONLY)), 9))"
     ),
-    "a database by its URI": (
-        "(lambda data: (data.execute('select v from t').fetchone()[0], data.close())[0])"
-        "(sqlite3.connect(f'file:{HERE}/t.db?mode=ro', uri=True))"
-    ),
+    "a database by its URI": ("value_in(f'file:{HERE}/t.db?mode=ro')"),
     "a tokenizer": "Tokenizer.from_file(str(HERE / 't.json')).get_vocab_size()",
     "variables, one by one": "2 + sum(name.startswith('TOY_') for name in os.environ)",
     "variables, copied": "float(os.environ.copy().get('TOY_A', 2))",
@@ -569,6 +568,7 @@ ASKED = {
     "whether there is a distribution": "2 + has('toynew')",
 }
 ASKING = """
+import contextlib
 import importlib.util
 import os
 import pathlib
@@ -578,6 +578,11 @@ from importlib import metadata
 from tokenizers import Tokenizer
 
 HERE = pathlib.Path(__file__).parent
+
+
+def value_in(database):
+    with contextlib.closing(sqlite3.connect(database, uri=True)) as opened:
+        return opened.execute('select v from t').fetchone()[0]
 
 
 def has(name):
@@ -745,6 +750,21 @@ def test_no_shared_store_learns_anything_of_a_variable_that_code_reads(
     assert found.trace() == set()
     monkeypatch.setenv("MY_PIN", "12345")
     assert found.trace() == {"pin"}
+
+
+def test_a_variable_is_noticed_however_often_code_was_observed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.13 counts the changes of a class, and notices no more than a thousand."""
+    noted = list[str]()
+    observer = Observer(str(tmp_path))
+    monkeypatch.setattr(observer, "note_variable", noted.append)
+    for _ in range(600):
+        with observing(observer):
+            os.environ.get("MY_FACTOR")
+        for _ in range(20):  # so that the interpreter keeps what it calls
+            os.environ.get("MY_FACTOR")
+    assert noted.count("MY_FACTOR") == 600
 
 
 def test_an_environment_variable_that_code_does_not_read_changes_nothing(
