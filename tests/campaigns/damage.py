@@ -73,7 +73,7 @@ class Damage:
 
     @property
     def role(self) -> str:
-        """What the file is, for counts."""
+        """Return the role of the file, for counts."""
         return self.roles[0] if len(self.roles) == 1 else "two files"
 
 

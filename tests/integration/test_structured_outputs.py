@@ -1,4 +1,4 @@
-"""What an answer must be, in requests such as vLLM, llama.cpp and OpenAI document; and hostile ones."""
+"""Requests for structured output, as vLLM, llama.cpp and OpenAI document them; and hostile ones."""
 
 from __future__ import annotations
 

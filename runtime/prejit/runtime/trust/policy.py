@@ -122,7 +122,7 @@ class ProvenanceRule(NamedTuple):
     Attributes:
         builder: pattern of the builder's id; empty: any.
         source: patterns of the URIs of what it was built from, packages excepted; none: anything.
-        materials: patterns of URIs or digests, each of which fits one of the materials.
+        materials: patterns of URIs or digests. Each must match a material.
     """
 
     builder: str

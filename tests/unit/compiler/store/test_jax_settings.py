@@ -52,7 +52,7 @@ def other(name: str, value: Any) -> str:
 
 
 def test_every_setting_of_jax_that_is_not_known_to_be_harmless_is_in_the_configuration() -> None:
-    """Those of the registry of this jax: one that it adds has to be looked at."""
+    """A setting that a new jax adds must be listed as counted or harmless."""
     known = COUNTED.keys() | HARMLESS
     assert set(jax.config.values) - known == set()
     assert COUNTED.keys() & HARMLESS == set()

@@ -781,7 +781,7 @@ def test_an_engine_that_nobody_has_ends_its_thread(bundle: Bundle) -> None:
 
 
 class CollectingQueue(FairQueue[Any]):
-    """A queue in whose middle the garbage collector finds streams that nobody has."""
+    """A queue that is read while the garbage collector ends streams that nobody refers to."""
 
     def __iter__(self) -> Iterator[Any]:
         for item in super().__iter__():

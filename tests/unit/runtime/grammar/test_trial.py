@@ -29,7 +29,7 @@ def members(count: int) -> dict[str, Any]:
 
 
 def chain(count: int) -> dict[str, Any]:
-    """References in a row, of which each leads to two of the next."""
+    """Return a schema whose definitions each refer twice to the next one."""
     steps = {
         f"a{place}": {"properties": {side: {"$ref": f"#/$defs/a{place + 1}"} for side in "lr"}}
         for place in range(count)

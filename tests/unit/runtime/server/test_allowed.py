@@ -1,4 +1,4 @@
-"""What one key asks for must not cost another more than its share, nor show what the other has sent."""
+"""One key gets no more than its share, and learns nothing of what another one has sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Note the files that libraries open by native code, of which Python raises no audit event."""
+"""Note the files that libraries open by native code. Python raises no audit event for them."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def of_decoder(
         stored: the decoder as it is packed.
         sizes: the number of tokens that it knows, and its longest text.
         text: name of the text, its tokens and those that begin any text, int32; None: random tokens. The
-            models read it in windows, each of which begins as a text does.
+            models read it in windows, and each window begins as a text does.
         bos: the token that begins random ones.
 
     Raises:

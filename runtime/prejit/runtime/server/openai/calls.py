@@ -138,7 +138,7 @@ def text_call(
         settings: has the time that a request may take.
         served: the model.
         body: has the priority and the limits.
-        prompt: token ids, of which the request may keep only the end.
+        prompt: token ids. The request may keep only their end.
         options: as of `TextCall`.
         choices: as of `TextCall`.
         mask: as of `TextCall`.
