@@ -21,12 +21,16 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import product, repeat
+from itertools import count, product, repeat
 from socket import SO_LINGER, SOL_SOCKET
 from typing import Any
 
 HOST = "127.0.0.1"
 STREAMS = 4
+PROMPTS = 16
+"""How many prompts each stream of the honest client sends in turn, of about 40 tokens."""
+LETTERS = {str(byte - ord("!")): 100 for byte in range(ord("a"), ord("z") + 1)}
+"""A bias towards the tokens of letters, so that each token is text: an event tells the time of one token."""
 SCRAPE_SECONDS = 0.25
 """Pause between two scrapes of /metrics."""
 PATIENCE_SECONDS = 60.0
@@ -91,7 +95,7 @@ class Honest:
     firsts: list[float] = field(default_factory=list)
     scrapes: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    texts: dict[int, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
 
     async def run(self) -> dict[str, Any]:
         """Send requests until the time is over, and return what was seen."""
@@ -108,18 +112,16 @@ class Honest:
         }
 
     async def _read(self, number: int) -> None:
-        body = {
-            "model": "decoder",
-            "prompt": f"{number} abc name",
-            "max_tokens": 64,
-            "stream": True,
-        }
-        body |= {"temperature": 0, "ignore_eos": True}
-        while time.monotonic() < self.until:
+        body = {"model": "decoder", "max_tokens": 64, "stream": True, "temperature": 0}
+        body |= {"ignore_eos": True, "logit_bias": LETTERS}
+        for turn in count():
+            if time.monotonic() >= self.until:
+                return
+            prompt = f"{number} {turn % PROMPTS} " + "name abc 12 " * 4
             try:
-                text = await self._text(body)
-                if self.texts.setdefault(number, text) != text:
-                    raise ValueError(f"expected {self.texts[number]!r}, found {text!r}")
+                text = await self._text(body | {"prompt": prompt})
+                if self.texts.setdefault(prompt, text) != text:
+                    raise ValueError(f"expected {self.texts[prompt]!r}, found {text!r}")
             except (OSError, EOFError, ValueError) as error:
                 self.failures.append(f"{type(error).__name__}: {error}"[:300])
                 await asyncio.sleep(0.5)
@@ -423,19 +425,21 @@ class Hostile:
         return await self._send(self._chat(schema), leave_after=5)
 
     async def long_prompts(self) -> str:
-        """Sends 256 prompts of 9,000 characters."""
-        letters = "".join(self._random.choices("abcn 12", k=9000))
-        body = {"model": "decoder", "prompt": [letters] * 256, "max_tokens": 1}
+        """Sends 256 prompts of 9,000 characters, or fewer and shorter ones that the server takes."""
+        number, length = self._random.choice(((256, 9000), (256, 300), (24, 9000), (24, 300)))
+        letters = "".join(self._random.choices("abcn 12", k=length))
+        body = {"model": "decoder", "prompt": [letters] * number, "max_tokens": 1}
         return await self._send(request("/v1/completions", body, self._key))
 
     async def many_stops(self) -> str:
         """Asks for a text with 32 long stop strings."""
-        stops = [f"{place}" + "abc " * 200 for place in range(32)]
+        stops = [f"{place}" + "abc " * 100 for place in range(32)]
         return await self._send(self._completion(stop=stops, max_tokens=60), leave_after=10)
 
     async def many_texts(self) -> str:
-        """Asks for 128 texts of a schema."""
-        body = {"model": "decoder", "messages": [{"role": "user", "content": "abc"}], "n": 128}
+        """Asks for 128 texts of a schema, or for as many as the server takes."""
+        body = {"model": "decoder", "messages": [{"role": "user", "content": "abc"}]}
+        body["n"] = self._random.choice((128, 24, 4))
         schema = {"type": "string", "maxLength": 4000}
         shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
         body |= {"max_tokens": 400, "response_format": shape}

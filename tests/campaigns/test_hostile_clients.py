@@ -52,7 +52,7 @@ def bundle_dir(make_decoder: Callable[..., Path], tmp_path_factory: pytest.TempP
     """A decoder for eight texts at once. Where the figures count, a step takes some milliseconds."""
     sizes = {"n_embd": 512, "n_head": 8, "n_layer": 8} if IS_WHOLE else {}
     source = write_lettered(tmp_path_factory.mktemp("lettered") / "model", **sizes)
-    return make_decoder(source, batch=(8,), prompt=(64,), context=(512,))
+    return make_decoder(source, batch=(1, 8), prompt=(16, 64), context=(512,))
 
 
 def test_an_honest_client_beside_hostile_ones(bundle_dir: Path, tmp_path: Path) -> None:
@@ -72,6 +72,7 @@ def test_an_honest_client_beside_hostile_ones(bundle_dir: Path, tmp_path: Path) 
     try:
         server.wait_until_ready()
         told(client("honest", server, "honest", 1))  # the first requests load programs
+        fill_grammars(server)
         figures["honest client alone"] = alone = told(
             client("honest", server, "honest", ALONE_SECONDS)
         )
@@ -143,6 +144,20 @@ def told(process: subprocess.Popen[str]) -> dict[str, Any]:
     assert process.returncode == 0
     found: dict[str, Any] = json.loads(output)
     return found
+
+
+def fill_grammars(server: Process) -> None:
+    """Let a server keep as much of grammars as it ever does: that is on purpose."""
+    for number in range(20 if IS_WHOLE else 1):
+        names = (f"field_{number}_{place}" for place in range(1000))
+        schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+        answer = httpx.post(
+            f"{server.url}/v1/completions",
+            json={"model": "decoder", "prompt": "abc", "max_tokens": 1, "guided_json": schema},
+            headers={"Authorization": f"Bearer {KEYS['honest']}"},
+            timeout=60,
+        )
+        assert answer.status_code == 200, answer.text
 
 
 def look(server: Process) -> Look:

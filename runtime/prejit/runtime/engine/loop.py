@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
@@ -266,7 +266,7 @@ class Loop:
     def _admit(self) -> None:
         """Give free slots to the requests that are next."""
         with self._changed:
-            waiting = self._queue.can_run
+            waiting = sum(self._queue.can_run.values())
         if not waiting:
             self._resize(len(self._running))
             return
@@ -299,7 +299,8 @@ class Loop:
                 prompt_tokens = len(found[1].generation.request.prompt)
                 if not taken:
                     most = positions_of_call(self._prefill_tokens, self._positions())
-                    rows, longest = self._batch.call_for(prompt_tokens, self._queue.can_run, most)
+                    waiting = sum(self._queue.can_run.values())
+                    rows, longest = self._batch.call_for(prompt_tokens, waiting, most)
                 elif prompt_tokens > longest:
                     break
                 client, ticket = self._queue.take()
@@ -310,9 +311,13 @@ class Loop:
     def _positions(self) -> int:
         """Return how many positions of prompts to compute before the next decode step."""
         with self._changed:
-            waiting = self._queue.can_run
-        waiting = min(waiting, self._batch.free) + self._batch.entering
-        return positions_between(self._prefill_tokens, waiting, self._batch.decoding)
+            can_run = self._queue.can_run
+        free = self._batch.free
+        waiting = Counter({client: min(count, free) for client, count in can_run.items()})
+        running = Counter[str]()
+        for ticket in self._running.values():
+            (running if ticket.last else waiting)[ticket.client] += 1
+        return positions_between(self._prefill_tokens, waiting, running)
 
     def _resize(self, wanted: int) -> None:
         """Move to the smallest batch for this many requests, at once if it is larger, else after a while."""

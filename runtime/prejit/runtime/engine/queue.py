@@ -103,9 +103,9 @@ class FairQueue(Generic[_Item]):
         return self._clients[client].count if client in self._clients else 0
 
     @property
-    def can_run(self) -> int:
-        """How many waiting requests may run now, if there are slots."""
-        return sum(client.can_run for client in self._clients.values() if client.waiting)
+    def can_run(self) -> dict[str, int]:
+        """How many waiting requests of each client may run now, if there are slots."""
+        return {name: client.can_run for name, client in self._clients.items() if client.waiting}
 
     def put(
         self, item: _Item, client: str = "", priority: int = 0, most_running: int | None = None

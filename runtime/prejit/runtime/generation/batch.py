@@ -142,11 +142,6 @@ class Batch:
         """The number of requests whose prompts are being computed."""
         return sum(len(insertion.slots) for insertion in self._insertions)
 
-    @property
-    def decoding(self) -> int:
-        """The number of requests that have decoded: their readers wait while prompts are computed."""
-        return sum(row is not None and row.usage.passes > 0 for row in self._rows)
-
     def occupied(self) -> tuple[int, int]:
         """Return how many tokens live requests have in the cache, and how many bytes the cache takes.
 

@@ -97,7 +97,7 @@ class _Process:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the server
+                process_group=0,  # Ctrl-C is for the server; a session of its own would void `nice` (sched(7))
             )
         self._connection = Connection(ours.detach())
         weakref.finalize(self, _end, self.child, self._connection)
@@ -144,6 +144,7 @@ def _end(child: subprocess.Popen[bytes], connection: Connection) -> None:
 
 def main() -> None:
     """Answer with sizes and errors until the server is gone."""
+    os.nice(_NICE)
     connection = Connection(int(sys.argv[1]))
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
     # Half of what the threads of the server have: what fits here fits there.
@@ -191,7 +192,6 @@ def _set_limits() -> None:
         resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
     )
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(_NICE)
 
 
 class _Heap(ctypes.Structure):

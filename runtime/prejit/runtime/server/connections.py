@@ -26,6 +26,11 @@ MAX_UNREAD_BYTES = 16 << 20
 """Maximum size of what is read and dropped of a body after its request was answered. A client that sends
 everything before it reads finds the answer then."""
 
+MAX_SMALL_CHUNKS = 4096
+"""How many chunks a body may have if they hold less than `_SMALL_BYTES` on average: each costs more here than its
+bytes on the wire."""
+
+_SMALL_BYTES = 32
 _CHUNK_BYTES = 16
 """How many bytes of a chunk are its frame: its length and two line ends. More are extensions."""
 
@@ -35,6 +40,7 @@ class Connection(HttpToolsProtocol):
 
     _timer: asyncio.TimerHandle | None = None
     _extra_bytes = 0  # of the request that comes now: what is not its body
+    _chunks = _chunks_bytes = 0  # of the body that comes now
     _unread_bytes = 0  # of the body of a request that is answered already
     _reads_head = True
     _refusal = ""  # why the parser was stopped
@@ -103,10 +109,14 @@ class Connection(HttpToolsProtocol):
     def on_chunk_header(self) -> None:
         """Begin to read a chunk."""
         self._extra_bytes -= _CHUNK_BYTES
+        self._chunks += 1
+        if self._chunks > max(MAX_SMALL_CHUNKS, self._chunks_bytes // _SMALL_BYTES):
+            self._refuse(f"Expected chunks of at least {_SMALL_BYTES} bytes.")
 
     def on_body(self, body: bytes) -> None:
         """Take a part of a body."""
         self._extra_bytes -= len(body)
+        self._chunks_bytes += len(body)
         if self.cycle.response_complete:
             self._unread_bytes += len(body)
         super().on_body(body)
@@ -114,7 +124,7 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Count from 0 for the next request."""
         super().on_message_complete()
-        self._extra_bytes = self._unread_bytes = 0
+        self._extra_bytes = self._unread_bytes = self._chunks = self._chunks_bytes = 0
 
     def on_response_complete(self) -> None:
         """Wait for the next request of the connection, or for the client to read the last answer."""

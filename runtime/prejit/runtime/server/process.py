@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import faulthandler
 import gc
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 from prejit.runtime.errors import StoreError
 from prejit.runtime.server.answer_checks import AnswerChecks
 from prejit.runtime.server.loading import BundleSource, EngineOptions, Loading, Wrap
+from prejit.runtime.server.malloc import use_few_arenas
 from prejit.runtime.server.say import say
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import BACKLOG, Settings
@@ -33,12 +33,6 @@ if TYPE_CHECKING:
     from prejit.runtime.server.spans import Telemetry
 
 _MAX_FILES = 65_536
-_M_ARENA_MAX = -8
-_ARENAS = 2
-"""How many arenas of glibc serve all threads, as MALLOC_ARENA_MAX says it. The default is 8 for each core:
-what one thread frees then does not serve the others, and after minutes of mixed requests half of the heap was
-free."""
-
 
 Address = tuple[str, int] | str
 """A host and port (0: any that is free), or the path of a Unix socket."""
@@ -224,17 +218,6 @@ def _shown(listening: socket.socket, address: Address) -> str:
         return address
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     return f"http://{host}:{listening.getsockname()[1]}"
-
-
-def use_few_arenas() -> None:
-    """Let the threads that begin from now on share two arenas of glibc (mallopt(3)).
-
-    A number in the environment is left as it is.
-    """
-    chosen = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if mallopt is not None and not chosen:
-        mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def _allow_many_connections() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ from prejit.runtime.server.app import make_app
 from prejit.runtime.server.connections import HEAD_SECONDS, Connection
 from prejit.runtime.server.loading import Loading
 from prejit.runtime.server.origins import Origins
+from prejit.runtime.server.malloc import trim
 from prejit.runtime.server.say import say
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import BACKLOG, Settings
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 FLUSH_SECONDS = 5
 """How long clients have to read what is buffered, after the last request is finished."""
+_TRIM_SECONDS = 10
+"""How often free memory is given back, if no request runs then."""
 
 
 def run(
@@ -137,11 +141,15 @@ class _Server(uvicorn.Server):
         return server
 
     async def main_loop(self) -> None:
-        """Set the date of responses each second, until the server ends.
+        """Set the date of responses each second, until the server ends, and give memory back at rest.
 
         uvicorn's own loop looks ten times a second whether it is to end.
         """
-        while not await self.on_tick(0):
+        for second in itertools.count(1):
+            if await self.on_tick(0):
+                return
+            if second % _TRIM_SECONDS == 0 and not self.server_state.tasks:
+                trim()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._exits.wait(), 1)
 

@@ -381,6 +381,9 @@ def _rule(
 
 def _provenance(table: Table) -> ProvenanceRule:
     table.only("builder", "source", "materials")
+    for key in ("source", "materials"):
+        if table.has(key) and not table.texts(key):
+            raise table.error("expected patterns, found none; leave it out if any will do", key)
     builder = table.text("builder") if table.has("builder") else ""
     return ProvenanceRule(builder, table.texts("source", ()), table.texts("materials", ()))
 

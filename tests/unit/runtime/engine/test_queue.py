@@ -95,9 +95,9 @@ def test_a_client_runs_no_more_than_it_may_and_the_others_go_on() -> None:
     for number in range(4):
         queue.put(number, "limited", most_running=2)
     queue.put(9, "other", priority=1)
-    assert queue.can_run == 3
+    assert queue.can_run == {"limited": 2, "other": 1}
     assert [queue.take()[1] for _ in range(3)] == [0, 1, 9]
-    assert (queue.next(), queue.can_run, len(queue)) == (None, 0, 2)
+    assert (queue.next(), queue.can_run, len(queue)) == (None, {"limited": 0}, 2)
     queue.end("limited")
     assert queue.take() == ("limited", 2)
 

@@ -902,10 +902,7 @@ def test_each_first_token_comes_when_its_prompt_is_computed(
     batch = short_chunks
     for number in range(3):
         batch.begin(request(TEXT[number : number + 3], 9))
-    assert batch.decoding == 0
     assert order_of(batch, 1000) == [("first", 1)] * 3
-    batch.step()
-    assert batch.decoding == 3
 
 
 def test_a_decode_step_comes_after_as_many_positions_as_were_asked_for(

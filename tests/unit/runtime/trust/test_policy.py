@@ -78,6 +78,10 @@ WRONG = {
         KEY + RULE + 'provenance = { bilder = "x" }',
         "rules\\[0\\].provenance: expected only builder, source, materials",
     ),
+    "source is empty": (
+        KEY + RULE + "provenance = { source = [] }",
+        "provenance.source: expected patterns, found none",
+    ),
     "source is text": (KEY + RULE + 'provenance = { source = "x" }', "source: expected a list"),
     "threshold of 0": (KEY + RULE + "threshold = 0", "threshold: expected 1 or more"),
     "threshold is true": (KEY + RULE + "threshold = true", "threshold: expected an integer"),

@@ -1,4 +1,4 @@
-"""The process of a server: its memory does not lie free in the arenas of threads."""
+"""The heap of a server: it does not lie free in the arenas of threads, and goes back to the system."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ARENAS = """
 import ctypes, re, sys, threading
-from prejit.runtime.server.process import use_few_arenas
+from prejit.runtime.server.malloc import use_few_arenas
 
 use_few_arenas()
 libc = ctypes.CDLL(None)
@@ -48,3 +48,33 @@ def test_threads_share_few_arenas(chosen: dict[str, str], expected: int) -> None
         check=True,
     )
     assert said.stdout.count("<heap nr=") == expected
+
+
+FREED = """
+import ctypes
+from prejit.runtime.server.malloc import trim
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+blocks = [libc.malloc(10_000) for _ in range(10_000)]
+for block in blocks:
+    ctypes.memset(block, 1, 10_000)
+for block in blocks[:-1]:  # the last one keeps the heap from ending before it
+    libc.free(ctypes.c_void_p(block))
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+before = resident()
+trim()
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc's malloc")
+def test_free_memory_goes_back_to_the_system() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", FREED], capture_output=True, text=True, check=True
+    )
+    assert int(said.stdout) > 50_000_000
