@@ -195,8 +195,8 @@ class Hostile:
         tasks = [
             asyncio.create_task(self._again(kind, pause))
             for kind in kinds
-            for count, pause in [KINDS[kind]]
-            for _ in range(count)
+            for tasks_of_kind, pause in [KINDS[kind]]
+            for _ in range(tasks_of_kind)
         ]
         crowd = asyncio.create_task(self._crowd())
         await asyncio.sleep(max(0, self._until - time.monotonic()))
@@ -204,8 +204,8 @@ class Hostile:
             each.cancel()
         await asyncio.gather(*tasks, crowd, return_exceptions=True)
         found: dict[str, dict[str, int]] = {}
-        for (kind, outcome), count in sorted(self._outcomes.items()):
-            found.setdefault(kind, {})[outcome] = count
+        for (kind, outcome), times in sorted(self._outcomes.items()):
+            found.setdefault(kind, {})[outcome] = times
         return {
             "connections": {"opened": self._opened, "most at once": self._most_open},
             "requests": found,

@@ -312,11 +312,15 @@ class Loop:
         """Return how many positions of prompts to compute before the next decode step."""
         with self._changed:
             can_run = self._queue.can_run
-        free = self._batch.free
+        free, tickets = self._batch.free, self._running.values()
         waiting = Counter({client: min(count, free) for client, count in can_run.items()})
-        running = Counter[str]()
-        for ticket in self._running.values():
-            (running if ticket.last else waiting)[ticket.client] += 1
+        waiting.update(ticket.client for ticket in tickets if not ticket.last)
+        # A text with its first token alone waits for the rest of its own client's burst.
+        running = Counter(
+            ticket.client
+            for ticket in tickets
+            if ticket.last and (ticket.generation.new_tokens > 1 or not waiting[ticket.client])
+        )
         return positions_between(self._prefill_tokens, waiting, running)
 
     def _resize(self, wanted: int) -> None:

@@ -97,7 +97,7 @@ class _Process:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                process_group=0,  # Ctrl-C is for the server; a session of its own would void `nice` (sched(7))
+                process_group=0,  # Ctrl-C is for the server. In a session, `nice` does nothing (sched(7))
             )
         self._connection = Connection(ours.detach())
         weakref.finalize(self, _end, self.child, self._connection)

@@ -27,8 +27,8 @@ MAX_UNREAD_BYTES = 16 << 20
 everything before it reads finds the answer then."""
 
 MAX_SMALL_CHUNKS = 4096
-"""How many chunks a body may have if they hold less than `_SMALL_BYTES` on average: each costs more here than its
-bytes on the wire."""
+"""How many chunks a body may have if they hold less than `_SMALL_BYTES` on average: each costs more here than
+its bytes on the wire."""
 
 _SMALL_BYTES = 32
 _CHUNK_BYTES = 16

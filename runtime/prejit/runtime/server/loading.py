@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from prejit.runtime.engine.engine import Engine
 
 _GC_THRESHOLDS = (100_000, 50, 100)
-"""Python's own thresholds look at all new objects some hundred times while one large body is decoded: for 3 MB of
-small lists that is five of six parts of the time, and no other thread runs."""
+"""With Python's own thresholds, decoding 3 MB of small lists takes six times as long, because all new objects
+are looked at some hundred times. No other thread runs meanwhile."""
 Wrap = Callable[[str, "Engine"], "Engine"]
 """Takes the name of a bundle and its engine; returns the engine that requests use."""
 

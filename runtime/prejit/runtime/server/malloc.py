@@ -27,8 +27,7 @@ def use_few_arenas() -> None:
 def trim() -> None:
     """Give free memory back to the system (malloc_trim(3)). It takes milliseconds, and other threads run.
 
-    glibc itself only gives back what is free at the end of an arena: a server that 10,000 connections had left
-    kept 80 MB.
+    glibc itself only gives back the end of an arena: a server kept 80 MB of 10,000 connections.
     """
     malloc_trim = getattr(_LIBRARY, "malloc_trim", None)
     if malloc_trim is not None:

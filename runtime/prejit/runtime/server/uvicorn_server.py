@@ -19,8 +19,8 @@ from prejit.runtime.server.admin import drain, make_admin
 from prejit.runtime.server.app import make_app
 from prejit.runtime.server.connections import HEAD_SECONDS, Connection
 from prejit.runtime.server.loading import Loading
-from prejit.runtime.server.origins import Origins
 from prejit.runtime.server.malloc import trim
+from prejit.runtime.server.origins import Origins
 from prejit.runtime.server.say import say
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import BACKLOG, Settings

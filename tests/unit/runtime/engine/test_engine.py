@@ -336,6 +336,35 @@ def test_a_burst_of_prompts_is_computed_before_a_step_that_decodes_few(
     engine.close()
 
 
+def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle.prepare()
+    most: dict[str, int] = {}
+    original = Batch.step
+
+    def step(self: Batch, meanwhile: Any, positions: int) -> Any:
+        clients = {ticket.client for ticket in engine._loop._running.values() if ticket.last}
+        if "few" in clients:
+            most["beside few"] = max(most.get("beside few", 0), positions)
+        elif clients:
+            most["alone"] = max(most.get("alone", 0), positions)
+        return original(self, meanwhile, positions)
+
+    monkeypatch.setattr(Batch, "step", step)
+    engine = bundle.engine(slots=4, prefill_tokens=3)
+    for client, length in (("few", 60), ("many", 6)):
+        with engine.stream(prompt_of(3), max_new_tokens=length, client=client) as text:
+            next(text)
+            burst = [
+                engine.submit(prompt_of(3 + n), max_new_tokens=2, client="many") for n in range(8)
+            ]
+            wait(burst, 60)
+    assert most["beside few"] == 3
+    assert most["alone"] > 3
+    engine.close()
+
+
 def test_a_burst_right_after_another_one_finds_the_slots(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,7 +74,5 @@ print(before - resident())
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc's malloc")
 def test_free_memory_goes_back_to_the_system() -> None:
-    said = subprocess.run(
-        [sys.executable, "-c", FREED], capture_output=True, text=True, check=True
-    )
+    said = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
     assert int(said.stdout) > 50_000_000
