@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 import warnings
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,10 @@ def accumulate(total, x):
     return total + x
 
 
+def difference(metrics):
+    return metrics.loss - metrics.norm
+
+
 def parts(x, *others):
     return [x, *(each + 1 for each in others)], {"none": None, "sum": sum(others)}
 
@@ -117,6 +122,7 @@ def bundle_path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> 
         program(train, first_trained(), x),
         program(weak, jnp.ones(4), 0.5),
         program(jax.jit(accumulate, donate_argnums=0), jnp.ones(1024), jnp.ones(1024)),
+        program(difference, Metrics(jnp.ones(2), jnp.ones(2))),
         program(parts, jnp.ones(2), jnp.ones(3), jnp.ones(3)),
         Program(
             "trained",
@@ -199,6 +205,14 @@ def test_what_does_not_fit_is_compiled_and_said_once(
     (why,) = scored.stats().compiled
     assert why in str(warned[0].message)
     same(results[-1], jax.jit(score)(jnp.asarray(x)))
+
+
+def test_a_named_tuple_whose_fields_moved_does_not_fit(bundle_path: Path) -> None:
+    moved = namedtuple("Metrics", "norm loss", module=__name__)
+    jitted = jit(difference, bundle=bundle_path, on_miss="error")
+    same(jitted(Metrics(jnp.ones(2), jnp.zeros(2))), jnp.ones(2))
+    with pytest.raises(UsageError, match="expected the keys 'loss', 'norm', found 'norm', 'loss'"):
+        jitted(moved(jnp.zeros(2), jnp.ones(2)))
 
 
 def test_programs_that_a_bundle_compiled_here_are_not_taken(bundle_path: Path) -> None:

@@ -206,7 +206,7 @@ def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> N
     if len(parts) != len(tree.children):
         raise _misfit(at, f"{len(tree.children)} parts", f"{len(parts)}")
     keys = tuple(key for key, _ in parts)
-    if tree.kind in ("dict", "record") and keys != tree.keys:
+    if tree.kind in ("dict", "record", "namedtuple") and keys != tree.keys:
         raise _misfit(at, f"the keys {_listed(tree.keys)}", _listed(keys))
     for name, constant in tree.constants:
         if type(kept := getattr(value, name, None)) is not type(constant) or kept != constant:

@@ -73,7 +73,7 @@ class JaxDispatchedCalls:
         except AnswerError:  # `Calls` compiles its portable program, or says why not
             return self._calls.call(name, args, kwargs), None, False
         results = on_jax.programs.results(program)
-        inputs = _jaxlib.leaves_for_dispatch((args, kwargs))
+        inputs = jax.tree.leaves((args, kwargs))
         assemble = _jaxlib.assembler_for_jax(
             [(array.shape, dtype_of(array.dtype)) for array in results],
             [False] * len(results),
@@ -81,8 +81,7 @@ class JaxDispatchedCalls:
             any(array.committed for array in inputs),
         )
         arrays = assemble(executable.loaded.execute_sharded(inputs))
-        structure = jax.tree.structure(_nested(on_jax.programs.results_tree(program), iter(arrays)))
-        value = jax.tree.unflatten(structure, arrays)
+        value = _nested(on_jax.programs.results_tree(program), iter(arrays))
         self._calls.finish()
         given, returned = ([on_jax.device.sharding(())] * len(each) for each in (inputs, results))
         return value, dispatch.path(executable.loaded, given, value, returned), False
@@ -134,7 +133,10 @@ def _is_on(array: Any, device: Any) -> bool:
 def _is_plain(tree: trees.Tree) -> bool:
     if isinstance(tree, trees.Leaf):
         return not tree.key
-    return tree.kind in _PLAIN and all(map(_is_plain, tree.children))
+    # jax orders the parts of a dict by their keys, a program those of an OrderedDict as they came.
+    keys: list[Any] = [*tree.keys]
+    in_order = tree.kind != "dict" or (len({*map(type, keys)}) < 2 and keys == sorted(keys))
+    return tree.kind in _PLAIN and in_order and all(map(_is_plain, tree.children))
 
 
 def _nested(tree: trees.Tree, arrays: Any) -> Any:

@@ -27,7 +27,9 @@ class MisfitError(Exception):
 def flatten(tree: Tree, value: Any, at: Path = ()) -> list[Any]:
     """Return the leaves of a value that has the structure of a tree.
 
-    Lists and tuples are taken for each other. A record is any object with its fields, or a mapping of them.
+    Lists and tuples are taken for each other. A record or named tuple is any object with its fields, a
+    mapping of them, or a list in their order. A dict is a mapping, or a named tuple or dataclass whose fields
+    are its keys: its parts have no order, so no list stands for it.
 
     Args:
         tree: what the program takes.
@@ -52,6 +54,9 @@ def _collect(tree: Tree, value: Any, at: Path, found: list[Any]) -> None:
         if value is not None:
             raise MisfitError(f"unexpected {spell(at)}: expected None")
         return
+    if tree.kind == "dict" and not (hasattr(value, "keys") or _fields(value)):
+        found_instead = type(value).__name__
+        raise MisfitError(f"expected {spell(at)} as a mapping, found {found_instead}")
     part_of = _parts(tree, value)
     for key, child in zip(tree.keys, tree.children, strict=True):
         try:
@@ -70,12 +75,14 @@ def _parts(tree: Node, value: Any) -> Callable[[Key], Any]:
     """Return a function that gives a part of a value by its key, or raises an error of a missing part."""
     if isinstance(value, Mapping):
         return value.__getitem__
+    if tree.kind == "dict":
+        if _fields(value):
+            return lambda key: getattr(value, str(key))
+        return lambda key: value[key]  # as flax.nnx.State, which is no Mapping
     if tree.kind in ("namedtuple", "record") and type(value) not in (list, tuple):
         return lambda key: getattr(value, str(key))
-    if tree.kind != "dict" and isinstance(value, list | tuple):
+    if isinstance(value, list | tuple):
         return lambda key: value[tree.keys.index(key)]
-    if tree.kind == "dict" and hasattr(value, "__getitem__") and hasattr(value, "keys"):
-        return lambda key: value[key]  # as flax.nnx.State, which is no Mapping
     parts = _registered_parts(value)
     return lambda key: parts[tree.keys.index(key)]
 
@@ -85,8 +92,18 @@ def _more_keys(tree: Node, value: Any) -> Iterator[Key]:
     if isinstance(value, Mapping):
         more = [key for key in value.keys() - set(tree.keys) if value[key] is not None]
         yield from sorted(more, key=str)
+    elif tree.kind == "dict":
+        names = (name for name in _fields(value) if getattr(value, name) is not None)
+        yield from (name for name in names if name not in tree.keys)
     elif isinstance(value, list | tuple):
         yield from range(len(tree.keys), len(value))
+
+
+def _fields(value: Any) -> tuple[str, ...]:
+    """Return the names of the parts of a named tuple or dataclass; none of any other value."""
+    if dataclasses.is_dataclass(value):
+        return tuple(field.name for field in dataclasses.fields(value))
+    return getattr(value, "_fields", ()) if isinstance(value, tuple) else ()
 
 
 def _registered_parts(value: Any) -> Sequence[Any]:

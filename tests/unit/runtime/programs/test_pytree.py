@@ -6,6 +6,7 @@ import dataclasses
 from collections import namedtuple
 from typing import Any, NamedTuple
 
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -180,6 +181,38 @@ def test_known_classes_come_back_and_others_get_a_substitute() -> None:
 def test_a_part_that_is_missing_or_too_many_is_named(value: Any, problem: str) -> None:
     with pytest.raises(MisfitError, match=problem):
         pytree.flatten(CIRCLE, value)
+
+
+PAIR = Node("dict", ("b", "w"), (Leaf(), Leaf()))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"w": 2, "b": 1},
+        namedtuple("Layer", "w b")(2, 1),
+        dataclasses.make_dataclass("Layer", ["w", "b"])(2, 1),
+        dataclasses.make_dataclass("Layer", ["w", "b", "name"])(2, 1, None),
+    ],
+)
+def test_the_parts_of_a_dict_are_found_by_name(value: Any) -> None:
+    assert pytree.flatten(PAIR, value) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("tree", "value", "problem"),
+    [
+        (PAIR, [1, 2], "expected value as a mapping, found list"),
+        (PAIR, (1, 2), "expected value as a mapping, found tuple"),
+        (PAIR, jax.tree_util.Partial(print, 1, 2), "expected value as a mapping, found Partial"),
+        (PAIR, namedtuple("Layer", "w c")(1, 2), "b is missing"),
+        (PAIR, namedtuple("Layer", "w b c")(1, 2, 3), "unexpected c"),
+        (Node("dict"), [1], "expected value as a mapping, found list"),
+    ],
+)
+def test_the_parts_of_a_dict_have_no_order(tree: Tree, value: Any, problem: str) -> None:
+    with pytest.raises(MisfitError, match=problem):
+        pytree.flatten(tree, value)
 
 
 def test_none_and_empty_containers_are_kept() -> None:
