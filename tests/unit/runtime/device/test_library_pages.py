@@ -41,7 +41,13 @@ def in_memory(path: Path) -> set[int]:
 
 
 def test_the_listed_pages_of_a_cold_library_are_read(library: Path) -> None:
-    assert read_ahead(str(library)) == len(LISTED)
+    asked = read_ahead(str(library))
+    for _ in range(20):  # Linux 6 reads the page that is asked for, and a fast disk gives it in time
+        if asked:
+            break
+        evict(library)
+        asked = read_ahead(str(library))
+    assert asked == len(LISTED)
     until = time.monotonic() + 60
     while not in_memory(library) >= LISTED and time.monotonic() < until:
         time.sleep(0.01)  # nobody waited for the disk
