@@ -42,7 +42,8 @@ def in_memory(path: Path) -> set[int]:
 
 def test_the_listed_pages_of_a_cold_library_are_read(library: Path) -> None:
     asked = read_ahead(str(library))
-    for _ in range(20):  # Linux 6 reads the page that is asked for, and a fast disk gives it in time
+    # Linux 6 begins to read the page that is asked for, and a fast disk gives it in time.
+    for _ in range(20):
         if asked:
             break
         evict(library)
