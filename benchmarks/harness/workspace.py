@@ -23,8 +23,9 @@ PREJIT_COMMAND = str(Path(sys.executable).parent / "prejit")
 
 
 def bench_directory() -> Path:
-    """Return $PREJIT_BENCH_DIR, or ~/.cache/prejit/bench."""
+    """Return $PREJIT_BENCH_DIR, or ~/.cache/prejit/bench, and make it."""
     given = os.environ.get("PREJIT_BENCH_DIR") or os.path.expanduser("~/.cache/prejit/bench")
+    Path(given).mkdir(parents=True, exist_ok=True)
     return Path(given).resolve()
 
 
