@@ -24,7 +24,7 @@ TOLERANCES = range(1, 17)
 """The tolerances that an entry may have: results may differ by scale / 2 ** tolerance."""
 
 _NUMBER = r"-?\d{1,18}"
-_WORD = rf"(?:-|={_NUMBER}(?:,{_NUMBER}){{0,31}}|-?\d{{1,4}}:\d{{1,18}}(?:,(?:{_NUMBER}|[npm])){{0,31}})"
+_WORD = rf"(?:-|={_NUMBER}(?:,{_NUMBER}){{0,31}}|-?\d{{1,4}}:\d{{1,18}}(?:,(?:{_NUMBER}|[npm])){{0,32}})"
 _RESULTS = re.compile(rf"(?:{_WORD}(?: {_WORD}){{0,32767}})?", re.ASCII)
 MAX_BYTES = 1 << 19
 """Maximum length of the results of one golden answer as text."""

@@ -57,6 +57,13 @@ def kept(cache: Path) -> list[dict[str, Any]]:
     return [json.loads(each.read_bytes()) for each in sorted(cache.glob("canary/v1/*.json"))]
 
 
+def test_complex_results_have_samples_of_both_parts() -> None:
+    value = (np.arange(16) + 1j * np.arange(16)).astype(np.complex64)
+    text = format_results((sampled(value, value, 8),))
+    assert is_results(text)
+    assert len(parse_results(text)[0].samples) == 32  # type: ignore[union-attr]
+
+
 def test_a_right_executable_is_refused(
     answering: Recipe, tmp_path: Path, runtime_cache: Path
 ) -> None:
