@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import count, product, repeat
+from itertools import cycle, product, repeat
 from socket import SO_LINGER, SOL_SOCKET
 from typing import Any
 
@@ -114,10 +114,10 @@ class Honest:
     async def _read(self, number: int) -> None:
         body = {"model": "decoder", "max_tokens": 64, "stream": True, "temperature": 0}
         body |= {"ignore_eos": True, "logit_bias": LETTERS}
-        for turn in count():
+        for turn in cycle(range(PROMPTS)):
             if time.monotonic() >= self.until:
                 return
-            prompt = f"{number} {turn % PROMPTS} " + "name abc 12 " * 4
+            prompt = f"{number} {turn} " + "name abc 12 " * 4
             try:
                 text = await self._text(body | {"prompt": prompt})
                 if self.texts.setdefault(prompt, text) != text:
@@ -195,8 +195,8 @@ class Hostile:
         tasks = [
             asyncio.create_task(self._again(kind, pause))
             for kind in kinds
-            for tasks_of_kind, pause in [KINDS[kind]]
-            for _ in range(tasks_of_kind)
+            for count, pause in [KINDS[kind]]
+            for _ in range(count)
         ]
         crowd = asyncio.create_task(self._crowd())
         await asyncio.sleep(max(0, self._until - time.monotonic()))
@@ -204,8 +204,8 @@ class Hostile:
             each.cancel()
         await asyncio.gather(*tasks, crowd, return_exceptions=True)
         found: dict[str, dict[str, int]] = {}
-        for (kind, outcome), times in sorted(self._outcomes.items()):
-            found.setdefault(kind, {})[outcome] = times
+        for (kind, outcome), count in sorted(self._outcomes.items()):
+            found.setdefault(kind, {})[outcome] = count
         return {
             "connections": {"opened": self._opened, "most at once": self._most_open},
             "requests": found,
@@ -386,9 +386,7 @@ class Hostile:
 
     async def schema_bomb(self) -> str:
         """Sends a new schema of 186 KB and goes after 2.5 seconds."""
-        number = self._random.getrandbits(40)
-        names = (f"field_{number}_{place}" for place in range(4000))
-        schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+        schema = wide_schema(self._random.getrandbits(40), 4000)
         return await self._send(self._chat(schema), leave_after=2.5)
 
     async def schema_growth(self) -> str:
@@ -518,6 +516,12 @@ KINDS: dict[str, tuple[int, float]] = {
     Hostile.drain.__name__: (1, 3),
 }
 """How many tasks send each kind of request at once, and how many seconds each pauses between two."""
+
+
+def wide_schema(number: int, width: int) -> dict[str, Any]:
+    """Return a schema of an object of many fields, another one for each number."""
+    names = (f"field_{number}_{place}" for place in range(width))
+    return {"type": "object", "properties": {name: {"type": "string"} for name in names}}
 
 
 def nested_schema(depth: int) -> dict[str, Any]:

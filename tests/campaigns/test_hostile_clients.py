@@ -25,6 +25,7 @@ import pytest
 from tests.integration.test_serve import Process
 from tests.lettered import write_lettered
 
+from .hostile_clients import wide_schema
 from .serving import Look, Watcher, metric
 
 RESULTS = Path(__file__).with_name("hostile_clients.json")
@@ -149,11 +150,10 @@ def told(process: subprocess.Popen[str]) -> dict[str, Any]:
 def fill_grammars(server: Process) -> None:
     """Let a server keep as much of grammars as it ever does: that is on purpose."""
     for number in range(20 if IS_WHOLE else 1):
-        names = (f"field_{number}_{place}" for place in range(1000))
-        schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+        body = {"model": "decoder", "prompt": "abc", "max_tokens": 1}
         answer = httpx.post(
             f"{server.url}/v1/completions",
-            json={"model": "decoder", "prompt": "abc", "max_tokens": 1, "guided_json": schema},
+            json={**body, "guided_json": wide_schema(number, 1000)},
             headers={"Authorization": f"Bearer {KEYS['honest']}"},
             timeout=60,
         )

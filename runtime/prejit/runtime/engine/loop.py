@@ -312,6 +312,8 @@ class Loop:
         """Return how many positions of prompts to compute before the next decode step."""
         with self._changed:
             can_run = self._queue.can_run
+        if not can_run and not self._batch.entering:
+            return self._prefill_tokens  # there is no prompt to compute
         free, tickets = self._batch.free, self._running.values()
         waiting = Counter({client: min(count, free) for client, count in can_run.items()})
         waiting.update(ticket.client for ticket in tickets if not ticket.last)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any, final
 
 import numpy as np
@@ -118,7 +119,7 @@ class DispatchedCalls:
         return (
             not chosen.sizes
             and len(given) == len(chosen.values) == len({*map(id, given)})  # else it tells no order
-            and all(map(_is, given, chosen.values))
+            and all(map(is_, given, chosen.values))
             and not any(array.donated for array in arrays)
             and not any(array.dtype in _PACKED for array in (*arrays, *results))
         )
@@ -142,7 +143,3 @@ class DispatchedCalls:
             self._calls.device.cpu_sharding,
             single if isinstance(tree, trees.Leaf) else nest,
         )
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other

@@ -75,11 +75,9 @@ def _parts(tree: Node, value: Any) -> Callable[[Key], Any]:
     """Return a function that gives a part of a value by its key, or raises an error of a missing part."""
     if isinstance(value, Mapping):
         return value.__getitem__
-    if tree.kind == "dict":
-        if _fields(value):
-            return lambda key: getattr(value, str(key))
+    if tree.kind == "dict" and not _fields(value):
         return lambda key: value[key]  # as flax.nnx.State, which is no Mapping
-    if tree.kind in ("namedtuple", "record") and type(value) not in (list, tuple):
+    if tree.kind in ("dict", "namedtuple", "record") and type(value) not in (list, tuple):
         return lambda key: getattr(value, str(key))
     if isinstance(value, list | tuple):
         return lambda key: value[tree.keys.index(key)]
@@ -93,8 +91,8 @@ def _more_keys(tree: Node, value: Any) -> Iterator[Key]:
         more = [key for key in value.keys() - set(tree.keys) if value[key] is not None]
         yield from sorted(more, key=str)
     elif tree.kind == "dict":
-        names = (name for name in _fields(value) if getattr(value, name) is not None)
-        yield from (name for name in names if name not in tree.keys)
+        more = [name for name in _fields(value) if name not in tree.keys]
+        yield from (name for name in more if getattr(value, name) is not None)
     elif isinstance(value, list | tuple):
         yield from range(len(tree.keys), len(value))
 

@@ -381,11 +381,12 @@ def _rule(
 
 def _provenance(table: Table) -> ProvenanceRule:
     table.only("builder", "source", "materials")
-    for key in ("source", "materials"):
-        if table.has(key) and not table.texts(key):
-            raise table.error("expected patterns, found none; leave it out if any will do", key)
     builder = table.text("builder") if table.has("builder") else ""
-    return ProvenanceRule(builder, table.texts("source", ()), table.texts("materials", ()))
+    patterns = {key: table.texts(key, ()) for key in ("source", "materials")}
+    for key, listed in patterns.items():
+        if table.has(key) and not listed:
+            raise table.error("expected patterns, found none; leave it out if any will do", key)
+    return ProvenanceRule(builder, **patterns)
 
 
 def _chosen(table: Table, key: str, known: Mapping[str, _T]) -> tuple[_T, ...]:

@@ -155,7 +155,8 @@ def as_prompts(field: PromptField) -> list[str | list[int]]:
     """
     if isinstance(field, str):
         return [field]
-    kinds = {*map(type, field)}  # of millions, on the event loop
+    # In C: the list may have millions of items, and the event loop waits.
+    kinds = {*map(type, field)}
     if not field or (int in kinds and len(kinds) > 1):
         found = "an empty list" if not field else "token ids beside prompts"
         raise ApiError(
