@@ -43,6 +43,7 @@ class Connection(HttpToolsProtocol):
     _chunks = _chunks_bytes = 0  # of the body that comes now
     _unread_bytes = 0  # of the body of a request that is answered already
     _reads_head = True
+    _is_lost = False
     _refusal = ""  # why the parser was stopped
     _answered: RequestResponseCycle | None = None  # the request that is answered now, or was last
 
@@ -53,8 +54,10 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End a connection, and the request that is answered: uvicorn tells only the last one that came."""
+        self._is_lost = True
         self._stop_timer()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # after a reset, uvicorn's timer holds the connection
         self.pipeline.clear()
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
@@ -148,7 +151,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_timer(self) -> None:
         self._stop_timer()
-        self._timer = self.loop.call_later(HEAD_SECONDS, self._close_idle)
+        if not self._is_lost:
+            self._timer = self.loop.call_later(HEAD_SECONDS, self._close_idle)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import gc
 import itertools
 import os
+import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -249,6 +252,16 @@ def test_a_client_that_goes_ends_all_its_requests(server: Running) -> None:
         connection.sendall(GET.replace(b"/hello", b"/stream") + GET)
         assert connection.recv(1000)
     wait_for(lambda: Streams.closed == Streams.begun == 1)
+
+
+def test_a_reset_connection_is_freed(server: Running) -> None:
+    """Not when the time for its next head is over: 10,000 of them held 80 MB for 75 seconds."""
+    with server.connect() as connection:
+        connection.sendall(GET)
+        wait_for(lambda: select.select([connection], [], [], 0)[0])
+        [kept] = map(weakref.ref, server.server.server_state.connections)
+    # Closed with an answer that was not read: the server sees a reset.
+    wait_for(lambda: gc.collect() is not None and kept() is None)
 
 
 def test_a_refused_body_is_freed(server: Running) -> None:
