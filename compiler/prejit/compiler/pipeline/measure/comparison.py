@@ -9,9 +9,11 @@ import math
 import mmap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -35,6 +37,7 @@ from prejit.runtime.programs.weights import open_weights
 from prejit.runtime.text.tokenizer import Tokenizer
 
 Arrays = np.ndarray[Any, Any]
+_Result = TypeVar("_Result")
 
 RANDOM = "random"
 MAX_TEXT_TOKENS = 2048
@@ -218,7 +221,7 @@ def of_decoder(
         windows = [np.concatenate((begin, ids[at : at + step])) for at in range(0, ids.size, step)]
         windows = [each for each in windows if each.size > 1]
         unread = max(0, begin.size - 1)  # no model predicts what begins every text
-    want, found = (_logits(each, windows) for each in (exact, stored))
+    want, found = _both(partial(_logits, windows=windows), exact, stored)
     count, agreeing = 0, 0
     losses, difference = np.zeros(2), 0.0
     for window, *each in zip(windows, want, found, strict=True):
@@ -268,10 +271,8 @@ def of_encoder(
     """
     rows = max(_MIN_SENTENCES, _affordable(exact) // tokens.shape[1])
     tokens, length = tokens[-rows:], length[-rows:]
-    want, found = (
-        np.asarray(_evaluated(each, lambda model: model, tokens, length), np.float64)
-        for each in (exact, stored)
-    )
+    embeddings = partial(_evaluated, call=lambda model: model, arguments=(tokens, length))
+    want, found = (each.astype(np.float64) for each in _both(embeddings, exact, stored))
     lengths = np.linalg.norm(want, axis=-1) * np.linalg.norm(found, axis=-1)
     cosine = float(((want * found).sum(-1) / np.maximum(lengths, 1e-30)).min())
     if not math.isfinite(cosine):
@@ -290,23 +291,42 @@ def _affordable(model: ComparedModel) -> int:
     return _MAX_PRODUCTS // max(1, parameters)
 
 
+def _both(
+    begin: Callable[[ComparedModel], Callable[[], _Result]], *models: ComparedModel
+) -> list[_Result]:
+    """Return the results of models, which are traced one after the other and evaluated together.
+
+    Reading and widening a weight takes one core.
+    """
+    evaluations = [begin(each) for each in models]
+    with ThreadPoolExecutor(len(models)) as pool:
+        return list(pool.map(lambda evaluated: evaluated(), evaluations))
+
+
 def _evaluated(
-    model: ComparedModel, call: Callable[[Any], Callable[..., jax.Array]], *arguments: Arrays
-) -> Arrays:
-    """Return the result of a call of the bound model, with no more than one weight in memory."""
+    model: ComparedModel,
+    call: Callable[[Any], Callable[..., jax.Array]],
+    arguments: Sequence[Arrays],
+) -> Callable[[], Arrays]:
+    """Trace a call of the bound model, and return what evaluates it, with one weight in memory at a time."""
 
     def function(weights: Mapping[str, jax.Array], *arguments: jax.Array) -> jax.Array:
         return call(model.model.bind(weights))(*arguments)
 
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    def evaluated() -> Arrays:
+        with jax.default_device(device):
+            weights = [Weight(model.weights[name]) for name in sorted(model.model.weights)]
+            [found] = evaluate(traced, [*weights, *arguments])
+            return np.asarray(found)
+
+    device = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(device):
         traced = jax.make_jaxpr(function)(dict(model.model.weights), *arguments)
-        weights = [Weight(model.weights[name]) for name in sorted(model.model.weights)]
-        [found] = evaluate(traced, [*weights, *arguments])
-        return np.asarray(found)
+    return evaluated
 
 
-def _logits(model: ComparedModel, windows: Sequence[Arrays]) -> list[Arrays]:
-    """Return the logits after each token of each window: float32 [T, V]."""
+def _logits(model: ComparedModel, windows: Sequence[Arrays]) -> Callable[[], list[Arrays]]:
+    """Return what computes the logits after each token of each window: float32 [T, V]."""
     longest = max(each.size for each in windows)
     # Products of few rows are loops over all weights and rows, whose products XLA would keep here. Rows of
     # length 0 are idle.
@@ -325,8 +345,8 @@ def _logits(model: ComparedModel, windows: Sequence[Arrays]) -> list[Arrays]:
 
         return logits
 
-    found = _evaluated(model, call, tokens, length * 0, length)
-    return [found[row, : window.size] for row, window in enumerate(windows)]
+    evaluated = _evaluated(model, call, (tokens, length * 0, length))
+    return lambda: [rows[: each.size] for rows, each in zip(evaluated(), windows, strict=False)]
 
 
 def _losses(exact: Arrays, stored: Arrays, following: Arrays | None) -> Arrays:
