@@ -98,6 +98,10 @@ def inserting(
     # Texts about a source begin in the cache that its encoder makes.
     reads = decoder.source is not None
     rows = None if reads else _aside_batch(decoder, batch, context, waiting, arrival.together)
+    if rows is not None:
+        for member in waiting.values():
+            if member.prefix is None and _is_dear_in_place(member, batch):
+                _begin_aside(decoder, member, prefixes, context)
     aside = members if reads else _aside(waiting, rows)
     if len(aside) < len(members):
         yield from grow(context)
@@ -127,18 +131,29 @@ def _entering(
     for row, mask, slot in zip(rows, arrival.masks, arrival.slots, strict=True):
         prompt = row.request.prompt
         start = arrival.held[slot].reusable(decoder, row.request)
-        prefix: Prefix | CompactPrefix | None = None
         earlier = None
         if prefixes is not None and shared is None:
             earlier = prefixes.find(prompt, context, row.request.namespace)
-        for known in (row.request.prefix, shared, earlier):
-            if known is not None and decoder.copies:
-                length = decoder.reusable(known.token_ids, prompt)
-                if length > start:
-                    start, prefix = length, known
+        start, prefix = _longest(decoder, prompt, start, row.request.prefix, shared, earlier)
         if prefix is None or prefix is not shared or row is not rows[0]:
             row.usage.reused_tokens = start  # the shared prefix is charged to the first row
         yield Entering(row, start, mask, prefix)
+
+
+def _longest(
+    decoder: DecoderPrograms,
+    prompt: Sequence[int],
+    start: int,
+    *prefixes: Prefix | CompactPrefix | None,
+) -> tuple[int, Prefix | CompactPrefix | None]:
+    """Return how much of a prompt is cached, and the prefix that holds more than `start` tokens of it."""
+    found = None
+    for known in prefixes:
+        if known is not None and decoder.copies:
+            length = decoder.reusable(known.token_ids, prompt)
+            if length > start:
+                start, found = length, known
+    return start, found
 
 
 def _shared_prefix(
@@ -196,10 +211,27 @@ def _aside_batch(
     return smallest if decoder.can_fill_aside(batch, context, longest) else None
 
 
+def _is_dear_in_place(member: Entering, batch: int) -> bool:
+    """Return whether the missing part of a prompt, computed for every row, is more than the whole prompt."""
+    prompt = len(member.row.request.prompt)
+    return member.start > 0 and batch * (prompt - member.start) > prompt
+
+
+def _begin_aside(
+    decoder: DecoderPrograms, member: Entering, prefixes: PrefixCache | None, context: int
+) -> None:
+    """Let a row begin with an earlier prompt, or with nothing, rather than with what its slot holds."""
+    request, earlier = member.row.request, None
+    if prefixes is not None:
+        earlier = prefixes.find(request.prompt, context, request.namespace)
+    member.start, member.prefix = _longest(decoder, request.prompt, 0, request.prefix, earlier)
+    member.row.usage.reused_tokens = member.start
+
+
 def _aside(waiting: Mapping[int, Entering], rows: int | None) -> dict[int, Entering]:
     """Return the rows whose prompts are computed in a smaller cache and copied.
 
-    A row whose slot holds the beginning of its prompt is computed in place.
+    A row that begins with what its slot holds is computed in place.
     """
     if rows is None:
         return {}

@@ -977,6 +977,21 @@ def test_prompts_that_fill_a_call_are_computed_together(
         assert ids(found[slot]) == ids(finish(alone)[0])
 
 
+@pytest.mark.parametrize(("common", "reused"), [(2, 0), (7, 7)])
+def test_a_row_begins_with_what_its_slot_holds_only_where_that_saves_work(
+    wide: Bundle, common: int, reused: int
+) -> None:
+    """In place, each row of the batch computes what is missing."""
+    batch = Batch(wide.decoder, 4)
+    batch.insert(request(TEXT[:9], 2))
+    finish(batch)
+    prompt = [*TEXT[:common], *TEXT[20 : 20 + 9 - common]]
+    [slot] = batch.insert(request(prompt, 3))
+    [*_, last] = finish(batch)[slot]
+    assert last.usage.reused_tokens == reused
+    assert last.usage.computed_tokens <= 20  # eight of them by two decode steps
+
+
 def test_a_request_that_leaves_does_not_take_those_that_began_with_it(
     wide: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
