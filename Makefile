@@ -30,7 +30,7 @@ TESTS ?= tests
 # What the newer interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo graphs artifacts test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos evaluation soak hostile-clients docs clean
+.PHONY: help demo graphs artifacts test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos evaluation soak hostile-clients differential docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -139,6 +139,9 @@ soak: $(READY) ## a server under mixed load for 8 minutes, then its log again (1
 
 hostile-clients: $(READY) ## an honest client beside hostile ones and 10,000 connections (13 minutes); writes its figures
 	PREJIT_HOSTILE_SECONDS=600 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_hostile_clients.py
+
+differential: $(READY) ## 100,000 calls of random functions beside jax.jit (30 minutes); writes its figures
+	PREJIT_DIFFERENTIAL_CHECKS=100000 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_differential.py
 
 docs: $(READY) $(DOCS_READY) ## build the documentation site into site/ and check its links
 	$(BIN)/python docs/generate.py .site-source

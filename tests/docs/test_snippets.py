@@ -69,7 +69,8 @@ def test_a_trust_policy_is_read(snippet: Snippet) -> None:
     ids=_name,
 )
 def test_a_manifest_is_read(snippet: Snippet, page_directory: Path) -> None:
-    (page_directory / "score.safetensors").write_bytes(b"")
+    for name in re.findall(r'^params = "(.*)"$', snippet.code, re.MULTILINE):
+        (page_directory / name).write_bytes(b"")
     manifest = page_directory / "snippet.toml"
     manifest.write_text(completed(snippet.code))
     if snippet.only_parsed is None:

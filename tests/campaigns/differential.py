@@ -1,0 +1,338 @@
+"""Random functions of random trees, called in every way that a bundle has, beside jax.jit.
+
+    .venv/bin/python -m tests.campaigns.differential SEED FUNCTIONS CHECKS    a batch; prints its outcomes
+
+A batch writes a module of random functions, builds them into one bundle, and calls each with its example's
+kind of arguments and with others: other dtypes, shapes, containers, weak types, settings. A way may refuse
+what it does not have; whatever it answers, jax.jit answers too, with the same tree, dtypes, weak types and
+values. It may never refuse arguments like the example's, and `jit` refuses nothing that jax.jit takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from prejit.compiler import Program, build, program
+from prejit.runtime import Bundle, FallbackWarning, PrejitError, jit, load
+
+from .random_functions import (
+    EXAMPLE,
+    RETREED,
+    SHARED,
+    Function,
+    Pair,
+    Record,
+    Turned,
+    given,
+    random_function,
+    retreed,
+    variants,
+)
+
+SETTINGS: tuple[Callable[[], Any], ...] = (
+    lambda: jax.enable_x64(True),
+    lambda: jax.default_matmul_precision("highest"),
+    lambda: jax.numpy_rank_promotion("raise"),
+    lambda: jax.numpy_dtype_promotion("strict"),
+    lambda: jax.threefry_partitionable(not jax.config.jax_threefry_partitionable),
+)
+TOLERANCES = {"bfloat16": 2e-2, "float16": 2e-3}
+SET = "another setting"
+SAME, REFUSED = "same", "refused"
+BIND = "bind, two calls"
+
+
+# ---------------------------------------------------------------------- comparison
+
+
+class DifferenceError(Exception):
+    """A way gave something other than jax.jit."""
+
+
+def compare(found: Any, wanted: Any) -> None:
+    """Raise DifferenceError unless a result is the same as that of jax.jit."""
+    trees = [jax.tree.structure(each) for each in (found, wanted)]
+    if trees[0] != trees[1]:
+        raise DifferenceError(f"the tree {trees[0]}, for {trees[1]}")
+    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True)
+    for (path, mine), theirs in pairs:
+        where = jax.tree_util.keystr(path)
+        kinds = [(np.asarray(each).dtype.name, np.shape(each)) for each in (mine, theirs)]
+        if kinds[0] != kinds[1]:
+            raise DifferenceError(f"{where}: {kinds[0]}, for {kinds[1]}")
+        if isinstance(mine, jax.Array) and mine.weak_type != theirs.weak_type:
+            raise DifferenceError(f"{where}: weak_type {mine.weak_type}, for {theirs.weak_type}")
+        one, other = (np.asarray(each) for each in (mine, theirs))
+        if one.dtype.kind not in "biu":
+            wide = np.complex128 if one.dtype.kind == "c" else np.float64
+            tolerance = TOLERANCES.get(one.dtype.name, 1e-5)
+            with np.errstate(invalid="ignore"):
+                same = np.allclose(
+                    one.astype(wide), other.astype(wide), tolerance, tolerance, equal_nan=True
+                )
+        else:
+            same = np.array_equal(one, other)
+        if not same:
+            raise DifferenceError(f"{where}: {one.tolist()}, for {other.tolist()}")
+
+
+def plain(tree: Any) -> Any:
+    """Return a tree with dicts in place of ordered ones, and tuples in place of lists.
+
+    Calls of a bundle return dicts for ordered ones. They take lists for tuples and return what was built.
+    """
+
+    def is_other(node: Any) -> bool:
+        return isinstance(node, OrderedDict) or type(node) in (list, tuple)
+
+    def change(node: Any) -> Any:
+        if isinstance(node, OrderedDict):
+            return {name: plain(part) for name, part in node.items()}
+        return tuple(map(plain, node)) if is_other(node) else node
+
+    return jax.tree.map(change, tree, is_leaf=is_other)
+
+
+# ---------------------------------------------------------------------- a batch
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A function in all its forms.
+
+    Attributes:
+        reference: jax.jit of it.
+        ways: what is compared with it, by name; `BIND` with two calls of it.
+    """
+
+    function: Function
+    reference: Callable[..., Any]
+    ways: dict[str, Callable[..., Any]]
+
+
+@dataclass
+class Outcomes:
+    """What became of the checks.
+
+    Attributes:
+        counts: number of checks by variant, way and outcome.
+        bad: descriptions of differences, one for each variant of a function.
+    """
+
+    counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    bad: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def add(
+        self,
+        variant: str,
+        way: str,
+        outcome: str,
+        function: Function,
+        arguments: Any,
+        text: str = "",
+    ) -> None:
+        """Count a check."""
+        self.counts[variant, way, outcome] += 1
+        if outcome in BAD:
+            said = f"{outcome}: {way}, {variant}: {text}\n{function.source}\n{arguments!r}"
+            self.bad.setdefault((function.name, variant), said[:3000])
+
+
+BAD = (
+    "another answer",
+    "answered what jax refuses",
+    "refused the example",
+    "refused by jit",
+    "raw error",
+)
+
+
+def run_batch(seed: int, functions: int, checks: int, directory: Path) -> Outcomes:
+    """Build random functions and check each a number of times, about."""
+    chance = random.Random(seed)
+    made = [random_function(f"f{number}", chance) for number in range(functions)]
+    module = _module(made, directory, seed)
+    built = build(
+        [_program(getattr(module, each.name), each, chance) for each in made],
+        directory,
+        name=f"differential-{seed}",
+        cache=directory / "cache",
+        quiet=True,
+    )
+    outcomes = Outcomes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        bundle = load(built.path, types=(Pair, Turned, Record), on_mismatch="error")
+        for each in made:
+            _check(
+                _subject(getattr(module, each.name), each, bundle),
+                chance,
+                checks // functions,
+                outcomes,
+            )
+        jax.clear_caches()
+    return outcomes
+
+
+def _module(functions: Sequence[Function], directory: Path, seed: int) -> Any:
+    """Write functions into a module, and import it."""
+    file = directory / f"functions_{seed}.py"
+    head = (
+        "from collections import OrderedDict\nimport jax\nimport jax.numpy as jnp\n"
+        "from tests.campaigns.random_functions import Pair, Record\n\n"
+    )
+    file.write_text(head + "\n\n".join(each.source for each in functions) + "\n")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _program(function: Callable[..., Any], made: Function, chance: random.Random) -> Program:
+    if made.sizes is None:
+        return program(function, *given(made.example, chance))
+    rows, factors = made.example
+    kinds = [f"{rows.dtype}[{{n}}, 3]", f"{factors.dtype}[3]"]
+    sizes: dict[str, Any] = {made.sizes: ("n",)}
+    return Program(made.name, fn=function, args=kinds, buckets={"n": (2, 4)}, **sizes)
+
+
+def _subject(function: Callable[..., Any], made: Function, bundle: Bundle) -> Subject:
+    name = made.name
+
+    def on_device(*arguments: Any) -> Any:
+        return jax.tree.map(np.asarray, bundle.call_on_device(name, *arguments))
+
+    ways: dict[str, Callable[..., Any]] = {
+        "call": lambda *arguments: bundle.call(name, *arguments),
+        "call_async": lambda *arguments: bundle.call_async(name, *arguments).result(),
+        "call_on_device": on_device,
+        "jit": jit(function, bundle=bundle),
+        "jit, on_miss=error": jit(function, bundle=bundle, on_miss="error"),
+    }
+    if made.has_state:
+
+        def bound(state: Any, other: Any) -> Any:
+            step = bundle.bind(name, state)
+            step(other)
+            result = step(other)
+            return step.read()[0], result
+
+        ways[BIND] = bound
+    return Subject(made, jax.jit(function), ways)
+
+
+def _check(subject: Subject, chance: random.Random, checks: int, outcomes: Outcomes) -> None:
+    kinds = [
+        (variant, tree, chance.randrange(1 << 30))
+        for variant, tree in variants(subject.function, chance)
+    ]
+    setting = chance.choice(SETTINGS)
+    kinds.append((SET, subject.function.example, 0))
+    draws = max(1, round(checks / len(kinds) / len(subject.ways)))
+    chance.shuffle(kinds)  # what a call leaves behind must not change another
+    for _ in range(draws):
+        for variant, tree, seed in kinds:
+            usual = arguments = given(tree, chance)
+            if variant == SHARED:
+                arguments = (arguments[0],) * len(arguments)
+            elif variant == RETREED:
+                arguments = retreed(usual, random.Random(seed))
+            with setting() if variant == SET else contextlib.nullcontext():
+                _compare_ways(subject, variant, arguments, usual, outcomes)
+
+
+def _compare_ways(
+    subject: Subject,
+    variant: str,
+    arguments: tuple[Any, ...],
+    usual: tuple[Any, ...],
+    outcomes: Outcomes,
+) -> None:
+    """Compare the answers of all ways to arguments with those of jax.jit.
+
+    A dict with a record's names may stand for it, though the function cannot read it: the answer is that to
+    the `usual` arguments.
+    """
+    wanted = error = by_name = None
+    try:
+        wanted = subject.reference(*arguments)
+    except Exception as raised:
+        error = raised
+        if variant == RETREED:
+            by_name = subject.reference(*usual)
+    for way, call in subject.ways.items():
+        expected = by_name if error else wanted
+        if way == BIND and expected is not None:
+            others = (usual if error else arguments)[1:]
+            expected = subject.reference(expected[0], *others)
+        form = (lambda tree: tree) if way.startswith("jit") else plain
+        outcome, text = _outcome(call, arguments, error, expected, form)
+        if outcome == REFUSED and variant == EXAMPLE and way != BIND:
+            outcome = "refused the example"
+        elif outcome == REFUSED and way == "jit":
+            outcome = "refused by jit"
+        elif error and by_name is None and outcome == SAME:
+            outcome, text = "answered what jax refuses", repr(error)[:500]
+        outcomes.add(variant, way, outcome, subject.function, arguments, text)
+
+
+def _outcome(
+    call: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    error: Exception | None,
+    wanted: Any,
+    form: Callable[[Any], Any],
+) -> tuple[str, str]:
+    try:
+        found = call(*arguments)
+    except Exception as raised:
+        if error is not None and isinstance(raised, PrejitError | type(error)):
+            return "both refuse", ""
+        outcome = REFUSED if isinstance(raised, PrejitError) else "raw error"
+        return outcome, f"{type(raised).__name__}: {raised}"
+    try:
+        if wanted is not None:
+            compare(form(found), form(wanted))
+    except DifferenceError as difference:
+        return "another answer", str(difference)
+    return SAME, ""
+
+
+def main() -> None:
+    """Run a batch."""
+    seed, functions, checks = map(int, sys.argv[1:4])
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="differential-") as directory:
+        outcomes = run_batch(seed, functions, checks, Path(directory))
+    counts = [[*key, count] for key, count in sorted(outcomes.counts.items())]
+    json.dump(
+        {
+            "seconds": round(time.monotonic() - started, 1),
+            "counts": counts,
+            "bad": [*outcomes.bad.values()],
+        },
+        sys.stdout,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""Random functions of random trees, and random arguments for them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+EXAMPLE, RETREED, SHARED = "as the example", "another container", "one argument in all places"
+DTYPES = (
+    "float32",
+    "float32",
+    "bfloat16",
+    "float16",
+    "int32",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+)
+SHAPES = ((), (), (3,), (2, 3), (0,), (1, 4))
+NAMES = ("x", "a", "z", "m")
+
+
+class Pair(NamedTuple):
+    """A named tuple whose names are not in the order of the alphabet."""
+
+    x: Any
+    a: Any
+
+
+class Turned(NamedTuple):
+    """`Pair` with its fields in the other order."""
+
+    a: Any
+    x: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Record:
+    """A registered dataclass with an integer that is part of its structure."""
+
+    z: Any
+    m: Any
+    k: int = field(default=2, metadata={"static": True})
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array of an example.
+
+    Attributes:
+        dtype: its dtype.
+        shape: its shape.
+        kind: how it is given: one of `KINDS`.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    kind: str = "numpy"
+
+
+def array_of(leaf: Leaf, chance: random.Random) -> Any:
+    """Return random values, in which the special ones of the dtype are not rare."""
+    count = math.prod(leaf.shape)
+    if leaf.dtype == "bool":
+        values: list[Any] = [chance.random() < 0.5 for _ in range(count)]
+    elif leaf.dtype == "complex64":
+        values = [complex(chance.uniform(-4, 4), chance.uniform(-4, 4)) for _ in range(count)]
+    elif "int" in leaf.dtype:
+        low = 0 if leaf.dtype.startswith("u") else -9
+        values = [chance.randint(low, 9) for _ in range(count)]
+    else:
+        special = (0.0, -0.0, math.nan, math.inf)
+        values = [
+            chance.choice(special) if chance.random() < 0.05 else chance.uniform(-4, 4)
+            for _ in range(count)
+        ]
+    return np.array(values, jnp.dtype(leaf.dtype)).reshape(leaf.shape)
+
+
+def _strided(given: Any) -> Any:
+    return np.repeat(given, 2, axis=0)[::2] if given.ndim else given
+
+
+def _weak(given: Any) -> Any:
+    """Return an array of jax with a weak type, where its dtype has one."""
+    if given.dtype.name not in ("float32", "int32", "complex64"):
+        return jnp.asarray(given)
+    zero = given.dtype.type(0).item()
+    return (
+        jnp.where(np.ones(given.shape, bool), zero, zero) + jnp.asarray(given.item())
+        if not given.ndim
+        else (jnp.full(given.shape, given.flat[0].item() if given.size else zero))
+    )
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "numpy": lambda given: given,
+    "jax": jnp.asarray,
+    "committed": lambda given: jax.device_put(given, jax.devices()[0]),
+    "python": lambda given: given if given.ndim else given.item(),
+    "scalar": lambda given: given[()],
+    "weak": _weak,
+    "strided": _strided,
+    "columns": np.asfortranarray,
+    "swapped": lambda given: (
+        given.astype(given.dtype.newbyteorder()) if given.dtype.kind in "fiuc" else given
+    ),
+    "wide": lambda given: given.astype(
+        {"f": np.float64, "i": np.int64}.get(given.dtype.kind, given.dtype)
+    ),
+}
+
+
+def given(tree: Any, chance: random.Random) -> Any:
+    """Return a tree of arguments with random values."""
+    return jax.tree.map(lambda leaf: KINDS[leaf.kind](array_of(leaf, chance)), tree)
+
+
+# ---------------------------------------------------------------------- functions
+
+
+@dataclass(frozen=True)
+class Function:
+    """A random function.
+
+    Attributes:
+        name: its name.
+        source: its definition.
+        example: its arguments, in whose places are `Leaf`s.
+        sizes: how a call may have another number of rows: `pad` or `open_sizes`; None: it may not.
+        has_state: whether the first result may be the next call's first argument.
+    """
+
+    name: str
+    source: str
+    example: tuple[Any, ...]
+    sizes: str | None = None
+    has_state: bool = False
+
+
+def container(parts: list[Any], chance: random.Random) -> Any:
+    """Return a random container of two parts."""
+    first, second = parts
+    return chance.choice(
+        (
+            lambda: {"z": first, "b": second},
+            lambda: OrderedDict([("z", first), ("b", second)]),
+            lambda: (first, second),
+            lambda: [first, second],
+            lambda: Pair(first, second),
+            lambda: Record(first, second),
+            lambda: {"n": {"x": first}, "k": (second,)},
+        )
+    )()
+
+
+def random_tree(chance: random.Random, depth: int) -> Any:
+    """Return a tree of leaves."""
+    if depth == 0 or chance.random() < 0.4:
+        leaf = Leaf(chance.choice(DTYPES), chance.choice(SHAPES))
+        if not leaf.shape and leaf.dtype in ("float32", "int32", "bool", "complex64"):
+            return Leaf(leaf.dtype, (), chance.choice(("numpy", "python", "weak", "jax")))
+        return Leaf(leaf.dtype, leaf.shape, chance.choice(("numpy", "jax")))
+    return container([random_tree(chance, depth - 1) for _ in range(2)], chance)
+
+
+def random_function(name: str, chance: random.Random) -> Function:
+    """Return a random function of one of three kinds."""
+    make = chance.choice((function_of_trees,) * 4 + (function_of_rows, function_of_state))
+    return make(name, chance)
+
+
+def function_of_rows(name: str, chance: random.Random) -> Function:
+    """Return a function whose results for a row depend on no other row below it."""
+    dtype = chance.choice(("float32", "int32", "bfloat16"))
+    of_rows = [
+        "x * 2 + y",
+        "jnp.maximum(x, y)",
+        "jnp.cumsum(x, 0)",
+        "jnp.sort(x, -1)",
+        "x - x.max(-1, keepdims=True)",
+        "x[:, 0]",
+        "x.sum(-1) * 3",
+        "x @ jnp.ones((3, 2), x.dtype)",
+    ]
+    first, second = chance.sample(of_rows, 2)
+    result = chance.choice((first, f'{{"y": {first}, "c": {second}}}', f"Pair({first}, {second})"))
+    example = (Leaf(dtype, (4, 3), chance.choice(("numpy", "jax"))), Leaf(dtype, (3,)))
+    source = f"def {name}(x, y):\n    return {result}"
+    return Function(name, source, example, sizes=chance.choice(("pad", "open_sizes")))
+
+
+def function_of_state(name: str, chance: random.Random) -> Function:
+    """Return a step: its first result is the next state."""
+    state = container([Leaf("float32", shape) for shape in ((3,), (2, 3))], chance)
+    weights = chance.sample(range(2, 9), 2)
+    source = (
+        f"def {name}(x, a):\n    scale = a.sum() / 8\n"
+        f"    state = jax.tree.map(lambda part: part * scale + {weights[0]}, x)\n"
+        f"    return state, jnp.tanh(a) * {weights[1]}"
+    )
+    return Function(name, source, (state, Leaf("float32", (4,), "jax")), has_state=True)
+
+
+def function_of_trees(name: str, chance: random.Random) -> Function:
+    """Return a function that reads each leaf by its place and name, and gives each a weight of its own."""
+    example = tuple(random_tree(chance, 2) for _ in range(chance.randint(1, 3)))
+    lines: list[str] = []
+    results: list[str] = []
+    for place, tree in enumerate(example):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            read, result = f"{NAMES[place]}{jax.tree_util.keystr(path)}", f"r{len(results)}"
+            lines.append(f"    {result} = {operation(read, leaf, len(results) + 2, chance)}")
+            results.append(result)
+    while len(results) > 1:
+        first, second = results.pop(0), results.pop(0)
+        results.append(
+            chance.choice(
+                (
+                    f'{{"y": {first}, "c": {second}}}',
+                    f'OrderedDict([("y", {first}), ("c", {second})])',
+                    f"({first}, {second})",
+                    f"[{first}, None, {second}]",
+                    f"Pair({first}, {second})",
+                    f"Record({first}, {second}, {chance.randint(0, 3)})",
+                )
+            )
+        )
+    parameters = ", ".join(NAMES[: len(example)])
+    source = "\n".join((f"def {name}({parameters}):", *lines, f"    return {results[0]}"))
+    return Function(name, source, example)
+
+
+def operation(read: str, leaf: Leaf, weight: int, chance: random.Random) -> str:
+    """Return an expression of an array; many depend on dtypes, and on weak ones."""
+    if leaf.dtype == "bool":
+        return chance.choice(
+            (f"~jnp.asarray({read})", f"jnp.where({read}, {weight}, 0)", f"{read} + {weight}")
+        )
+    choices = [
+        f"{read} * {weight}",
+        f"{read} + jnp.bfloat16({weight})",
+        f"{read} * jnp.float32({weight})",
+        f"jnp.sum({read}) * {weight}",
+        f"jnp.stack([jnp.asarray({read})] * 2) * {weight}",
+        f"{read} + jnp.int8({weight})",
+        f"jnp.asarray({read}) * 1",
+        f"-jnp.asarray({read})",
+    ]
+    if leaf.dtype != "complex64":
+        choices += [
+            f"jnp.maximum({read}, {weight})",
+            f"{read} * {weight}.5",
+            f"jnp.sin({read}) + {weight}",
+        ]
+    return chance.choice(choices)
+
+
+# ---------------------------------------------------------------------- other arguments
+
+
+def variants(function: Function, chance: random.Random) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield names of kinds of arguments with trees of leaves: the example's kind first."""
+    example = function.example
+    yield EXAMPLE, example
+    leaves, structure = jax.tree.flatten(example)
+
+    def changed(change: Callable[[Leaf], Leaf]) -> tuple[Any, ...]:
+        place = chance.randrange(len(leaves))
+        others = [*leaves[:place], change(leaves[place]), *leaves[place + 1 :]]
+        made: tuple[Any, ...] = jax.tree.unflatten(structure, others)
+        return made
+
+    if function.sizes is not None:
+        rows, factors = leaves
+        for size in (0, 1, 2, 3, 4, 5, 7):
+            yield f"{function.sizes}: {size} rows", (replace(rows, shape=(size, 3)), factors)
+    for kind in ("numpy", "jax", "committed", "scalar", "strided", "columns", "swapped"):
+        yield f"all {kind}", jax.tree.map(partial(replace, kind=kind), example)
+    for _ in range(2):
+        yield "another kind", changed(partial(replace, kind=chance.choice((*KINDS,))))
+    yield "another dtype", changed(partial(replace, dtype=chance.choice(DTYPES)))
+    yield "another shape", changed(partial(replace, shape=chance.choice(SHAPES)))
+    yield from [(RETREED, example)] * 2
+    if len(example) > 1:
+        yield SHARED, (example[0],) * len(example)
+
+
+def retreed(tree: Any, chance: random.Random) -> Any:
+    """Return a tree whose containers are of other classes, with the same or other names."""
+    match tree:
+        case dict():
+            items = [(name, retreed(part, chance)) for name, part in tree.items()]
+            chance.shuffle(items)
+            choices: list[Any] = [dict(items), OrderedDict(items)]
+            if len(items) == 2:
+                choices.append(Pair(*(part for _, part in items)))
+            return chance.choice(choices)
+        case Record():
+            z, m = (retreed(part, chance) for part in (tree.z, tree.m))
+            return Record(z, m, chance.choice((tree.k, 5)))
+        case Pair():
+            x, a = (retreed(part, chance) for part in tree)
+            return chance.choice((Pair(x, a), Turned(a, x), {"x": x, "a": a}))
+        case tuple() | list():
+            parts = (retreed(part, chance) for part in tree)
+            return chance.choice((tuple, list))(parts)
+    return tree

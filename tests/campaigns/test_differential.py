@@ -1,0 +1,78 @@
+"""Random functions give what jax.jit gives, in every way to call them, or a refusal.
+
+`make differential` does 100,000 checks and writes the figures to differential.json beside this file; `make
+test` a few. Each failure prints a command that repeats its batch. PREJIT_DIFFERENTIAL_SEED is the first seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .differential import BAD, SAME
+from .random_functions import EXAMPLE
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).with_name("differential.json")
+CHECKS = int(os.environ.get("PREJIT_DIFFERENTIAL_CHECKS", "1500"))
+SEED = int(os.environ.get("PREJIT_DIFFERENTIAL_SEED", "0"))
+WHOLE_CHECKS = 100_000
+BATCH_CHECKS, BATCH_FUNCTIONS = min(5000, CHECKS), min(25, CHECKS // 200)
+AT_ONCE = 2
+pytestmark = pytest.mark.timeout(900 + CHECKS)
+
+
+def test_every_way_answers_as_jax_does_or_refuses() -> None:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        batches = [*pool.map(run, range(SEED, SEED + -(-CHECKS // BATCH_CHECKS)))]
+    outcomes, variants, ways = Counter[str](), Counter[str](), Counter[str]()
+    usual = Counter[str]()
+    for batch in batches:
+        for variant, way, outcome, count in batch["counts"]:
+            outcomes[outcome] += count
+            variants[variant] += count
+            ways[way] += count
+            usual[outcome] += count * (variant == EXAMPLE)
+    figures = {
+        "date": str(date.today()),
+        "python": platform.python_version(),
+        "jax": version("jax"),
+        "seeds": [SEED, SEED + len(batches) - 1],
+        "functions": len(batches) * BATCH_FUNCTIONS,
+        "checks": outcomes.total(),
+        "outcomes": dict(sorted(outcomes.items())),
+        "checks by kind of arguments": dict(sorted(variants.items())),
+        "checks by way": dict(sorted(ways.items())),
+    }
+    print(json.dumps(figures, indent=1))
+    if CHECKS >= WHOLE_CHECKS:
+        RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
+    bad = [text for batch in batches for text in batch["bad"]]
+    assert not any(outcomes[each] for each in BAD), "\n\n".join(bad[:20])
+    assert outcomes[SAME] > outcomes.total() / 3
+    assert usual[SAME] > 0
+
+
+def run(seed: int) -> dict[str, Any]:
+    """Run a batch in a process of its own: what jax and XLA keep of its functions goes with it."""
+    words = (
+        *("-m", "tests.campaigns.differential"),
+        *(str(seed), str(BATCH_FUNCTIONS), str(BATCH_CHECKS)),
+    )
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    again = " ".join((".venv/bin/python", *words))
+    assert done.returncode == 0, f"{again}\n{done.stderr[-3000:]}"
+    found: dict[str, Any] = json.loads(done.stdout)
+    found["bad"] = [f"{text}\nrepeat it: {again}" for text in found["bad"]]
+    return found
