@@ -7,7 +7,6 @@ and then mkdocs. Nothing generated is kept in the repository, so nothing generat
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import json
@@ -19,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.testing import CliRunner
 
-from prejit.compiler.cli.run import commands
+from prejit.compiler.manifest.schema import manifest_schema
 from prejit.runtime import errors
-from prejit.runtime.cli.parser import parser
+from prejit.runtime.cli.commands import BUILD_COMMANDS, commands
 from prejit.runtime.server.collector import EngineCollector
 from prejit.runtime.server.served import Models
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
+_TOP = click.Context(commands, info_name="prejit", **commands.context_settings)
 
 Schema = Mapping[str, Any]
 
@@ -124,13 +123,6 @@ def rooms() -> str:
 # --- the manifest ------------------------------------------------------------------------------------------
 
 
-def manifest_schema() -> Schema:
-    """Return the JSON Schema of a manifest, as `prejit schema` prints it."""
-    result = CliRunner().invoke(commands, ["schema"], catch_exceptions=False)
-    schema: Schema = json.loads(result.stdout)
-    return schema
-
-
 def manifest_page(schema: Schema) -> str:
     """Return the manifest reference: one section for each table, one row for each key."""
     parts = [_MANIFEST]
@@ -217,50 +209,34 @@ def _cell(text: str) -> str:
 # --- the command line ---------------------------------------------------------------------------------------
 
 
-def command_line_page() -> str:
-    """Return the reference of all commands, from the parsers of both sides."""
-    parts = [_COMMAND_LINE]
-    parts.append("## Commands that build\n")
-    for name, command in commands.commands.items():
-        parts.append(_click_command(name, command))
+def every_command() -> Iterator[tuple[str, click.Command]]:
+    """Yield the name and the command of all commands, those of a group after it."""
+    for name in commands.commands:
+        _, command, _ = commands.resolve_command(_TOP, [name])
+        assert command is not None
+        yield name, command
         if isinstance(command, click.Group):
-            for inner, each in command.commands.items():
-                parts.append(_click_command(f"{name} {inner}", each))
-    parts.append("## Commands that use a bundle\n")
-    actions = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    for name, command_parser in actions[0].choices.items():
-        parts.append(_argparse_command(name, command_parser))
+            yield from ((f"{name} {inner}", each) for inner, each in command.commands.items())
+
+
+def command_line_page() -> str:
+    """Return the reference of all commands."""
+    parts = [_COMMAND_LINE, "## Commands that use a bundle\n"]
+    for name, command in every_command():
+        if name == next(iter(BUILD_COMMANDS)):
+            parts.append("## Commands that build\n")
+        parts.append(_described(name, command))
     return "\n".join(parts)
 
 
-def _click_command(name: str, command: click.Command) -> str:
-    context = click.Context(command, info_name=f"prejit {name}")
+def _described(name: str, command: click.Command) -> str:
+    context = click.Context(command, _TOP, name)
     usage = command.get_usage(context).removeprefix("Usage: ")
-    rows = []
-    for parameter in command.params:
-        if isinstance(parameter, click.Option):
-            record = parameter.get_help_record(context)
-            assert record is not None
-            rows.append((f"`{record[0]}`", record[1]))
+    records = (parameter.get_help_record(context) for parameter in command.params)
+    rows = [(f"`{record[0]}`", record[1]) for record in records if record is not None]
     description = inspect.cleandoc(command.help or "")
     epilog = inspect.cleandoc(command.epilog or "").replace("\b\n", "")
     return _command(name, usage, description, rows, epilog)
-
-
-def _argparse_command(name: str, command: argparse.ArgumentParser) -> str:
-    usage = re.sub(r"\s+", " ", command.format_usage()).strip().removeprefix("usage: ")
-    rows = []
-    for action in command._actions:
-        if isinstance(action, argparse._HelpAction):
-            continue
-        metavar = action.metavar if isinstance(action.metavar, str) else ""
-        names = [
-            f"{o} {metavar}".strip() if action.nargs != 0 else o for o in action.option_strings
-        ]
-        required = " (required)" if action.required and action.option_strings else ""
-        text = (action.help or "").replace("%%", "%") + required
-        rows.append((f"`{', '.join(names) or metavar}`", text))
-    return _command(name, usage, command.description or "", rows, command.epilog or "")
 
 
 def _command(

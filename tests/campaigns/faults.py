@@ -254,7 +254,7 @@ def heal(directory: str) -> int:
 
 def _sign_again(root: Path) -> int:
     policy = root / "trust.toml"
-    return sign(root) or _main("verify", root / "out" / "tiny", "--policy", policy)
+    return sign(root) or _main("verify", root / "out" / "tiny", "--trust", policy)
 
 
 def every_fault(calls: Sequence[str]) -> list[Fault]:

@@ -1,11 +1,12 @@
-"""The options that several commands of the build side have, and how they print JSON."""
+"""The options that several commands of the build side have."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
+
+from prejit.runtime.cli.options import COUNT
 
 PATH = click.Path(path_type=Path)
 TARGETS = click.option(
@@ -30,9 +31,13 @@ FORMS = click.option(
     metavar="FILE",
     help="A table of measured forms, as builds keep it in the build cache (forms.json).",
 )
-JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-
-
-def print_json(value: object) -> None:
-    """Print JSON on stdout, for programs."""
-    click.echo(json.dumps(value, indent=2))
+JOBS = click.option(
+    "--jobs", type=COUNT, metavar="N", help="Compile processes side by side (default: cores)."
+)
+TIMEOUT = click.option(
+    "--timeout",
+    type=COUNT,
+    default=3600,
+    metavar="SECONDS",
+    help="Give up on a program that takes longer to compile, or to measure.",
+)
