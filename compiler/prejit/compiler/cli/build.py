@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prejit.compiler.cli.options import CACHE, FORMS, JOBS, PATH, SHARED, TARGETS, TIMEOUT
+from prejit.compiler.cli.options import CACHE, DIR, FORMS, JOBS, PATH, SHARED, TARGETS, TIMEOUT
 from prejit.runtime.cli.options import JSON
 from prejit.runtime.cli.output import print_json
 
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 @click.option(
     "-o",
     "--output",
-    type=PATH,
+    **DIR,
     default=Path("artifacts"),
-    metavar="DIR",
     help="Directory of bundles; each is written to DIR/NAME.",
 )
 @TARGETS

@@ -6,19 +6,18 @@ from pathlib import Path
 
 import click
 
-from prejit.compiler.cli.options import PATH
+from prejit.compiler.cli.options import FILE, PATH
 from prejit.compiler.cli.sign import private_key
 from prejit.runtime.cli.options import COUNT
 
-_FILE = click.argument("file", type=PATH, metavar="FILE", help="File of the channel.")
+_FILE = click.argument("file", **FILE, help="File of the channel.")
 _channel_name = click.option("--name", required=True, metavar="NAME", help="Name of the channel.")
 _signing_keys = click.option(
     "--key",
     "keys",
-    type=PATH,
+    **FILE,
     multiple=True,
     required=True,
-    metavar="FILE",
     help="Private key in PEM; may be repeated.",
 )
 
@@ -38,9 +37,8 @@ def channel() -> None:
 @_signing_keys
 @click.option(
     "--days",
-    type=COUNT,
+    **COUNT,
     default=90,
-    metavar="N",
     help="How long this is known to be the current bundle. Release again before.",
 )
 def release(file: Path, bundle: Path, name: str, keys: tuple[Path, ...], days: int) -> int:
@@ -65,23 +63,14 @@ def release(file: Path, bundle: Path, name: str, keys: tuple[Path, ...], days: i
 @click.option(
     "--public",
     "publics",
-    type=PATH,
+    **FILE,
     multiple=True,
     required=True,
-    metavar="FILE",
     help="Public key of the next version, in PEM; repeat it for each key.",
 )
 @_signing_keys
-@click.option(
-    "--threshold", type=COUNT, default=1, metavar="N", help="How many of the public keys must sign."
-)
-@click.option(
-    "--days",
-    type=COUNT,
-    default=365,
-    metavar="N",
-    help="How long the keys count. Rotate again before.",
-)
+@click.option("--threshold", **COUNT, default=1, help="How many of the public keys must sign.")
+@click.option("--days", **COUNT, default=365, help="How long the keys count. Rotate again before.")
 def rotate(
     file: Path,
     name: str,
@@ -105,7 +94,7 @@ def rotate(
     epilog="Examples:\n\n\b\n  prejit channel add-signature stable.json --key second.pem",
 )
 @_FILE
-@click.option("--key", type=PATH, required=True, metavar="FILE", help="Private key in PEM.")
+@click.option("--key", **FILE, required=True, help="Private key in PEM.")
 def add_signature(file: Path, key: Path) -> int:
     """Sign the release and the newest keys of the channel in FILE with another key, to reach a threshold."""
     from prejit.compiler.progress import tell

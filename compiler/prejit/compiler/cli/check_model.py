@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prejit.compiler.cli.options import PATH
+from prejit.compiler.cli.options import FILE
 from prejit.runtime.cli.options import COUNT, Number
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 @click.argument("model", metavar="MODULE:MODEL", help="A decoder, or what makes one.")
 @click.option(
     "--params",
-    type=PATH,
-    metavar="FILE",
+    **FILE,
     help="Values of the model's parameters: a .safetensors file or an orbax directory (default: its own).",
 )
 @click.option(
@@ -45,9 +44,8 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--source-size",
-    type=COUNT,
+    **COUNT,
     default=16,
-    metavar="N",
     help="Places of an encoder-decoder's sources, for one that takes a certain number only.",
 )
 def check_model(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prejit.compiler.cli.options import CACHE
-from prejit.runtime.cli.options import JSON, byte_count
+from prejit.runtime.cli.options import JSON, SIZE
 from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--max-size",
-    type=byte_count,
-    metavar="SIZE",
+    **SIZE,
     help="Remove from a shared store what was not used for the longest time, until it has this size: 500MB, "
     "10GB, 2TiB.",
 )

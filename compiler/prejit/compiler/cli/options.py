@@ -6,17 +6,16 @@ from pathlib import Path
 
 import click
 
-from prejit.runtime.cli.options import COUNT
+from prejit.runtime.cli.options import COUNT, Attributes
 
 PATH = click.Path(path_type=Path)
+FILE: Attributes = {"type": PATH, "metavar": "FILE"}
+DIR: Attributes = {"type": PATH, "metavar": "DIR"}
 TARGETS = click.option(
     "--target", "targets", multiple=True, metavar="NAME", help="Only this target; may be repeated."
 )
 CACHE = click.option(
-    "--cache",
-    type=PATH,
-    metavar="DIR",
-    help="Build cache (default: $PREJIT_CACHE or ~/.cache/prejit/build).",
+    "--cache", **DIR, help="Build cache (default: $PREJIT_CACHE or ~/.cache/prejit/build)."
 )
 SHARED = click.option(
     "--store",
@@ -27,17 +26,14 @@ SHARED = click.option(
 )
 FORMS = click.option(
     "--forms",
-    type=PATH,
-    metavar="FILE",
+    **FILE,
     help="A table of measured forms, as builds keep it in the build cache (forms.json).",
 )
-JOBS = click.option(
-    "--jobs", type=COUNT, metavar="N", help="Compile processes side by side (default: cores)."
-)
+JOBS = click.option("--jobs", **COUNT, help="Compile processes side by side (default: cores).")
 TIMEOUT = click.option(
     "--timeout",
-    type=COUNT,
-    default=3600,
+    type=click.IntRange(min=1),
     metavar="SECONDS",
+    default=3600,
     help="Give up on a program that takes longer to compile, or to measure.",
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prejit.compiler.cli.options import JOBS, PATH, TIMEOUT
+from prejit.compiler.cli.options import FILE, JOBS, PATH, TIMEOUT
 from prejit.runtime.cli.options import JSON
 from prejit.runtime.cli.output import print_json
 
@@ -37,8 +37,7 @@ REBUILD_DIFFERS = 8
 )
 @click.option(
     "--manifest",
-    type=PATH,
-    metavar="FILE",
+    **FILE,
     help="The bundle's manifest, beside its sources (default: its recorded name, here).",
 )
 @JOBS

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from prejit.compiler.cli.options import PATH
+from prejit.compiler.cli.options import FILE, PATH
 from prejit.runtime.cli.options import JSON
 from prejit.runtime.cli.output import print_json
 
@@ -38,8 +38,7 @@ from prejit.runtime.cli.output import print_json
 )
 @click.option(
     "--manifest",
-    type=PATH,
-    metavar="FILE",
+    **FILE,
     help="Write a manifest of the functions and shapes that the program called.",
 )
 @JSON

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prejit.compiler.cli.options import PATH
+from prejit.compiler.cli.options import FILE, PATH
 from prejit.runtime.cli.options import JSON, check_one
 from prejit.runtime.cli.output import print_json
 
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     "PREJIT_IDENTITY_TOKEN is the identity token of --keyless where the CI offers none by itself."
 )
 @click.argument("bundle", type=PATH, metavar="BUNDLE", help="Directory of a bundle.")
-@click.option(
-    "--key", type=PATH, metavar="FILE", help="Private key in PEM: ECDSA on P-256, P-384 or P-521."
-)
+@click.option("--key", **FILE, help="Private key in PEM: ECDSA on P-256, P-384 or P-521.")
 @click.option(
     "--keyless",
     is_flag=True,
@@ -37,8 +35,7 @@ if TYPE_CHECKING:
 @click.option(
     "--sigstore",
     "config",
-    type=PATH,
-    metavar="FILE",
+    **FILE,
     help="Client configuration of another sigstore than the public one, for --keyless.",
 )
 @JSON

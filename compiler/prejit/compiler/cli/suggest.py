@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prejit.compiler.cli.options import PATH
+from prejit.compiler.cli.options import FILE, PATH
 from prejit.runtime.cli.options import COUNT, JSON
 from prejit.runtime.cli.output import print_json
 
@@ -26,23 +26,18 @@ if TYPE_CHECKING:
 )
 @click.argument("log", type=PATH, metavar="LOG", help="Recorded requests.")
 @click.option(
-    "--manifest",
-    type=PATH,
-    metavar="FILE",
-    help="Compare with the buckets of this manifest. Its largest sizes stay.",
+    "--manifest", **FILE, help="Compare with the buckets of this manifest. Its largest sizes stay."
 )
 @click.option(
     "--programs",
-    type=COUNT,
-    metavar="N",
+    **COUNT,
     help="The most programs for each target (default: as many as the manifest has).",
 )
 @click.option("--model", metavar="NAME", help="Only requests to this bundle of the log.")
 @click.option(
     "--build-report",
     "report",
-    type=PATH,
-    metavar="FILE",
+    **FILE,
     help="Report of a build, for its compile times (default: artifacts/NAME.report.json, if it is there).",
 )
 @JSON

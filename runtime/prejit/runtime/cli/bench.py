@@ -15,6 +15,7 @@ from prejit.runtime.cli.options import (
     COUNT,
     JSON,
     PATH,
+    SECONDS,
     Number,
     check_one,
     loads,
@@ -31,19 +32,9 @@ from prejit.runtime.cli.output import print_json, print_text, progress, write_te
     "  prejit bench artifacts/demo --against artifacts/demo-before"
 )
 @BUNDLE
+@click.option("--runs", **COUNT, default=5, help="Number of fresh processes that measure start-up.")
 @click.option(
-    "--runs",
-    type=COUNT,
-    default=5,
-    metavar="N",
-    help="Number of fresh processes that measure start-up.",
-)
-@click.option(
-    "--seconds",
-    type=Number(0, 1e9),
-    default=20.0,
-    metavar="SECONDS",
-    help="Time for all measurements in one process.",
+    "--seconds", **SECONDS, default=20.0, help="Time for all measurements in one process."
 )
 @click.option(
     "--baseline",

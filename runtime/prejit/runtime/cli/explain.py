@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prejit.runtime.base.tables import table
-from prejit.runtime.cli.options import (
-    BUNDLE,
-    FINGERPRINT,
-    JSON,
-    PATH,
-    check_one,
-    on_mismatch,
-    page,
-)
+from prejit.runtime.cli.options import BUNDLE, DIR, FINGERPRINT, JSON, check_one, on_mismatch, page
 from prejit.runtime.cli.output import print_json, print_text, write_text
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.checks.oci import target_of
@@ -42,8 +34,7 @@ if TYPE_CHECKING:
 @FINGERPRINT
 @click.option(
     "--fleet",
-    type=PATH,
-    metavar="DIR",
+    **DIR,
     help="Compare with every fingerprint in DIR and below: which target serves which machine, and the fewest "
     "targets to add so that none falls back.",
 )

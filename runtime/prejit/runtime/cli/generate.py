@@ -94,9 +94,9 @@ def generate(
     prompts = {"--prompt": prompt, "--prompt-ids": prompt_ids, "--chat": chat}
     check_one(prompts, required=options["source"] is None)
     bundle = load_bundle(path, on_mismatch, fingerprint)
+    given: str | list[int] | None = prompt if prompt_ids is None else prompt_ids
     if chat is not None:
-        prompt = bundle.apply_chat_template([{"role": "user", "content": chat}])
-    given = prompt if prompt_ids is None else prompt_ids
+        given = bundle.apply_chat_template([{"role": "user", "content": chat}])
     pieces: list[Piece] = []
     first_seconds = 0.0
     # Text of a model is data. Only a terminal acts on control characters, so they are escaped there alone.

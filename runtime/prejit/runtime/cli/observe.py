@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from prejit.runtime.cli.options import PATH
+from prejit.runtime.cli.options import DIR
 from prejit.runtime.cli.output import print_text
 from prejit.runtime.observe import files
 
@@ -21,7 +21,7 @@ def observe() -> None:
     epilog="Examples:\n\n\b\n  prejit observe init watch\n"
     "  prejit observe init watch --runbooks https://wiki.example/runbooks --force"
 )
-@click.argument("directory", type=PATH, metavar="DIR", help="Directory for the files.")
+@click.argument("directory", **DIR, help="Directory for the files.")
 @click.option(
     "--runbooks",
     default="runbooks",

@@ -15,15 +15,43 @@ from prejit.runtime.trust.sources import TRUST_VARIABLE
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+
+class Number(click.FloatRange):
+    """A number of a range. NaN, which compares with no bound, is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, or fail."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"expected a number, found {value!r:.40}", param, ctx)
+        return number
+
+
+def byte_count(text: str) -> int:
+    """Return a number of bytes: `1000`, `512M`, `10GB`, `1.5TiB`. As in dd(1), only GB is a power of 1000."""
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([kKMGT]?)(i?B)?", text)
+    if found is None or (found[3] == "iB" and not found[2]):
+        raise click.BadParameter(
+            f"expected a number of bytes or a size such as 512M, 10GB or 1.5TiB, found {text!r:.40}"
+        )
+    base = 1000 if found[3] == "B" else 1024
+    return int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
+
+
 PATH = click.Path()
+Attributes = dict[str, Any]
+"""The type of an option's value, and how the help writes it."""
+FILE: Attributes = {"type": PATH, "metavar": "FILE"}
+DIR: Attributes = {"type": PATH, "metavar": "DIR"}
+COUNT: Attributes = {"type": click.IntRange(min=1), "metavar": "N"}
+SECONDS: Attributes = {"type": Number(0, 1e9), "metavar": "SECONDS"}
+SIZE: Attributes = {"type": byte_count, "metavar": "SIZE"}
+
 BUNDLE = click.argument("path", type=PATH, metavar="BUNDLE", help="Directory of a bundle.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 STATS = click.option("--stats", is_flag=True, help="Print statistics on stderr.")
 FINGERPRINT = click.option(
-    "--fingerprint",
-    type=PATH,
-    metavar="FILE",
-    help="Use the fingerprint in FILE instead of this machine's own.",
+    "--fingerprint", **FILE, help="Use the fingerprint in FILE instead of this machine's own."
 )
 
 
@@ -37,8 +65,7 @@ def _apply_trust(_: click.Context, __: click.Parameter, policy: str | None) -> N
 
 TRUST = click.option(
     "--trust",
-    type=PATH,
-    metavar="FILE",
+    **FILE,
     expose_value=False,
     callback=_apply_trust,
     help="A trust policy that must let the bundle run; those of $PREJIT_TRUST and the machine apply too.",
@@ -80,29 +107,3 @@ def check_one(options: Mapping[str, object], *, required: bool = False) -> None:
     if len(given) > 1 or (required and not given):
         found = " and ".join(given) or "none"
         raise UsageError(f"expected one of {', '.join(options)}, found {found}")
-
-
-class Number(click.FloatRange):
-    """A number of a range. NaN, which compares with no bound, is none."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number, or fail."""
-        number = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail(f"expected a number, found {value!r:.40}", param, ctx)
-        return number
-
-
-SECONDS = Number(0, 1e9)
-COUNT = click.IntRange(min=1)
-
-
-def byte_count(text: str) -> int:
-    """Return a number of bytes: `1000`, `512M`, `10GB`, `1.5TiB`. As in dd(1), only GB is a power of 1000."""
-    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([kKMGT]?)(i?B)?", text)
-    if found is None or (found[3] == "iB" and not found[2]):
-        raise click.BadParameter(
-            f"expected a number of bytes or a size such as 512M, 10GB or 1.5TiB, found {text!r:.40}"
-        )
-    base = 1000 if found[3] == "B" else 1024
-    return int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))

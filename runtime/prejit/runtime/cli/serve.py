@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from prejit.runtime.base.process import importing
-from prejit.runtime.cli.options import COUNT, PATH, SECONDS, TRUST, byte_count, on_mismatch
+from prejit.runtime.cli.options import COUNT, FILE, SECONDS, SIZE, TRUST, on_mismatch
 from prejit.runtime.cli.output import warnings_on_stderr
 from prejit.runtime.device.start import import_numpy, read_library_ahead
 from prejit.runtime.errors import UsageError
@@ -78,57 +78,42 @@ def _origin(text: str) -> str:
 )
 @click.option(
     "--slots",
-    type=COUNT,
-    metavar="N",
+    **COUNT,
     help="Generations that run at once (default: the largest batch of the bundle).",
 )
 @click.option(
-    "--queue",
-    type=COUNT,
-    metavar="N",
-    help="Generations that may wait; more get status 429 (default: 256).",
+    "--queue", **COUNT, help="Generations that may wait; more get status 429 (default: 256)."
 )
 @click.option(
     "--prefix-memory",
-    type=byte_count,
-    metavar="SIZE",
+    **SIZE,
     help="Memory, such as 512M or 2G, for earlier texts of each bundle, so that prompts that begin like them "
     "compute only the rest; 0 keeps none (default: as much as the cache of the slots).",
 )
-@click.option(
-    "--clients",
-    type=COUNT,
-    default=1024,
-    metavar="N",
-    help="Requests at once; more get status 503.",
-)
+@click.option("--clients", **COUNT, default=1024, help="Requests at once; more get status 503.")
 @click.option(
     "--timeout",
     "timeout_seconds",
-    type=SECONDS,
+    **SECONDS,
     default=600.0,
-    metavar="SECONDS",
     help="The longest time of a request, waiting included; then status 504.",
 )
 @click.option(
     "--drain-seconds",
-    type=SECONDS,
+    **SECONDS,
     default=30.0,
-    metavar="SECONDS",
     help="After SIGTERM, how long running requests may go on.",
 )
 @click.option(
     "--max-body",
     "body_bytes",
-    type=byte_count,
+    **SIZE,
     default="16M",
-    metavar="SIZE",
     help="The largest body of a request; then status 413.",
 )
 @click.option(
     "--max-tokens",
-    type=COUNT,
-    metavar="N",
+    **COUNT,
     help="The most new tokens that a request may ask for (default: what the context has room for).",
 )
 @click.option(
@@ -138,14 +123,13 @@ def _origin(text: str) -> str:
 )
 @click.option(
     "--keys",
-    type=PATH,
-    metavar="FILE",
+    **FILE,
     help="Accept only requests with a key of FILE, one in a line: KEY or NAME: KEY, and its limits behind "
     "it; a FILE that changes is read again.",
 )
 @click.option(
     "--check-seconds",
-    type=COUNT,
+    type=click.IntRange(min=1),
     metavar="SECONDS",
     help="Ask for golden answers again after so many seconds; the server is not ready while one is wrong "
     "(default: only after requests have failed).",
@@ -158,8 +142,7 @@ def _origin(text: str) -> str:
 )
 @click.option(
     "--log",
-    type=PATH,
-    metavar="FILE",
+    **FILE,
     help="Append a JSON line for each request, with its body, for `prejit replay`; - is stdout.",
 )
 @on_mismatch(

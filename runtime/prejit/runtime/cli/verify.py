@@ -10,7 +10,7 @@ import click
 
 from prejit.runtime.base.tables import size
 from prejit.runtime.cli.answers import forget_failures, run_programs
-from prejit.runtime.cli.options import BUNDLE, JSON, PATH
+from prejit.runtime.cli.options import BUNDLE, FILE, JSON
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.errors import AnswerError
 from prejit.runtime.format.audit import audit
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 @BUNDLE
 @click.option(
     "--trust",
-    type=PATH,
-    metavar="FILE",
+    **FILE,
     help="Check too that this trust policy lets every target run (exit 5: it does not).",
 )
 @click.option(
