@@ -42,8 +42,8 @@ _COMMAND_LINE = """\
 # Command line
 
 `prejit COMMAND --help` prints the same, and so does `python -m prejit.runtime COMMAND --help`. The commands
-that build need `pip install 'prejit[compiler]'`. `prejit --version` prints the versions of prejit, jax, jaxlib
-and Python. [Errors and exit statuses](errors.md) lists what a command ends with.
+that build need `pip install 'prejit[compiler]'`. `prejit --version` prints the versions of prejit, jax,
+jaxlib and Python. [Errors and exit statuses](errors.md) lists what a command ends with.
 
 A shell completes commands, options and files. For bash, put this line into `~/.bashrc`:
 
@@ -51,11 +51,11 @@ A shell completes commands, options and files. For bash, put this line into `~/.
 eval "$(_PREJIT_COMPLETE=bash_source prejit)"
 ```
 
-For zsh it is `zsh_source` in `~/.zshrc`. For fish, write the output of `_PREJIT_COMPLETE=fish_source prejit` to
-`~/.config/fish/completions/prejit.fish`.
+For zsh it is `zsh_source` in `~/.zshrc`. For fish, write the output of `_PREJIT_COMPLETE=fish_source prejit`
+to `~/.config/fish/completions/prejit.fish`.
 
-A SIZE is a number of bytes, such as `1000`, `512M` or `10GB`. As in dd(1), `GB` is a power of 1000; `G` and `GiB`
-are powers of 1024.
+A SIZE is a number of bytes, such as `1000`, `512M` or `10GB`. As in dd(1), `GB` is a power of 1000; `G` and
+`GiB` are powers of 1024.
 """
 _ERRORS = """\
 # Errors and exit statuses

@@ -111,10 +111,7 @@ def write_project(directory: Path, factor: int) -> None:
 def _main(*arguments: str | Path) -> int:
     from prejit.runtime.__main__ import main
 
-    try:
-        return main([*map(str, arguments)])
-    except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 2
+    return main([*map(str, arguments)])
 
 
 def build(directory: Path) -> int:
