@@ -7,7 +7,6 @@ and then mkdocs. Nothing generated is kept in the repository, so nothing generat
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import json
@@ -19,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.testing import CliRunner
 
-from prejit.compiler.cli.run import commands
+from prejit.compiler.manifest.schema import manifest_schema
 from prejit.runtime import errors
-from prejit.runtime.cli.parser import parser
+from prejit.runtime.cli.commands import BUILD_COMMANDS, commands
 from prejit.runtime.server.collector import EngineCollector
 from prejit.runtime.server.served import Models
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
+_TOP = click.Context(commands, info_name="prejit", **commands.context_settings)
 
 Schema = Mapping[str, Any]
 
@@ -42,9 +41,21 @@ code that reads manifests. `prejit plan` checks a manifest and reports all error
 _COMMAND_LINE = """\
 # Command line
 
-`prejit COMMAND --help` prints the same. Where only the server side is installed, the commands that use a
-bundle are `python -m prejit.runtime COMMAND`. The commands that build need `pip install 'prejit[compiler]'`.
-[Errors and exit statuses](errors.md) lists what a command ends with.
+`prejit COMMAND --help` prints the same, and so does `python -m prejit.runtime COMMAND --help`. The commands
+that build need `pip install 'prejit[compiler]'`. `prejit --version` prints the versions of prejit, jax,
+jaxlib and Python. [Errors and exit statuses](errors.md) lists what a command ends with.
+
+A shell completes commands, options and files. For bash, put this line into `~/.bashrc`:
+
+```sh
+eval "$(_PREJIT_COMPLETE=bash_source prejit)"
+```
+
+For zsh it is `zsh_source` in `~/.zshrc`. For fish, write the output of `_PREJIT_COMPLETE=fish_source prejit`
+to `~/.config/fish/completions/prejit.fish`.
+
+A SIZE is a number of bytes, such as `1000`, `512M` or `10GB`. As in dd(1), `GB` is a power of 1000; `G` and
+`GiB` are powers of 1024.
 """
 _ERRORS = """\
 # Errors and exit statuses
@@ -122,13 +133,6 @@ def rooms() -> str:
 
 
 # --- the manifest ------------------------------------------------------------------------------------------
-
-
-def manifest_schema() -> Schema:
-    """Return the JSON Schema of a manifest, as `prejit schema` prints it."""
-    result = CliRunner().invoke(commands, ["schema"], catch_exceptions=False)
-    schema: Schema = json.loads(result.stdout)
-    return schema
 
 
 def manifest_page(schema: Schema) -> str:
@@ -217,50 +221,34 @@ def _cell(text: str) -> str:
 # --- the command line ---------------------------------------------------------------------------------------
 
 
-def command_line_page() -> str:
-    """Return the reference of all commands, from the parsers of both sides."""
-    parts = [_COMMAND_LINE]
-    parts.append("## Commands that build\n")
-    for name, command in commands.commands.items():
-        parts.append(_click_command(name, command))
+def every_command() -> Iterator[tuple[str, click.Command]]:
+    """Yield the name and the command of all commands, those of a group after it."""
+    for name in commands.commands:
+        _, command, _ = commands.resolve_command(_TOP, [name])
+        assert command is not None
+        yield name, command
         if isinstance(command, click.Group):
-            for inner, each in command.commands.items():
-                parts.append(_click_command(f"{name} {inner}", each))
-    parts.append("## Commands that use a bundle\n")
-    actions = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    for name, command_parser in actions[0].choices.items():
-        parts.append(_argparse_command(name, command_parser))
+            yield from ((f"{name} {inner}", each) for inner, each in command.commands.items())
+
+
+def command_line_page() -> str:
+    """Return the reference of all commands."""
+    parts = [_COMMAND_LINE, "## Commands that use a bundle\n"]
+    for name, command in every_command():
+        if name == next(iter(BUILD_COMMANDS)):
+            parts.append("## Commands that build\n")
+        parts.append(_described(name, command))
     return "\n".join(parts)
 
 
-def _click_command(name: str, command: click.Command) -> str:
-    context = click.Context(command, info_name=f"prejit {name}")
+def _described(name: str, command: click.Command) -> str:
+    context = click.Context(command, _TOP, name)
     usage = command.get_usage(context).removeprefix("Usage: ")
-    rows = []
-    for parameter in command.params:
-        if isinstance(parameter, click.Option):
-            record = parameter.get_help_record(context)
-            assert record is not None
-            rows.append((f"`{record[0]}`", record[1]))
+    records = (parameter.get_help_record(context) for parameter in command.params)
+    rows = [(f"`{record[0]}`", record[1]) for record in records if record is not None]
     description = inspect.cleandoc(command.help or "")
     epilog = inspect.cleandoc(command.epilog or "").replace("\b\n", "")
     return _command(name, usage, description, rows, epilog)
-
-
-def _argparse_command(name: str, command: argparse.ArgumentParser) -> str:
-    usage = re.sub(r"\s+", " ", command.format_usage()).strip().removeprefix("usage: ")
-    rows = []
-    for action in command._actions:
-        if isinstance(action, argparse._HelpAction):
-            continue
-        metavar = action.metavar if isinstance(action.metavar, str) else ""
-        names = [
-            f"{o} {metavar}".strip() if action.nargs != 0 else o for o in action.option_strings
-        ]
-        required = " (required)" if action.required and action.option_strings else ""
-        text = (action.help or "").replace("%%", "%") + required
-        rows.append((f"`{', '.join(names) or metavar}`", text))
-    return _command(name, usage, command.description or "", rows, command.epilog or "")
 
 
 def _command(

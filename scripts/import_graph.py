@@ -471,8 +471,7 @@ _COUNT_WAY = """
 import json, sys, threading
 from pathlib import Path
 
-import click
-from prejit.compiler.cli.run import commands
+from prejit.runtime.cli.commands import commands
 
 homes, arguments = json.loads(sys.argv[1]), sys.argv[2:]
 modules = {}  # by file name; None when it is of no root

@@ -111,10 +111,7 @@ def write_project(directory: Path, factor: int) -> None:
 def _main(*arguments: str | Path) -> int:
     from prejit.runtime.__main__ import main
 
-    try:
-        return main([*map(str, arguments)])
-    except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 2
+    return main([*map(str, arguments)])
 
 
 def build(directory: Path) -> int:
@@ -254,7 +251,7 @@ def heal(directory: str) -> int:
 
 def _sign_again(root: Path) -> int:
     policy = root / "trust.toml"
-    return sign(root) or _main("verify", root / "out" / "tiny", "--policy", policy)
+    return sign(root) or _main("verify", root / "out" / "tiny", "--trust", policy)
 
 
 def every_fault(calls: Sequence[str]) -> list[Fault]:

@@ -24,7 +24,11 @@ from pathlib import Path
 from typing import Any
 
 _PRELOADED = (
-    *("prejit.compiler.cli.run", "prejit.compiler.pipeline.run", "prejit.compiler.lowering.export"),
+    *(
+        "prejit.compiler.cli.build",
+        "prejit.compiler.pipeline.run",
+        "prejit.compiler.lowering.export",
+    ),
     *("prejit.compiler.models", "prejit.runtime.cli.inspect", "transformers", "tokenizers"),
 )
 _UNEXPECTED = 70

@@ -178,10 +178,7 @@ def _built(directory: Path) -> Path:
 def _main(arguments: Sequence[str]) -> int:
     from prejit.runtime.__main__ import main
 
-    try:
-        return main(list(arguments))
-    except SystemExit as error:  # argparse's errors of usage
-        return error.code if isinstance(error.code, int) else 2
+    return main(arguments)
 
 
 @st.composite

@@ -17,8 +17,8 @@ from typing import Any
 import click
 import pytest
 
-from prejit.compiler.cli.run import commands
-from prejit.runtime.cli.parser import BUILD_COMMANDS, parser
+from prejit.runtime.cli.commands import commands
+from prejit.runtime.trust.sources import TRUST_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,17 +103,19 @@ def check_command(command: str, where: object) -> None:
 
 
 def _check_prejit(words: list[str], where: object) -> None:
-    name, arguments = words[0], words[1:]
-    try:
-        if name in BUILD_COMMANDS:
-            command = commands.commands[name]
-            with command.make_context(name, arguments):
-                return
-        parser().parse_args(words)
-    except click.ClickException as error:
-        pytest.fail(f"{where}: {error.format_message()}")
-    except SystemExit:
-        pytest.fail(f"{where}: the parser refuses: prejit {shlex.join(words)}")
+    command: click.Command | None = commands
+    top = click.Context(commands, **commands.context_settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TRUST_VARIABLE, "")  # --trust changes it
+        try:
+            while isinstance(command, click.Group):
+                _, command, words = command.resolve_command(top, words)
+            assert command is not None
+            command.make_context("prejit", words, top)
+        except click.exceptions.Exit:
+            return  # prejit --version
+        except click.ClickException as error:
+            pytest.fail(f"{where}: {error.format_message()}")
 
 
 def _check_requirement(text: str, where: object) -> None:

@@ -9,11 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import click
 import pytest
-
-from prejit.compiler.cli.run import commands as build_commands
-from prejit.runtime.cli.parser import parser
 
 from .snippets import ROOT
 
@@ -164,25 +160,15 @@ def test_every_variable_of_the_code_is_on_the_page_and_no_other() -> None:
     assert set(re.findall(r"PREJIT_[A-Z_]+[A-Z]", page)) == names
 
 
-def test_the_command_line_page_has_every_command_and_option(assembled: Path) -> None:
+def test_the_command_line_page_has_every_command_and_option(
+    assembled: Path, generate: ModuleType
+) -> None:
     page = (assembled / "reference" / "command-line.md").read_text()
-    commands = dict(build_commands.commands)
-    for name, group in build_commands.commands.items():
-        if isinstance(group, click.Group):
-            commands |= {f"{name} {inner}": each for inner, each in group.commands.items()}
-    assert len(commands) > len(build_commands.commands)
-    for name, command in commands.items():
+    for name, command in generate.every_command():
         assert f"### prejit {name}\n" in page
         for parameter in command.params:
             for option in (*parameter.opts, *parameter.secondary_opts):
                 assert not option.startswith("--") or option in page, f"{name} {option}"
-    subparsers = next(a for a in parser()._actions if isinstance(a.choices, dict))
-    assert isinstance(subparsers.choices, dict)
-    for name, command_parser in subparsers.choices.items():
-        assert f"### prejit {name}\n" in page
-        for action in command_parser._actions:
-            if "--help" not in action.option_strings:
-                assert all(option in page for option in action.option_strings)
 
 
 def test_the_manifest_page_has_every_key_with_its_meaning(assembled: Path) -> None:

@@ -85,6 +85,11 @@ def test_the_repository_breaks_no_rule(copy: Path) -> None:
             "A server needs none of the build side's dependencies",
         ),
         (
+            RUNTIME / "bundle.py",
+            "def f():\n    import click\n",
+            "A server needs none of the build side's dependencies",
+        ),
+        (
             RUNTIME / "programs" / "pytree.py",
             "from jaxlib import xla_client\n",
             "One module touches jaxlib",

@@ -12,9 +12,9 @@ import pytest
 from tests.layouts import index_of
 
 from prejit.compiler.cli.plan import PLAN_HAS_CHANGES
-from prejit.compiler.cli.run import run
 from prejit.compiler.manifest.schema import manifest_schema
 from prejit.compiler.pipeline import plan
+from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import ManifestError, UsageError
 from prejit.runtime.machine.targets import Target
 
@@ -101,14 +101,6 @@ def test_a_plan_says_what_only_a_build_can_find_out(
 def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == manifest_schema()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [(["--help"], 0), (["plan", "--help"], 0), (["plan"], 2), (["build", "--jobs", "0", "m"], 2)],
-)
-def test_help_and_wrong_options_have_their_exit_status(arguments: list[str], status: int) -> None:
-    assert run(arguments) == status
 
 
 @pytest.mark.parametrize("command", ["plan", "schema", "targets", "gc"])

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler import garbage
-from prejit.compiler.cli.run import run
 from prejit.compiler.garbage import Collection, collect
 from prejit.compiler.store.directory import ZIG, DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets import environments
+from prejit.runtime.cli.commands import run
 
 OLD, NEW = Key("compile", "old", (("n", "1"),)), Key("compile", "new", (("n", "2"),))
 

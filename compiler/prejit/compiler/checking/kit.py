@@ -93,5 +93,7 @@ def _run(
     except BaseException as error:
         change = "call the model in Python to see the whole traceback"
         if check is shapes.cache and subject.encodes:
-            change = "give --source N if the model takes sources of N places only, or " + change
+            change = (
+                "give --source-size N if the model takes sources of N places only, or " + change
+            )
         return Finding(name, False, None, f"expected a result, found {describe(error)}", change)

@@ -48,13 +48,13 @@ def check_user_model(
         )
         reference = None
         if against is not None:
-            reference = modules.find(_name("--against", against), "check-model: --against")
+            reference = modules.find(_name("--reference", against), "check-model: --reference")
     except ManifestError as error:  # here is no manifest, and no other command to try
         hint = None if error.hint in (None, CHECK_MODEL) else _without_manifest(str(error.hint))
         raise UsageError(_without_manifest(str(error)), hint=hint) from error
     if not (reference is None or callable(reference)):
         raise UsageError(
-            f"check-model: --against: expected a function, found {type(reference).__name__} "
+            f"check-model: --reference: expected a function, found {type(reference).__name__} "
             f"{against!r}",
             hint="it takes tokens int32 [B, T] and returns logits [B, T, V]",
         )

@@ -1,1 +1,1 @@
-"""The command line of the build side. Begin with `run`; each command has a module of its own."""
+"""The commands of the build side, each in the module of its name. `prejit.runtime.cli.commands` runs them."""

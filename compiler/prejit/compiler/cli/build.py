@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prejit.compiler.cli.options import CACHE, FORMS, JSON, PATH, SHARED, TARGETS, print_json
+from prejit.compiler.cli.options import CACHE, DIR, FORMS, JOBS, PATH, SHARED, TARGETS, TIMEOUT
+from prejit.runtime.cli.options import JSON
+from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
     from prejit.compiler.manifest.manifest import Manifest
@@ -24,36 +26,24 @@ if TYPE_CHECKING:
     "  prejit build manifests/*.toml -o /srv/bundles --jobs 8\n"
     "  prejit build manifests/demo.toml --target cpu-x86-64-v3"
 )
-@click.argument("manifests", nargs=-1, required=True, type=PATH, metavar="MANIFEST...")
+@click.argument(
+    "manifests", nargs=-1, required=True, type=PATH, metavar="MANIFEST...", help="A TOML file."
+)
 @click.option(
     "-o",
     "--output",
-    type=PATH,
+    **DIR,
     default=Path("artifacts"),
-    show_default=True,
-    metavar="DIR",
     help="Directory of bundles; each is written to DIR/NAME.",
 )
 @TARGETS
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Compile processes side by side (default: cores).",
-)
+@JOBS
 @click.option(
     "--executor",
     metavar="WHERE",
     help="Where to compile: local, ray://HOST:PORT or ray://auto (default: $PREJIT_EXECUTOR or local).",
 )
-@click.option(
-    "--timeout",
-    type=click.IntRange(min=1),
-    default=3600,
-    show_default=True,
-    metavar="SECONDS",
-    help="Give up on a program that takes longer to compile, or to measure.",
-)
+@TIMEOUT
 @click.option(
     "--skip-unbuildable",
     is_flag=True,

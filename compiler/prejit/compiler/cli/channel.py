@@ -6,17 +6,18 @@ from pathlib import Path
 
 import click
 
-from prejit.compiler.cli.options import PATH
+from prejit.compiler.cli.options import FILE, PATH
 from prejit.compiler.cli.sign import private_key
+from prejit.runtime.cli.options import COUNT
 
+_FILE = click.argument("file", **FILE, help="File of the channel.")
 _channel_name = click.option("--name", required=True, metavar="NAME", help="Name of the channel.")
 _signing_keys = click.option(
     "--key",
     "keys",
-    type=PATH,
+    **FILE,
     multiple=True,
     required=True,
-    metavar="FILE",
     help="Private key in PEM; may be repeated.",
 )
 
@@ -30,16 +31,14 @@ def channel() -> None:
     epilog="Examples:\n\n\b\n"
     "  prejit channel release stable.json artifacts/demo --name stable --key release.pem --days 30"
 )
-@click.argument("file", type=PATH)
-@click.argument("bundle", type=PATH)
+@_FILE
+@click.argument("bundle", type=PATH, metavar="BUNDLE", help="Directory of a bundle.")
 @_channel_name
 @_signing_keys
 @click.option(
     "--days",
-    type=click.IntRange(min=1),
+    **COUNT,
     default=90,
-    show_default=True,
-    metavar="N",
     help="How long this is known to be the current bundle. Release again before.",
 )
 def release(file: Path, bundle: Path, name: str, keys: tuple[Path, ...], days: int) -> int:
@@ -59,34 +58,19 @@ def release(file: Path, bundle: Path, name: str, keys: tuple[Path, ...], days: i
     epilog="Examples:\n\n\b\n  prejit channel rotate stable.json --name stable --public new.pub.pem "
     "--key old.pem --key new.pem"
 )
-@click.argument("file", type=PATH)
+@_FILE
 @_channel_name
 @click.option(
     "--public",
     "publics",
-    type=PATH,
+    **FILE,
     multiple=True,
     required=True,
-    metavar="FILE",
     help="Public key of the next version, in PEM; repeat it for each key.",
 )
 @_signing_keys
-@click.option(
-    "--threshold",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="How many of the public keys must sign.",
-)
-@click.option(
-    "--days",
-    type=click.IntRange(min=1),
-    default=365,
-    show_default=True,
-    metavar="N",
-    help="How long the keys count. Rotate again before.",
-)
+@click.option("--threshold", **COUNT, default=1, help="How many of the public keys must sign.")
+@click.option("--days", **COUNT, default=365, help="How long the keys count. Rotate again before.")
 def rotate(
     file: Path,
     name: str,
@@ -109,8 +93,8 @@ def rotate(
     "add-signature",
     epilog="Examples:\n\n\b\n  prejit channel add-signature stable.json --key second.pem",
 )
-@click.argument("file", type=PATH)
-@click.option("--key", type=PATH, required=True, metavar="FILE", help="Private key in PEM.")
+@_FILE
+@click.option("--key", **FILE, required=True, help="Private key in PEM.")
 def add_signature(file: Path, key: Path) -> int:
     """Sign the release and the newest keys of the channel in FILE with another key, to reach a threshold."""
     from prejit.compiler.progress import tell

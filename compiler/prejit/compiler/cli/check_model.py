@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prejit.compiler.cli.options import PATH
+from prejit.compiler.cli.options import FILE
+from prejit.runtime.cli.options import COUNT, Number
 
 if TYPE_CHECKING:
     from prejit.compiler.checking.finding import Finding
@@ -18,41 +19,37 @@ if TYPE_CHECKING:
     "check-model",
     epilog="Examples:\n\n\b\n  prejit check-model model:model\n"
     "  prejit check-model my_package.model:make_model --params weights.safetensors\n"
-    "  prejit check-model model:model --against reference:logits\n\n"
+    "  prejit check-model model:model --reference reference:logits\n\n"
     "A reference takes tokens int32 [B, T] and returns the logits after each token, [B, T, V], as an array "
     "of NumPy, jax or torch. For an encoder-decoder it takes sources, their lengths, and tokens.\n\n"
     "Exit status: 0 the model passes all checks, 1 it does not.",
 )
-@click.argument("model", metavar="MODULE:MODEL")
+@click.argument("model", metavar="MODULE:MODEL", help="A decoder, or what makes one.")
 @click.option(
     "--params",
-    type=PATH,
-    metavar="FILE",
+    **FILE,
     help="Values of the model's parameters: a .safetensors file or an orbax directory (default: its own).",
 )
 @click.option(
-    "--against",
+    "--reference",
     metavar="MODULE:FUNCTION",
     help="Compare the logits after each token with those of a reference.",
 )
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(0, min_open=True),
     default=1e-4,
-    show_default=True,
     metavar="X",
     help="Largest difference of equal logits, relative to their spread.",
 )
 @click.option(
-    "--source",
-    type=click.IntRange(min=1),
+    "--source-size",
+    **COUNT,
     default=16,
-    show_default=True,
-    metavar="N",
     help="Places of an encoder-decoder's sources, for one that takes a certain number only.",
 )
 def check_model(
-    model: str, params: Path | None, against: str | None, tolerance: float, source: int
+    model: str, params: Path | None, reference: str | None, tolerance: float, source_size: int
 ) -> int:
     """Check that a model of yours generates the same text however the engine cuts, pads and batches it.
 
@@ -62,7 +59,7 @@ def check_model(
     from prejit.compiler.checking.user_model import check_user_model
 
     findings = check_user_model(
-        model, params=params, against=against, tolerance=tolerance, source_size=source
+        model, params=params, against=reference, tolerance=tolerance, source_size=source_size
     )
     _print_findings(findings)
     return 0 if all(finding.passed for finding in findings) else 1

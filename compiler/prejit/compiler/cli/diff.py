@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prejit.compiler.cli.options import JSON, PATH, print_json
+from prejit.compiler.cli.options import PATH
+from prejit.runtime.cli.options import JSON
+from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
     from prejit.compiler.comparing.difference import BundleDifference, ProgramDifference
@@ -24,8 +26,8 @@ _SHOWN = 4
     "  prejit diff before/demo after/demo --speed\n\n"
     "Exit status: 0 if the bundles are equal, 1 if they differ."
 )
-@click.argument("before", type=PATH, metavar="A")
-@click.argument("after", type=PATH, metavar="B")
+@click.argument("before", type=PATH, metavar="A", help="Directory of a bundle.")
+@click.argument("after", type=PATH, metavar="B", help="Directory of a bundle.")
 @click.option(
     "--speed",
     "measures",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,14 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prejit.compiler.cli.options import CACHE, JSON, print_json
+from prejit.compiler.cli.options import CACHE
+from prejit.runtime.cli.options import JSON, SIZE
+from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
     from prejit.compiler.garbage import Found
-
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", 1)}
-_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 
 
 @click.command(
@@ -30,7 +27,6 @@ _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
     "--days",
     type=click.IntRange(min=0),
     default=30,
-    show_default=True,
     metavar="N",
     help="Remove what was not used for N days.",
 )
@@ -42,7 +38,7 @@ _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 )
 @click.option(
     "--max-size",
-    metavar="SIZE",
+    **SIZE,
     help="Remove from a shared store what was not used for the longest time, until it has this size: 500MB, "
     "10GB, 2TiB.",
 )
@@ -52,7 +48,7 @@ _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 def gc(
     days: int,
     shared: str | None,
-    max_size: str | None,
+    max_size: int | None,
     dry_run: bool,
     cache: Path | None,
     as_json: bool,
@@ -86,7 +82,7 @@ def gc(
     return 0
 
 
-def _make_room(shared: str | None, max_size: str | None, dry_run: bool, as_json: bool) -> None:
+def _make_room(shared: str | None, max_size: int | None, dry_run: bool, as_json: bool) -> None:
     """Remove files of the shared stores that are written, and print how many."""
     from prejit.compiler.sharing.eviction import evict
     from prejit.compiler.sharing.settings import read_stores
@@ -95,11 +91,10 @@ def _make_room(shared: str | None, max_size: str | None, dry_run: bool, as_json:
 
     if shared is None or max_size is None:
         raise UsageError("expected --store and --max-size together, found one of them")
-    most = _bytes(max_size)
     remotes = {each.remote.name: each.remote for each in read_stores(shared).tiers if each.writes}
     if not remotes:
         raise UsageError(f"{shared}: expected a store with write = true, found none")
-    done = [evict(each, most, dry_run=dry_run) for each in remotes.values()]
+    done = [evict(each, max_size, dry_run=dry_run) for each in remotes.values()]
     if as_json:
         print_json({"dry_run": dry_run, "stores": [asdict(each) for each in done]})
         return
@@ -109,23 +104,6 @@ def _make_room(shared: str | None, max_size: str | None, dry_run: bool, as_json:
             f"{each.name}: {verb} {each.removed} files, {size(each.freed_bytes)}; kept {each.kept}, "
             f"{size(each.kept_bytes)}"
         )
-
-
-def _bytes(text: str) -> int:
-    """Return a number of bytes: `10GB`, `1.5TiB`, `1000`.
-
-    Raises:
-        UsageError: the text is none.
-    """
-    from prejit.runtime.errors import UsageError
-
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
-    if found is None or found[2] not in _UNITS:
-        raise UsageError(
-            f"--max-size: expected a size such as 500MB or 10GB, found {text!r:.40}",
-            hint=f"units are {', '.join(unit for unit in _UNITS if unit)}",
-        )
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def _print_collection(found: Sequence[Found], dry_run: bool) -> None:

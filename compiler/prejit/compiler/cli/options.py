@@ -1,21 +1,21 @@
-"""The options that several commands of the build side have, and how they print JSON."""
+"""The options that several commands of the build side have."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from prejit.runtime.cli.options import COUNT, Attributes
+
 PATH = click.Path(path_type=Path)
+FILE: Attributes = {"type": PATH, "metavar": "FILE"}
+DIR: Attributes = {"type": PATH, "metavar": "DIR"}
 TARGETS = click.option(
     "--target", "targets", multiple=True, metavar="NAME", help="Only this target; may be repeated."
 )
 CACHE = click.option(
-    "--cache",
-    type=PATH,
-    metavar="DIR",
-    help="Build cache (default: $PREJIT_CACHE or ~/.cache/prejit/build).",
+    "--cache", **DIR, help="Build cache (default: $PREJIT_CACHE or ~/.cache/prejit/build)."
 )
 SHARED = click.option(
     "--store",
@@ -26,13 +26,14 @@ SHARED = click.option(
 )
 FORMS = click.option(
     "--forms",
-    type=PATH,
-    metavar="FILE",
+    **FILE,
     help="A table of measured forms, as builds keep it in the build cache (forms.json).",
 )
-JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-
-
-def print_json(value: object) -> None:
-    """Print JSON on stdout, for programs."""
-    click.echo(json.dumps(value, indent=2))
+JOBS = click.option("--jobs", **COUNT, help="Compile processes side by side (default: cores).")
+TIMEOUT = click.option(
+    "--timeout",
+    type=click.IntRange(min=1),
+    metavar="SECONDS",
+    default=3600,
+    help="Give up on a program that takes longer to compile, or to measure.",
+)

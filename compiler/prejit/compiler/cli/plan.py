@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prejit.compiler.cli.options import CACHE, FORMS, JSON, PATH, SHARED, TARGETS, print_json
+from prejit.compiler.cli.options import CACHE, FORMS, PATH, SHARED, TARGETS
+from prejit.runtime.cli.options import JSON
+from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
     from prejit.compiler.pipeline.reuse import PlannedExecutable
@@ -23,7 +25,7 @@ PLAN_HAS_CHANGES = 8
     "its executable is cached.\n\n"
     f"Exit status: 0 everything is cached, {PLAN_HAS_CHANGES} something compiles or is traced at build."
 )
-@click.argument("manifest", type=PATH)
+@click.argument("manifest", type=PATH, metavar="MANIFEST", help="A TOML file.")
 @TARGETS
 @FORMS
 @CACHE

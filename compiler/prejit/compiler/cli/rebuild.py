@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prejit.compiler.cli.options import JSON, PATH, print_json
+from prejit.compiler.cli.options import FILE, JOBS, PATH, TIMEOUT
+from prejit.runtime.cli.options import JSON
+from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
     from prejit.compiler.rebuilding.parts import ComparedPart
@@ -26,7 +28,7 @@ REBUILD_DIFFERS = 8
     f"Exit status: 0 all parts are equal or their differences explained, {REBUILD_DIFFERS} some are not, "
     "1 a source is no longer what the bundle was built from, or a program does not compile."
 )
-@click.argument("bundle", type=PATH)
+@click.argument("bundle", type=PATH, metavar="BUNDLE", help="Directory of a bundle.")
 @click.option(
     "--verify",
     is_flag=True,
@@ -35,24 +37,11 @@ REBUILD_DIFFERS = 8
 )
 @click.option(
     "--manifest",
-    type=PATH,
-    metavar="FILE",
+    **FILE,
     help="The bundle's manifest, beside its sources (default: its recorded name, here).",
 )
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Compile processes side by side (default: cores).",
-)
-@click.option(
-    "--timeout",
-    type=click.IntRange(min=1),
-    default=3600,
-    show_default=True,
-    metavar="SECONDS",
-    help="Give up on a program that takes longer to compile.",
-)
+@JOBS
+@TIMEOUT
 @JSON
 def rebuild(
     bundle: Path,

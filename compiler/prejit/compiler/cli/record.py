@@ -8,7 +8,9 @@ from pathlib import Path
 
 import click
 
-from prejit.compiler.cli.options import JSON, PATH, print_json
+from prejit.compiler.cli.options import FILE, PATH
+from prejit.runtime.cli.options import JSON
+from prejit.runtime.cli.output import print_json
 
 
 @click.command(
@@ -18,7 +20,14 @@ from prejit.compiler.cli.options import JSON, PATH, print_json
     "End a server with Ctrl-C or SIGTERM; the bundle is written then. `prejit run` gives it to the program. "
     "The exit status is that of COMMAND."
 )
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
+@click.argument(
+    "command",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+    metavar="-- COMMAND...",
+    help="The program's command and its arguments.",
+)
 @click.option(
     "-o",
     "--output",
@@ -29,8 +38,7 @@ from prejit.compiler.cli.options import JSON, PATH, print_json
 )
 @click.option(
     "--manifest",
-    type=PATH,
-    metavar="FILE",
+    **FILE,
     help="Write a manifest of the functions and shapes that the program called.",
 )
 @JSON

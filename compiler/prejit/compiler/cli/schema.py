@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from prejit.compiler.cli.options import print_json
+from prejit.runtime.cli.output import print_json
 
 
 @click.command(

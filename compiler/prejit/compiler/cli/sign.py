@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prejit.compiler.cli.options import JSON, PATH, print_json
+from prejit.compiler.cli.options import FILE, PATH
+from prejit.runtime.cli.options import JSON, check_one
+from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
     from prejit.compiler.signing.keyless import KeylessSigner
@@ -22,13 +24,8 @@ if TYPE_CHECKING:
     "PREJIT_KEY_PASSWORD is the password of an encrypted key. Several people sign one after the other.\n\n"
     "PREJIT_IDENTITY_TOKEN is the identity token of --keyless where the CI offers none by itself."
 )
-@click.argument("bundle", type=PATH)
-@click.option(
-    "--key",
-    type=PATH,
-    metavar="FILE",
-    help="Private key in PEM: ECDSA on P-256, P-384 or P-521.",
-)
+@click.argument("bundle", type=PATH, metavar="BUNDLE", help="Directory of a bundle.")
+@click.option("--key", **FILE, help="Private key in PEM: ECDSA on P-256, P-384 or P-521.")
 @click.option(
     "--keyless",
     is_flag=True,
@@ -38,8 +35,7 @@ if TYPE_CHECKING:
 @click.option(
     "--sigstore",
     "config",
-    type=PATH,
-    metavar="FILE",
+    **FILE,
     help="Client configuration of another sigstore than the public one, for --keyless.",
 )
 @JSON
@@ -54,10 +50,7 @@ def sign(bundle: Path, key: Path | None, keyless: bool, config: Path | None, as_
     from prejit.compiler.signing.sign import sign as sign_bundle
     from prejit.runtime.errors import UsageError
 
-    if (key is None) != keyless:
-        raise UsageError(
-            "expected one of --key and --keyless, found " + ("both" if key else "none")
-        )
+    check_one({"--key": key, "--keyless": keyless or None}, required=True)
     if config is not None and not keyless:
         raise UsageError("expected --keyless beside --sigstore, found none")
     signed = sign_bundle(bundle, _keyless(config) if key is None else private_key(key))

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prejit.compiler.cli.options import JSON, PATH, print_json
+from prejit.compiler.cli.options import FILE, PATH
+from prejit.runtime.cli.options import COUNT, JSON
+from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
     from prejit.compiler.manifest.manifest import Manifest
@@ -22,24 +24,20 @@ if TYPE_CHECKING:
     "LOG is what `prejit serve --log` wrote; or JSON lines, or CSV with a line of names, that have "
     "prompt_tokens and new_tokens for a decoder, or length for an encoder, and batch where it is known."
 )
-@click.argument("log", type=PATH, metavar="LOG")
+@click.argument("log", type=PATH, metavar="LOG", help="Recorded requests.")
 @click.option(
-    "--manifest",
-    type=PATH,
-    metavar="FILE",
-    help="Compare with the buckets of this manifest. Its largest sizes stay.",
+    "--manifest", **FILE, help="Compare with the buckets of this manifest. Its largest sizes stay."
 )
 @click.option(
     "--programs",
-    type=click.IntRange(min=1),
-    metavar="N",
+    **COUNT,
     help="The most programs for each target (default: as many as the manifest has).",
 )
 @click.option("--model", metavar="NAME", help="Only requests to this bundle of the log.")
 @click.option(
-    "--report",
-    type=PATH,
-    metavar="FILE",
+    "--build-report",
+    "report",
+    **FILE,
     help="Report of a build, for its compile times (default: artifacts/NAME.report.json, if it is there).",
 )
 @JSON
@@ -62,7 +60,7 @@ def suggest(
         there = Path("artifacts", f"{of.bundle.name}.report.json")
         report = there if there.exists() else None
     if report is not None and today is None:
-        raise UsageError("--report: expected --manifest beside it, found none")
+        raise UsageError("--build-report: expected --manifest beside it, found none")
     seconds = _seconds(report, of, (today, suggested))
     if as_json:
         print_json(

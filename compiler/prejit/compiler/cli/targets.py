@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prejit.compiler.cli.options import JSON, print_json
+from prejit.runtime.cli.options import JSON
+from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
     from prejit.compiler.targets.listing import Listed

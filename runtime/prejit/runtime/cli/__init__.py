@@ -1,5 +1,5 @@
-"""The command line of the server: one function a command, options in `parser`.
+"""The command line of the server side: each command in the module of its name, and how any is run.
 
-`prejit.runtime.__main__` finds the function of a command in `parser.COMMANDS` and calls it with the parsed
-options. Imports everything. Begin with `generate`.
+`prejit.runtime.__main__` calls `commands.run`. Imports everything, and nothing else of the server side
+imports click. Begin with `commands`.
 """

@@ -75,7 +75,7 @@ def quarantined(content: Contents) -> dict[str, str]:
     return {program: kept.difference for program, _, kept in _wrong_answers(content)}
 
 
-def forget(path: str) -> list[Path]:
+def forget_failures(path: str) -> list[Path]:
     """Forget that first loads of a bundle failed on this machine, and lift its quarantines.
 
     Returns:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from prejit.runtime.base.process import importing
 from prejit.runtime.cli.loading import load_bundle
+from prejit.runtime.cli.options import BUNDLE, JSON, STATS, loads, output
 from prejit.runtime.cli.output import print_json, print_start, print_text
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.format.arrays import Array
@@ -20,30 +22,59 @@ if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
 
 
-def call(options: Namespace) -> int:
-    """Run a program on .npy files and write each result to a .npy file."""
+@click.command(
+    epilog="Examples:\n\n\b\n  prejit call artifacts/score score --arg x=x.npy -o results"
+)
+@BUNDLE
+@click.argument("program", metavar="PROGRAM", help="Name of the program in the manifest.")
+@click.option(
+    "--arg",
+    multiple=True,
+    metavar="NAME=FILE",
+    help="An argument; NAME may be a path such as batch.tokens or layers.0 (a dot in a key is %2E).",
+)
+@click.option(
+    "--static",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A static argument; VALUE is JSON, or else text.",
+)
+@output("DIR", "Directory for the results, one .npy file each.", required=True)
+@STATS
+@loads
+@JSON
+def call(
+    path: str,
+    program: str,
+    arg: tuple[str, ...],
+    static: tuple[str, ...],
+    output: str,
+    stats: bool,
+    as_json: bool,
+    **loading: Any,
+) -> int:
+    """Run a program of a [[program]] section on .npy files, and write each result to a .npy file."""
     with importing():
         import numpy as np
 
         from prejit.runtime.programs import pytree
 
-    files = _read_arguments(options.arg)
-    bundle = load_bundle(options)
-    given = _by_path(files, _arguments_of(bundle, options.program), options.program)
-    static = _read_static(options.static, bundle, options.program)
-    chosen, results = bundle.call_by_path(options.program, given, static)
-    directory = Path(options.output)
+    files = _read_arguments(arg)
+    bundle = load_bundle(path, **loading)
+    given = _by_path(files, _arguments_of(bundle, program), program)
+    chosen, results = bundle.call_by_path(program, given, _read_static(static, bundle, program))
+    directory = Path(output)
     written = {}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for path, value in results.items():
+        for place, value in results.items():
             # Names come from the bundle. `dotted` escapes them, so none leads out of the directory.
-            name = pytree.dotted(path) or "result"
+            name = pytree.dotted(place) or "result"
             np.save(directory / f"{name}.npy", _as_numpy_writes(value))
             written[name] = {"dtype": str(value.dtype), "shape": list(value.shape)}
     except OSError as error:
         raise StoreError(f"{directory}: cannot write results: {error}") from error
-    if options.json:
+    if as_json:
         print_json(
             {
                 "results": written,
@@ -56,7 +87,7 @@ def call(options: Namespace) -> int:
         return 0
     for name, array in written.items():
         print_text(f"{directory / name}.npy  {array['dtype']}{array['shape']}")
-    if options.stats:
+    if stats:
         print_start(bundle.start_report())
     return 0
 

@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from dataclasses import asdict
+from typing import Any, Literal
+
+import click
 
 from prejit.runtime.base.process import seconds_since_exec
 from prejit.runtime.cli.loading import load_bundle
+from prejit.runtime.cli.options import BUNDLE, JSON, STATS, loads
 from prejit.runtime.cli.output import print_json, print_start, print_text, warnings_on_stderr
 
 
-def encode(options: Namespace) -> int:
+@click.command(
+    epilog="Examples:\n\n\b\n"
+    "  prejit encode artifacts/encoder 'a sentence' 'another' --json > embeddings.json"
+)
+@BUNDLE
+@click.argument("text", metavar="TEXT...", nargs=-1, required=True, help="A sentence.")
+@click.option(
+    "--on-too-long",
+    type=click.Choice(("truncate", "error")),
+    default="truncate",
+    help="For a sentence that is longer than the model takes.",
+)
+@STATS
+@loads
+@JSON
+def encode(
+    path: str,
+    text: tuple[str, ...],
+    on_too_long: Literal["truncate", "error"],
+    stats: bool,
+    as_json: bool,
+    **loading: Any,
+) -> int:
     """Print the embeddings of sentences: one line of numbers each, or JSON with statistics."""
-    bundle = load_bundle(options)
+    bundle = load_bundle(path, **loading)
     with warnings_on_stderr():
-        encoded = bundle.encode_batch(options.text, on_too_long=options.on_too_long)
+        encoded = bundle.encode_batch(text, on_too_long=on_too_long)
     rows = encoded.embeddings.tolist()
-    stats = asdict(encoded.stats)
-    if options.json:
+    if as_json:
         print_json(
             {
                 "embeddings": rows,
-                "stats": stats,
+                "stats": asdict(encoded.stats),
                 "load_seconds": round(bundle.load_seconds, 4),
                 "first_embedding_seconds_since_exec": round(seconds_since_exec(), 4),
                 "target": bundle.target,
@@ -33,7 +57,7 @@ def encode(options: Namespace) -> int:
         return 0
     for row in rows:
         print_text(" ".join(f"{value:.6g}" for value in row))
-    if options.stats:
+    if stats:
         used = ", ".join(f"{runs} x {bucket}" for bucket, runs in encoded.stats.buckets.items())
         print_text(
             f"{encoded.stats.tokens} tokens of {len(rows)} sentences in {used}; "

@@ -1,22 +1,21 @@
-"""`prejit inspect` and `prejit verify`: read a bundle without running it, unless `--run` says so."""
+"""`prejit inspect`: read a bundle without running it."""
 
 from __future__ import annotations
 
 import json
-import time
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import click
 
 from prejit.runtime.base.tables import size, table
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.cli.answers import forget, quarantined, run_programs
+from prejit.runtime.cli.answers import quarantined
 from prejit.runtime.cli.calls import calls_table
+from prejit.runtime.cli.options import BUNDLE, JSON
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.cli.tables import accuracy_table, forms_table
-from prejit.runtime.errors import AnswerError
-from prejit.runtime.format.audit import audit
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
@@ -32,11 +31,15 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.defaults import Defaults
-    from prejit.runtime.trust.enforcing import PolicyVerdict
 
 
-def inspect(options: Namespace) -> int:
-    """Print what a bundle holds: versions, layers, and the programs of each target."""
+@click.command(
+    epilog="Examples:\n\n\b\n  prejit inspect artifacts/demo\n  prejit inspect artifacts/demo --json"
+)
+@BUNDLE
+@JSON
+def inspect(path: str, as_json: bool) -> int:
+    """Show what a bundle holds: targets, programs, sizes, versions."""
 
     def read(
         layout: Layout, root: Root
@@ -45,8 +48,8 @@ def inspect(options: Namespace) -> int:
         contents = [read_contents(layout, target) for target in targets]
         return root.digest, targets, contents, _defaults(layout, contents[0])
 
-    digest, targets, contents, defaults = read_whole(options.bundle, read)
-    if options.json:
+    digest, targets, contents, defaults = read_whole(path, read)
+    if as_json:
         described = [
             {
                 "config": json.loads(to_json(c.config)),
@@ -147,64 +150,6 @@ def _defaults(layout: Layout, content: Contents) -> Defaults | None:
     read, path = layout.read_blob(at.digest, at.size), layout.blob_path(at.digest)
     check_digest(read, at.digest, path)
     return check_generation(read, content.config.format, path)
-
-
-def verify(options: Namespace) -> int:
-    """Check every byte: the digests of all blobs, every frame of every pack, each line of each table.
-
-    With --policy check too that the policy lets every target run. With --run ask every program for its golden
-    answer; exit status 3 means that one is wrong. With --forget hold no earlier failure against the bundle.
-    """
-    started = time.perf_counter()
-    found = audit(options.bundle, check_generation)
-    trusted: list[PolicyVerdict] = []
-    if options.policy is not None:
-        from prejit.runtime.trust.enforcing import verify_policy
-
-        trusted = verify_policy(options.bundle, options.policy)
-    seconds = time.perf_counter() - started
-    if not options.json:
-        print_text(
-            f"{options.bundle}: ok: {found.target_count} targets, {found.program_count} programs, "
-            f"{found.attached_count} attached, {size(found.hashed_bytes)} hashed in {seconds:.1f} s\n"
-            f"{found.digest}"
-        )
-        _print_trusted(trusted)
-    forgotten = [*map(str, forget(options.bundle))] if options.forget else []
-    if options.forget and not options.json:
-        removed = [f"removed {file}" for file in forgotten]
-        print_text("\n".join(removed) or "this machine holds nothing against the bundle")
-    answers = (
-        run_programs(options.bundle, options.policy, say=not options.json) if options.run else ()
-    )
-    status = AnswerError.exit_code if any(each.difference for each in answers) else 0
-    if options.json:
-        counts = {"targets": found.target_count, "programs": found.program_count}
-        counts["attached"] = found.attached_count
-        counts["bytes"] = found.hashed_bytes
-        described: dict[str, Any] = {"digest": found.digest, **counts, "seconds": round(seconds, 3)}
-        if options.policy is not None:
-            described["policy"] = [_described(verdict) for verdict in trusted]
-        if options.forget:
-            described["forgotten"] = forgotten
-        if options.run:
-            described["answers"] = [each._asdict() for each in answers]
-        print_json(described)
-    return status
-
-
-def _print_trusted(verdicts: Sequence[PolicyVerdict]) -> None:
-    """Print whose signatures let each target run, and what the policy only reports."""
-    for verdict in verdicts:
-        signers = ", ".join(verdict.decision.signers) or "nobody"
-        print_text(f"{verdict.target}: {verdict.policy} lets it run, signed by {signers}")
-        for reason in verdict.decision.reported:
-            print_text(f"{verdict.target}: reported ({reason.case}): {reason.text}")
-
-
-def _described(verdict: PolicyVerdict) -> dict[str, Any]:
-    reported = [reason._asdict() for reason in verdict.decision.reported]
-    return {"target": verdict.target, "signers": verdict.decision.signers, "reported": reported}
 
 
 def _layer_name(media_type: str) -> str:

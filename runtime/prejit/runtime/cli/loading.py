@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from prejit.runtime.cli.output import warnings_on_stderr
 from prejit.runtime.loader import load
@@ -13,24 +12,12 @@ if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
 
 
-def load_bundle(options: Namespace, path: str | None = None) -> Bundle:
-    """Load the bundle of the options, or the one at `path`, for the machine of the options.
+def load_bundle(path: str, on_mismatch: Literal["jit", "error"], fingerprint: str | None) -> Bundle:
+    """Load a bundle for this machine, or for the one whose fingerprint is in a file.
 
     Raises:
         MismatchError, RejectError, StoreError, UsageError: see `prejit.runtime.load`.
     """
     with warnings_on_stderr():
-        return load(
-            options.bundle if path is None else path,
-            on_mismatch=options.on_mismatch,
-            fingerprint=machine_of(options),
-        )
-
-
-def machine_of(options: Namespace) -> Fingerprint | None:
-    """Return the fingerprint in the file of `--fingerprint`; None: the option is not given.
-
-    Raises:
-        RejectError, StoreError: the file holds no fingerprint, or cannot be read.
-    """
-    return None if options.fingerprint is None else Fingerprint.read(options.fingerprint)
+        machine = None if fingerprint is None else Fingerprint.read(fingerprint)
+        return load(path, on_mismatch=on_mismatch, fingerprint=machine)

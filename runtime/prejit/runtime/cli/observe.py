@@ -1,19 +1,38 @@
-"""`prejit observe init`: files for those who watch servers."""
+"""`prejit observe`: files for those who watch servers."""
 
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from pathlib import Path
 
+import click
+
+from prejit.runtime.cli.options import DIR
 from prejit.runtime.cli.output import print_text
 from prejit.runtime.observe import files
 
 
-def observe(options: Namespace) -> int:
-    """Write dashboards, alert rules and runbooks, and print their paths."""
-    directory = Path(options.directory)
-    for path in files.write(directory, runbooks=options.runbooks, force=options.force):
-        print_text(str(directory / path))
-    print_text(f"read {directory / 'README.md'} first", file=sys.stderr)
+@click.group()
+def observe() -> None:
+    """Write dashboards of Grafana, alert rules of Prometheus and runbooks for servers."""
+
+
+@observe.command(
+    epilog="Examples:\n\n\b\n  prejit observe init watch\n"
+    "  prejit observe init watch --runbooks https://wiki.example/runbooks --force"
+)
+@click.argument("directory", **DIR, help="Directory for the files.")
+@click.option(
+    "--runbooks",
+    default="runbooks",
+    metavar="URL",
+    help="Where people on call find the runbooks; alerts link there. The default is in DIR.",
+)
+@click.option("--force", is_flag=True, help="Overwrite files that have other content.")
+def init(directory: str, runbooks: str, force: bool) -> int:
+    """Write the files, and print their paths."""
+    root = Path(directory)
+    for path in files.write(root, runbooks=runbooks, force=force):
+        print_text(str(root / path))
+    print_text(f"read {root / 'README.md'} first", file=sys.stderr)
     return 0

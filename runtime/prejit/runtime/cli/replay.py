@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import asdict
 
+import click
+
+from prejit.runtime.cli.options import JSON, PATH, TRUST
 from prejit.runtime.cli.output import print_json, print_text, progress, warnings_on_stderr
 from prejit.runtime.cli.serve import check_server_packages, named_paths
 
 
-def replay(options: Namespace) -> int:
-    """Run the requests of a log again. The status is 1 if one of them gives something else."""
+@click.command(
+    epilog="Examples:\n\n\b\n  prejit replay requests.jsonl\n"
+    "  prejit replay requests.jsonl --bundle demo=artifacts/demo-after\n\n"
+    "Exit status: 1 one of the requests gives something else."
+)
+@click.argument("log", type=PATH, metavar="LOG", help="File that `prejit serve --log` wrote.")
+@click.option(
+    "--bundle",
+    "bundles",
+    multiple=True,
+    metavar="[NAME=]BUNDLE",
+    help="A bundle in place of the one with this name in the log; may be repeated.",
+)
+@TRUST
+@JSON
+def replay(log: str, bundles: tuple[str, ...], as_json: bool) -> int:
+    """Run the requests of a log of `prejit serve` again, and compare."""
     check_server_packages("replay")
     with warnings_on_stderr(), progress() as show:
         from prejit.runtime.server import replay as replaying
 
-        report = replaying.replay(options.log, named_paths(options.bundle), show)
-    if options.json:
+        report = replaying.replay(log, named_paths(bundles), show)
+    if as_json:
         print_json(asdict(report))
     else:
         for note in report.notes:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from pathlib import Path
 
+import click
+
+from prejit.runtime.cli.options import BUNDLE, TRUST, output
 from prejit.runtime.cli.output import print_text
 from prejit.runtime.device import tuning
 
 
-def tune(options: Namespace) -> int:
-    """Compile the bundle on this machine's GPU and write what XLA measured to a file."""
-    measured = tuning.tune(options.bundle, lambda line: print_text(line, file=sys.stderr))
-    tuning.write(measured, Path(options.output))
+@click.command(epilog="Examples:\n\n\b\n  prejit tune artifacts/demo -o h200.json")
+@BUNDLE
+@TRUST
+@output("FILE", "File to write; name it as `tuning` of a [[target]].", required=True)
+def tune(path: str, output: str) -> int:
+    """Compile a bundle on this machine's GPU and record what XLA measures, for builds elsewhere."""
+    measured = tuning.tune(path, lambda line: print_text(line, file=sys.stderr))
+    tuning.write(measured, Path(output))
     print_text(
-        f"wrote {options.output} for {measured.machine.device_kind}; name it in the manifest:\n"
-        f'  [[target]]\n  tuning = "{options.output}"',
+        f"wrote {output} for {measured.machine.device_kind}; name it in the manifest:\n"
+        f'  [[target]]\n  tuning = "{output}"',
         file=sys.stderr,
     )
     return 0

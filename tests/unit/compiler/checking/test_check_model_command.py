@@ -83,7 +83,7 @@ def test_params_replace_the_values_and_a_reference_gives_other_logits(
     model = tiny_models.random_model(tiny_models.Tiny)
     values = {"places": model.places, "mixing": model.mixing}
     save_file({**values, "embedding": 0 * model.embedding}, directory / "zeros.safetensors")
-    options = ["--params", "zeros.safetensors", "--against", "model:zeros"]
+    options = ["--params", "zeros.safetensors", "--reference", "model:zeros"]
     assert main(["check-model", "model:model", *options]) == 1
     printed = capsys.readouterr().out
     assert "sensitive   FAIL    0.0e+00" in printed
@@ -146,9 +146,17 @@ def test_a_module_of_linen_is_checked_with_its_params(
         (["own:linen_decoder"], "check-model: expected --params beside own:linen_decoder", "orbax"),
         (["model:number"], "has no make_cache, no __call__", None),
         (["model:make_sized"], "takes no arguments, and 'model:make_sized' does", "make an object"),
-        (["model:model", "--against", "model:number"], "expected a function, found int", "tokens"),
-        (["model:model", "--against", "zeros"], "--against: expected package.module:", "object"),
-        (["model:model", "--against", "model:one"], "'model' has no 'one'", None),
+        (
+            ["model:model", "--reference", "model:number"],
+            "expected a function, found int",
+            "tokens",
+        ),
+        (
+            ["model:model", "--reference", "zeros"],
+            "--reference: expected package.module:",
+            "object",
+        ),
+        (["model:model", "--reference", "model:one"], "'model' has no 'one'", None),
         (["model:model", "--params", "w.npz"], "expected a .safetensors file", "save_file"),
         (["model:model", "--tolerance", "0"], "0.0 is not in the range x>0", None),
     ],

@@ -144,7 +144,9 @@ def test_a_model_that_takes_one_size_of_sources_needs_no_mask() -> None:
     *_, refused = check_model(*model)
     assert (refused.name, refused.passed) == ("cache", False)
     assert "expected 30 places" in refused.found
-    assert refused.change.startswith("give --source N if the model takes sources of N places only")
+    assert refused.change.startswith(
+        "give --source-size N if the model takes sources of N places only"
+    )
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ def test_a_plan_imports_neither_jax_nor_what_reads_models(
     (manifest.parent / "poison.safetensors").write_bytes(b"no tensors")
     run_python(
         "import sys\n"
-        "from prejit.compiler.cli.run import run\n"
+        "from prejit.runtime.cli.commands import run\n"
         f"status = run(['plan', {str(manifest)!r}, '--cache', {str(store.root)!r}])\n"
         "assert status == 8, status\n"
         "heavy = {'jax', 'flax', 'transformers', 'poison'} & set(sys.modules)\n"

@@ -11,7 +11,6 @@ from tests.recipes import Recipe
 
 import prejit.compiler
 from prejit.compiler import Manifest, Program
-from prejit.compiler.cli.run import run
 from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.describe.provenance import recording_provenance
 from prejit.compiler.progress import Quiet
@@ -19,6 +18,7 @@ from prejit.compiler.rebuilding import parts, recorded
 from prejit.compiler.rebuilding.parts import ComparedPart
 from prejit.compiler.rebuilding.verifying import Rebuilt, rebuild
 from prejit.runtime import load
+from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import BuildError, UsageError
 
 MANIFEST = """

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, Memory, s3_store
 
-from prejit.compiler.cli.run import run
 from prejit.compiler.sharing import objects
 from prejit.compiler.sharing.eviction import evict
 from prejit.compiler.sharing.layered import LayeredStore
@@ -21,6 +20,7 @@ from prejit.compiler.sharing.remote import RemoteFile
 from prejit.compiler.sharing.tier import Tier
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.key import Key
+from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import StoreError, UsageError
 
 DAY_SECONDS = 86_400

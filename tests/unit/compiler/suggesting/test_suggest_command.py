@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.cli.run import run
 from prejit.compiler.manifest.reading import read_manifest
+from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import UsageError
 
 MANIFEST = """
@@ -62,7 +62,7 @@ def test_compile_times_come_from_a_report_and_count_every_target(
     report = tmp_path / "report.json"
     rows = [{"kind": "decode", "compile_seconds": 2}, {"kind": "prefill", "compile_seconds": 4}]
     report.write_text(json.dumps({"programs": rows}))
-    arguments = ["--manifest", str(manifest), "--report", str(report), "--json"]
+    arguments = ["--manifest", str(manifest), "--build-report", str(report), "--json"]
     assert run(["suggest", str(lengths), *arguments]) == 0
     today = json.loads(capsys.readouterr().out)["today"]
     # 2 decode, 4 prefill, 3 copies, whose kind the report lacks: the mean.

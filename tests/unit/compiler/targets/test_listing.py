@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.cli.run import run
 from prejit.compiler.targets import environments, interpreters
 from prejit.compiler.targets.listing import DOWNLOAD, EXACT_JAX, NO, YES, Listed, list_targets
 from prejit.compiler.targets.target_table import names
+from prejit.runtime.cli.commands import run
 
 if platform.machine() != "x86_64":
     pytest.skip("the catalogue's targets want an x86-64 build host", allow_module_level=True)
@@ -115,7 +115,7 @@ def test_the_command_lists_people_a_table_and_scripts_json(
 
 def test_listing_imports_no_jax(run_python: Callable[..., object]) -> None:
     run_python(
-        "import sys\nfrom prejit.compiler.cli.run import run\nassert run(['targets']) == 0\n"
+        "import sys\nfrom prejit.runtime.cli.commands import run\nassert run(['targets']) == 0\n"
         "found = {'jax', 'jax._src', 'jaxlib._jax', 'numpy', 'flax'} & set(sys.modules)\n"
         "assert not found, found"
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+import click
 import pytest
 
 from prejit.runtime import Defaults, Options, Request, Sampling
-from prejit.runtime.cli.parser import parser
+from prejit.runtime.cli.commands import commands
+from prejit.runtime.cli.generate import generate
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decode import CALL_SECONDS, steps_per_call
 from prejit.runtime.generation.options import OPTIONS, SAMPLING_OPTIONS, resolve
@@ -28,16 +30,17 @@ def test_a_generation_config_may_set_what_the_options_say() -> None:
 
 
 def test_the_command_line_has_a_flag_for_each_option_that_text_can_spell() -> None:
-    given = ["generate", "bundle", "--prompt-ids", "1"]
-    plain = vars(parser().parse_args(given))
+    given = ["bundle", "--prompt-ids", "1"]
+    top = click.Context(commands, **commands.context_settings)
+    plain = generate.make_context("generate", [*given], top).params
     for option in OPTIONS.values():
         flag = f"--{option.name.replace('_', '-')}"
         if option.flag is None:
             assert option.name not in plain
             continue
         value = [] if option.flag is bool else ["1"]
-        found = vars(parser().parse_args([*given, flag, *value]))[option.name]
-        assert found == {bool: True, list: ["1"], int: 1, float: 1.0, str: "1"}[option.flag], flag
+        found = generate.make_context("generate", [*given, flag, *value], top).params[option.name]
+        assert found == {bool: True, list: ("1",), int: 1, float: 1.0, str: "1"}[option.flag], flag
         if option.flag is not str:  # the command line opens it first
             resolve({option.name: found})
 

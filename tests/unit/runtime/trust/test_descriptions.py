@@ -47,9 +47,9 @@ def case_of(bundle: Path, *demands: str) -> str:
     try:
         load(bundle, trust=policy).close()
     except UntrustedError as error:
-        assert main(["verify", str(bundle), "--policy", str(policy)]) == 5
+        assert main(["verify", str(bundle), "--trust", str(policy)]) == 5
         return error.case
-    assert main(["verify", str(bundle), "--policy", str(policy)]) == 0
+    assert main(["verify", str(bundle), "--trust", str(policy)]) == 0
     return ""
 
 

@@ -380,9 +380,9 @@ def test_the_command_line_ends_with_status_5(
     assert "does not let target" in done.stderr
     prejit(*call, env={"PREJIT_TRUST": str(policy)}, status=5)
     assert "error[policy]" in prejit(*call, "--trust", tmp_path / "gone", status=5).stderr
-    prejit("verify", bundle_dir, "--policy", policy, status=5)
+    prejit("verify", bundle_dir, "--trust", policy, status=5)
     sign(bundle_dir, signer("a"))
     prejit(*call, "--trust", policy)
-    found = json.loads(prejit("verify", bundle_dir, "--policy", policy, "--json").stdout)
+    found = json.loads(prejit("verify", bundle_dir, "--trust", policy, "--json").stdout)
     assert [each["signers"] for each in found["policy"]] == [["a"], ["a"]]
-    assert "lets it run, signed by a" in prejit("verify", bundle_dir, "--policy", policy).stdout
+    assert "lets it run, signed by a" in prejit("verify", bundle_dir, "--trust", policy).stdout

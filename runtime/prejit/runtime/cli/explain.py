@@ -1,15 +1,15 @@
-"""`prejit fingerprint` and `prejit explain`: what a machine is, and which target it loads."""
+"""`prejit explain`: which target a machine loads, or each machine of a fleet."""
 
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+import click
+
 from prejit.runtime.base.tables import table
-from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.cli.loading import machine_of
+from prejit.runtime.cli.options import BUNDLE, DIR, FINGERPRINT, JSON, check_one, on_mismatch, page
 from prejit.runtime.cli.output import print_json, print_text, write_text
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.checks.oci import target_of
@@ -24,23 +24,42 @@ if TYPE_CHECKING:
     from prejit.runtime.fleet.report import FleetReport
 
 
-def fingerprint(options: Namespace) -> int:
-    """Print the fingerprint of this machine."""
-    print(to_json(Fingerprint.current()).decode())
-    return 0
-
-
-def explain(options: Namespace) -> int:
-    """Print each target's verdict, axis by axis; with `--fleet`, the target of each machine."""
-    if options.fleet is not None:
-        return _explain_fleet(options)
-    if options.page is not None:
+@click.command(
+    epilog="Examples:\n\n\b\n  prejit explain artifacts/demo\n"
+    "  prejit explain artifacts/demo --fingerprint web-3.json\n"
+    "  prejit explain artifacts/demo --fleet fleet --page fleet.html --on-mismatch error\n\n"
+    "Exit status: 3 no target fits."
+)
+@BUNDLE
+@FINGERPRINT
+@click.option(
+    "--fleet",
+    **DIR,
+    help="Compare with every fingerprint in DIR and below: which target serves which machine, and the fewest "
+    "targets to add so that none falls back.",
+)
+@page("With --fleet: write the report as an HTML page.")
+@on_mismatch("With --fleet, error: exit 3 where a machine falls back to compiling.")
+@JSON
+def explain(
+    path: str,
+    fingerprint: str | None,
+    fleet: str | None,
+    page: str | None,
+    on_mismatch: str,
+    as_json: bool,
+) -> int:
+    """Compare each target with this machine, axis by axis."""
+    check_one({"--fingerprint": fingerprint, "--fleet": fleet})
+    if fleet is not None:
+        return _explain_fleet(path, fleet, page, on_mismatch == "error", as_json)
+    if page is not None:
         raise UsageError("--page: expected --fleet DIR as well, found none")
-    machine = machine_of(options) or Fingerprint.current()
-    with Layout(options.bundle) as layout:
+    machine = Fingerprint.current() if fingerprint is None else Fingerprint.read(fingerprint)
+    with Layout(path) as layout:
         targets = match(read_root(layout), machine)
     chosen = next((target.name for target in targets if target.verdict.matches), None)
-    if options.json:
+    if as_json:
         print_json(
             {
                 "target": chosen,
@@ -54,11 +73,7 @@ def explain(options: Namespace) -> int:
         for a in _telling_axes(target.verdict)
     ]
     print_text(table(["target", "axis", "rule", "fits", "needed", "found"], rows))
-    where = (
-        f"the machine of {options.fingerprint}"
-        if options.fingerprint is not None
-        else "this machine"
-    )
+    where = "this machine" if fingerprint is None else f"the machine of {fingerprint}"
     if chosen:
         print_text(f"\n{where} loads {chosen}: nothing is compiled")
         return 0
@@ -71,31 +86,33 @@ def _telling_axes(verdict: Verdict) -> tuple[Axis, ...]:
     return tuple(a for a in verdict.axes if a.name == "platform" and not a.matches) or verdict.axes
 
 
-def _explain_fleet(options: Namespace) -> int:
+def _explain_fleet(
+    path: str, directory: str, page: str | None, must_match: bool, as_json: bool
+) -> int:
     """Print which target each machine of a fleet loads, and the fewest targets to add for the rest."""
     from prejit.runtime.fleet.machines import read_fleet, unread
     from prejit.runtime.fleet.report import explain_fleet
 
-    with Layout(options.bundle) as layout:
+    with Layout(path) as layout:
         root = read_root(layout)
         targets = [target_of(descriptor, root.path) for descriptor in root.bundle.manifests]
-    fleet = read_fleet(options.fleet)
+    fleet = read_fleet(directory)
     report = explain_fleet(targets, fleet.machines, fleet.unreadable)
-    if options.page is not None:
+    if page is not None:
         from prejit.runtime.pages.fleet import fleet_page
 
         write_text(
-            options.page,
-            fleet_page(root.bundle.annotations[BUNDLE_NAME], root.digest, options.fleet, report),
+            page,
+            fleet_page(root.bundle.annotations[BUNDLE_NAME], root.digest, directory, report),
         )
-    if options.json:
+    if as_json:
         print_json(report.described())
     else:
         print_text(_fleet_text(report))
     if fleet.unreadable:
         sys.stdout.flush()  # the report comes before the error
         raise unread(fleet.unreadable, len(fleet.machines) + len(fleet.unreadable))
-    return 3 if options.on_mismatch == "error" and report.fallen_back else 0
+    return 3 if must_match and report.fallen_back else 0
 
 
 def _fleet_text(report: FleetReport) -> str:

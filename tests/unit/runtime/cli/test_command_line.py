@@ -1,0 +1,212 @@
+"""One command line: all commands in one listing, one style of help, one name for one thing."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import click
+import pytest
+
+from prejit.runtime import __main__
+from prejit.runtime.cli.commands import BUILD_COMMANDS, COMMANDS, commands
+from prejit.runtime.cli.options import byte_count
+
+TOP = click.Context(commands, **commands.context_settings)
+
+
+def every_command() -> Iterator[tuple[str, click.Command]]:
+    for name in commands.commands:
+        _, command, _ = commands.resolve_command(TOP, [name])
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from ((f"{name} {inner}", each) for inner, each in command.commands.items())
+        else:
+            yield name, command
+
+
+LEAVES = dict(every_command())
+
+
+def options_of(command: click.Command) -> list[click.Option]:
+    return [each for each in command.params if isinstance(each, click.Option)]
+
+
+def kind_of(option: click.Option) -> tuple[str, bool, bool]:
+    """Return whether it is text, a path or a number; a flag or a value; given once or several times."""
+    kind = re.sub("(integer|float)( range)?", "number", option.type.name)
+    return kind, option.is_flag, option.multiple
+
+
+def test_help_lists_all_commands_in_two_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    _, use, build = re.split(r"^Commands that .*:$", printed, flags=re.MULTILINE)
+    for part, expected in ((use, COMMANDS), (build, BUILD_COMMANDS)):
+        assert re.findall(r"^  ([a-z-]+)  ", part, re.MULTILINE) == [*expected]
+    assert "Commands that build (pip install 'prejit[compiler]'):" in printed
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_command_has_help_with_examples_that_it_takes(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREJIT_TRUST", "")  # --trust changes it
+    assert __main__.main([*name.split(), "-h"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"Usage: prejit {name} [OPTIONS]")
+    _, examples = printed.split("\n  Examples:\n")
+    found = re.findall(rf"^    prejit {name}(?: (.*))?$", examples, re.MULTILINE)
+    assert found
+    for example in found:
+        LEAVES[name].make_context(name, shlex.split(example.partition(">")[0]), TOP)
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_argument_and_option_has_a_sentence_of_help(name: str) -> None:
+    for parameter in LEAVES[name].params:
+        assert isinstance(parameter, click.Argument | click.Option)
+        assert re.fullmatch(r"[A-Z].*\.", parameter.help or ""), f"{name}: {parameter.name}"
+
+
+def test_a_name_means_one_thing_in_all_commands() -> None:
+    kinds: dict[str, dict[tuple[str, bool, bool], str]] = {}
+    for name, command in LEAVES.items():
+        for option in options_of(command):
+            for spelling in option.opts:
+                kinds.setdefault(spelling, {})[kind_of(option)] = name
+    several = {spelling: found for spelling, found in kinds.items() if len(found) > 1}
+    # A key of `sign` is one; a channel has several.
+    assert several.keys() <= {"--key"}, several
+
+
+@pytest.mark.parametrize(
+    ("spelling", "metavar"),
+    [
+        ("--trust", "FILE"),
+        ("--fingerprint", "FILE"),
+        ("--page", "FILE.html"),
+        ("--cache", "DIR"),
+        ("--store", "URL"),
+        ("--key", "FILE"),
+        ("--manifest", "FILE"),
+        ("--(timeout|seconds|.*-seconds)", "SECONDS"),
+        ("--(max-body|max-size|prefix-memory)", "SIZE"),
+    ],
+)
+def test_a_value_is_written_in_one_way(spelling: str, metavar: str) -> None:
+    found = {
+        option.metavar
+        for command in LEAVES.values()
+        for option in options_of(command)
+        if any(re.fullmatch(spelling, each) for each in option.opts)
+    }
+    assert found == {metavar}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *([], ["unknown"], ["inspect"], ["call"], ["generate", "b"], ["call", "b", "p"]),
+        *(["inspect", "b", "--nonsense"], ["channel"], ["build"], ["build", "--jobs", "0", "m"]),
+        ["generate", "b", "--prompt", "x", "--prompt-ids", "1"],
+        ["generate", "b", "--prompt", "x", "--max-new-tokens", "many"],
+        ["bench", "b", "--tolerance", "nan"],
+        ["sign", "b"],
+    ],
+)
+def test_wrong_usage_ends_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(argv) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(("Usage: prejit", "error[usage]: "))
+
+
+@pytest.mark.parametrize(
+    ("argv", "nearest"),
+    [
+        (["buld"], "'build'"),
+        (["generte", "b"], "'generate'"),
+        (["chek-model"], "'check-model'"),
+        (["serve", "b", "--prt", "1"], "'--port'"),
+        (["build", "m", "--taget", "x"], "'--target'"),
+        (["observe", "int"], "'init'"),
+    ],
+)
+def test_the_nearest_command_or_option_is_named(
+    argv: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert __main__.main(argv) == 2
+    error, _, hint = capsys.readouterr().err.partition("\n\n")
+    assert re.search(rf"^error\[usage\]: No such .*Did you mean.*{nearest}", error)
+    assert re.match(r"hint: expected prejit .*; `prejit.* --help` says more$", hint)
+
+
+def test_the_versions_are_those_that_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["--version"]) == 0
+    python = ".".join(map(str, sys.version_info[:3]))
+    packages = [f"{name} {version(name)}" for name in ("prejit", "jax", "jaxlib")]
+    assert capsys.readouterr().out.splitlines() == [*packages, f"python {python}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("prejit bu", {"build"}),
+        ("prejit ", COMMANDS.keys() | BUILD_COMMANDS.keys()),
+        ("prejit channel r", {"release", "rotate"}),
+        ("prejit serve demo --max", {"--max-body", "--max-tokens"}),
+        ("prejit explain demo --on-mismatch ", {"jit", "error"}),
+    ],
+)
+def test_a_shell_completes(
+    words: str,
+    expected: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("_PREJIT_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
+    assert __main__.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.partition(",")[2] for line in lines} == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_a_shell_gets_its_script(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_PREJIT_COMPLETE", f"{shell}_source")
+    assert __main__.main([]) == 0
+    assert "_PREJIT_COMPLETE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *(("0", 0), ("1000", 1000), ("512M", 512 << 20), ("2k", 2048), ("1.5TiB", 3 << 39)),
+        *(("10GB", 10**10), ("1.5kB", 1500), ("7B", 7), ("10 GB", 10**10)),
+    ],
+)
+def test_a_size_is_read_as_dd_reads_it(text: str, expected: int) -> None:
+    assert byte_count(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-1", "G", "1X", "1iB", "1e3", "0x10", "9" * 16, "many"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="expected a number of bytes or a size such as"):
+        byte_count(text)
+
+
+def test_the_library_imports_no_click(run_python: Any) -> None:
+    run_python(
+        "import sys, prejit.runtime\n"
+        "for name in prejit.runtime.__all__:\n"
+        "    getattr(prejit.runtime, name)\n"
+        "sys.exit('click' in sys.modules)"
+    )
