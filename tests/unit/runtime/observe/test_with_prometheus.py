@@ -28,11 +28,11 @@ pytestmark = pytest.mark.skipif(
     PROMETHEUS is None, reason="needs prometheus (Debian: apt-get install prometheus)"
 )
 
-_NAME = re.compile(r"\b(?:vllm:|prejit:|process_|model:)[a-z0-9_:]+")
+_NAME = re.compile(r"\b(?:vllm:|prejit_|process_|model:)[a-z0-9_:]+")
 ABSENT = {
     # A server has these only on an accelerator, or after a fallback.
-    "prejit:device_memory_bytes",
-    "prejit:fallbacks_total",
+    "prejit_device_memory_bytes",
+    "prejit_fallbacks_total",
 }
 
 
@@ -103,8 +103,8 @@ class Scraped:
             try:
                 if until():
                     return
-            except OSError:
-                pass  # it does not listen yet
+            except (OSError, json.JSONDecodeError):
+                pass  # it does not listen, or is not ready, yet
             assert self.process.poll() is None, "prometheus ended"
             assert time.monotonic() < deadline, what
             time.sleep(0.3)
@@ -122,12 +122,13 @@ def scraped(tmp_path_factory):
     found = Scraped(tmp_path_factory.mktemp("prometheus"))
     try:
         found.wait(
-            lambda: found.query("min(count_over_time(prejit:slots[1m])) >= 2"), "two scrapes"
+            lambda: found.query("min(count_over_time(prejit_slots[1m])) >= 2"), "two scrapes"
         )
         for engine in found.engines:
             for _ in range(5):
                 engine.request()
-        found.wait(lambda: found.query("min(vllm:prompt_tokens_total) == 25"), "the requests")
+                engine.encoding()
+        found.wait(lambda: found.query("min(vllm:prompt_tokens_total) == 75"), "the requests")
         for record in RECORDS:  # recorded from the first evaluation after that on
             found.wait(lambda name=record.name: found.query(f"{name} >= 0"), record.name)
         yield found
@@ -179,7 +180,7 @@ def test_metrics_that_no_test_can_scrape_are_written_by_the_collector(scraped):
 
     families = list(EngineCollector(models(served(engine=engine))).collect())
     names = {family.name for family in families}
-    assert {"prejit:device_memory_bytes", "prejit:fallbacks"} <= names
+    assert {"prejit_device_memory_bytes", "prejit_fallbacks"} <= names
 
 
 def test_no_rule_fails(scraped):
