@@ -392,3 +392,37 @@ def test_any_mix_of_row_counts_equals_single_calls(counts: list[int]) -> None:
     lane.close()
     assert all(0 < sum(run) <= MOST for run in program.runs)
     assert sum(map(sum, program.runs)) == sum(counts)
+
+
+def test_every_end_of_a_call_is_counted_once(program: Program) -> None:
+    lane = lane_of(program, queue=5)
+    running = program.hold(lane)
+    cancelled, late, wrong, good = (
+        submit(lane, [1]),
+        submit(lane, [2], timeout=0.001),
+        submit(lane, [-1]),
+        submit(lane, [3]),
+    )
+    assert (metrics(lane).running, metrics(lane).waiting) == (1, 4)
+    assert cancelled.cancel()
+    assert running.cancel()
+    # The server ends the wait of its client.
+    expired = submit(lane, [4])
+    expired.set_exception(DeadlineError("late"))
+    with pytest.raises(QueueFullError):
+        [submit(lane, [5]) for _ in range(9)]
+    program.go.set()
+    assert good.result(PATIENCE).tolist() == [6]
+    with pytest.raises(DeadlineError):
+        late.result(PATIENCE)
+    with pytest.raises(ValueError, match="no row"):
+        wrong.result(PATIENCE)
+    assert lane.drain(deadline_after(PATIENCE))
+    with pytest.raises(ClosedError):
+        submit(lane, [9])
+    found = metrics(lane)
+    assert (found.running, found.waiting) == (0, 0)
+    ends = {reason: count for reason, count in found.finished.items() if count}
+    assert ends == {"done": ends["done"], "cancelled": 2, "deadline": 2, "error": 1, "refused": 2}
+    assert found.whole_seconds.count == found.run_seconds.count == ends["done"]
+    lane.close()

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import uvicorn
-from starlette.applications import Starlette
 from tests.ports import free_port
 from tests.served import StandIn, models, served
 
 from prejit.runtime.observe.alerts import ALERTS, RECORDS, as_rules
 from prejit.runtime.observe.dashboards import DASHBOARDS
 from prejit.runtime.programs.ready import ProgramReport
-from prejit.runtime.server.prometheus import routes
+from prejit.runtime.server.app import make_app
+from prejit.runtime.server.settings import Settings
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = pytest.mark.skipif(
@@ -43,9 +43,10 @@ class Scraped:
         self.engines = StandIn(), StandIn()
         of = models(served("demo", self.engines[0]), served("other", self.engines[1]))
         self.port, target = free_port(), free_port()
+        self.wrong_request = f"http://127.0.0.1:{target}/nothing"
         self.server = uvicorn.Server(
             uvicorn.Config(
-                Starlette(routes=list(routes(of))),
+                make_app(of, Settings()),
                 port=target,
                 lifespan="off",
                 ws="none",
@@ -128,6 +129,12 @@ def scraped(tmp_path_factory):
             for _ in range(5):
                 engine.request()
                 engine.encoding()
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(found.wrong_request, timeout=10)
+        found.wait(
+            lambda: found.query("min(count_over_time(prejit_http_requests_total[1m])) >= 2"),
+            "two scrapes of it",
+        )
         found.wait(lambda: found.query("min(vllm:prompt_tokens_total) == 75"), "the requests")
         for record in RECORDS:  # recorded from the first evaluation after that on
             found.wait(lambda name=record.name: found.query(f"{name} >= 0"), record.name)
