@@ -397,15 +397,13 @@ def test_any_mix_of_row_counts_equals_single_calls(counts: list[int]) -> None:
 def test_every_end_of_a_call_is_counted_once(program: Program) -> None:
     lane = lane_of(program, queue=5)
     running = program.hold(lane)
-    cancelled, late, wrong, good = (
-        submit(lane, [1]),
-        submit(lane, [2], timeout=0.001),
-        submit(lane, [-1]),
-        submit(lane, [3]),
-    )
+    cancelled, wrong, good = submit(lane, [1]), submit(lane, [-1]), submit(lane, [3])
+    late = job([2], timeout=PATIENCE)
+    lane.submit(late)
     assert (metrics(lane).running, metrics(lane).waiting) == (1, 4)
     assert cancelled.cancel()
     assert running.cancel()
+    late.deadline = time.monotonic()
     # The server ends the wait of its client.
     expired = submit(lane, [4])
     expired.set_exception(DeadlineError("late"))
@@ -414,7 +412,7 @@ def test_every_end_of_a_call_is_counted_once(program: Program) -> None:
     program.go.set()
     assert good.result(PATIENCE).tolist() == [6]
     with pytest.raises(DeadlineError):
-        late.result(PATIENCE)
+        late.future.result(PATIENCE)
     with pytest.raises(ValueError, match="no row"):
         wrong.result(PATIENCE)
     assert lane.drain(deadline_after(PATIENCE))
