@@ -6,7 +6,8 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
-from prejit.runtime.engine.metrics import EngineMetrics, MicroMetrics, Recorder
+from prejit.runtime.engine.metrics import EngineMetrics
+from prejit.runtime.engine.recorder import ENCODE, GENERATE, Cost, Recorder
 from prejit.runtime.generation.generate import Piece, Result, Stats
 from prejit.runtime.programs.ready import ProgramReport
 from prejit.runtime.server.served import Models, Served
@@ -41,7 +42,8 @@ class StandIn:
     """An engine that answers at once, and whose recorder a test writes."""
 
     def __init__(self, slots: int = 8, queue: int = 256) -> None:
-        self.recorder = Recorder(slots, queue)
+        self.recorder = Recorder(slots, queue, (GENERATE, ENCODE))
+        self.encodings = self.recorder.requests(*ENCODE)
         self.state: dict[str, Any] = {
             "kv_cache_usage": 0.25,
             "cache_bytes": 1000,
@@ -51,7 +53,6 @@ class StandIn:
             "programs": (ProgramReport("decode_8x128", "loaded", 0.5),),
             "fallbacks": {},
             "device_memory_bytes": None,
-            "micro": (MicroMetrics("encode", calls=4, rows=7, padded_rows=9, batches=2),),
         }
 
     def metrics(self) -> EngineMetrics:
@@ -60,14 +61,21 @@ class StandIn:
     def request(self, reason: str = "stop", **changed: Any) -> None:
         """Record a request from its beginning to its end."""
         recorder, cost = self.recorder, stats(**changed)
-        recorder.submitted()
-        recorder.admitted(cost.queue_seconds)
+        recorder.generations.submitted()
+        recorder.generations.admitted(cost.queue_seconds)
         recorder.step(0, 0, cost.prefill_seconds)
         recorder.read_prompt(cost.prompt_tokens, cost.reused_tokens)
         recorder.first_token(cost.first_token_seconds)
         recorder.step(1, 8, cost.decode_seconds)
         recorder.tokens(cost.new_tokens - 1, cost.decode_seconds)
         recorder.finished(reason, 0.16, cost)
+
+    def encoding(self, reason: str = "done", seconds: float = 0.02) -> None:
+        """Record an encoding of two sentences in a bucket of four from its beginning to its end."""
+        self.encodings.submitted()
+        self.encodings.admitted(0.01)
+        self.encodings.ran(2, Cost(2, 1, 10, 64), seconds - 0.01)
+        self.encodings.finished(reason, seconds, seconds - 0.01)
 
     def submit(self, prompt: Any = None, **options: Any) -> Future[Result]:
         future: Future[Result] = Future()

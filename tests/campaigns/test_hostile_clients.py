@@ -163,7 +163,7 @@ def fill_grammars(server: Process) -> None:
 def look(server: Process) -> Look:
     """Return what a server has now, without what it keeps of prompts on purpose."""
     text = httpx.get(f"{server.url}/metrics", timeout=60).text
-    kept = metric(text, "prejit:prefix_cache_bytes")
+    kept = metric(text, "prejit_prefix_cache_bytes")
     return Watcher(server.process.pid, lambda: kept, 1.0).look()
 
 

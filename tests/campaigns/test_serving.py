@@ -240,7 +240,7 @@ def _load(server: Process) -> tuple[Tally, Watcher]:
     every = max(0.25, SECONDS / 400)
     watcher = Watcher(
         server.process.pid,
-        lambda: metric(_metrics(server), "prejit:prefix_cache_bytes"),
+        lambda: metric(_metrics(server), "prejit_prefix_cache_bytes"),
         every,
     )
     until = time.monotonic() + SECONDS
@@ -270,7 +270,7 @@ def _rest(server: Process) -> Look:
         time.sleep(0.1)
     time.sleep(0.5)  # connections are closed a moment later
     look = Watcher(
-        server.process.pid, lambda: metric(_metrics(server), "prejit:prefix_cache_bytes"), 1.0
+        server.process.pid, lambda: metric(_metrics(server), "prejit_prefix_cache_bytes"), 1.0
     )
     return look.look()
 
@@ -333,7 +333,7 @@ def _check_exact_figures(server: Process) -> None:
     assert more("vllm:prompt_tokens_total") == usage["prompt"]
     assert more("vllm:generation_tokens_total") == usage["new"]
     assert more("vllm:prefix_cache_hits_total") == usage["cached"]
-    assert more("prejit:requests_total") == requests
+    assert more("prejit_requests_total") == requests
     assert more("vllm:request_success_total") == requests
     assert more("vllm:e2e_request_latency_seconds_count") == requests
     assert more("vllm:time_to_first_token_seconds_count") == requests
@@ -351,9 +351,9 @@ def _entries(log: Path) -> dict[str, dict[str, Any]]:
 def _check_the_log(entries: dict[str, dict[str, Any]], text: str, tally: Tally) -> None:
     """Check that metrics, log and clients agree on how many requests there were."""
     calls = [call for each in entries.values() if each["status"] != 400 for call in each["calls"]]
-    assert len(calls) == metric(text, "prejit:requests_total"), text
+    assert len(calls) == metric(text, "prejit_requests_total"), text
     ended = sum(
-        metric(text, "prejit:requests_total", f'reason="{reason}"')
+        metric(text, "prejit_requests_total", f'reason="{reason}"')
         for reason in ("stop", "length", "context", "mask")
     )
     logged = sum(bool(call["finish_reason"]) for call in calls)
@@ -361,7 +361,7 @@ def _check_the_log(entries: dict[str, dict[str, Any]], text: str, tally: Tally) 
     assert tally.texts <= logged <= ended
     assert tally.new_tokens <= metric(text, "vllm:generation_tokens_total")
     for reason in ("error", "nan"):
-        assert metric(text, "prejit:requests_total", f'reason="{reason}"') == 0
+        assert metric(text, "prejit_requests_total", f'reason="{reason}"') == 0
 
 
 def _check_tokens(bundle: Bundle, sample: Sample, entry: dict[str, Any]) -> None:

@@ -210,11 +210,13 @@ def test_callers_of_an_engine_share_runs_and_get_their_own_embeddings(bundle: Bu
     assert futures[0].result().stats.tokens == 4 + 42
     assert futures[3].result().stats.sentences == 70
     assert cut.result(60).stats.truncated == 1
-    (found_metrics,) = engine.metrics().micro
-    assert (found_metrics.name, found_metrics.calls) == ("encode", 1 + 1 + len(calls))
+    (found_metrics,) = engine.metrics().requests
+    assert (found_metrics.program, found_metrics.succeeded) == ("encode", 1 + 1 + len(calls))
+    assert (found_metrics.finished["deadline"], found_metrics.failed) == (1, 1)
     assert found_metrics.rows == 2 + 2 + 1 + 70 + 1 + 1
     bucket_rows = found_metrics.rows + found_metrics.padded_rows
-    assert bucket_rows <= 64 * found_metrics.batches
+    assert bucket_rows <= 64 * found_metrics.runs
+    assert 0 < found_metrics.useful_positions < found_metrics.computed_positions
     engine.close()
     with pytest.raises(ClosedError):
         engine.encode("a")

@@ -271,7 +271,28 @@ def test_figures_are_those_of_the_engine(page: Browser, models: Models) -> None:
     page.wait(lambda: page.text("#finished") == str(done), "the number of requests")
     assert page.text("#slots") == f"of {metrics.slots}"
     assert page.text("#first-p50").endswith("s")
-    assert page.text("#waited") == str(metrics.waited_for_compile)
+    assert page.text("#waited") == str(sum(each.waited_for_compile for each in metrics.requests))
+
+
+def test_an_encoder_has_figures_of_its_own(page: Browser, models: Models) -> None:
+    page.choose("#model", "sentences")
+    page.wait(lambda: page.visible("#embed"), "the form")
+    page.type("#sentences", "a b c\nx y")
+    page.click("#embed button")
+    (found,) = (each for each in models if each.name == "sentences")
+    page.wait(lambda: found.engine.metrics().finished["done"] > 0, "the embeddings")
+    done = found.engine.metrics().finished["done"]
+    page.wait(lambda: page.text("#finished") == str(done), "the number of requests")
+    assert page.text("#rate-label") == "Requests a second"
+    assert page.text("#whole-p50").endswith("s")
+    assert page.text("#calls tr td:nth-child(1)") == "encode"
+    assert page.text("#calls tr td:nth-child(2)") == str(done)
+    for text in ("#kv", "#first-p50", "#inter-p95", "#cached"):
+        assert not page.visible(text)
+    page.choose("#model", "decoder")
+    page.wait(lambda: page.visible("#kv"), "the figures of a decoder")
+    assert not page.visible("#whole-p50")
+    assert not page.visible("#calls-card")
 
 
 def test_the_keyboard_is_enough(page: Browser) -> None:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from prejit.runtime.engine.engine import Engine
     from prejit.runtime.engine.microbatch_calls import Calling
     from prejit.runtime.engine.microbatch_encode import Encoding
+    from prejit.runtime.engine.recorder import RequestRecorder
     from prejit.runtime.format.trees import Path
     from prejit.runtime.grammar.grammars import Grammars
     from prejit.runtime.machine.fingerprint import Fingerprint
@@ -416,10 +417,12 @@ class Bundle:
         """
         # One caller at a time does not need it.
         from prejit.runtime.engine.engine import BundleParts, Engine
+        from prejit.runtime.engine.recorder import kinds_of
 
         parts = BundleParts(
             self.name,
             self.config.decoder is not None,
+            kinds_of(self.config),
             lambda: self.decoder,
             self._resolve,
             self._begin,
@@ -440,17 +443,17 @@ class Bundle:
         self._engines.add(engine)
         return engine
 
-    def _encoding(self, queue: int) -> Encoding:
+    def _encoding(self, queue: int, recorder: RequestRecorder) -> Encoding:
         """Return what lets several callers share runs of the encoder."""
         from prejit.runtime.engine.microbatch_encode import Encoding  # decoders do not need it
 
-        return Encoding(self.encoder, self._text, self._finish, queue=queue)
+        return Encoding(self.encoder, self._text, self._finish, queue=queue, recorder=recorder)
 
-    def _calling(self, queue: int) -> Calling:
+    def _calling(self, queue: int, recorder: Callable[[str], RequestRecorder]) -> Calling:
         """Return what lets several callers share runs of the user's programs."""
         from prejit.runtime.engine.microbatch_calls import Calling  # decoders do not need it
 
-        return Calling(self._calls, self._dispatched, queue=queue)
+        return Calling(self._calls, self._dispatched, queue=queue, recorder=recorder)
 
     def request(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Request:
         """Return a request for `Batch.insert`. Arguments as `generate`, without `stop`.

@@ -225,3 +225,23 @@ def private_memory_bytes() -> int:
     """Return the resident memory that no other process shares."""
     with open("/proc/self/smaps_rollup", encoding="ascii", errors="replace") as file:
         return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Private_"))
+
+
+def host_memory_bytes() -> int:
+    """Return the resident memory of this process."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def host_memory_limit_bytes(root: str = "/") -> int:
+    """Return how much memory this process may use: the limit of its container, or the machine's memory.
+
+    Args:
+        root: the directory that holds `sys`. A container sees its own limit there.
+    """
+    limit: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups 2 and 1
+        text = text_of(os.path.join(root, "sys/fs/cgroup", path)).strip()
+        if text.isdecimal():  # and not `max`
+            limit = min(limit, int(text))
+    return limit

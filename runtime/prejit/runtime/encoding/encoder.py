@@ -88,7 +88,7 @@ class EncoderPrograms:
     def __init__(self, encoder: Encoder, programs: Programs, device: Device) -> None:
         """Sort the programs of a bundle into buckets."""
         self.encoder = encoder
-        self._programs = programs
+        self.programs = programs
         self._device = device
         shapes = {
             (program.bucket["batch"], program.bucket["length"])
@@ -105,7 +105,7 @@ class EncoderPrograms:
 
     def _bucket(self, batch: int, length: int) -> Bucket:
         bucket = Bucket(batch, length, 0)
-        costs = [self._programs.table[name].cost_microseconds for name in bucket.programs]
+        costs = [self.programs.table[name].cost_microseconds for name in bucket.programs]
         if None in costs:
             return Bucket(batch, length, batch * length)
         embed, layer, pool = (cost or 0 for cost in costs)
@@ -151,7 +151,7 @@ class EncoderPrograms:
     def _warm_up(self, bucket: Bucket, layers: Sequence[str]) -> None:
         """Load the programs of a bucket; run them for some layers if a first run would be noticeably slow."""
         for name in bucket.programs:
-            self._programs[name]
+            self.programs[name]
         if bucket.cost < _WARM_MICROSECONDS:
             tokens = aligned_zeros((bucket.batch, bucket.length), np.dtype(np.int32))
             self._run(bucket, tokens, np.ones(bucket.batch, np.int32), layers)
@@ -178,7 +178,7 @@ class EncoderPrograms:
     def _encode(self, sentences: Sequence[Sequence[int]]) -> tuple[Any, EncodeStats]:
         found = np.zeros((len(sentences), self.encoder.width), np.float32)
         order = sorted(range(len(sentences)), key=lambda place: -len(sentences[place]))
-        before = self._programs.obtained()
+        before = self.programs.obtained()
         queued = ran = 0.0
         used: Counter[Bucket] = Counter()
         for bucket, first, end in self._runs([len(sentences[place]) for place in order]):
@@ -190,7 +190,7 @@ class EncoderPrograms:
                 tokens[row, : length[row]] = sentences[place]
             started = time.perf_counter()
             for name in bucket.programs:
-                self._programs[name]
+                self.programs[name]
             ready = time.perf_counter()
             found[places] = self._run(bucket, tokens, length, self.encoder.layers)[: len(places)]
             self._warm.add(bucket)
@@ -199,7 +199,7 @@ class EncoderPrograms:
             ran += time.perf_counter() - ready
         computed = sum(bucket.batch * bucket.length * runs for bucket, runs in used.items())
         tokens_in_all = sum(map(len, sentences))
-        after = self._programs.obtained()
+        after = self.programs.obtained()
         names = {name for bucket in used for name in bucket.programs}
         stats = EncodeStats(
             sentences=len(sentences),
@@ -220,14 +220,14 @@ class EncoderPrograms:
         """Return the cheapest runs for these lengths, which descend; a bucket not yet loaded costs extra."""
         if not lengths:
             return []
-        ready = [b for b in self.buckets if all(map(self._programs.ready, b.programs))]
+        ready = [b for b in self.buckets if all(map(self.programs.ready, b.programs))]
         if len(ready) < len(self.buckets):  # the others must be compiled: do not wait for them
             best = partition(lengths, self.buckets)
-            self._programs.prepare_later(*(name for bucket, *_ in best for name in bucket.programs))
+            self.programs.prepare_later(*(name for bucket, *_ in best for name in bucket.programs))
             if ready and max(bucket.length for bucket in ready) >= lengths[0]:
                 return partition(lengths, ready)
             return best
-        if len(self._warm) == len(self.buckets) or not self._programs.are_loaded:
+        if len(self._warm) == len(self.buckets) or not self.programs.are_loaded:
             return partition(lengths, self.buckets)
         later = {
             b: b if b in self._warm else Bucket(b.batch, b.length, b.cost + _LOAD_MICROSECONDS)
@@ -240,7 +240,7 @@ class EncoderPrograms:
         self, bucket: Bucket, tokens: Any, length: Any, layers: Sequence[str]
     ) -> np.ndarray[Any, Any]:
         """Return embeddings float32 [B, D] of tokens [B, T] and lengths [B], both int32."""
-        programs = self._programs
+        programs = self.programs
         embed, layer, pool = bucket.programs
         (hidden,) = programs[embed].run([*self._weights(embed), self._device.put(tokens)])
         valid = self._device.put(length)
@@ -250,7 +250,7 @@ class EncoderPrograms:
         return to_numpy(embedding)
 
     def _weights(self, name: str) -> list[DeviceArray]:
-        return self._programs.weights(self._programs.table[name].weights)
+        return self.programs.weights(self.programs.table[name].weights)
 
 
 def _shape(item: tuple[Bucket, int]) -> tuple[int, int]:

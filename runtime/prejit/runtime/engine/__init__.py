@@ -3,5 +3,6 @@
 May import `encoding`, `generation` and the rooms below them. The server is built on this room.
 
     admission what is computed of new prompts between two decode steps
-    metrics   what an engine measures: counters, histograms, and the one object that holds them all
+    metrics   what an engine measures, as callers get it: counters and histograms of each kind of requests
+    recorder  what the loop and the lanes of shared calls count into
 """

@@ -6,15 +6,17 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.finalizers import when_dropped
 from prejit.runtime.base.once import once
-from prejit.runtime.engine.loop import CacheState, Loop
+from prejit.runtime.engine.loop import Loop
 from prejit.runtime.engine.memory import CachePlan, free_bytes, plan_caches
-from prejit.runtime.engine.metrics import EngineMetrics, Recorder
+from prejit.runtime.engine.metrics import EngineMetrics, Kind
 from prejit.runtime.engine.queue import NO_LIMITS, Limits
+from prejit.runtime.engine.recorder import ENCODE, Recorder, RequestRecorder
 from prejit.runtime.engine.stream import Answer, Pipe, Stream
 from prejit.runtime.engine.ticket import GuardedMask, Ticket
 from prejit.runtime.errors import ClosedError, ContextError, UsageError
@@ -64,21 +66,24 @@ class BundleParts:
     Attributes:
         name: of the bundle.
         has_decoder: whether it can generate.
+        kinds: the kinds of requests that it takes, each with its program, as metrics have them.
         decoder: returns the decoder's programs; raises UsageError if there are none.
         resolve: fills in options with the bundle's defaults.
         begin: makes a generation from a prompt.
-        encoding, calling: make what lets callers share runs of the encoder and of the user's programs.
+        encoding, calling: make what lets callers share runs of the encoder and of the user's programs, and
+            counts their calls in a recorder.
         report: returns how each program was obtained.
         device_memory_bytes: returns the peak memory in use on an accelerator; None on a CPU.
     """
 
     name: str
     has_decoder: bool
+    kinds: tuple[tuple[Kind, str], ...]
     decoder: Callable[[], DecoderPrograms]
     resolve: Callable[[Options], Resolved]
     begin: Callable[[Prompt | None, Resolved], Generation]
-    encoding: Callable[[], Encoding]
-    calling: Callable[[], Calling]
+    encoding: Callable[[RequestRecorder], Encoding]
+    calling: Callable[[Callable[[str], RequestRecorder]], Calling]
     report: Callable[[], tuple[ProgramReport, ...]]
     device_memory_bytes: Callable[[], int | None]
 
@@ -124,7 +129,7 @@ class Engine:
             else arguments.integer("prefill_tokens", prefill_tokens, 1)
         )
         self._shares_prefixes = arguments.flag("share_prefixes", share_prefixes)
-        self._recorder = Recorder(self._slots, self._queue)
+        self._recorder = Recorder(self._slots, self._queue, parts.kinds)
         if parts.has_decoder:
             device = parts.decoder().device
             if device.in_cluster and device.mesh is not None:
@@ -297,14 +302,14 @@ class Engine:
     @once
     def _encoding(self) -> Encoding:
         self._check_open()
-        encoding = self._parts.encoding()
+        encoding = self._parts.encoding(self._recorder.requests(*ENCODE))
         when_dropped(self, encoding.close)
         return encoding
 
     @once
     def _calling(self) -> Calling:
         self._check_open()
-        calling = self._parts.calling()
+        calling = self._parts.calling(partial(self._recorder.requests, "call"))
         when_dropped(self, calling.close)
         return calling
 
@@ -323,20 +328,19 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """Return what the engine has done since it was made, and its state now."""
-        state, plan = CacheState(), None
+        state = plan = None
         if self._parts.has_decoder:
             state, plan = self._loop.state, self.plan
         capacity = 0 if plan is None else plan.batch * plan.context
         return self._recorder.snapshot(
-            kv_cache_usage=state.tokens / capacity if capacity else 0.0,
-            cache_bytes=state.cache_bytes,
+            kv_cache_usage=state.tokens / capacity if state and capacity else 0.0,
+            cache_bytes=None if state is None else state.cache_bytes,
             cache_budget_bytes=None if plan is None else plan.budget_bytes,
-            prefix_bytes=state.prefix_bytes,
-            prefix_budget_bytes=0 if plan is None else plan.prefix_bytes,
+            prefix_bytes=None if state is None else state.prefix_bytes,
+            prefix_budget_bytes=None if plan is None else plan.prefix_bytes,
             programs=self._parts.report(),
             fallbacks=fallback_counts(),
             device_memory_bytes=self._parts.device_memory_bytes(),
-            micro=[each for shared in self._shared() for each in shared.metrics()],
         )
 
     def drain(self, seconds: float | None = None) -> bool:

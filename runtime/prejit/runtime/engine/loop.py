@@ -11,8 +11,8 @@ from typing import NamedTuple, final
 
 from prejit.runtime.engine.admission import positions_between, positions_of_call
 from prejit.runtime.engine.memory import CachePlan
-from prejit.runtime.engine.metrics import Recorder
 from prejit.runtime.engine.queue import FairQueue
+from prejit.runtime.engine.recorder import Recorder
 from prejit.runtime.engine.stream import Waker, wake
 from prejit.runtime.engine.ticket import Ticket
 from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError
@@ -111,20 +111,20 @@ class Loop:
         dropped = None
         with self._changed:
             if self._refuses:
-                self._recorder.refused()
+                self._recorder.generations.refused()
                 raise ClosedError(self._refuses, hint="send it to another server, or later")
             self._remove_cancelled()
             most = ticket.limits.waiting
             if most is not None and self._queue.count(ticket.client) >= most:
-                self._recorder.refused()
+                self._recorder.generations.refused()
                 raise self._full(f"{most} requests of this client")
             if len(self._queue) >= self._queue_size:
                 if (dropped := self._queue.drop(ticket.client)) is None:
-                    self._recorder.refused()
+                    self._recorder.generations.refused()
                     raise self._full(f"{self._queue_size} requests")
-                self._recorder.abandoned("refused")
+                self._recorder.generations.abandoned("refused")
             self._queue.put(ticket, ticket.client, ticket.priority, ticket.limits.running)
-            self._recorder.submitted()
+            self._recorder.generations.submitted()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="prejit engine", daemon=True)
                 self._thread.start()
@@ -154,7 +154,7 @@ class Loop:
         """Remove cancelled requests from the queue. The caller holds the lock."""
         while self._cancelled:
             if self._queue.remove(self._cancelled.popleft()):
-                self._recorder.abandoned("cancelled")
+                self._recorder.generations.abandoned("cancelled")
 
     def drain(self, seconds: float | None) -> bool:
         """Take no more requests, and wait until none is left; return whether that is so."""
@@ -279,7 +279,7 @@ class Loop:
             for ticket in tickets:
                 ticket.generation.enter()
                 _spend(ticket, len(ticket.generation.request.prompt))
-                self._recorder.admitted(now - ticket.submitted)
+                self._recorder.generations.admitted(now - ticket.submitted)
             try:
                 slots = self._batch.begin(*(ticket.generation.request for ticket in tickets))
             except Exception as error:
@@ -446,7 +446,7 @@ class Loop:
         _wake(ticket.receiver.fail(error))
 
     def _abandon(self, ticket: Ticket, error: Exception, reason: str) -> None:
-        self._recorder.abandoned(reason)
+        self._recorder.generations.abandoned(reason)
         _wake(ticket.receiver.fail(error))
 
     def _end(self, slot: int) -> None:

@@ -14,13 +14,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import InvalidStateError
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
-from prejit.runtime.engine.metrics import MicroMetrics
-from prejit.runtime.engine.shared_jobs import Ran, Share, SharedJob, overdue
-from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError
+from prejit.runtime.engine.metrics import GOOD_REASONS
+from prejit.runtime.engine.recorder import ONE_RUN, Cost, RequestRecorder
+from prejit.runtime.engine.shared_jobs import Ran, Share, SharedJob, overdue, reason_of
+from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError, UsageError
 
 _P = TypeVar("_P")
 
@@ -100,27 +101,36 @@ class Lane(Generic[_P]):
         run: Callable[[Sequence[Share[_P]]], Ran],
         *,
         queue: int,
+        recorder: RequestRecorder,
+        compiled: Callable[[], int] = lambda: 0,
+        ended: Callable[[Any], str] = lambda result: "done",
     ) -> None:
         """Make a lane without a thread.
 
         Args:
-            name: of the program, for metrics and errors.
+            name: of the program, for errors.
             run: runs the shares of one run, whose jobs have equal keys.
             queue: the most jobs that may wait.
+            recorder: counts the jobs and the runs.
+            compiled: returns how many programs were compiled here so far.
+            ended: returns the reason of the end of a job with this result, for metrics.
         """
         self.name = name
         self._run = run
         self._queue = queue
+        self._recorder = recorder
+        self._compiled = compiled
+        self._ended = ended
         self._waiting: deque[SharedJob[_P]] = deque()
         self._thread: threading.Thread | None = None
         self._running = 0
+        self._busy_since = 0.0
         self._company = _Company(0, 0.0)
         self._is_draining = self._is_closed = False
-        self._calls = self._rows = self._padded_rows = self._batches = 0
         self._seconds = _FIRST_GUESS_SECONDS
         self._costs = _Costs()
         # Entering the lock itself is quicker than entering the condition, which is Python's.
-        self._lock = threading.RLock()
+        self._lock = recorder.lock
         self._changed = threading.Condition(self._lock)
 
     # ------------------------------------------------------------------ callers
@@ -133,10 +143,13 @@ class Lane(Generic[_P]):
             ClosedError: the lane is closed or draining.
         """
         with self._changed:
-            self._check_open()
+            if self._is_draining:
+                self._recorder.refused()
+                raise self._closed()
             if len(self._waiting) >= self._queue:
                 self._drop()
             if len(self._waiting) >= self._queue:
+                self._recorder.refused()
                 seconds = self._seconds_of_queue()
                 raise QueueFullError(
                     f"{self.name}: expected at most {self._queue} waiting calls, found the queue full",
@@ -150,6 +163,8 @@ class Lane(Generic[_P]):
                 self._thread = thread
                 atexit.register(self.close)
             self._waiting.append(job)
+            self._recorder.submitted()
+            job.future.add_done_callback(lambda future: self._count_end(job, _reason(future)))
             # The end of a run wakes the thread, too. To wake it for each job would cost more than the job.
             if self._may_run() and (len(self._waiting) == 1 or not self._patience()):
                 self._changed.notify_all()
@@ -168,8 +183,9 @@ class Lane(Generic[_P]):
         except DeadlineError:
             raise
         except TimeoutError:
-            job.future.cancel()
-            raise overdue() from None
+            late = overdue()
+            job.fail(late)
+            raise late from None
         except BaseException:
             job.future.cancel()  # ctrl-C; where the job itself failed this does nothing
             raise
@@ -179,31 +195,43 @@ class Lane(Generic[_P]):
 
         with lane.alone(rows) as ran:
             if ran is not None:
-                return ...  # the program ran, and ran.padded_rows are counted
+                return ...  # the program ran; ran.cost and ran.reason may be set before
         """
         return Alone(self, rows)
 
-    def begin_alone(self) -> bool:
-        """Return whether the caller's thread may run the program now. See `alone`.
+    def begin_alone(self, ran: Alone) -> bool:
+        """Begin a run in the caller's thread; return whether it may run now. See `alone`.
 
         Raises:
             ClosedError: the lane is closed or draining.
         """
         with self._lock:
-            self._check_open()
-            is_taken = self._running or self._waiting or self._patience()
-            if is_taken and self._costs.sharing_saves():
+            if self._is_draining:
+                self._recorder.refused()
+                raise self._closed()
+            has_company = self._company.calls > 1 and self._patience()
+            if (self._running or self._waiting or has_company) and self._costs.sharing_saves():
                 return False
-            self._running += 1
+            self._recorder.began()
+            ran.compiled = self._compiled()
+            ran.began = self._begin_run()
             return True
 
-    def end_alone(self, ran: Alone | None, seconds: float) -> None:
-        """Count a run of a caller's thread, and let the next run begin; None: the run failed."""
+    def end_alone(self, ran: Alone, error: BaseException | None) -> None:
+        """Count a run of a caller's thread, and let the next run begin."""
+        now = time.monotonic()
+        seconds = now - ran.began
         with self._lock:
-            self._running -= 1
-            if ran is not None:
+            busy = self._end_run(now)
+            if error is None:
                 self._costs.take(seconds, ran.rows)
-                self._count(1, ran.rows, ran.padded_rows, ran.batches, seconds)
+                self._mean(seconds)
+                waited = self._compiled() != ran.compiled
+                self._recorder.ran_at_once(ran.reason, seconds, ran.rows, ran.cost, busy, waited)
+            elif isinstance(error, UsageError):  # as a call that `submit` is never given
+                self._recorder.withdrawn()
+            else:
+                self._recorder.finished(reason_of(error), seconds)
             if self._waiting or self._is_draining:
                 self._changed.notify_all()
 
@@ -237,19 +265,8 @@ class Lane(Generic[_P]):
             thread.join()
             atexit.unregister(self.close)
 
-    def metrics(self) -> MicroMetrics:
-        """Return what the lane has done so far."""
-        with self._changed:
-            return MicroMetrics(
-                self.name, self._calls, self._rows, self._padded_rows, self._batches
-            )
-
     def _is_idle(self) -> bool:
         return not (self._waiting or self._running)
-
-    def _check_open(self) -> None:
-        if self._is_draining:
-            raise self._closed()
 
     def _closed(self) -> ClosedError:
         return ClosedError(
@@ -270,7 +287,7 @@ class Lane(Generic[_P]):
         while shares := self._next():
             self._run_shares(shares)
             with self._changed:
-                self._running -= 1
+                self._recorder.ran(0, Cost(runs=0), self._end_run(time.monotonic()))
                 until = time.monotonic() + _PATIENCE * self._costs.run
                 self._company = _Company(len(shares), until)
                 self._changed.notify_all()
@@ -287,7 +304,7 @@ class Lane(Generic[_P]):
                 elif (wait := self._patience()) > 0:
                     self._changed.wait(wait)
                 else:
-                    self._running += 1
+                    self._begin_run()
                     return self._take()
 
     def _drop(self) -> None:
@@ -327,7 +344,10 @@ class Lane(Generic[_P]):
                 continue
             taken = min(room, job.rows - job.taken)
             shares.append(Share(job, job.taken, job.taken + taken))
-            job.began = job.began or now
+            if not job.began:
+                job.began = now
+                if not job.is_counted:  # else it was cancelled just now
+                    self._recorder.admitted(now - job.submitted)
             job.taken += taken
             room -= taken
             if job.taken < job.rows and job is not first:
@@ -338,7 +358,7 @@ class Lane(Generic[_P]):
         return shares
 
     def _run_shares(self, shares: list[Share[_P]]) -> None:
-        started = time.monotonic()
+        started, compiled = time.monotonic(), self._compiled()
         try:
             ran = self._run(shares)
         except Exception as error:
@@ -349,29 +369,31 @@ class Lane(Generic[_P]):
             self._fail(shares[0].job, error)
             return
         ended = time.monotonic()
-        finished = 0
-        for share, returned in zip(shares, ran.returned, strict=True):
-            share.job.returned.append(returned)
-            if share.end == share.job.rows:
-                finished += self._finish(share.job, ended)
         rows = sum(share.rows for share in shares if share.job.most)
         with self._changed:
             most = shares[0].job.most or rows
             self._costs.take_shared(ended - started, len(shares), rows, most)
-            self._count(finished, rows, ran.padded_rows, ran.batches, ended - started)
+            self._mean(ended - started)
+            self._recorder.ran(rows, ran.cost)
+        has_compiled = self._compiled() > compiled
+        for share, returned in zip(shares, ran.returned, strict=True):
+            share.job.returned.append(returned)
+            share.job.waited_for_compile |= has_compiled
+            if share.end == share.job.rows:
+                self._finish(share.job, ended)
 
-    def _finish(self, job: SharedJob[_P], now: float) -> bool:
-        """Give a job its result; return whether it was in time."""
+    def _finish(self, job: SharedJob[_P], now: float) -> None:
+        """Give a job its result, if it is in time."""
         if job.is_over(now):
-            return False
+            return
         try:
             result = job.finish(job.returned)
         except Exception as error:
             job.fail(error)
-            return False
+            return
+        self._count_end(job, self._ended(result))  # before its caller can look at the metrics
         with contextlib.suppress(InvalidStateError):  # cancelled just now
             job.future.set_result(result)
-        return True
 
     def _fail(self, job: SharedJob[_P], error: Exception) -> None:
         with self._changed:
@@ -379,12 +401,46 @@ class Lane(Generic[_P]):
                 self._waiting.remove(job)
         job.fail(error)
 
-    def _count(self, calls: int, rows: int, padded: int, batches: int, seconds: float) -> None:
-        self._calls += calls
-        self._rows += rows
-        self._padded_rows += padded
-        self._batches += batches
+    def _count_end(self, job: SharedJob[_P], reason: str) -> None:
+        """Count the end of a job once."""
+        now = time.monotonic()
+        with self._lock:
+            if job.is_counted:
+                return
+            job.is_counted = True
+            if not job.began:
+                self._recorder.abandoned(reason)
+                return
+            self._recorder.finished(
+                reason,
+                now - job.submitted,
+                now - job.began if reason in (*GOOD_REASONS, "nan") else None,
+                waited_for_compile=job.waited_for_compile,
+            )
+
+    def _begin_run(self) -> float:
+        """Count a run that begins; return the time."""
+        now = time.monotonic()
+        if not self._running:
+            self._busy_since = now
+        self._running += 1
+        return now
+
+    def _end_run(self, now: float) -> float:
+        """Count a run that ends; return how long runs were under way, if it is the last of them."""
+        self._running -= 1
+        return 0.0 if self._running else now - self._busy_since
+
+    def _mean(self, seconds: float) -> None:
         self._seconds += _WEIGHT_OF_LAST * (seconds - self._seconds)
+
+
+def _reason(future: Future[Any]) -> str:
+    """Return the reason, as metrics have it, for which a future without a result is done."""
+    if future.cancelled():
+        return "cancelled"
+    error = future.exception()
+    return "done" if error is None else reason_of(error)
 
 
 @final
@@ -393,26 +449,25 @@ class Alone:
 
     Attributes:
         rows: rows of the caller.
-        padded_rows: rows that only filled the bucket.
-        batches: how many runs of the program it took.
+        cost: what the run cost.
+        reason: of the end of the call, for metrics.
+        began: when the run began, by time.monotonic; 0: it did not.
+        compiled: how many programs were compiled here until then.
     """
 
-    __slots__ = ("_began", "_lane", "batches", "padded_rows", "rows")
+    __slots__ = ("_lane", "began", "compiled", "cost", "reason", "rows")
 
     def __init__(self, lane: Lane[Any], rows: int) -> None:
         self._lane = lane
-        self._began = 0.0
         self.rows = rows
-        self.padded_rows = 0
-        self.batches = 1
+        self.cost = ONE_RUN
+        self.reason = "done"
+        self.began = 0.0
+        self.compiled = 0
 
     def __enter__(self) -> Alone | None:
-        if not self._lane.begin_alone():
-            return None
-        self._began = time.monotonic()
-        return self
+        return self if self._lane.begin_alone(self) else None
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._began:
-            seconds = time.monotonic() - self._began
-            self._lane.end_alone(self if kind is None else None, seconds)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.began:
+            self._lane.end_alone(self, error)

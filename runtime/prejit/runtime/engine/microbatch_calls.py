@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
@@ -18,8 +18,8 @@ import numpy as np
 
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import aligned_zeros, to_numpy
-from prejit.runtime.engine.metrics import MicroMetrics
 from prejit.runtime.engine.microbatch import Lane
+from prejit.runtime.engine.recorder import Cost, RequestRecorder
 from prejit.runtime.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.schema import ProgramEntry
@@ -93,17 +93,26 @@ class Calling:
     which says that rows depend on each other.
     """
 
-    def __init__(self, calls: Calls, dispatched: DispatchedCalls, *, queue: int) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        dispatched: DispatchedCalls,
+        *,
+        queue: int,
+        recorder: Callable[[str], RequestRecorder],
+    ) -> None:
         """Make no lane yet.
 
         Args:
             calls: the programs.
             dispatched: the quickest way to call one.
             queue: the most calls of a program that may wait.
+            recorder: returns what counts the calls of a program.
         """
         self._calls = calls
         self._dispatched = dispatched
         self._queue = queue
+        self._recorder = recorder
         self._lanes: dict[str, Lane[_Call]] = {}
         self._families: dict[str, tuple[_Family, ...]] = {}
         self._glances: dict[str, _Glance] = {}
@@ -159,7 +168,8 @@ class Calling:
             rows, padded_rows = size
             with lane.alone(rows) as ran:
                 if ran is not None:
-                    ran.padded_rows = padded_rows
+                    if padded_rows:
+                        ran.cost = Cost(padded_rows)
                     return self._dispatched.call(name, args, kwargs)
         return lane.result(self._job(name, args, kwargs, timeout, copy=False))
 
@@ -180,12 +190,6 @@ class Calling:
         """Refuse new calls, fail those that wait with ClosedError, and wait for those that run."""
         for lane in self._ending("close"):
             lane.close()
-
-    def metrics(self) -> tuple[MicroMetrics, ...]:
-        """Return what the calls of each program have done, for programs that were called."""
-        with self._lock:
-            lanes = list(self._lanes.values())
-        return tuple(lane.metrics() for lane in lanes)
 
     # ------------------------------------------------------------------ which calls share a run
 
@@ -208,7 +212,14 @@ class Calling:
                 self._families[name] = families
                 if families:
                     self._glances[name] = self._glance(families)
-                lane = Lane(name, self._run, queue=self._queue)
+                programs = self._calls.programs
+                lane = Lane(
+                    name,
+                    self._run,
+                    queue=self._queue,
+                    recorder=self._recorder(name),
+                    compiled=lambda: programs.compiled,
+                )
                 if self._end:  # the lane refuses every job
                     lane.drain(0.0)
                 if self._end == "close":
@@ -333,7 +344,7 @@ class Calling:
             )
             first = end
         self._calls.finish()
-        return Ran(returned, call.family.sizes[place] - rows)
+        return Ran(returned, Cost(call.family.sizes[place] - rows))
 
     def _joined(self, call: _Rows, returned: Sequence[Sequence[Any]]) -> Any:
         """Return the result of a call from what its shares returned."""

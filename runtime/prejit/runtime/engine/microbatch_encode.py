@@ -13,8 +13,8 @@ import numpy as np
 
 from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms, EncodeStats
 from prejit.runtime.encoding.sentences import OnTooLong, Tokenized, embed, tokenize
-from prejit.runtime.engine.metrics import MicroMetrics
 from prejit.runtime.engine.microbatch import Lane
+from prejit.runtime.engine.recorder import Cost, RequestRecorder
 from prejit.runtime.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Encoding:
         finish: Callable[[], object],
         *,
         queue: int,
+        recorder: RequestRecorder,
     ) -> None:
         """Make an empty queue.
 
@@ -59,12 +60,20 @@ class Encoding:
             text: the tokenizer of the bundle.
             finish: waits until all files of the target are verified, before a caller gets a result.
             queue: the most calls that may wait.
+            recorder: counts the calls.
         """
         self._encoder = encoder
         self._text = text
         self._finish = finish
         self._most = max(bucket.batch for bucket in encoder.buckets)
-        self._lane: Lane[_Sentences] = Lane("encode", self._run, queue=queue)
+        self._lane: Lane[_Sentences] = Lane(
+            "encode",
+            self._run,
+            queue=queue,
+            recorder=recorder,
+            compiled=lambda: encoder.programs.compiled,
+            ended=_reason,
+        )
 
     def submit(
         self,
@@ -113,7 +122,7 @@ class Encoding:
             with self._lane.alone(count) as ran:
                 if ran is not None:
                     encoded = self._encoded(tokenized)
-                    ran.padded_rows, ran.batches = _padding(encoded.stats)
+                    ran.cost, ran.reason = _cost(encoded.stats), _reason(encoded)
                     return encoded
         result: Encoded = self._lane.result(self._job(tokenized, timeout))
         return result
@@ -133,10 +142,6 @@ class Encoding:
     def close(self) -> None:
         """Refuse new calls, fail those that wait with ClosedError, and wait for those that run."""
         self._lane.close()
-
-    def metrics(self) -> tuple[MicroMetrics, ...]:
-        """Return what the calls have done."""
-        return (self._lane.metrics(),)
 
     def _encoded(self, tokenized: Tokenized) -> Encoded:
         """Encode the sentences of one call now."""
@@ -178,13 +183,22 @@ class Encoding:
             end = first + share.rows
             returned.append(Encoded(embeddings[first:end], stats))  # copied by `finish` of the job
             first = end
-        return Ran(returned, *_padding(stats))
+        return Ran(returned, _cost(stats))
 
 
-def _padding(stats: EncodeStats) -> tuple[int, int]:
-    """Return how many rows only filled buckets, and how many buckets ran."""
-    computed = sum(int(name.partition("x")[0]) * runs for name, runs in stats.buckets.items())
-    return computed - stats.sentences, sum(stats.buckets.values())
+def _cost(stats: EncodeStats) -> Cost:
+    """Return the cost of runs of an encoder, as metrics have it."""
+    rows = positions = 0
+    for name, runs in stats.buckets.items():
+        batch, _, length = name.partition("x")
+        rows += int(batch) * runs
+        positions += int(batch) * int(length) * runs
+    return Cost(rows - stats.sentences, sum(stats.buckets.values()), stats.tokens, positions)
+
+
+def _reason(encoded: Encoded) -> str:
+    """Return why an encoding ended, as metrics have it."""
+    return "done" if np.isfinite(encoded.embeddings).all() else "nan"
 
 
 def _summed(each: Sequence[EncodeStats], waited_seconds: float) -> EncodeStats:

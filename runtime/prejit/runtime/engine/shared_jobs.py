@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from prejit.runtime.base import arguments
+from prejit.runtime.engine.recorder import ONE_RUN, Cost
 from prejit.runtime.errors import DeadlineError
 
 _P = TypeVar("_P")
@@ -31,6 +32,8 @@ class SharedJob(Generic[_P]):
         began: when its first run began; 0: none has.
         taken: how many rows runs have taken.
         returned: what its shares returned.
+        waited_for_compile: whether one of its runs waited for the compilation of a program.
+        is_counted: whether metrics have its end.
     """
 
     payload: _P
@@ -44,6 +47,8 @@ class SharedJob(Generic[_P]):
     began: float = 0.0
     taken: int = 0
     returned: list[Any] = field(default_factory=list)
+    waited_for_compile: bool = False
+    is_counted: bool = False
 
     def is_over(self, now: float) -> bool:
         """Return whether the caller no longer waits: it has cancelled, or its deadline has passed."""
@@ -80,13 +85,11 @@ class Ran(NamedTuple):
 
     Attributes:
         returned: one result for each share.
-        padded_rows: rows that only filled the bucket.
-        batches: how many runs of the program it took.
+        cost: what it cost.
     """
 
     returned: Sequence[Any]
-    padded_rows: int = 0
-    batches: int = 1
+    cost: Cost = ONE_RUN
 
 
 def deadline_after(timeout: float | None) -> float | None:
@@ -98,6 +101,14 @@ def deadline_after(timeout: float | None) -> float | None:
     if timeout is None:
         return None
     return time.monotonic() + arguments.number("timeout", timeout, "more than 0", lambda s: s > 0)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the reason, as metrics have it, for which a request with this error ended."""
+    if isinstance(error, DeadlineError):
+        return "deadline"
+    # No Exception: ctrl-C, or a task that was cancelled.
+    return "error" if isinstance(error, Exception) else "cancelled"
 
 
 def overdue() -> DeadlineError:

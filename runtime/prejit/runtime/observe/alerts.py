@@ -23,16 +23,20 @@ FAILED_BUDGET = 0.001
 """The share of requests that may fail."""
 
 SLOW_BUDGET = 0.01
-"""The share of first tokens that may be slow."""
+"""The share of first tokens, and of calls, that may be slow."""
+
+CALLS_SLOW = "model:prejit_call_slow"
+"""The recorded share of encodings and of calls of functions whose result came too late."""
 
 SLOW_SECONDS = "2.5"
-"""A first token after this time is slow. It must be a bound of the histogram, written as in its labels."""
+"""A first token, or the result of a call, is slow after this time. It must be a bound of both histograms,
+written as in their labels."""
 
 _HEAD = """\
 # Alert rules for servers of prejit, for Prometheus 2.40 and newer. Written by `prejit observe init`.
 #
-# Edit to your needs: the share of requests that may fail (0.001), the time after which a first token is slow
-# (le="2.5", in seconds) and the share of first tokens that may be slow (0.01).
+# Edit to your needs: the share of requests that may fail (0.001), the time after which a first token, or the
+# result of an encoder or a function, is slow (le="2.5", in seconds), and the share that may be slow (0.01).
 # severity: "page" wakes somebody, "ticket" waits for working hours.
 groups:
 """
@@ -72,18 +76,17 @@ class Alert:
 
 def _failed(window: str) -> str:
     return f"""\
-sum by (job, model_name) (rate(prejit:requests_total{{reason=~"error|nan|deadline|refused"}}[{window}]))
+sum by (job, model_name) (rate(prejit_requests_total{{reason=~"error|nan|deadline|refused"}}[{window}]))
 /
-sum by (job, model_name) (rate(prejit:requests_total{{reason!="cancelled"}}[{window}]))"""
+sum by (job, model_name) (rate(prejit_requests_total{{reason!="cancelled"}}[{window}]))"""
 
 
-def _slow(window: str) -> str:
-    metric = "vllm:time_to_first_token_seconds"
+def _slow(metric: str, window: str, labels: str = "") -> str:
     return f"""\
 1 -
-sum by (job, model_name) (rate({metric}_bucket{{le="{SLOW_SECONDS}"}}[{window}]))
+sum by (job, model_name) (rate({metric}_bucket{{le="{SLOW_SECONDS}"{labels}}}[{window}]))
 /
-sum by (job, model_name) (rate({metric}_count[{window}]))"""
+sum by (job, model_name) (rate({metric}_count{{{labels.removeprefix(", ")}}}[{window}]))"""
 
 
 def _burn(record: str, *windows: tuple[str, str, str]) -> str:
@@ -117,7 +120,11 @@ RECORDS = tuple(
     for window in WINDOWS
     for record in (
         Record(f"{FAILED}:ratio_rate{window}", _failed(window)),
-        Record(f"{SLOW}:ratio_rate{window}", _slow(window)),
+        Record(f"{SLOW}:ratio_rate{window}", _slow("vllm:time_to_first_token_seconds", window)),
+        Record(
+            f"{CALLS_SLOW}:ratio_rate{window}",
+            _slow("prejit_request_seconds", window, ', kind!="generate"'),
+        ),
     )
 )
 
@@ -126,6 +133,8 @@ _MODEL = "{{ $labels.model_name }}"
 _SHARE = "{{ $value | humanizePercentage }}"
 _FAIL = f"{_MODEL}: {_SHARE} of the requests fail"
 _LATE = f"{_MODEL}: {_SHARE} of the first tokens come after {SLOW_SECONDS} s"
+_CALLS_LATE = f"{_MODEL}: {_SHARE} of the encodings and calls take more than {SLOW_SECONDS} s"
+_PROGRAM = "{{ $labels.program }}"
 
 ALERTS = (
     Alert(
@@ -140,42 +149,60 @@ ALERTS = (
         "page",
         "5m",
         f"{_SERVER} loads or compiles for more than 5 minutes",
-        'sum by (job, instance) (prejit:server_state{state=~"loading|compiling"}) > 0',
+        'sum by (job, instance) (prejit_server_state{state=~"loading|compiling"}) > 0',
     ),
     Alert("PrejitErrorBudgetBurnsFast", "page", "2m", _FAIL, _fast(FAILED, FAILED_BUDGET)),
     Alert("PrejitErrorBudgetBurnsSlowly", "ticket", "15m", _FAIL, _slowly(FAILED, FAILED_BUDGET)),
     Alert("PrejitFirstTokenBudgetBurnsFast", "page", "2m", _LATE, _fast(SLOW, SLOW_BUDGET)),
     Alert("PrejitFirstTokenBudgetBurnsSlowly", "ticket", "15m", _LATE, _slowly(SLOW, SLOW_BUDGET)),
+    Alert("PrejitCallBudgetBurnsFast", "page", "2m", _CALLS_LATE, _fast(CALLS_SLOW, SLOW_BUDGET)),
+    Alert(
+        "PrejitCallBudgetBurnsSlowly",
+        "ticket",
+        "15m",
+        _CALLS_LATE,
+        _slowly(CALLS_SLOW, SLOW_BUDGET),
+    ),
     Alert(
         "PrejitTokensStopped",
         "page",
         "5m",
         f"{_SERVER} {_MODEL}: requests run and no token comes",
         """\
-sum by (job, instance, model_name) (vllm:num_requests_running) > 0
+sum by (job, instance, model_name) (prejit_requests_running{kind="generate"}) > 0
 and
 sum by (job, instance, model_name) (rate(vllm:generation_tokens_total[5m])) == 0""",
+    ),
+    Alert(
+        "PrejitCallsStopped",
+        "page",
+        "5m",
+        f"{_SERVER} {_MODEL}: calls of {_PROGRAM} run and none ends",
+        """\
+sum by (job, instance, model_name, program) (prejit_requests_running{kind!="generate"}) > 0
+and
+sum by (job, instance, model_name, program) (rate(prejit_requests_total{kind!="generate"}[5m])) == 0""",
     ),
     Alert(
         "PrejitQueueFull",
         "page",
         "5m",
-        f"{_SERVER} {_MODEL}: the queue is {_SHARE} full",
+        f"{_SERVER} {_MODEL}: the queue of {_PROGRAM} is {_SHARE} full",
         """\
-sum by (job, instance, model_name) (vllm:num_requests_waiting)
+sum by (job, instance, model_name, program) (prejit_requests_waiting)
 /
-sum by (job, instance, model_name) (prejit:queue_size)
+sum by (job, instance, model_name, program) (prejit_queue_size)
 > 0.8""",
     ),
     Alert(
         "PrejitSaturated",
         "ticket",
         "30m",
-        f"{_SERVER} {_MODEL}: the device is busy all the time and requests wait",
+        f"{_SERVER} {_MODEL}: the device is busy with {_PROGRAM} all the time and requests wait",
         """\
-sum by (job, instance, model_name) (rate(prejit:device_busy_seconds_total[15m])) > 0.95
+sum by (job, instance, model_name, program) (rate(prejit_device_busy_seconds_total[15m])) > 0.95
 and
-sum by (job, instance, model_name) (avg_over_time(vllm:num_requests_waiting[15m])) > 1""",
+sum by (job, instance, model_name, program) (avg_over_time(prejit_requests_waiting[15m])) > 1""",
     ),
     Alert(
         "PrejitRequestsCompile",
@@ -183,9 +210,9 @@ sum by (job, instance, model_name) (avg_over_time(vllm:num_requests_waiting[15m]
         "",
         f"{_MODEL}: {_SHARE} of the requests waited for a compilation",
         """\
-sum by (job, model_name) (increase(prejit:requests_waited_for_compile_total[15m]))
+sum by (job, model_name) (increase(prejit_requests_waited_for_compile_total[15m]))
 /
-sum by (job, model_name) (increase(prejit:requests_total[15m]))
+sum by (job, model_name) (increase(prejit_requests_total[15m]))
 > 0""",
     ),
     Alert(
@@ -193,21 +220,21 @@ sum by (job, model_name) (increase(prejit:requests_total[15m]))
         "ticket",
         "",
         f"{_SERVER} {_MODEL}: compiled for {{{{ $value | humanizeDuration }}}} within an hour",
-        "sum by (job, instance, model_name) (increase(prejit:compile_seconds_total[1h])) > 60",
+        "sum by (job, instance, model_name) (increase(prejit_compile_seconds_total[1h])) > 60",
     ),
     Alert(
         "PrejitFallback",
         "ticket",
         "",
         f"{_SERVER}: no program of the bundle fits this axis: {{{{ $labels.axis }}}}",
-        "sum by (job, instance, axis) (prejit:fallbacks_total) > 0",
+        "sum by (job, instance, axis) (prejit_fallbacks_total) > 0",
     ),
     Alert(
         "PrejitNaN",
         "page",
         "",
         f"{_SERVER} {_MODEL}: requests end in NaN",
-        "sum by (job, instance, model_name) (increase(prejit:nan_requests_total[15m])) > 0",
+        'sum by (job, instance, model_name) (increase(prejit_requests_total{reason="nan"}[15m])) > 0',
     ),
     Alert(
         "PrejitPrefixCacheMisses",
@@ -234,12 +261,12 @@ sum by (job, model_name) (increase(prejit:requests_total[15m]))
         "15m",
         f"{_SERVER} {_MODEL}: requests wait and the KV caches use {_SHARE} of their memory",
         """\
-sum by (job, instance, model_name) (prejit:kv_cache_bytes)
+sum by (job, instance, model_name) (prejit_kv_cache_bytes)
 /
-sum by (job, instance, model_name) (prejit:kv_cache_budget_bytes)
+sum by (job, instance, model_name) (prejit_kv_cache_budget_bytes)
 > 0.95
 and
-sum by (job, instance, model_name) (vllm:num_requests_waiting) > 0""",
+sum by (job, instance, model_name) (prejit_requests_waiting{kind="generate"}) > 0""",
     ),
     Alert(
         "PrejitHostMemoryGrows",
@@ -247,7 +274,7 @@ sum by (job, instance, model_name) (vllm:num_requests_waiting) > 0""",
         "1h",
         f"{_SERVER}: host memory grows by {{{{ $value | humanize1024 }}}}B an hour",
         """\
-deriv(prejit:host_memory_bytes[1h]) * 3600 > 0.05 * prejit:host_memory_bytes
+deriv(prejit_host_memory_bytes[1h]) * 3600 > 0.05 * prejit_host_memory_bytes
 and on (job, instance)
 time() - process_start_time_seconds > 7200""",
     ),
@@ -256,7 +283,7 @@ time() - process_start_time_seconds > 7200""",
         "page",
         "10m",
         f"{_SERVER}: host memory is at {_SHARE} of its limit",
-        "prejit:host_memory_bytes / prejit:host_memory_limit_bytes > 0.9",
+        "prejit_host_memory_bytes / prejit_host_memory_limit_bytes > 0.9",
     ),
 )
 

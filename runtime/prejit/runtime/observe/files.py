@@ -7,7 +7,8 @@ from pathlib import Path
 
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.observe.alerts import as_rules
-from prejit.runtime.observe.dashboards import DASHBOARDS, as_grafana
+from prejit.runtime.observe.dashboards import DASHBOARDS
+from prejit.runtime.observe.grafana import as_grafana
 
 _TEMPLATES = Path(__file__).parent / "templates"
 

@@ -60,6 +60,7 @@ class Programs:
         waits: when threads waited for a program or placed weights.
         asked: when the first request began, in which thread; None: there was none.
         answered: when its first result was there, in which thread.
+        compiled: how many programs were compiled here.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Programs:
         self.waits: list[Span] = []
         self.asked: tuple[float, int] | None = None
         self.answered: tuple[float, int] | None = None
+        self.compiled = 0
         self._ready: dict[str, Executable] = {}
         self._reports: dict[str, ProgramReport] = {}
         self._arguments: dict[str, tuple[Array, ...]] = {}
@@ -189,6 +191,7 @@ class Programs:
             raise
         finally:
             self._underway.discard(name)
+        self.compiled += source == "compiled"
         self._reports[name] = ProgramReport(name, source, time.perf_counter() - started)
         self._ready[name] = executable
         if self._closed is not None:  # `close` may have dropped the others before

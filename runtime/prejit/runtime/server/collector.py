@@ -1,7 +1,8 @@
 """Metrics for Prometheus: what the engines of all served bundles measure, under names that others query.
 
 The names that begin with `vllm:` are vLLM's, with its labels and units: its dashboards and the Gateway API
-Inference Extension query them (vllm/v1/metrics/loggers.py). The others begin with `prejit:`. See
+Inference Extension query them (vllm/v1/metrics/loggers.py). The others begin with `prejit_` and follow the
+rules of Prometheus, which keep the colon for recorded series (`promtool check metrics`). See
 docs/operations.md for those that somebody should watch.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, NamedTuple, final, get_args
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, final, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from prometheus_client.metrics_core import (
@@ -24,13 +25,9 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from prejit.runtime.engine.metrics import (
-    EngineMetrics,
-    HistogramValue,
-    MicroMetrics,
-    host_memory_bytes,
-    host_memory_limit_bytes,
-)
+from prejit.runtime.base.process import host_memory_bytes, host_memory_limit_bytes
+from prejit.runtime.engine.histograms import HistogramValue
+from prejit.runtime.engine.metrics import EngineMetrics, RequestMetrics
 from prejit.runtime.fallback import fallback_counts
 from prejit.runtime.server.served import State
 
@@ -39,36 +36,39 @@ if TYPE_CHECKING:
     from prejit.runtime.start.report import StartReport
 
 
-class _Value(NamedTuple):
-    """A metric with one value for each bundle; the value None is left out."""
+_T = TypeVar("_T")
+
+
+class _Value(NamedTuple, Generic[_T]):
+    """A metric with one value for each bundle, or each kind of its requests; the value None is left out."""
 
     name: str
     help: str
-    of: Callable[[EngineMetrics], float | None]
+    of: Callable[[_T], float | None]
 
 
-class _Labelled(NamedTuple):
-    """A metric with a value for each bundle and each value of one more label."""
+class _Labelled(NamedTuple, Generic[_T]):
+    """A metric with values for one more label."""
 
     name: str
     help: str
     label: str
-    of: Callable[[EngineMetrics], Mapping[str, float]]
+    of: Callable[[_T], Mapping[str, float]]
 
 
-class _Distribution(NamedTuple):
-    """A histogram for each bundle."""
+class _Distribution(NamedTuple, Generic[_T]):
+    """A histogram."""
 
     name: str
     help: str
-    of: Callable[[EngineMetrics], HistogramValue]
+    of: Callable[[_T], HistogramValue]
 
 
 SOURCES = ("loaded", "compiled", "kept", "compiling", "unused")
 """The ways in which a program becomes ready."""
 
 _VLLM_REASONS = {
-    "stop": ("stop", "mask"),
+    "stop": ("stop", "mask", "done"),
     "length": ("length", "context"),
     "abort": ("cancelled", "deadline"),
     "error": ("error", "nan"),
@@ -77,18 +77,14 @@ _VLLM_REASONS = {
 
 
 def _vllm_finished(metrics: EngineMetrics) -> dict[str, float]:
+    finished = metrics.finished
     return {
-        theirs: sum(metrics.finished.get(reason, 0) for reason in ours)
-        for theirs, ours in _VLLM_REASONS.items()
+        theirs: sum(finished[reason] for reason in ours) for theirs, ours in _VLLM_REASONS.items()
     }
 
 
-def _micro(of: Callable[[MicroMetrics], int]) -> Callable[[EngineMetrics], dict[str, float]]:
-    return lambda metrics: {one.name: of(one) for one in metrics.micro}
-
-
-_VLLM_GAUGES = (
-    _Value("vllm:num_requests_running", "Requests that have a slot.", lambda m: m.running),
+_VLLM_GAUGES: tuple[_Value[EngineMetrics], ...] = (
+    _Value("vllm:num_requests_running", "Requests that run.", lambda m: m.running),
     _Value("vllm:num_requests_waiting", "Requests in the queue.", lambda m: m.waiting),
     _Value(
         "vllm:kv_cache_usage_perc",
@@ -101,11 +97,11 @@ _VLLM_GAUGES = (
         lambda m: m.kv_cache_usage,
     ),
 )
-_VLLM_COUNTERS = (
+_VLLM_COUNTERS: tuple[_Value[EngineMetrics], ...] = (
     _Value(
         "vllm:prompt_tokens",
-        "Tokens of all prompts that were read, cached ones included.",
-        lambda m: m.prompt_tokens,
+        "Tokens of all prompts and sentences that were read, cached ones included.",
+        lambda m: m.prompt_tokens + m.encoded_tokens,
     ),
     _Value("vllm:generation_tokens", "New tokens.", lambda m: m.generation_tokens),
     _Value(
@@ -119,7 +115,7 @@ _VLLM_COUNTERS = (
         lambda m: m.cached_prompt_tokens,
     ),
 )
-_VLLM_LABELLED = (
+_VLLM_LABELLED: tuple[_Labelled[EngineMetrics], ...] = (
     _Labelled(
         "vllm:request_success",
         "Requests that ended, by vLLM's reasons.",
@@ -127,7 +123,7 @@ _VLLM_LABELLED = (
         _vllm_finished,
     ),
 )
-_VLLM_HISTOGRAMS = (
+_VLLM_HISTOGRAMS: tuple[_Distribution[EngineMetrics], ...] = (
     _Distribution(
         "vllm:time_to_first_token_seconds",
         "Time from a request to its first token.",
@@ -145,12 +141,12 @@ _VLLM_HISTOGRAMS = (
     ),
     _Distribution(
         "vllm:e2e_request_latency_seconds",
-        "Time from a request to its last token.",
-        lambda m: m.e2e_seconds,
+        "Time from a request to its last token, or to its result.",
+        lambda m: m.whole_seconds,
     ),
     _Distribution(
         "vllm:request_queue_time_seconds",
-        "Time from a request until it has a slot.",
+        "Time from a request until it runs.",
         lambda m: m.queue_seconds,
     ),
     _Distribution(
@@ -168,110 +164,108 @@ _VLLM_HISTOGRAMS = (
         "vllm:request_generation_tokens", "New tokens of a request.", lambda m: m.new_tokens
     ),
 )
-_GAUGES = (
-    _Value("prejit:slots", "Requests that can run at a time.", lambda m: m.slots),
-    _Value("prejit:queue_size", "Requests that can wait at a time.", lambda m: m.queue_size),
-    _Value("prejit:kv_cache_bytes", "Memory of the KV caches.", lambda m: m.cache_bytes),
+_GAUGES: tuple[_Value[EngineMetrics], ...] = (
     _Value(
-        "prejit:kv_cache_budget_bytes",
+        "prejit_slots",
+        "Generations that can run at a time; absent without a decoder.",
+        lambda m: m.slots,
+    ),
+    _Value("prejit_kv_cache_bytes", "Memory of the KV caches.", lambda m: m.cache_bytes),
+    _Value(
+        "prejit_kv_cache_budget_bytes",
         "The most memory that KV caches may use; absent without a limit.",
         lambda m: m.cache_budget_bytes,
     ),
-    _Value("prejit:prefix_cache_bytes", "Memory of cached prefixes.", lambda m: m.prefix_bytes),
+    _Value("prejit_prefix_cache_bytes", "Memory of cached prefixes.", lambda m: m.prefix_bytes),
     _Value(
-        "prejit:prefix_cache_budget_bytes",
+        "prejit_prefix_cache_budget_bytes",
         "The most memory that cached prefixes may use.",
         lambda m: m.prefix_budget_bytes,
     ),
     _Value(
-        "prejit:device_memory_bytes",
+        "prejit_device_memory_bytes",
         "Peak memory in use on the bundle's accelerator; absent on a CPU.",
         lambda m: m.device_memory_bytes,
     ),
 )
-_COUNTERS = (
+_COUNTERS: tuple[_Value[EngineMetrics], ...] = (
     _Value(
-        "prejit:compile_seconds",
+        "prejit_compile_seconds",
         "Time that compiling took; 0 if every program was loaded.",
         lambda m: m.compile_seconds,
     ),
-    _Value(
-        "prejit:requests_waited_for_compile",
-        "Requests that ended and waited for the compilation of a program.",
-        lambda m: m.waited_for_compile,
-    ),
-    _Value(
-        "prejit:nan_requests",
-        "Requests that ended because the logits are not numbers.",
-        lambda m: m.nan,
-    ),
-    _Value(
-        "prejit:device_busy_seconds",
-        "Time in which a program of the engine ran.",
-        lambda m: m.busy_seconds,
-    ),
-    _Value("prejit:steps", "Steps of the batch.", lambda m: m.steps),
-    _Value(
-        "prejit:batch_rows",
-        "Requests that got tokens, summed over the steps.",
-        lambda m: m.batch_rows,
-    ),
-    _Value(
-        "prejit:batch_slots",
-        "Rows of the bucket, summed over the steps that gave tokens.",
-        lambda m: m.batch_slots,
-    ),
-    _Value(
-        "prejit:computed_positions",
-        "Positions that were computed for requests that ended, padding included.",
-        lambda m: m.computed_positions,
-    ),
-    _Value(
-        "prejit:useful_positions",
-        "Computed positions that belonged to a request.",
-        lambda m: m.useful_positions,
-    ),
 )
-_PROGRAMS = _Labelled(
-    "prejit:programs",
+_PROGRAMS: _Labelled[EngineMetrics] = _Labelled(
+    "prejit_programs",
     "Programs by how they became ready: loaded, compiled, kept, compiling, unused.",
     "source",
     lambda m: {source: m.programs.get(source, 0) for source in SOURCES},
 )
-_LABELLED = (
-    _Labelled(
-        "prejit:requests",
-        "Requests that ended, by the reason.",
-        "reason",
-        lambda m: dict(m.finished),
+_REQUEST_GAUGES: tuple[_Value[RequestMetrics], ...] = (
+    _Value("prejit_requests_running", "Requests that run.", lambda m: m.running),
+    _Value("prejit_requests_waiting", "Requests in the queue.", lambda m: m.waiting),
+    _Value("prejit_queue_size", "Requests that can wait at a time.", lambda m: m.queue_size),
+)
+_REQUEST_COUNTERS: tuple[_Value[RequestMetrics], ...] = (
+    _Value(
+        "prejit_requests_waited_for_compile",
+        "Requests that ended and waited for the compilation of a program.",
+        lambda m: m.waited_for_compile,
     ),
-    _Labelled(
-        "prejit:microbatch_calls",
-        "Calls of an encoder or a function that have a result.",
-        "program",
-        _micro(lambda one: one.calls),
+    _Value(
+        "prejit_device_busy_seconds",
+        "Time in which a program ran for these requests.",
+        lambda m: m.busy_seconds,
     ),
-    _Labelled(
-        "prejit:microbatch_batches",
-        "Runs of the program for these calls: fewer where callers shared one.",
-        "program",
-        _micro(lambda one: one.batches),
+    _Value(
+        "prejit_runs",
+        "Runs of the program, which requests share: the steps of a batch of generations.",
+        lambda m: m.runs,
     ),
-    _Labelled(
-        "prejit:microbatch_rows",
-        "Rows of callers in these runs.",
-        "program",
-        _micro(lambda one: one.rows),
+    _Value(
+        "prejit_rows",
+        "Rows of requests, summed over the runs; 0 for a function without a batch axis.",
+        lambda m: m.rows,
     ),
-    _Labelled(
-        "prejit:microbatch_padded_rows",
-        "Rows of these runs that only filled the bucket.",
-        "program",
-        _micro(lambda one: one.padded_rows),
+    _Value(
+        "prejit_padded_rows",
+        "Rows that only filled the bucket, summed over the runs.",
+        lambda m: m.padded_rows,
+    ),
+    _Value(
+        "prejit_useful_positions",
+        "Positions of tokens that were computed for requests that ended; 0 for a function.",
+        lambda m: m.useful_positions,
+    ),
+    _Value(
+        "prejit_computed_positions",
+        "Positions that were computed for requests that ended, padding included.",
+        lambda m: m.computed_positions,
+    ),
+)
+_FINISHED: _Labelled[RequestMetrics] = _Labelled(
+    "prejit_requests", "Requests that ended, by the reason.", "reason", lambda m: m.finished
+)
+_REQUEST_HISTOGRAMS: tuple[_Distribution[RequestMetrics], ...] = (
+    _Distribution(
+        "prejit_request_queue_seconds",
+        "Time from a request until it runs.",
+        lambda m: m.queue_seconds,
+    ),
+    _Distribution(
+        "prejit_request_run_seconds",
+        "Time in which a request is computed.",
+        lambda m: m.run_seconds,
+    ),
+    _Distribution(
+        "prejit_request_seconds",
+        "Time from a request to its result.",
+        lambda m: m.whole_seconds,
     ),
 )
 
 _LABELS = ("model_name",)
+_REQUEST_LABELS = ("model_name", "kind", "program")
 _VLLM_LABELS = ("model_name", "engine")
 
 
@@ -290,37 +284,65 @@ class EngineCollector(Collector):
         each = [(one.name, one.engine.metrics()) for one in served]
         vllm = [((name, "0"), metrics) for name, metrics in each]
         ours = [((name,), metrics) for name, metrics in each]
+        requests = [
+            ((name, one.kind, one.program), one)
+            for name, metrics in each
+            for one in metrics.requests
+        ]
         yield from _values(GaugeMetricFamily, _VLLM_GAUGES, _VLLM_LABELS, vllm)
         yield from _values(CounterMetricFamily, _VLLM_COUNTERS, _VLLM_LABELS, vllm)
         yield from _labelled(CounterMetricFamily, _VLLM_LABELLED, _VLLM_LABELS, vllm)
         for distribution in _VLLM_HISTOGRAMS:
-            yield _histogram(distribution, vllm)
+            yield _histogram(distribution, _VLLM_LABELS, vllm)
         yield from _values(GaugeMetricFamily, _GAUGES, _LABELS, ours)
         yield from _values(CounterMetricFamily, _COUNTERS, _LABELS, ours)
         yield from _labelled(GaugeMetricFamily, (_PROGRAMS,), _LABELS, ours)
-        yield from _labelled(CounterMetricFamily, _LABELLED, _LABELS, ours)
+        yield from _values(GaugeMetricFamily, _REQUEST_GAUGES, _REQUEST_LABELS, requests)
+        yield from _values(CounterMetricFamily, _REQUEST_COUNTERS, _REQUEST_LABELS, requests)
+        yield from _labelled(CounterMetricFamily, (_FINISHED,), _REQUEST_LABELS, requests)
+        for measured in _REQUEST_HISTOGRAMS:
+            yield _histogram(measured, _REQUEST_LABELS, requests)
+        yield from self._http()
         yield from self._process()
         yield from self._bundles(served)
         yield self._start(served, dict(each))
 
+    def _http(self) -> Iterator[Metric]:
+        """Yield how the requests of clients were answered."""
+        answers, seconds = self._models.http.snapshot()
+        counts = CounterMetricFamily(
+            "prejit_http_requests",
+            "Requests of clients by route and status, without those for probes and the page.",
+            labels=("route", "status"),
+        )
+        for (route, status), count in answers.items():
+            counts.add_metric((route, str(status)), count)
+        yield counts
+        times = _Distribution[HistogramValue](
+            "prejit_http_request_seconds",
+            "Time from a request of a client to the end of its answer.",
+            lambda value: value,
+        )
+        yield _histogram(times, ("route",), [((route,), each) for route, each in seconds.items()])
+
     def _process(self) -> Iterator[Metric]:
         """Yield what the bundles of a server share."""
         yield GaugeMetricFamily(
-            "prejit:host_memory_bytes", "Resident memory of this process.", host_memory_bytes()
+            "prejit_host_memory_bytes", "Resident memory of this process.", host_memory_bytes()
         )
         yield GaugeMetricFamily(
-            "prejit:host_memory_limit_bytes",
+            "prejit_host_memory_limit_bytes",
             "Memory that this process may use: its container's limit, or the machine's memory.",
             host_memory_limit_bytes(),
         )
         states = GaugeMetricFamily(
-            "prejit:server_state", "1 for the state of the server.", labels=("state",)
+            "prejit_server_state", "1 for the state of the server.", labels=("state",)
         )
         for state in get_args(State):
             states.add_metric((state,), state == self._models.state)
         yield states
         fallbacks = CounterMetricFamily(
-            "prejit:fallbacks",
+            "prejit_fallbacks",
             "Fallbacks to compiling here, by the axis that did not match.",
             labels=("axis",),
         )
@@ -331,11 +353,11 @@ class EngineCollector(Collector):
     def _bundles(self, served: Sequence[Served]) -> Iterator[Metric]:
         """Yield which bundles these are, and how they were loaded."""
         build = InfoMetricFamily(
-            "prejit:build",
+            "prejit_build",
             "What runs: model_name, bundle, digest, target, and versions of prejit, jax, jaxlib and cuda.",
         )
         matched = GaugeMetricFamily(
-            "prejit:target_matched",
+            "prejit_target_matched",
             "1 if this machine matches the target of the bundle, 0 if programs are compiled here.",
             labels=_LABELS,
         )
@@ -348,7 +370,7 @@ class EngineCollector(Collector):
     def _start(self, served: Sequence[Served], metrics: Mapping[str, EngineMetrics]) -> Metric:
         """Return where the time of the start went, from the first request of a bundle on."""
         family = GaugeMetricFamily(
-            "prejit:start_seconds",
+            "prejit_start_seconds",
             "Time from the start of the process to the first result, by part, without idle time.",
             labels=("model_name", "part"),
         )
@@ -363,13 +385,13 @@ class EngineCollector(Collector):
         return family
 
 
-_Each = Sequence[tuple[tuple[str, ...], EngineMetrics]]
-"""The values of the first labels, and the metrics, of each bundle."""
+_Each = Sequence[tuple[tuple[str, ...], _T]]
+"""The values of the first labels, and what has the values of each metric."""
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 def _values(
-    kind: _Family, metrics: Sequence[_Value], labels: tuple[str, ...], each: _Each
+    kind: _Family, metrics: Sequence[_Value[_T]], labels: tuple[str, ...], each: _Each[_T]
 ) -> Iterator[Metric]:
     for metric in metrics:
         family = kind(metric.name, metric.help, labels=labels)
@@ -380,7 +402,7 @@ def _values(
 
 
 def _labelled(
-    kind: _Family, metrics: Sequence[_Labelled], labels: tuple[str, ...], each: _Each
+    kind: _Family, metrics: Sequence[_Labelled[_T]], labels: tuple[str, ...], each: _Each[_T]
 ) -> Iterator[Metric]:
     for metric in metrics:
         family = kind(metric.name, metric.help, labels=(*labels, metric.label))
@@ -390,8 +412,8 @@ def _labelled(
         yield family
 
 
-def _histogram(distribution: _Distribution, each: _Each) -> Metric:
-    family = HistogramMetricFamily(distribution.name, distribution.help, labels=_VLLM_LABELS)
+def _histogram(distribution: _Distribution[_T], labels: tuple[str, ...], each: _Each[_T]) -> Metric:
+    family = HistogramMetricFamily(distribution.name, distribution.help, labels=labels)
     for names, metrics in each:
         value = distribution.of(metrics)
         bounds = (*map(floatToGoString, value.bounds), "+Inf")
@@ -423,7 +445,7 @@ def _build(served: Served) -> dict[str, str]:
 
 def _has_answered(metrics: EngineMetrics) -> bool:
     """Return whether an engine has given a result of any kind."""
-    return metrics.e2e_seconds.count > 0 or any(one.calls for one in metrics.micro)
+    return any(one.whole_seconds.count for one in metrics.requests)
 
 
 @final

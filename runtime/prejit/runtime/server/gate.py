@@ -64,7 +64,7 @@ class Gate:
             await self._fail(scope, request, error)
         finally:
             self._running -= 1
-            request.finish()
+            request.finish(scope)
 
     def _check(self, scope: Scope, request: _Request) -> None:
         """Refuse a request from a foreign page, too early, too late, without a key, too many, or too large.
@@ -116,7 +116,7 @@ class Gate:
             self._models.suspected.set()
             found = "".join(traceback.format_exception(error)).rstrip()
             say(f"request {request.id} failed:\n{found}")
-        if not request.started:
+        if not request.status:
             await response(refused, scope["path"])(scope, request.receive, request.send)
             return
         request.failed = refused.code or "error"
@@ -138,8 +138,9 @@ class _Request:
         self.headers = dict(scope["headers"])
         given = self.headers.get(b"x-request-id", b"")
         self.id = given.decode() if _ID.fullmatch(given) else uuid.uuid4().hex
-        self.started = False
+        self.status = 0
         self.failed = ""
+        self._began = time.monotonic()
         self._taken = 0
         self._is_whole = False
         # A dict of its own: uvicorn gives all requests of a connection copies, other servers may not.
@@ -211,7 +212,7 @@ class _Request:
     def send(self, message: Message) -> Awaitable[None]:
         """Send a part of the response. It is no coroutine, because a stream has a part for each token."""
         if message["type"] == "http.response.start":
-            self.started = True
+            self.status = message["status"]
             message["headers"] = [
                 *message.get("headers", ()),
                 (b"x-request-id", self.id.encode()),
@@ -223,8 +224,10 @@ class _Request:
                 self._entry.status = message["status"]
         return self._send(message)
 
-    def finish(self) -> None:
-        """Write the record of the request."""
+    def finish(self, scope: Scope) -> None:
+        """Count the request, and write its record."""
+        if not _OPEN.fullmatch(scope["path"]):
+            self._models.http.answered(scope, self.status, time.monotonic() - self._began)
         if self._log is not None and self._entry is not None:
             self._entry.client = self._state["client"]
             self._entry.failed = self.failed

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from prejit.runtime.errors import UsageError
 from prejit.runtime.server.compiling import Compiling
+from prejit.runtime.server.http_requests import HttpRequests
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
@@ -48,6 +49,7 @@ class Models:
     """The served bundles by name. It is empty until they are loaded: requests come before that.
 
     Attributes:
+        http: counts the requests of all clients.
         suspected: set when a request fails and the client cannot mend it.
         wrong: by name of a model, what it returns in place of a golden answer.
     """
@@ -56,6 +58,7 @@ class Models:
         """Serve these bundles now; without any, the state is `loading`."""
         self._stage: State = "loading"
         self._is_draining = self._is_ending = False
+        self.http = HttpRequests()
         self.suspected = threading.Event()
         self.wrong: dict[str, str] = {}
         self._lock = threading.Lock()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 from opentelemetry import propagate
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
-from prejit.runtime.engine.metrics import TOKEN_BOUNDS
+from prejit.runtime.engine.histograms import TOKEN_BOUNDS
 from prejit.runtime.server.watched_stream import WatchedStream
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,15 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.served import stats
 
-from prejit.runtime.engine.metrics import (
-    REASONS,
-    EngineMetrics,
-    Histogram,
-    MicroMetrics,
-    Recorder,
-    host_memory_bytes,
-    host_memory_limit_bytes,
-)
+from prejit.runtime.base.process import host_memory_bytes, host_memory_limit_bytes
+from prejit.runtime.engine.histograms import Histogram
+from prejit.runtime.engine.metrics import REASONS, EngineMetrics, RequestMetrics
+from prejit.runtime.engine.recorder import GENERATE, ONE_RUN, Cost, Recorder, RequestRecorder
 from prejit.runtime.programs.ready import ProgramReport
 
 
@@ -80,10 +76,10 @@ def test_quantiles_outside_of_all_buckets_have_an_answer():
 
 def test_a_request_is_counted_once_on_its_whole_way():
     recorder = Recorder(slots=8, queue_size=256)
-    recorder.submitted()
-    recorder.submitted()
+    recorder.generations.submitted()
+    recorder.generations.submitted()
     assert (snapshot(recorder).waiting, snapshot(recorder).running) == (2, 0)
-    recorder.admitted(0.1)
+    recorder.generations.admitted(0.1)
     assert (snapshot(recorder).waiting, snapshot(recorder).running) == (1, 1)
     recorder.step(rows=0, slots=0, seconds=0.02)
     recorder.read_prompt(tokens=5, cached=2)
@@ -91,13 +87,15 @@ def test_a_request_is_counted_once_on_its_whole_way():
     recorder.step(rows=1, slots=8, seconds=0.04)
     recorder.tokens(2, 0.04)
     recorder.finished("length", 0.16, stats(reused_tokens=2, padding=0.5))
-    recorder.abandoned("cancelled")
+    recorder.generations.abandoned("cancelled")
     found = snapshot(recorder)
     assert (found.waiting, found.running) == (0, 0)
     assert (found.prompt_tokens, found.cached_prompt_tokens, found.generation_tokens) == (5, 2, 3)
-    assert (found.useful_positions, found.computed_positions) == (5, 10)
-    assert (found.steps, found.batch_rows, found.batch_slots) == (2, 1, 8)
-    assert found.busy_seconds == pytest.approx(0.06)
+    (generations,) = found.requests
+    assert (generations.useful_positions, generations.computed_positions) == (5, 10)
+    assert (generations.runs, generations.rows, generations.padded_rows) == (2, 1, 7)
+    assert generations.busy_seconds == pytest.approx(0.06)
+    assert (generations.succeeded, generations.failed) == (1, 0)
     assert {reason: count for reason, count in found.finished.items() if count} == {
         "length": 1,
         "cancelled": 1,
@@ -106,8 +104,9 @@ def test_a_request_is_counted_once_on_its_whole_way():
     assert found.inter_token_seconds.count == 2
     assert found.inter_token_seconds.sum == pytest.approx(0.04)
     for histogram, total in (
-        (found.e2e_seconds, 0.16),
+        (found.whole_seconds, 0.16),
         (found.queue_seconds, 0.1),
+        (generations.run_seconds, 0.06),
         (found.prefill_seconds, 0.02),
         (found.decode_seconds, 0.04),
         (found.prompt_length, 5),
@@ -120,12 +119,12 @@ def test_a_request_is_counted_once_on_its_whole_way():
 def test_requests_that_fail_do_not_make_latencies_look_better():
     recorder = Recorder(slots=1, queue_size=1)
     for reason in ("cancelled", "deadline", "error"):
-        recorder.submitted()
-        recorder.admitted(0.0)
+        recorder.generations.submitted()
+        recorder.generations.admitted(0.0)
         recorder.finished(reason, 0.001)
-    recorder.refused()
+    recorder.generations.refused()
     found = snapshot(recorder)
-    assert found.e2e_seconds.count == found.new_tokens.count == 0
+    assert found.whole_seconds.count == found.new_tokens.count == 0
     assert found.running == 0
     assert sum(found.finished.values()) == 4
     assert found.finished["refused"] == 1
@@ -138,19 +137,43 @@ def test_every_reason_is_there_before_the_first_request():
 @pytest.mark.parametrize(("source", "waited"), [("compiled", 1), ("kept", 0), ("loaded", 0)])
 def test_only_requests_that_waited_for_a_compiler_count_as_such(source, waited):
     recorder = Recorder(1, 1)
-    recorder.submitted()
-    recorder.admitted(0.0)
+    recorder.generations.submitted()
+    recorder.generations.admitted(0.0)
     obtained = (ProgramReport("a", source, 1.0), ProgramReport("b", source, 1.0))
     recorder.finished("stop", 2.0, stats(obtained=obtained))
-    assert snapshot(recorder).waited_for_compile == waited
+    assert snapshot(recorder).requests[0].waited_for_compile == waited
 
 
-def test_nan_is_a_count_of_its_own():
-    recorder = Recorder(1, 1)
-    recorder.submitted()
-    recorder.admitted(0.0)
-    recorder.finished("nan", 0.1, stats())
-    assert snapshot(recorder).nan == 1
+def at_once() -> RequestMetrics:
+    recorder = RequestRecorder("call", "f", 16)
+    recorder.began()
+    recorder.ran_at_once("done", 0.2, 3, Cost(1), 0.2, waited_for_compile=True)
+    for error in ("wrong arguments", "broken program"):
+        recorder.began()
+        recorder.withdrawn() if error == "wrong arguments" else recorder.finished("error", 0.1)
+    recorder.began()
+    recorder.ran_at_once("nan", 0.2, 2, ONE_RUN, 0.1, waited_for_compile=False)
+    return recorder.snapshot()
+
+
+def through_the_queue() -> RequestMetrics:
+    recorder = RequestRecorder("call", "f", 16)
+    for _ in range(3):
+        recorder.submitted()
+        recorder.admitted(0.0)
+    recorder.ran(3, Cost(1), 0.2)
+    recorder.ran(2, ONE_RUN, 0.1)
+    recorder.finished("done", 0.2, 0.2, waited_for_compile=True)
+    recorder.finished("error", 0.1)
+    recorder.finished("nan", 0.2, 0.2)
+    return recorder.snapshot()
+
+
+def test_a_call_in_its_callers_thread_counts_as_any_other():
+    one, other = at_once(), through_the_queue()
+    assert one.queue_seconds.count == 2  # the third of the others failed after it had waited
+    assert replace(one, queue_seconds=other.queue_seconds) == other
+    assert (one.succeeded, one.failed, one.waited_for_compile) == (1, 2, 1)
 
 
 def test_programs_are_counted_by_how_they_became_ready():
@@ -166,16 +189,14 @@ def test_programs_are_counted_by_how_they_became_ready():
 
 
 def test_the_state_of_the_parts_is_passed_on():
-    micro = MicroMetrics("encode", 2, 7, 9)
-    found = snapshot(
-        Recorder(4, 16), fallbacks={"cpu": 1}, device_memory_bytes=7, micro=iter([micro])
-    )
-    assert (found.slots, found.queue_size) == (4, 16)
+    recorder = Recorder(4, 16, (GENERATE, ("call", "f")))
+    found = snapshot(recorder, fallbacks={"cpu": 1}, device_memory_bytes=7)
+    assert (found.slots, found.requests[0].queue_size) == (4, 16)
     assert (found.kv_cache_usage, found.cache_bytes, found.cache_budget_bytes) == (0.25, 1000, 4000)
     assert (found.prefix_bytes, found.prefix_budget_bytes) == (10, 100)
     assert found.fallbacks == {"cpu": 1}
     assert found.device_memory_bytes == 7
-    assert found.micro == (micro,)
+    assert [(each.kind, each.program) for each in found.requests] == [GENERATE, ("call", "f")]
     assert found.host_memory_bytes > 1_000_000
 
 
@@ -184,8 +205,8 @@ def test_counts_of_several_threads_are_not_lost():
 
     def work() -> None:
         for _ in range(2000):
-            recorder.submitted()
-            recorder.admitted(0.01)
+            recorder.generations.submitted()
+            recorder.generations.admitted(0.01)
             recorder.first_token(0.02)
             recorder.finished("stop", 0.03, stats())
 
@@ -196,7 +217,7 @@ def test_counts_of_several_threads_are_not_lost():
         thread.join()
     found = snapshot(recorder)
     assert (found.running, found.waiting) == (0, 0)
-    assert found.finished["stop"] == found.e2e_seconds.count == found.generation_tokens == 8000
+    assert found.finished["stop"] == found.whole_seconds.count == found.generation_tokens == 8000
 
 
 def test_host_memory_grows_with_what_is_held():

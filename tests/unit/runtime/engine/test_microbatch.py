@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from prejit.runtime import ClosedError, DeadlineError, QueueFullError, UsageError
 from prejit.runtime.engine import microbatch
+from prejit.runtime.engine.metrics import RequestMetrics
 from prejit.runtime.engine.microbatch import Lane
+from prejit.runtime.engine.recorder import Cost, RequestRecorder
 from prejit.runtime.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 
 MOST = 8
@@ -41,7 +43,7 @@ class Program:
         self.runs.append([len(each) for each in rows])
         if any((each == -1).any() for each in rows):
             raise ValueError("no row may be -1")
-        return Ran([each * 2 for each in rows], MOST - sum(map(len, rows)))
+        return Ran([each * 2 for each in rows], Cost(MOST - sum(map(len, rows))))
 
     def hold(self, lane: Lane[Any]) -> Future[Any]:
         """Begin a run that does not end before `go` is set."""
@@ -53,6 +55,14 @@ class Program:
 
 def job(rows: Sequence[int], timeout: float | None = None, key: object = None) -> SharedJob[Any]:
     return SharedJob(np.array(rows), len(rows), MOST, key, np.concatenate, deadline_after(timeout))
+
+
+def lane_of(run: Callable[[Sequence[Share[Any]]], Ran], queue: int = 16) -> Lane[Any]:
+    return Lane("double", run, queue=queue, recorder=RequestRecorder("call", "double", queue))
+
+
+def metrics(lane: Lane[Any]) -> RequestMetrics:
+    return lane._recorder.snapshot()
 
 
 def submit(lane: Lane[Any], rows: Sequence[int], **how: Any) -> Future[Any]:
@@ -68,7 +78,7 @@ def program() -> Program:
 
 @pytest.fixture
 def lane(program: Program) -> Iterator[Lane[Any]]:
-    lane: Lane[Any] = Lane("double", program, queue=16)
+    lane = lane_of(program)
     yield lane
     program.go.set()
     lane.close()
@@ -192,7 +202,7 @@ def test_a_timeout_that_is_no_time(timeout: Any) -> None:
 
 
 def test_a_full_queue_says_how_long_to_wait(program: Program) -> None:
-    lane: Lane[Any] = Lane("double", program, queue=2)
+    lane = lane_of(program, queue=2)
     program.hold(lane)
     waiting = [submit(lane, [1]), submit(lane, [2])]
     with pytest.raises(QueueFullError, match="at most 2 waiting calls") as caught:
@@ -264,22 +274,22 @@ def test_calls_shorter_than_a_handover_do_not_wait_for_each_other(lane: Lane[Any
 def test_a_caller_runs_an_idle_program_itself(lane: Lane[Any], program: Program) -> None:
     with lane.alone(3) as ran:
         assert ran is not None
-        ran.padded_rows = 5
+        ran.cost = Cost(5)
         with lane.alone(1) as other:  # it is busy now
             assert other is None
         waiting = submit(lane, [4])
         time.sleep(0.01)
         assert not waiting.done()
     assert waiting.result(PATIENCE).tolist() == [8]
-    found = lane.metrics()
-    assert (found.calls, found.rows, found.batches, found.padded_rows) == (2, 4, 2, 5 + 7)
+    found = metrics(lane)
+    assert (found.succeeded, found.rows, found.runs, found.padded_rows) == (2, 4, 2, 5 + 7)
 
 
 def test_a_program_is_idle_again_after_an_error_of_a_caller(lane: Lane[Any]) -> None:
     with pytest.raises(KeyError), lane.alone(1):
         raise KeyError
     assert submit(lane, [4]).result(PATIENCE).tolist() == [8]
-    assert lane.metrics().calls == 1
+    assert (metrics(lane).succeeded, metrics(lane).finished["error"]) == (1, 1)
 
 
 @pytest.mark.parametrize("costs_by_row", [False, True])
@@ -288,7 +298,7 @@ def test_callers_wait_for_each_other_only_where_that_saves_time(costs_by_row: bo
         time.sleep(0.004 * (1.5 * sum(share.rows for share in shares) if costs_by_row else 1))
         return Ran([share.job.payload for share in shares])
 
-    lane: Lane[Any] = Lane("sleeper", run, queue=64)
+    lane = lane_of(run, queue=64)
     # The least of many durations count: on a busy machine some of them are longer.
     for _ in range(30):
         with lane.alone(1):
@@ -360,18 +370,19 @@ def test_sixteen_threads_get_their_own_rows(lane: Lane[Any], program: Program) -
     for thread in threads:
         thread.join()
     assert not wrong
-    found = lane.metrics()
+    found = metrics(lane)
     rows = sum(turn % 11 + 1 for turn in range(50))
-    assert (found.calls, found.rows) == (16 * 50, 16 * rows)
-    assert found.batches == len(program.runs)
-    assert found.padded_rows == MOST * found.batches - found.rows
+    assert (found.succeeded, found.rows) == (16 * 50, 16 * rows)
+    assert found.runs == len(program.runs)
+    assert found.padded_rows == MOST * found.runs - found.rows
+    assert (found.running, found.waiting) == (0, 0)
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 3 * MOST), min_size=1, max_size=16))
 def test_any_mix_of_row_counts_equals_single_calls(counts: list[int]) -> None:
     program = Program()
-    lane: Lane[Any] = Lane("double", program, queue=16)
+    lane = lane_of(program)
     program.go.clear()
     each = [np.arange(count) + 100 * place for place, count in enumerate(counts)]
     futures = [submit(lane, rows.tolist()) for rows in each]
@@ -381,3 +392,35 @@ def test_any_mix_of_row_counts_equals_single_calls(counts: list[int]) -> None:
     lane.close()
     assert all(0 < sum(run) <= MOST for run in program.runs)
     assert sum(map(sum, program.runs)) == sum(counts)
+
+
+def test_every_end_of_a_call_is_counted_once(program: Program) -> None:
+    lane = lane_of(program, queue=5)
+    running = program.hold(lane)
+    cancelled, wrong, good = submit(lane, [1]), submit(lane, [-1]), submit(lane, [3])
+    late = job([2], timeout=PATIENCE)
+    lane.submit(late)
+    assert (metrics(lane).running, metrics(lane).waiting) == (1, 4)
+    assert cancelled.cancel()
+    assert running.cancel()
+    late.deadline = time.monotonic()
+    # The server ends the wait of its client.
+    expired = submit(lane, [4])
+    expired.set_exception(DeadlineError("late"))
+    with pytest.raises(QueueFullError):
+        [submit(lane, [5]) for _ in range(9)]
+    program.go.set()
+    assert good.result(PATIENCE).tolist() == [6]
+    with pytest.raises(DeadlineError):
+        late.future.result(PATIENCE)
+    with pytest.raises(ValueError, match="no row"):
+        wrong.result(PATIENCE)
+    assert lane.drain(deadline_after(PATIENCE))
+    with pytest.raises(ClosedError):
+        submit(lane, [9])
+    found = metrics(lane)
+    assert (found.running, found.waiting) == (0, 0)
+    ends = {reason: count for reason, count in found.finished.items() if count}
+    assert ends == {"done": ends["done"], "cancelled": 2, "deadline": 2, "error": 1, "refused": 2}
+    assert found.whole_seconds.count == found.run_seconds.count == ends["done"]
+    lane.close()

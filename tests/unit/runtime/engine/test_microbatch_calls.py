@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from prejit.compiler import Program, build
 from prejit.runtime import Bundle, ClosedError, DeadlineError, QueueFullError, UsageError, load
-from prejit.runtime.engine.metrics import MicroMetrics
 from prejit.runtime.engine.microbatch_calls import Calling
+from prejit.runtime.engine.recorder import Recorder
 
 PATIENCE = 30.0
 BUCKETS = {"batch": (1, 4, 8)}
@@ -76,9 +76,25 @@ def bundle(path: Path) -> Bundle:
 
 @pytest.fixture
 def calling(bundle: Bundle) -> Iterator[Calling]:
-    calling = Calling(bundle._calls, bundle._dispatched, queue=64)
+    calling = calling_of(bundle, 64)
     yield calling
     calling.close()
+
+
+def calling_of(bundle: Bundle, queue: int) -> Calling:
+    recorder = Recorder(1, queue)
+    return Calling(
+        bundle._calls,
+        bundle._dispatched,
+        queue=queue,
+        recorder=lambda name: recorder.requests("call", name),
+    )
+
+
+def counts(calling: Calling, name: str) -> tuple[int, int, int, int]:
+    """The calls, rows, padded rows and runs of a program."""
+    found = calling._recorder(name).snapshot()
+    return found.succeeded, found.rows, found.padded_rows, found.runs
 
 
 def x_of(count: int, seed: int = 0) -> Any:
@@ -114,12 +130,10 @@ class Together:
     def results(self) -> list[Any]:
         return [future.result(PATIENCE) for future in self._futures]
 
-    def metrics(self) -> MicroMetrics:
-        """What these calls cost, without the one that occupied the program."""
-        (found,) = [each for each in self._calling.metrics() if each.name == self._name]
-        return MicroMetrics(
-            found.name, found.calls - 1, found.rows, found.padded_rows, found.batches - 1
-        )
+    def counts(self) -> tuple[int, int, int, int]:
+        """The calls, rows, padded rows and runs of these calls, without the one that occupied the program."""
+        calls, rows, padded_rows, runs = counts(self._calling, self._name)
+        return calls - 1, rows, padded_rows, runs - 1
 
 
 def test_three_rows_run_in_the_bucket_of_four_and_three_come_back(
@@ -128,7 +142,7 @@ def test_three_rows_run_in_the_bucket_of_four_and_three_come_back(
     found = calling.submit("rows", (), {"x": x_of(3)}).result(PATIENCE)
     assert found["y"].shape == (3, 16)
     equal(found, bundle.call("rows", x=x_of(3)))
-    assert calling.metrics() == (MicroMetrics("rows", 1, 3, 1, 1),)
+    assert counts(calling, "rows") == (1, 3, 1, 1)
 
 
 def test_callers_share_a_run_and_get_their_own_rows(bundle: Bundle, calling: Calling) -> None:
@@ -140,7 +154,7 @@ def test_callers_share_a_run_and_get_their_own_rows(bundle: Bundle, calling: Cal
     for count, found in zip((1, 2, 3, 1), together.results(), strict=True):
         equal(found, jax.tree.map(lambda array: array[first : first + count], whole))  # noqa: B023
         first += count
-    assert together.metrics() == MicroMetrics("rows", 4, 7, 1, 1)
+    assert together.counts() == (4, 7, 1, 1)
 
 
 def test_a_lone_call_runs_in_its_own_thread(bundle: Bundle, calling: Calling) -> None:
@@ -148,7 +162,7 @@ def test_a_lone_call_runs_in_its_own_thread(bundle: Bundle, calling: Calling) ->
     for count in (1, 3, 8):
         equal(calling.call("rows", (), {"x": x_of(count)}), bundle.call("rows", x=x_of(count)))
     assert threading.active_count() == before
-    assert calling.metrics() == (MicroMetrics("rows", 3, 12, 1, 3),)
+    assert counts(calling, "rows") == (3, 12, 1, 3)
 
 
 @pytest.mark.parametrize("count", [9, 16, 21])
@@ -156,7 +170,7 @@ def test_more_rows_than_the_largest_bucket(bundle: Bundle, calling: Calling, cou
     found = calling.call("rows", (), {"x": x_of(count)})
     parts = [bundle.call("rows", x=x_of(count)[at : at + 8]) for at in range(0, count, 8)]
     equal(found, jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts))
-    assert calling.metrics()[0].batches == len(parts)
+    assert counts(calling, "rows")[3] == len(parts)
 
 
 def test_results_belong_to_their_caller(calling: Calling) -> None:
@@ -190,7 +204,7 @@ def test_only_calls_with_equal_common_arguments_share(bundle: Bundle, calling: C
             together.call(x_of(1, seed), scale)
     for seed, (scale, found) in enumerate(zip(scales, together.results(), strict=True)):
         np.testing.assert_array_equal(found, x_of(1, seed) * scale)
-    assert together.metrics().batches == 2
+    assert together.counts()[3] == 2
 
 
 def test_static_arguments_choose_the_program(bundle: Bundle, calling: Calling) -> None:
@@ -199,7 +213,7 @@ def test_static_arguments_choose_the_program(bundle: Bundle, calling: Calling) -
             together.call(x_of(2), power=power)
     for power, found in zip((2, 3, 2), together.results(), strict=True):
         equal(found, bundle.call("powered", x_of(2), power=power))
-    assert together.metrics().batches == 2
+    assert together.counts()[3] == 2
 
 
 def test_the_batch_axis_need_not_be_the_first(bundle: Bundle, calling: Calling) -> None:
@@ -219,7 +233,7 @@ def test_other_padded_sizes_are_cut_for_each_caller(bundle: Bundle, calling: Cal
             together.call(x)
     for x, found in zip(each, together.results(), strict=True):
         equal(found, bundle.call("texts", x))
-    assert together.metrics() == MicroMetrics("texts", 5, 5, 3, 2)  # of 4 and of 16 places
+    assert together.counts() == (5, 5, 3, 2)  # of 4 and of 16 places
 
 
 @pytest.mark.parametrize("name", ["total", "masked", "donated", "fixed"])
@@ -238,7 +252,7 @@ def test_programs_whose_rows_may_meet_run_alone(
     for x, found in zip(given, together.results(), strict=True):
         args, kwargs = arguments(x)
         equal(found, bundle.call(name, *args, **kwargs))
-    assert together.metrics() == MicroMetrics(name, 3, 0, 0, 3)
+    assert together.counts() == (3, 0, 0, 3)
 
 
 def test_results_are_of_jax_for_a_caller_who_uses_it(bundle: Bundle, calling: Calling) -> None:
@@ -281,7 +295,7 @@ def test_a_timeout_ends_the_wait(calling: Calling) -> None:
 
 
 def test_a_full_queue_is_refused(bundle: Bundle) -> None:
-    calling = Calling(bundle._calls, bundle._dispatched, queue=1)
+    calling = calling_of(bundle, 1)
     with Together(calling, "rows") as together:
         together.call(x=x_of(1))
         with pytest.raises(QueueFullError, match=r"^rows: expected at most 1 waiting calls"):
@@ -313,7 +327,7 @@ def test_after_close_no_program_takes_calls(calling: Calling) -> None:
 )
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=12))
 def test_any_mix_of_row_counts_equals_single_calls(bundle: Bundle, counts: list[int]) -> None:
-    calling = Calling(bundle._calls, bundle._dispatched, queue=64)
+    calling = calling_of(bundle, 64)
     with Together(calling, "texts") as together:
         each = [np.random.default_rng(n).random((n, n % 16 + 1), "f") for n in counts]
         for x in each:
@@ -348,9 +362,8 @@ def test_sixteen_threads_get_their_own_rows(bundle: Bundle, calling: Calling) ->
     for thread in threads:
         thread.join()
     assert not wrong
-    (found,) = calling.metrics()
-    assert found.calls == 16 * 50
-    assert found.rows == sum((n + t) % 8 + 1 for n in range(16) for t in range(50))
+    wanted = sum((n + t) % 8 + 1 for n in range(16) for t in range(50))
+    assert counts(calling, "scaled")[:2] == (16 * 50, wanted)
 
 
 EXIT = """

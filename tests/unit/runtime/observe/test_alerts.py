@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from prejit.runtime.engine.metrics import FIRST_TOKEN_BOUNDS
-from prejit.runtime.observe.alerts import ALERTS, SLOW_SECONDS, as_rules
+from prejit.runtime.engine.histograms import FIRST_TOKEN_BOUNDS, REQUEST_BOUNDS
+from prejit.runtime.observe.alerts import ALERTS, RECORDS, SLOW_SECONDS, as_rules
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
@@ -20,6 +20,8 @@ needs_promtool = pytest.mark.skipif(
 
 MODEL = 'job="prejit",instance="a",model_name="demo"'
 SERVER = 'job="prejit",instance="a"'
+GENERATE = 'kind="generate",program="generate"'
+ENCODE = 'kind="encode",program="encode"'
 
 
 @dataclass(frozen=True)
@@ -36,46 +38,59 @@ class Case:
 def requests(points: int, **each: int) -> dict[str, str]:
     """Return counters of requests by reason, each of which grows by so many in an interval."""
     return {
-        f'prejit:requests_total{{{MODEL},reason="{reason}"}}': f"0+{step}x{points}"
+        f'prejit_requests_total{{{MODEL},{GENERATE},reason="{reason}"}}': f"0+{step}x{points}"
         for reason, step in each.items()
     }
 
 
 def first_tokens(quick: int, total: int, length: int) -> dict[str, str]:
-    name = "vllm:time_to_first_token_seconds"
+    return latencies("vllm:time_to_first_token_seconds", MODEL, quick, total, length)
+
+
+def latencies(name: str, labels: str, quick: int, total: int, length: int) -> dict[str, str]:
     return {
-        f'{name}_bucket{{{MODEL},le="2.5"}}': f"0+{quick}x{length}",
-        f"{name}_count{{{MODEL}}}": f"0+{total}x{length}",
+        f'{name}_bucket{{{labels},le="2.5"}}': f"0+{quick}x{length}",
+        f"{name}_count{{{labels}}}": f"0+{total}x{length}",
+    }
+
+
+def calls(quick: int, total: int, length: int) -> dict[str, str]:
+    """Return the times of calls, beside generations that all take longer."""
+    name = "prejit_request_seconds"
+    return {
+        **latencies(name, f"{MODEL},{ENCODE}", quick, total, length),
+        **latencies(name, f"{MODEL},{GENERATE}", 0, 100, length),
     }
 
 
 def memory(values: str, started: int) -> dict[str, str]:
     return {
-        f"prejit:host_memory_bytes{{{SERVER}}}": values,
+        f"prejit_host_memory_bytes{{{SERVER}}}": values,
         f"process_start_time_seconds{{{SERVER}}}": f"{started}x300",
     }
 
 
 FAST, SLOWLY = "PrejitErrorBudgetBurnsFast", "PrejitErrorBudgetBurnsSlowly"
+CALLS_FAST, CALLS_SLOWLY = "PrejitCallBudgetBurnsFast", "PrejitCallBudgetBurnsSlowly"
 LATE_FAST, LATE_SLOWLY = "PrejitFirstTokenBudgetBurnsFast", "PrejitFirstTokenBudgetBurnsSlowly"
 CASES = (
     Case("PrejitDown", True, "5m", {f"up{{{SERVER}}}": "0x10"}),
     Case("PrejitDown", False, "5m", {f"up{{{SERVER}}}": "1 0 1x10"}),  # one scrape was lost
     Case("PrejitDown", False, "5m", {'up{job="node",instance="a"}': "0x10"}),
     Case(
-        "PrejitNotReady", True, "6m", {f'prejit:server_state{{{SERVER},state="loading"}}': "1x10"}
+        "PrejitNotReady", True, "6m", {f'prejit_server_state{{{SERVER},state="loading"}}': "1x10"}
     ),
     Case(
-        "PrejitNotReady", True, "6m", {f'prejit:server_state{{{SERVER},state="compiling"}}': "1x9"}
+        "PrejitNotReady", True, "6m", {f'prejit_server_state{{{SERVER},state="compiling"}}': "1x9"}
     ),
     Case(
-        "PrejitNotReady", False, "6m", {f'prejit:server_state{{{SERVER},state="draining"}}': "1x9"}
+        "PrejitNotReady", False, "6m", {f'prejit_server_state{{{SERVER},state="draining"}}': "1x9"}
     ),
     Case(
         "PrejitNotReady",
         False,
         "6m",
-        {f'prejit:server_state{{{SERVER},state="loading"}}': "1x3 0x10"},
+        {f'prejit_server_state{{{SERVER},state="loading"}}': "1x3 0x10"},
     ),
     Case(FAST, True, "60m", requests(60, error=2, stop=98)),
     Case(FAST, True, "60m", requests(60, refused=20, length=980)),
@@ -91,12 +106,31 @@ CASES = (
     Case(LATE_FAST, False, "60m", first_tokens(0, 0, 60)),
     Case(LATE_SLOWLY, True, "1500m", first_tokens(96, 100, 400), "5m"),
     Case(LATE_SLOWLY, False, "1500m", first_tokens(995, 1000, 400), "5m"),
+    Case(CALLS_FAST, True, "60m", calls(80, 100, 60)),
+    Case(CALLS_FAST, False, "60m", calls(95, 100, 60)),
+    Case(CALLS_FAST, False, "60m", calls(0, 0, 60)),
+    Case(CALLS_SLOWLY, True, "1500m", calls(96, 100, 400), "5m"),
+    Case(CALLS_SLOWLY, False, "1500m", calls(995, 1000, 400), "5m"),
+    *(
+        Case(
+            "PrejitCallsStopped",
+            fires,
+            "15m",
+            {
+                f"prejit_requests_running{{{MODEL},{ENCODE}}}": f"{running}x20",
+                f'prejit_requests_total{{{MODEL},{ENCODE},reason="done"}}': ended,
+                # Another function goes on.
+                f'prejit_requests_total{{{MODEL},kind="call",program="f",reason="done"}}': "0+9x20",
+            },
+        )
+        for running, ended, fires in ((1, "9x20", True), (1, "9+1x20", False), (0, "9x20", False))
+    ),
     Case(
         "PrejitTokensStopped",
         True,
         "15m",
         {
-            f"vllm:num_requests_running{{{MODEL}}}": "1x20",
+            f"prejit_requests_running{{{MODEL},{GENERATE}}}": "1x20",
             f"vllm:generation_tokens_total{{{MODEL}}}": "100x20",
         },
     ),
@@ -105,7 +139,7 @@ CASES = (
         False,
         "15m",
         {
-            f"vllm:num_requests_running{{{MODEL}}}": "1x20",
+            f"prejit_requests_running{{{MODEL},{GENERATE}}}": "1x20",
             f"vllm:generation_tokens_total{{{MODEL}}}": "100+1x20",
         },
     ),
@@ -114,7 +148,7 @@ CASES = (
         False,
         "15m",
         {
-            f"vllm:num_requests_running{{{MODEL}}}": "0x20",
+            f"prejit_requests_running{{{MODEL},{GENERATE}}}": "0x20",
             f"vllm:generation_tokens_total{{{MODEL}}}": "100x20",
         },
     ),
@@ -124,8 +158,9 @@ CASES = (
             fires,
             "6m",
             {
-                f"vllm:num_requests_waiting{{{MODEL}}}": f"{waiting}x10",
-                f"prejit:queue_size{{{MODEL}}}": "256x10",
+                f"prejit_requests_waiting{{{MODEL},{ENCODE}}}": f"{waiting}x10",
+                f"prejit_queue_size{{{MODEL},{ENCODE}}}": "256x10",
+                f"prejit_queue_size{{{MODEL},{GENERATE}}}": "256x10",
             },
         )
         for waiting, fires in ((250, True), (100, False))
@@ -136,8 +171,8 @@ CASES = (
             fires,
             "55m",
             {
-                f"prejit:device_busy_seconds_total{{{MODEL}}}": f"0+{busy}x60",
-                f"vllm:num_requests_waiting{{{MODEL}}}": f"{waiting}x60",
+                f"prejit_device_busy_seconds_total{{{MODEL},{ENCODE}}}": f"0+{busy}x60",
+                f"prejit_requests_waiting{{{MODEL},{ENCODE}}}": f"{waiting}x60",
             },
         )
         for busy, waiting, fires in ((59, 3, True), (59, 0, False), (30, 3, False))
@@ -148,8 +183,8 @@ CASES = (
             fires,
             "10m",
             {
-                f"prejit:requests_waited_for_compile_total{{{MODEL}}}": waited,
-                f'prejit:requests_total{{{MODEL},reason="stop"}}': "0+10x20",
+                f"prejit_requests_waited_for_compile_total{{{MODEL}}}": waited,
+                f'prejit_requests_total{{{MODEL},reason="stop"}}': "0+10x20",
             },
         )
         for waited, fires in (("0x5 1x15", True), ("0x20", False), ("3x20", False))
@@ -159,20 +194,33 @@ CASES = (
             "PrejitCompileTime",
             fires,
             "10m",
-            {f"prejit:compile_seconds_total{{{MODEL}}}": f"0x5 {seconds}x30"},
+            {f"prejit_compile_seconds_total{{{MODEL}}}": f"0x5 {seconds}x30"},
         )
         for seconds, fires in ((90, True), (20, False))
     ),
     Case(
-        "PrejitFallback", True, "1m", {f'prejit:fallbacks_total{{{SERVER},axis="jaxlib"}}': "1x5"}
+        "PrejitFallback", True, "1m", {f'prejit_fallbacks_total{{{SERVER},axis="jaxlib"}}': "1x5"}
     ),
     Case(
-        "PrejitFallback", False, "1m", {f'prejit:fallbacks_total{{{SERVER},axis="jaxlib"}}': "0x5"}
+        "PrejitFallback", False, "1m", {f'prejit_fallbacks_total{{{SERVER},axis="jaxlib"}}': "0x5"}
     ),
-    Case("PrejitNaN", True, "8m", {f"prejit:nan_requests_total{{{MODEL}}}": "0x5 1x10"}),
-    Case("PrejitNaN", False, "8m", {f"prejit:nan_requests_total{{{MODEL}}}": "0x15"}),
     Case(
-        "PrejitNaN", False, "40m", {f"prejit:nan_requests_total{{{MODEL}}}": "0 1x50"}
+        "PrejitNaN",
+        True,
+        "8m",
+        {f'prejit_requests_total{{{MODEL},{ENCODE},reason="nan"}}': "0x5 1x10"},
+    ),
+    Case(
+        "PrejitNaN",
+        False,
+        "8m",
+        {f'prejit_requests_total{{{MODEL},{ENCODE},reason="nan"}}': "0x15"},
+    ),
+    Case(
+        "PrejitNaN",
+        False,
+        "40m",
+        {f'prejit_requests_total{{{MODEL},{ENCODE},reason="nan"}}': "0 1x50"},
     ),  # long ago
     *(
         Case(
@@ -197,9 +245,9 @@ CASES = (
             fires,
             "20m",
             {
-                f"prejit:kv_cache_bytes{{{MODEL}}}": f"{used}x30",
-                f"prejit:kv_cache_budget_bytes{{{MODEL}}}": "100x30",
-                f"vllm:num_requests_waiting{{{MODEL}}}": f"{waiting}x30",
+                f"prejit_kv_cache_bytes{{{MODEL}}}": f"{used}x30",
+                f"prejit_kv_cache_budget_bytes{{{MODEL}}}": "100x30",
+                f"prejit_requests_waiting{{{MODEL},{GENERATE}}}": f"{waiting}x30",
             },
         )
         for used, waiting, fires in ((99, 2, True), (99, 0, False), (50, 2, False))
@@ -213,8 +261,8 @@ CASES = (
             fires,
             "15m",
             {
-                f"prejit:host_memory_bytes{{{SERVER}}}": f"{used}x20",
-                f"prejit:host_memory_limit_bytes{{{SERVER}}}": "100x20",
+                f"prejit_host_memory_bytes{{{SERVER}}}": f"{used}x20",
+                f"prejit_host_memory_limit_bytes{{{SERVER}}}": "100x20",
             },
         )
         for used, fires in ((95, True), (80, False))
@@ -260,13 +308,14 @@ def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not()
 
 def test_the_time_of_a_slow_first_token_is_a_bound_of_the_histogram():
     assert float(SLOW_SECONDS) in FIRST_TOKEN_BOUNDS
+    assert float(SLOW_SECONDS) in REQUEST_BOUNDS
 
 
 @needs_promtool
 def test_promtool_takes_the_rules(rules):
     done = promtool("check", "rules", str(rules))
     assert done.returncode == 0, done.stderr
-    assert f"{len(ALERTS) + 14} rules found" in done.stdout
+    assert f"{len(ALERTS) + len(RECORDS)} rules found" in done.stdout
 
 
 @needs_promtool

@@ -13,8 +13,9 @@ from prejit.runtime.cli.commands import commands
 from prejit.runtime.cli.serve import serve
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.observe.alerts import ALERTS
-from prejit.runtime.observe.dashboards import DASHBOARDS, as_grafana
+from prejit.runtime.observe.dashboards import DASHBOARDS
 from prejit.runtime.observe.files import files, write
+from prejit.runtime.observe.grafana import as_grafana
 
 
 def test_the_command_writes_every_file(tmp_path, capsys):

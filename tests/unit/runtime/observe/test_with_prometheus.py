@@ -14,25 +14,25 @@ from typing import Any
 
 import pytest
 import uvicorn
-from starlette.applications import Starlette
 from tests.ports import free_port
 from tests.served import StandIn, models, served
 
 from prejit.runtime.observe.alerts import ALERTS, RECORDS, as_rules
 from prejit.runtime.observe.dashboards import DASHBOARDS
 from prejit.runtime.programs.ready import ProgramReport
-from prejit.runtime.server.prometheus import routes
+from prejit.runtime.server.app import make_app
+from prejit.runtime.server.settings import Settings
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = pytest.mark.skipif(
     PROMETHEUS is None, reason="needs prometheus (Debian: apt-get install prometheus)"
 )
 
-_NAME = re.compile(r"\b(?:vllm:|prejit:|process_|model:)[a-z0-9_:]+")
+_NAME = re.compile(r"\b(?:vllm:|prejit_|process_|model:)[a-z0-9_:]+")
 ABSENT = {
     # A server has these only on an accelerator, or after a fallback.
-    "prejit:device_memory_bytes",
-    "prejit:fallbacks_total",
+    "prejit_device_memory_bytes",
+    "prejit_fallbacks_total",
 }
 
 
@@ -43,9 +43,10 @@ class Scraped:
         self.engines = StandIn(), StandIn()
         of = models(served("demo", self.engines[0]), served("other", self.engines[1]))
         self.port, target = free_port(), free_port()
+        self.wrong_request = f"http://127.0.0.1:{target}/nothing"
         self.server = uvicorn.Server(
             uvicorn.Config(
-                Starlette(routes=list(routes(of))),
+                make_app(of, Settings()),
                 port=target,
                 lifespan="off",
                 ws="none",
@@ -103,8 +104,8 @@ class Scraped:
             try:
                 if until():
                     return
-            except OSError:
-                pass  # it does not listen yet
+            except (OSError, json.JSONDecodeError):
+                pass  # it does not listen, or is not ready, yet
             assert self.process.poll() is None, "prometheus ended"
             assert time.monotonic() < deadline, what
             time.sleep(0.3)
@@ -122,12 +123,19 @@ def scraped(tmp_path_factory):
     found = Scraped(tmp_path_factory.mktemp("prometheus"))
     try:
         found.wait(
-            lambda: found.query("min(count_over_time(prejit:slots[1m])) >= 2"), "two scrapes"
+            lambda: found.query("min(count_over_time(prejit_slots[1m])) >= 2"), "two scrapes"
         )
         for engine in found.engines:
             for _ in range(5):
                 engine.request()
-        found.wait(lambda: found.query("min(vllm:prompt_tokens_total) == 25"), "the requests")
+                engine.encoding()
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(found.wrong_request, timeout=10)
+        found.wait(
+            lambda: found.query("min(count_over_time(prejit_http_requests_total[1m])) >= 2"),
+            "two scrapes of it",
+        )
+        found.wait(lambda: found.query("min(vllm:prompt_tokens_total) == 75"), "the requests")
         for record in RECORDS:  # recorded from the first evaluation after that on
             found.wait(lambda name=record.name: found.query(f"{name} >= 0"), record.name)
         yield found
@@ -179,7 +187,7 @@ def test_metrics_that_no_test_can_scrape_are_written_by_the_collector(scraped):
 
     families = list(EngineCollector(models(served(engine=engine))).collect())
     names = {family.name for family in families}
-    assert {"prejit:device_memory_bytes", "prejit:fallbacks"} <= names
+    assert {"prejit_device_memory_bytes", "prejit_fallbacks"} <= names
 
 
 def test_no_rule_fails(scraped):

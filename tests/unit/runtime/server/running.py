@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,18 @@ class CallingEngine:
         self._pool = ThreadPoolExecutor(1)
 
     def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._pool.submit(self.bundle.call, name, *args, **kwargs)
+        found: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                found.set_result(self.bundle.call(name, *args, **kwargs))
+            except InvalidStateError:
+                pass  # the server waits no longer
+            except Exception as error:
+                found.set_exception(error)
+
+        self._pool.submit(run)
+        return found
 
     def drain(self, seconds: float | None = None) -> bool:
         self.drained = True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from concurrent.futures import Future, InvalidStateError
 from importlib.metadata import version
 from typing import Any, final
 
@@ -139,16 +141,12 @@ class _Protocol:
         kwargs |= _static(asked, model)
         future = model.served.engine.submit_call(model.program, *args, **kwargs)
         seconds = self._settings.timeout_seconds
+        # A call that waits in the engine ends with the wait; one that runs ends by itself.
+        timer = asyncio.get_running_loop().call_later(seconds, _expire, future, model, seconds)
         try:
-            # A call that waits in the engine is cancelled with the wait; one that runs ends by itself.
-            async with asyncio.timeout(seconds):
-                value = await unless_gone(request.receive, asyncio.wrap_future(future))
-        except TimeoutError:
-            raise DeadlineError(
-                f"{model.program}: expected a result within {seconds:g} seconds, found the call still "
-                "waiting or running",
-                hint="send fewer calls at once, or start the server with a longer --timeout",
-            ) from None
+            value = await unless_gone(request.receive, asyncio.wrap_future(future))
+        finally:
+            timer.cancel()
         name = request.path_params["model"]
         arrays = results(value)
         if sum(array.nbytes for array in arrays.values()) > _SMALL_BYTES:
@@ -167,6 +165,18 @@ class _Protocol:
         if (found := request.path_params.get("version", VERSION)) != VERSION:
             raise ApiError(404, f"version: expected {VERSION}, found {found!r:.80}")
         return model
+
+
+def _expire(future: Future[Any], model: InferenceModel, seconds: float) -> None:
+    """End a call that has no result in time, for its client and for the engine's metrics."""
+    with contextlib.suppress(InvalidStateError):  # it has its result just now
+        future.set_exception(
+            DeadlineError(
+                f"{model.program}: expected a result within {seconds:g} seconds, found the call still "
+                "waiting or running",
+                hint="send fewer calls at once, or start the server with a longer --timeout",
+            )
+        )
 
 
 def _read(

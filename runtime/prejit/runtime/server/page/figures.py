@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from prejit.runtime.server.inference.models import functions_of, static_values
 
 if TYPE_CHECKING:
-    from prejit.runtime.engine.metrics import EngineMetrics, HistogramValue
+    from prejit.runtime.engine.histograms import HistogramValue
+    from prejit.runtime.engine.metrics import EngineMetrics, RequestMetrics
     from prejit.runtime.format.trees import Constant
     from prejit.runtime.server.served import Models, Served
 
@@ -59,33 +60,46 @@ class PageModel:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestFigures:
+    """Figures of the encodings, or of the calls of one function, as the page draws them."""
+
+    program: str
+    finished: int
+    failed: int
+    whole_p50: float | None
+    whole_p95: float | None
+    queue_p95: float | None
+    rows_per_run: float | None
+    padding: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """Figures of one engine, as the page draws them. Times are in seconds; None: there was no value yet."""
 
     running: int
     waiting: int
-    slots: int
+    slots: int | None
     queue_size: int
     generation_tokens: int
     prompt_tokens: int
     cached_prompt_tokens: int
     kv_cache_usage: float
-    cache_bytes: int
+    cache_bytes: int | None
     host_memory_bytes: int
     device_memory_bytes: int | None
     first_token_p50: float | None
     first_token_p95: float | None
     inter_token_p50: float | None
     inter_token_p95: float | None
+    whole_p50: float | None
+    whole_p95: float | None
+    queue_p95: float | None
     finished: int
     failed: int
     waited_for_compile: int
     programs: dict[str, int]
-    rows: int
-
-
-_WELL = ("stop", "length", "context", "mask")
-"""Reasons of requests that ended well."""
+    calls: tuple[RequestFigures, ...]
 
 
 def models_of(models: Models) -> list[PageModel]:
@@ -123,12 +137,12 @@ def _model(one: Served) -> PageModel:
 
 
 def _figures(metrics: EngineMetrics) -> Figures:
-    ended = metrics.finished
+    whole, queue = metrics.whole_seconds, metrics.queue_seconds
     return Figures(
         running=metrics.running,
         waiting=metrics.waiting,
         slots=metrics.slots,
-        queue_size=metrics.queue_size,
+        queue_size=sum(each.queue_size for each in metrics.requests),
         generation_tokens=metrics.generation_tokens,
         prompt_tokens=metrics.prompt_tokens,
         cached_prompt_tokens=metrics.cached_prompt_tokens,
@@ -140,15 +154,30 @@ def _figures(metrics: EngineMetrics) -> Figures:
         first_token_p95=_quantile(metrics.first_token_seconds, 0.95),
         inter_token_p50=_quantile(metrics.inter_token_seconds, 0.5),
         inter_token_p95=_quantile(metrics.inter_token_seconds, 0.95),
-        finished=sum(count for reason, count in ended.items() if reason in _WELL),
-        failed=sum(
-            count
-            for reason, count in ended.items()
-            if reason not in _WELL and reason != "cancelled"
-        ),
-        waited_for_compile=metrics.waited_for_compile,
+        whole_p50=_quantile(whole, 0.5),
+        whole_p95=_quantile(whole, 0.95),
+        queue_p95=_quantile(queue, 0.95),
+        finished=sum(each.succeeded for each in metrics.requests),
+        failed=sum(each.failed for each in metrics.requests),
+        waited_for_compile=sum(each.waited_for_compile for each in metrics.requests),
         programs=dict(metrics.programs),
-        rows=sum(each.rows for each in metrics.micro),
+        calls=tuple(_calls(each) for each in metrics.requests if each.kind != "generate"),
+    )
+
+
+def _calls(requests: RequestMetrics) -> RequestFigures:
+    useful, computed = requests.useful_positions, requests.computed_positions
+    if not computed:  # a function, which has no tokens
+        useful, computed = requests.rows, requests.rows + requests.padded_rows
+    return RequestFigures(
+        program=requests.program,
+        finished=requests.succeeded,
+        failed=requests.failed,
+        whole_p50=_quantile(requests.whole_seconds, 0.5),
+        whole_p95=_quantile(requests.whole_seconds, 0.95),
+        queue_p95=_quantile(requests.queue_seconds, 0.95),
+        rows_per_run=requests.rows / requests.runs if requests.rows else None,
+        padding=1 - useful / computed if computed else None,
     )
 
 

@@ -383,15 +383,22 @@ function showState(state) {
   $("state").className = `badge ${state === "ready" ? "good" : "bad"}`;
 }
 
+/** Show the figures that make sense: an encoder or a function has no tokens and no KV cache. */
 function showFigures(now) {
+  const hasText = now.slots !== null;
+  for (const one of document.querySelectorAll(".of-text")) one.hidden = !hasText;
+  for (const one of document.querySelectorAll(".of-calls")) one.hidden = hasText;
   const at = performance.now();
-  if (page.last && now.generation_tokens >= page.last.tokens) {
-    page.rates.push(((now.generation_tokens - page.last.tokens) * 1000) / (at - page.last.at));
+  const done = hasText ? now.generation_tokens : now.finished;
+  if (page.last && done >= page.last.done) {
+    page.rates.push(((done - page.last.done) * 1000) / (at - page.last.at));
     page.rates.splice(0, page.rates.length - SPARK_POINTS);
   }
-  page.last = { tokens: now.generation_tokens, at };
+  page.last = { done, at };
   const texts = {
-    running: now.running, waiting: now.waiting, slots: `of ${now.slots}`, queue: `of ${now.queue_size}`,
+    running: now.running, waiting: now.waiting, slots: hasText ? `of ${now.slots}` : "", queue: `of ${now.queue_size}`,
+    "rate-label": hasText ? "Tokens a second" : "Requests a second",
+    "whole-p50": duration(now.whole_p50), "whole-p95": duration(now.whole_p95), "queue-p95": duration(now.queue_p95),
     rate: page.rates.length ? Math.round(page.rates.at(-1)) : "–",
     "first-p50": duration(now.first_token_p50), "first-p95": duration(now.first_token_p95),
     "inter-p50": duration(now.inter_token_p50), "inter-p95": duration(now.inter_token_p95),
@@ -402,12 +409,29 @@ function showFigures(now) {
   };
   for (const [id, text] of Object.entries(texts)) $(id).textContent = text;
   $("kv-meter").value = now.kv_cache_usage;
+  showCalls(now.calls);
   const top = Math.max(1, ...page.rates);
   const x = (i) => 120 - (page.rates.length - 1 - i) * (120 / (SPARK_POINTS - 1));
   const line = page.rates.map((rate, i) => `${x(i).toFixed(1)},${(27 - (rate / top) * 26).toFixed(1)}`);
   const [area, curve] = $("spark").children;
   curve.setAttribute("points", line.join(" "));
   area.setAttribute("points", line.length ? [`${x(0).toFixed(1)},27`, ...line, "120,27"].join(" ") : "");
+}
+
+function showCalls(calls) {
+  $("calls-card").hidden = !calls.length;
+  $("calls").replaceChildren(...calls.map((one) => {
+    const row = document.createElement("tr");
+    const figures = [one.finished, one.failed, duration(one.whole_p50), duration(one.whole_p95), duration(one.queue_p95),
+      one.rows_per_run?.toFixed(1) ?? "–", one.padding === null ? "–" : percent(one.padding)];
+    row.insertCell().textContent = one.program;
+    for (const text of figures) {
+      const cell = row.insertCell();
+      cell.textContent = text;
+      cell.className = "num";
+    }
+    return row;
+  }));
 }
 
 // ---------------------------------------------------------------- the bundle

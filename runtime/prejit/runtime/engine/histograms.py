@@ -1,0 +1,163 @@
+"""Histograms of an engine: their bounds, what one thread writes, and what others read.
+
+They have all bounds of vLLM's, so that its dashboards show prejit too, and finer ones below them, because
+small models give a token in a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+FIRST_TOKEN_BOUNDS = (
+    *(
+        0.001,
+        0.0025,
+        0.005,
+        0.0075,
+        0.01,
+        0.015,
+        0.02,
+        0.03,
+        0.04,
+        0.06,
+        0.08,
+        0.1,
+        0.25,
+        0.5,
+        0.75,
+    ),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+"""Bounds in seconds of the time to the first token."""
+
+TOKEN_BOUNDS = (
+    *(
+        0.0005,
+        0.001,
+        0.002,
+        0.003,
+        0.004,
+        0.005,
+        0.0075,
+        0.01,
+        0.015,
+        0.02,
+        0.025,
+        0.035,
+        0.05,
+        0.075,
+    ),
+    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+"""Bounds in seconds of the time between tokens."""
+
+REQUEST_BOUNDS = (
+    *(
+        0.001,
+        0.0025,
+        0.005,
+        0.01,
+        0.025,
+        0.05,
+        0.1,
+        0.2,
+        0.3,
+        0.5,
+        0.8,
+        1.0,
+        1.5,
+        2.0,
+        2.5,
+        5.0,
+        10.0,
+    ),
+    *(15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+"""Bounds in seconds of a request and of its parts."""
+
+COUNT_BOUNDS = tuple(
+    float(step * 10**power)
+    for power in range(6)
+    for step in (1, 2, 5)
+    if step * 10**power <= 200000
+)
+"""Bounds of numbers of tokens: 1, 2, 5, 10 and so on up to 200,000."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramValue:
+    """The state of a histogram.
+
+    Attributes:
+        bounds: upper bounds of the buckets, ascending, without infinity. A value on a bound is below it.
+        counts: how many values each bucket has (not cumulative); one more than there are bounds.
+        sum: the sum of all values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+    @property
+    def count(self) -> int:
+        """The number of values."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """The mean of all values; NaN if there are none."""
+        return self.sum / self.count if self.count else math.nan
+
+    def plus(self, other: HistogramValue) -> HistogramValue:
+        """Return the histogram of the values of both, which have the same bounds."""
+        counts = tuple(map(operator.add, self.counts, other.counts))
+        return HistogramValue(self.bounds, counts, self.sum + other.sum)
+
+    def quantile(self, share: float) -> float:
+        """Return an estimate of a quantile, as Prometheus does: linear inside a bucket.
+
+        Args:
+            share: 0 to 1.
+
+        Returns:
+            NaN if there are no values. The largest bound if the quantile is above it.
+        """
+        rank, seen, lower = share * self.count, 0, 0.0
+        if not self.count:
+            return math.nan
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            if count and seen + count >= rank:
+                return lower + (bound - lower) * max(0.0, rank - seen) / count
+            seen, lower = seen + count, bound
+        return lower
+
+
+@final
+class Histogram:
+    """A histogram that one thread writes and any thread may read."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """Begin with no values.
+
+        Args:
+            bounds: upper bounds of the buckets, ascending, without infinity.
+        """
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Add a value, or the same value several times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def snapshot(self) -> HistogramValue:
+        """Return the current state."""
+        return HistogramValue(self._bounds, tuple(self._counts), self._sum)
