@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prejit.runtime.base import arguments
+from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import is_jax_array
 from prejit.runtime.format import trees
@@ -87,8 +88,12 @@ def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[s
     """
     buckets = programs.buckets(name)
     if not buckets:
-        known = ", ".join(programs.names()) or "none"
-        raise MissError("program", f"the bundle has no program {name!r}; its programs are: {known}")
+        known = programs.names()
+        raise MissError(
+            "program",
+            f"the bundle has no program {name!r}{did_you_mean(name, known)}; its programs are: "
+            + (", ".join(known) or "none"),
+        )
     misses: list[MissError] = []
     for program in buckets:
         try:

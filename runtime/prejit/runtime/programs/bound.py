@@ -9,6 +9,7 @@ from typing import Any, final
 
 import numpy as np
 
+from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.errors import UsageError
@@ -50,7 +51,7 @@ class Bound:
         for key in given:
             if key not in taken:
                 raise UsageError(
-                    f"bind: {name!r} has no argument {key!r}",
+                    f"bind: {name!r} has no argument {key!r}{did_you_mean(str(key), map(str, taken))}",
                     hint=f"its arguments are: {', '.join(map(str, taken)) or 'none'}",
                 )
         self._state = {key: taken[key] for key in given}

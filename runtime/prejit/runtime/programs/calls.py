@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from prejit.runtime.base import arguments
+from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import (
@@ -225,7 +226,8 @@ class Calls:
         if (buckets := self._buckets.get(name)) is None:
             known = ", ".join(sorted(self._buckets)) or "none"
             raise UsageError(
-                f"{self.programs.bundle}: no program {name!r}", hint=f"its programs are: {known}"
+                f"{self.programs.bundle}: no program {name!r:.200}{did_you_mean(name, self._buckets)}",
+                hint=f"its programs are: {known}",
             )
         return buckets
 

@@ -34,7 +34,9 @@ _OTHER_SIGNER = (
     "get the bundle from who may sign it; if you trust this signer, add its key or identity to the rule, or "
     "sign the bundle with a key of the rule (prejit sign)"
 )
-_SIGN_AGAIN = "sign the bundle again (prejit sign) with a key that is valid, and name that key in the rule"
+_SIGN_AGAIN = (
+    "sign the bundle again (prejit sign) with a key that is valid, and name that key in the rule"
+)
 _DESCRIPTIONS = (
     "sign the bundle again with a key of the rule (prejit sign also signs provenance and SBOM); where these "
     "are signed and say something else, change the rule or build the bundle again"
@@ -47,7 +49,9 @@ _LATE_CHANNEL = (
     "get the channel's newest file. If there is none, its owner releases again (`prejit channel release`). "
     "Look at this machine's clock, too"
 )
-_BAD_CHANNEL = "get the channel's file again from its owner: this one is not a release that the rule accepts"
+_BAD_CHANNEL = (
+    "get the channel's file again from its owner: this one is not a release that the rule accepts"
+)
 _BAD_SIGNATURE = (
     "a signature that is attached to the bundle is damaged or not for prejit: get the bundle again, or have "
     "it signed again (prejit sign)"
