@@ -33,8 +33,7 @@ class PrejitError(Exception):
     Attributes:
         code: stable name of the kind of error.
         exit_code: exit status of the command line.
-        hint: the next step for the person who meets it, or None. It is a note too (PEP 678), which
-            tracebacks show.
+        hint: the next step. It is a note too (PEP 678), which tracebacks show.
     """
 
     code: ClassVar[str] = "error"
@@ -46,6 +45,7 @@ class PrejitError(Exception):
 
     @property
     def hint(self) -> str | None:
+        """The next step for the person who meets the error, or None."""
         return self._hint
 
     @hint.setter

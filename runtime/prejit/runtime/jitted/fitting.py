@@ -9,7 +9,7 @@ from typing import Any
 from prejit.runtime.base import arguments
 from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import is_jax_array
+from prejit.runtime.device.transfer import check_alive, is_jax_array
 from prejit.runtime.format import trees
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.jitted.calls import JittedCall
@@ -144,6 +144,7 @@ def _fit(
             sides = ("donated", "kept") if array.donated else ("kept", "donated")
             raise MissError("donation", f"{spell(at)}: expected it {sides[0]}, found it {sides[1]}")
     for at, array, value in zip(places, expected, values, strict=True):
+        check_alive(spell(at), value)
         if not is_jax_array(value):
             continue
         if programs.device.mesh is None:
@@ -196,6 +197,8 @@ def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> N
     if isinstance(tree, trees.Leaf):
         if value is None or not _is_leaf(value):
             raise _misfit(at, "an array", value)
+        if type(value).__name__ == "Ref":
+            raise _misfit(at, "an array", "a Ref, which no program of a bundle changes in place")
         if (key := _key_name(value)) != tree.key:
             wanted = f"a random key of {tree.key}" if tree.key else "an array"
             raise _misfit(at, wanted, f"a random key of {key}" if key else value)

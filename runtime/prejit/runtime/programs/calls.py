@@ -18,6 +18,7 @@ from prejit.runtime.device.transfer import (
     DeviceArray,
     OnDevice,
     aligned_zeros,
+    check_alive,
     is_jax_array,
     to_jax,
     to_numpy,
@@ -618,9 +619,11 @@ def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any
             return np.asarray(value)
         return np.from_dlpack(value)
     except Exception as error:  # a deleted buffer, another device: whatever the library raises
+        at = pytree.spell(array.path)
+        check_alive(at, value)
         raise UsageError(
-            f"{pytree.spell(array.path)}: expected an array that NumPy or DLPack reads, found "
-            f"{type(value).__name__}: {error}"
+            f"{at}: expected an array that NumPy or DLPack reads, found {type(value).__name__}: {error}",
+            hint="pass the value of a Ref: ref[...]" if type(value).__name__ == "Ref" else None,
         ) from error
 
 

@@ -58,7 +58,7 @@ _BAD_SIGNATURE = (
 )
 _REVOKED = "do not run this bundle: the policy revokes it, whoever signs it. Get a newer one"
 _HINTS = {
-    "no-rule": "add a [[rules]] whose `names` fit the bundle's name to the policy; no signature helps without",
+    "no-rule": "add a [[rules]] whose `names` fit the bundle's name to the policy; no signature helps",
     "unsigned": "sign the bundle with a key of the rule (prejit sign), or get a signed one",
     "threshold": "have the holders of the other keys of the rule sign the bundle, too (prejit sign)",
     "unknown-key": _OTHER_SIGNER,
@@ -76,7 +76,7 @@ _HINTS = {
     "channel-other": _NOT_CURRENT,
     "channel-expired": _LATE_CHANNEL,
     "channel-keys-expired": _LATE_CHANNEL,
-    "channel-rollback": "get the channel's newest file: this one is older than what this machine has accepted",
+    "channel-rollback": "get the channel's newest file: this machine has accepted a later one",
     "channel-minimum": "get the channel's newest file: the policy wants a later release than this one",
 }
 """Hints by case."""

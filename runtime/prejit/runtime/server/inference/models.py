@@ -169,7 +169,7 @@ def static_values(buckets: Sequence[ProgramEntry]) -> dict[str, list[trees.Const
     for bucket in buckets:
         for name, value in check_static(bucket, bucket.name).items():
             known = found.setdefault(name, [])
-            if value not in known:
+            if (type(value), value) not in ((type(each), each) for each in known):  # 1 == True
                 known.append(value)
     return found
 
