@@ -173,6 +173,37 @@ def test_a_deleted_array_is_named(way: str, is_warm: bool, doubling: Bundle) -> 
     assert "copy" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(
+    ("changes", "step"),
+    [
+        ({}, 'sizes; or add a bucket to the manifest, or set open_sizes = ["batch"]'),
+        ({"pad": ["batch"]}, "sizes or less; or add a bucket"),
+        ({"open_sizes": ["batch"]}, 'sizes; or load the bundle with on_mismatch="jit"'),
+    ],
+)
+def test_a_batch_that_no_bucket_has_names_the_buckets_and_how_to_open_them(
+    changes: dict[str, Any], step: str, options: dict[str, Any]
+) -> None:
+    args, buckets = ["float32[{batch}, 4]"], {"batch": [2, 8]}
+    one = Program("double", fn=double, args=args, buckets=buckets, **changes)
+    loaded = load(build(one, **options).path, on_mismatch="error")
+    with pytest.raises(UsageError) as caught:
+        loaded.call("double", np.ones((100, 4), np.float32))
+    assert f"the buckets have batch 2, 8: pass arrays of these {step}" in str(caught.value.hint)
+    for other in (np.ones((2, 4), np.int32), np.ones(2, np.float32)):
+        with pytest.raises(UsageError) as caught:
+            loaded.call("double", other)
+        assert "shapes and dtypes" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("way", ["call", "call_async", "call_on_device", "bind", "jit"])
+def test_a_program_that_is_not_there_names_the_nearest(way: str, doubling: Bundle) -> None:
+    function = jit(double, bundle=doubling, name="duoble", on_miss="error")
+    call = {"jit": lambda name, x: function(x)}.get(way) or getattr(doubling, way)
+    with pytest.raises(UsageError, match=r"no program 'duoble' \(did you mean 'double'\?\)"):
+        call("duoble", X)
+
+
 class Dropping(nnx.Module):
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)

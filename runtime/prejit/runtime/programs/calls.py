@@ -285,8 +285,33 @@ class Calls:
             return specialized
         raise UsageError(
             f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
-            hint="pass arrays of these shapes and dtypes, or add a bucket to the manifest",
+            hint=self._hint(buckets, known),
         )
+
+    def _hint(self, buckets: Sequence[ProgramEntry], known: Mapping[str, list[Any] | str]) -> str:
+        """Return what to do about a call that no bucket takes.
+
+        Args:
+            buckets: of the program.
+            known: the leaves of the call, or what is wrong with them, by the text of a tree of arguments.
+        """
+        last = buckets[-1]
+        given = known[last.arguments_tree or last.name]
+        arrays = self.programs.arguments(last.name)
+        sizes: dict[str, set[int]] = {}
+        for program in buckets:
+            for variable, size in program.bucket.items():
+                sizes.setdefault(variable, set()).add(size)
+        if not sizes or isinstance(given, str) or not _differ_in_size(arrays, given):
+            return "pass arrays of these shapes and dtypes, or add a bucket to the manifest"
+        listed = "; ".join(f"{v} {', '.join(map(str, sorted(sizes[v])))}" for v in sizes)
+        less = " or less" * any(program.pad for program in buckets)
+        if any(program.open_sizes for program in buckets) and not self._compiles:
+            more = 'load the bundle with on_mismatch="jit", which compiles other open sizes here'
+        else:
+            names = ", ".join(f'"{variable}"' for variable in sizes)
+            more = f"add a bucket to the manifest, or set open_sizes = [{names}] there for any size"
+        return f"the buckets have {listed}: pass arrays of these sizes{less}; or {more}"
 
     def _specialized(
         self, name: str, static: Mapping[str, Any], known: Mapping[str, list[Any] | str]
@@ -558,6 +583,20 @@ def fit(
         ]
         values[place] = np.ones(shape, np.bool_)
     return values, sizes
+
+
+def _differ_in_size(arrays: Sequence[Array], given: Sequence[Any]) -> bool:
+    """Return whether values have the dtypes and dimensions of arguments, and other sizes."""
+    pairs = [
+        (array, value)
+        for array, value in zip(arrays, given, strict=True)
+        if value is not EVERYTHING and not _key_name(value)
+    ]
+    return any(np.shape(value) != array.shape for array, value in pairs) and all(
+        np.ndim(value) == len(array.shape)
+        and getattr(value, "dtype", None) in (None, dtype_of(array.dtype))
+        for array, value in pairs
+    )
 
 
 def _matches(
