@@ -80,7 +80,7 @@ def _spelled(program: Program) -> dict[tuple[str, type, str | int | bool], str]:
     It is written as it is, or as its place where it has other characters. All values of an argument are
     places where that gives one text twice, as for "1" beside 1.
     """
-    found = {}
+    found: dict[tuple[str, type, str | int | bool], str] = {}
     repeat = {REPEAT: program.repeat} if program.repeat else {}
     for name, values in {**program.static, **repeat}.items():
         texts = [
