@@ -327,7 +327,8 @@ def _of_programs(
     given: Program | Iterable[Program], name: str | None, targets: tuple[str, ...]
 ) -> Manifest:
     is_one = isinstance(given, Program) or not isinstance(given, Iterable)
-    programs: tuple[Any, ...] = (given,) if is_one else tuple(given)
+    listed: Any = (given,) if is_one else given
+    programs: tuple[Any, ...] = tuple(listed)
     for place, each in enumerate(programs):
         if not isinstance(each, Program):
             called = getattr(each, "__name__", "function") if callable(each) else "function"

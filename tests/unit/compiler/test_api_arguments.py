@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -166,11 +168,12 @@ def test_a_deleted_array_is_named(way: str, is_warm: bool, doubling: Bundle) -> 
     if is_warm:
         for _ in range(2):
             call("double", jnp.asarray(X)) if way != "bind" else None
-    with pytest.raises(
-        UsageError, match=r"(0|x): .*found float32\[4\] that was deleted or donated"
-    ) as caught:
+    expected = RuntimeError if way == "jit" else UsageError
+    with pytest.raises(expected, match="deleted") as caught:
         call("double", gone)
-    assert "copy" in str(caught.value.hint)
+    text = "".join(traceback.format_exception(caught.value))
+    assert re.search(r"\b(0|x)\b.* was deleted or donated", text)
+    assert "pass on what that call returned, or a copy" in text
 
 
 @pytest.mark.parametrize(

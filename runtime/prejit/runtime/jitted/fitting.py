@@ -9,7 +9,7 @@ from typing import Any
 from prejit.runtime.base import arguments
 from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import check_alive, is_jax_array
+from prejit.runtime.device.transfer import DELETED, is_jax_array
 from prejit.runtime.format import trees
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.jitted.calls import JittedCall
@@ -144,9 +144,10 @@ def _fit(
             sides = ("donated", "kept") if array.donated else ("kept", "donated")
             raise MissError("donation", f"{spell(at)}: expected it {sides[0]}, found it {sides[1]}")
     for at, array, value in zip(places, expected, values, strict=True):
-        check_alive(spell(at), value)
         if not is_jax_array(value):
             continue
+        if value.is_deleted():
+            _raise_as_jax(at, value)
         if programs.device.mesh is None:
             committed |= _compare_device(at, value, programs.device.first)
         else:
@@ -286,6 +287,15 @@ def _type_of(at: trees.Path, value: Any) -> Any:
         return jax.typeof(value)
     except (TypeError, OverflowError) as error:
         raise MissError("dtype", f"{spell(at)}: expected what jax takes: {error}") from None
+
+
+def _raise_as_jax(at: trees.Path, deleted: Any) -> None:
+    """Raise jax's error for an array that was deleted, as a function of jax.jit does."""
+    try:
+        deleted.block_until_ready()
+    except RuntimeError as error:
+        error.add_note(f"the argument {spell(at)} was deleted or donated: {DELETED}")
+        raise
 
 
 def _compare_device(at: trees.Path, array: Any, device: Any) -> bool:
