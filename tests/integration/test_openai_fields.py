@@ -411,12 +411,58 @@ def test_only_the_end_of_a_prompt_is_kept(post: Post, bundle: Bundle) -> None:
     given = post("/v1/completions", {**TEXT, "prompt": ids[-2:], "echo": True}).json()
     assert kept["choices"][0]["text"] == given["choices"][0]["text"]
     assert kept["usage"]["prompt_tokens"] == 2
+    assert kept["choices"][0]["text"].startswith(bundle.tokenizer.decode(ids[-2:]))
     long = {**TEXT, "prompt": "dog " * 3000, "max_tokens": 1}
     assert post("/v1/completions", long).status_code == 400
     found = post("/v1/completions", {**long, "truncate_prompt_tokens": -1}).json()
     assert found["usage"]["prompt_tokens"] == 320
     chat = {**SMALLEST["/v1/chat/completions"], "truncate_prompt_tokens": 3}
     assert post("/v1/chat/completions", chat).json()["usage"]["prompt_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("guided_json", {"type": "array", "uniqueItems": True, "maxItems": 0}),
+        ("guided_json", {"properties": {"x": {"type": "nothing"}}}),
+        ("guided_regex", "(?=a)"),
+        ("guided_grammar", "start: ("),
+        ("structured_outputs.json", {"type": "nothing"}),
+        ("structured_outputs.regex", "("),
+    ],
+)
+def test_a_constraint_that_no_grammar_follows_names_its_field(
+    field: str, value: Any, post: Post
+) -> None:
+    owner, _, member = field.partition(".")
+    given = {member: value} if member else value
+    found = post("/v1/completions", {**TEXT, owner: given})
+    assert found.status_code == 400, found.text
+    error = found.json()["error"]
+    assert error["param"] == field
+    assert error["message"].startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_text_of_an_encoder_names_the_endpoint_that_takes_it(path: str, post: Post) -> None:
+    error = post(path, {**SMALLEST[path], "model": "tiny"}).json()["error"]
+    assert "'tiny', an encoder; POST its texts to /v1/embeddings" in error["message"]
+    assert (error["param"], "layer" in error["message"]) == ("model", False)
+
+
+@pytest.mark.parametrize(("given", "place"), [("", 0), (["a", ""], 1), ([[1], []], 1)])
+def test_an_empty_text_has_no_embedding(given: Any, place: int, post: Post) -> None:
+    found = post("/v1/embeddings", {"model": "tiny", "input": given})
+    assert found.status_code == 400, found.text
+    assert found.json()["error"]["param"] == "input"
+    assert f"at place {place}" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_a_model_that_is_not_served_names_the_nearest(path: str, post: Post) -> None:
+    found = post(path, {**SMALLEST[path], "model": "storeis"})
+    assert found.status_code == 404
+    assert "did you mean 'stories'?" in found.json()["error"]["message"]
 
 
 # ---------------------------------------------------------------------- scores of prompts

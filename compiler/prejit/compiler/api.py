@@ -40,9 +40,10 @@ LOCAL = "local"
 
 
 def plan(
-    manifest: AnyManifest,
+    manifest: AnyManifest | Program | Iterable[Program],
     *,
-    targets: tuple[str, ...] = (),
+    name: str | None = None,
+    targets: str | Sequence[str] = (),
     cache: str | os.PathLike[str] | None = None,
     shared: str | None = None,
     forms: Path | None = None,
@@ -53,8 +54,9 @@ def plan(
     executable is cached.
 
     Args:
-        manifest: a manifest, or the path of a TOML file.
-        targets: names of targets; empty: all targets of the manifest.
+        manifest: as for `build`.
+        name: as for `build`.
+        targets: as for `build`.
         cache: directory of the build cache; None: $PREJIT_CACHE or ~/.cache/prejit/build.
         shared: URL of a store that many machines share, a directory, or a TOML file; None: $PREJIT_STORE.
         forms: a table of measured forms.
@@ -63,10 +65,11 @@ def plan(
         ManifestError: the manifest has mistakes.
         BuildError: this machine cannot compile for a target.
         CheckpointError, StoreError: a file cannot be read.
-        UsageError: a name in `targets` is no target of the manifest.
+        UsageError: a name in `targets` is no target of the manifest; or several programs, and no name.
     """
+    checked, only = _checked(manifest, name, targets)
     with _open_store(cache, shared, Quiet()) as store:
-        found = plan_build(_manifest(manifest), store, only=tuple(targets), forms=forms)
+        found = plan_build(checked, store, only=only, forms=forms)
         return planned_executables(found, store)
 
 
@@ -134,7 +137,7 @@ def build(
     output: str | os.PathLike[str] = "artifacts",
     *,
     name: str | None = None,
-    targets: tuple[str, ...] = (),
+    targets: str | Sequence[str] = (),
     cache: str | os.PathLike[str] | None = None,
     shared: str | None = None,
     forms: Path | None = None,
@@ -155,7 +158,8 @@ def build(
         manifest: a manifest, or the path of a TOML file; or programs, or one.
         output: directory of bundles.
         name: the bundle's name, for programs; None: that of the only program.
-        targets: names of targets; empty: all targets of the manifest, and for programs this machine's CPU.
+        targets: names of targets, or one; empty: all targets of the manifest, and for programs this
+            machine's CPU.
         cache: directory of the build cache; None: $PREJIT_CACHE or ~/.cache/prejit/build.
         shared: URL of a store that many machines share, a directory, or a TOML file; None: $PREJIT_STORE.
         forms: a table of measured forms.
@@ -178,15 +182,10 @@ def build(
         UsageError: a name in `targets` is no target of the manifest; or several programs, and no name; or a
             shard without a shared store that it may write.
     """
-    if isinstance(manifest, Manifest | str | os.PathLike):
-        if name is not None:
-            raise UsageError("name: expected none, because the manifest has the name of the bundle")
-        checked = _manifest(manifest)
-    else:
-        checked = _manifest(_of_programs(manifest, name, targets))
+    checked, only = _checked(manifest, name, targets)
     results: list[Built | Failed] = []
     build_all(
-        [(checked, tuple(targets))],
+        [(checked, only)],
         output,
         cache=cache,
         shared=shared,
@@ -312,15 +311,31 @@ def _fetched(store: Store) -> Mapping[str, str]:
     return store.fetched if isinstance(store, LayeredStore) else {}
 
 
+def _checked(
+    given: AnyManifest | Program | Iterable[Program], name: str | None, targets: str | Sequence[str]
+) -> tuple[Manifest, tuple[str, ...]]:
+    """Return the manifest of a build, without mistakes, and the names of its targets; empty: all."""
+    only = (targets,) if isinstance(targets, str) else tuple(targets)
+    if not isinstance(given, Manifest | str | os.PathLike):
+        return _manifest(_of_programs(given, name, only)), only
+    if name is not None:
+        raise UsageError("name: expected none, because the manifest has the name of the bundle")
+    return _manifest(given), only
+
+
 def _of_programs(
     given: Program | Iterable[Program], name: str | None, targets: tuple[str, ...]
 ) -> Manifest:
-    programs = (given,) if isinstance(given, Program) else tuple(given)
+    is_one = isinstance(given, Program) or not isinstance(given, Iterable)
+    listed: Any = (given,) if is_one else given
+    programs: tuple[Any, ...] = tuple(listed)
     for place, each in enumerate(programs):
         if not isinstance(each, Program):
+            called = getattr(each, "__name__", "function") if callable(each) else "function"
             raise UsageError(
-                f"manifest: expected a manifest or programs, found {type(each).__name__} at {place}",
-                hint="build(program(function, *example_arguments))",
+                f"manifest: expected a manifest or programs, found {type(each).__name__}"
+                + ("" if is_one else f" at {place}"),
+                hint=f"give the arguments of one call as examples: build(program({called}, x, y))",
             )
     if name is None and len(programs) != 1:
         raise UsageError(

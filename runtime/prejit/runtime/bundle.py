@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.once import once
+from prejit.runtime.base.one_process import OneProcess, disown_in_forks
 from prejit.runtime.base.process import Span, importing, is_plain_start, span
 from prejit.runtime.device.device import Device, free_dropped
 from prejit.runtime.errors import ClosedError, UsageError
@@ -106,8 +107,12 @@ class _Parts(NamedTuple):
     programs: Programs
 
 
+_CACHED = ("decoder", "encoder", "grammars", "_calls", "_dispatched", "on_jax")
+"""Properties that hold parts of an open bundle."""
+
+
 @final
-class Bundle:
+class Bundle(OneProcess):
     """A loaded bundle. Safe to use from many threads. A context manager closes it at its end.
 
     Attributes:
@@ -188,6 +193,7 @@ class Bundle:
         text = BundleText(config.bundle, layers)
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # `close` ends them
         self._parts: _Parts | None = _Parts(layers, verification, text, device, programs)
+        self._is_forked = False
         if config.decoder is not None and matched and not is_plain_start():
             programs.expect(
                 first_programs(digest),
@@ -195,6 +201,7 @@ class Bundle:
             )
         if config.encoder is not None and matched:
             self.encoder.start_loading(lambda: text.tokenizer)
+        disown_in_forks(self._disown)
         self._times = times
         self._loaded = span("loading", times.started)
         self.load_seconds = self._loaded.end - times.started
@@ -215,19 +222,32 @@ class Bundle:
         if parts is None:
             return
         reason = self._closed()
-        own = vars(self)
-        encoder: EncoderPrograms | None = own.pop("encoder", None)
-        dispatched: DispatchedCalls | None = own.pop("_dispatched", None)
-        for name in ("decoder", "grammars", "_calls", "on_jax"):
-            own.pop(name, None)
+        cached = {name: vars(self).pop(name, None) for name in _CACHED}
+        encoder: EncoderPrograms | None = cached["encoder"]
+        dispatched: DispatchedCalls | None = cached["_dispatched"]
         parts.verification.stop(reason)
         if encoder is not None:
             encoder.close()
         parts.programs.close(reason)
         if dispatched is not None:
             dispatched.close()
-        del parts, encoder, dispatched
+        del parts, cached, encoder, dispatched
         free_dropped()
+
+    def _disown(self) -> object:
+        """Refuse all calls, in a forked process. See `disown_in_forks`."""
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return None
+        self._is_forked = True
+        reason = self._closed()
+        parts.verification.refuse(reason)
+        return (
+            parts,
+            [vars(self).pop(name, None) for name in (*_CACHED, "_once")],
+            parts.programs.refuse(reason),
+            [engine._disown(reason) for engine in self._engines],
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -247,6 +267,12 @@ class Bundle:
         return parts
 
     def _closed(self) -> ClosedError:
+        if self._is_forked:
+            return ClosedError(
+                f"{self.name}: expected a bundle that this process loaded, found one of the process that it "
+                "was forked from, whose threads it does not have",
+                hint="load it in the child, or start processes with multiprocessing's spawn or forkserver",
+            )
         return ClosedError(
             f"{self.name}: expected an open bundle, found one that is closed",
             hint="load it again with `prejit.runtime.load`",

@@ -33,7 +33,7 @@ class PrejitError(Exception):
     Attributes:
         code: stable name of the kind of error.
         exit_code: exit status of the command line.
-        hint: the next step for the person who meets it, or None.
+        hint: the next step. It is a note too (PEP 678), which tracebacks show.
     """
 
     code: ClassVar[str] = "error"
@@ -42,6 +42,16 @@ class PrejitError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(printable(message))
         self.hint = hint
+
+    @property
+    def hint(self) -> str | None:
+        """The next step for the person who meets the error, or None."""
+        return self._hint
+
+    @hint.setter
+    def hint(self, hint: str | None) -> None:
+        self._hint = hint
+        self.__notes__ = [printable(f"hint: {hint}")] if hint else []
 
     def describe(self) -> str:
         """Return the error as the command line prints it: one sentence, then the next step."""

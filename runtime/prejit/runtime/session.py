@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Unpack, final
 
+from prejit.runtime.base.one_process import OneProcess
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
@@ -14,7 +15,7 @@ from prejit.runtime.generation.options import Options, Prompt, Resolved
 
 
 @final
-class Session:
+class Session(OneProcess):
     """Generations one after another that share a KV cache. Made by `Bundle.session`.
 
     Each prompt is the whole text. The part at its beginning that is still in the cache is not computed again,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import pickle
 import shutil
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,7 +20,7 @@ import pytest
 
 from prejit.compiler import Program
 from prejit.compiler import build as build_bundle
-from prejit.runtime import Bundle, ClosedError, load
+from prejit.runtime import Bundle, ClosedError, jit, load
 
 PROMPT = [1, 2, 3]
 
@@ -85,6 +89,71 @@ def test_a_bundle_is_closed_twice_and_loaded_again(decoder_dir: Path) -> None:
         bundle.close()
         bundle.close()
     assert found[0] == found[1]
+
+
+_FORKING = """
+import os, sys
+import numpy as np
+from prejit.runtime import ClosedError, load
+
+path, x = sys.argv[1], np.ones(4, np.float32)
+bundle = load(path)
+bound, engine = bundle.bind("f", x), bundle.engine()
+expected = [float(call("f", x).sum()) for call in (bundle.call, engine.call, bundle.call)]
+tried = [
+    lambda: bundle.call("f", x),
+    lambda: bundle.call_async("f", x),
+    lambda: bundle.report(),
+    lambda: bundle.engine().call("f", x),
+    lambda: engine.call("f", x),
+    lambda: engine.submit_call("f", x),
+    lambda: bound(),
+]
+if os.fork() == 0:
+    for each in tried:
+        try:
+            each()
+        except ClosedError as error:
+            assert "forked from" in str(error) and "spawn" in error.hint, error
+        else:
+            raise SystemExit("a fork used a bundle")
+    engine.close()
+    bundle.close()
+    assert float(load(path).call("f", x).sum()) == expected[0]
+    sys.exit(7)  # as usual, so that objects are freed
+_, status = os.wait()
+assert float(engine.call("f", x).sum()) == expected[0]
+print(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_process_neither_waits_nor_crashes(functions_dir: Path) -> None:
+    """It has none of the threads of XLA: a call waited for ever, and so did its end."""
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _FORKING, str(functions_dir)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (found.stdout, found.returncode) == ("7\n", 0), found.stderr
+
+
+def _doubled(x: Any) -> Any:
+    return x * 2
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, copy.deepcopy])
+def test_a_bundle_is_not_sent_to_another_process(
+    way: Callable[[Any], Any], functions_dir: Path
+) -> None:
+    with load(functions_dir) as bundle:
+        held = bundle.bind("f", np.ones(4, np.float32))
+        for each in (bundle, bundle.engine(), held):
+            with pytest.raises(TypeError, match="send the path of the bundle"):
+                way([each])
+        with pytest.raises(TypeError, match="send the path of the bundle"):
+            pickle.dumps(jit(_doubled, bundle=bundle, name="f"))
 
 
 def test_a_call_is_dispatched_no_more(functions_dir: Path) -> None:

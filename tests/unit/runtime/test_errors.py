@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import traceback
 import warnings
 from pathlib import Path
 
@@ -31,6 +33,17 @@ def test_a_message_cannot_move_the_cursor_of_whoever_prints_it(kind: type[Prejit
     assert str(error) == SPELT
     assert error.describe() == f"error[{kind.code}]: {SPELT}\n\nhint: {SPELT}"
     assert str(RejectError(HOSTILE, HOSTILE)) == f"{SPELT}: {SPELT}"
+
+
+def test_a_traceback_shows_the_hint_once_and_in_plain_characters() -> None:
+    error = PrejitError("no such thing", hint="an older one")
+    error.hint = HOSTILE
+    shown = "".join(traceback.format_exception(error))
+    assert shown.endswith(f"PrejitError: no such thing\nhint: {SPELT}\n")
+    assert shown.count("hint: ") == 1
+    copied = copy.copy(error)
+    assert (copied.hint, copied.__notes__) == (error.hint, error.__notes__)
+    assert "hint" not in "".join(traceback.format_exception(PrejitError("no such thing")))
 
 
 def test_a_warning_cannot_either(bundle_dir: Path) -> None:

@@ -261,9 +261,9 @@ class Manifest:
         self,
         bundle: BundleTable | str,
         *,
-        targets: Iterable[str | TargetTable | Target],
-        programs: Iterable[Program] = (),
-        libraries: Iterable[Library] = (),
+        targets: str | TargetTable | Target | Iterable[str | TargetTable | Target],
+        programs: Program | Iterable[Program] = (),
+        libraries: Library | Iterable[Library] = (),
         model: Model | None = None,
         generate: Generate | None = None,
         encode: Encode | None = None,
@@ -271,6 +271,8 @@ class Manifest:
         path: Path | None = None,
     ) -> None:
         """Make a manifest. Paths in it are relative to `path`, else to the working directory.
+
+        One target, program or library is as good as a list of one.
 
         Args:
             bundle: the bundle, or its name.
@@ -293,10 +295,11 @@ class Manifest:
         set_(self, "generate", generate)
         set_(self, "encode", encode)
         set_(self, "mesh", mesh)
-        set_(self, "programs", tuple(programs))
-        set_(self, "libraries", tuple(libraries))
+        set_(self, "programs", _listed(programs, Program))
+        set_(self, "libraries", _listed(libraries, Library))
         set_(self, "path", path)
-        set_(self, "targets", tuple(self._target(at, each) for at, each in enumerate(targets)))
+        listed = enumerate(_listed(targets, str, TargetTable, Target))
+        set_(self, "targets", tuple(self._target(at, each) for at, each in listed))
 
     @property
     def has_own_model(self) -> bool:
@@ -332,3 +335,7 @@ class Manifest:
                 f"{self.where}: target[{place}].{error.key}: {error}",
                 hint="`prejit targets` lists the names",
             ) from error
+
+
+def _listed(given: Any, *kinds: type[Any]) -> tuple[Any, ...]:
+    return (given,) if isinstance(given, kinds) else tuple(given)

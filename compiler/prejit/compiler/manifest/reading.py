@@ -120,7 +120,7 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
         table: dict[str, Any] = {
             "name": program.name,
             "function": program.fn if isinstance(program.fn, str) else _CALLABLE,
-            "args": _CALLABLE if callable(program.args) else _shapes(program.args),
+            "args": _args(program.args),
             "buckets": program.buckets,
             "static": program.static,
             "donate": program.donate,
@@ -167,13 +167,22 @@ def _model_data(model: Model) -> dict[str, Any]:
     return data
 
 
+def _args(args: Any) -> Any:
+    """Return the args of a program as tomllib returns them; None: those of its file."""
+    if args is None:
+        return None
+    return _CALLABLE if callable(args) else _shapes(args)
+
+
 def _shapes(args: Any) -> Any:
-    """Return args made in Python as a file could have them: a shape stands for any other leaf."""
+    """Return args made in Python as a file could have them: a shape for any other leaf, a table for None."""
     if isinstance(args, dict):
         return {key: _shapes(item) for key, item in args.items()}
     if isinstance(args, list | tuple):
         return list(map(_shapes, args))
-    return args if args is None or isinstance(args, str) else "float32[]"
+    if args is None:  # jax has no leaf there
+        return {}
+    return args if isinstance(args, str) else "float32[]"
 
 
 def _plain(value: Any) -> Any:

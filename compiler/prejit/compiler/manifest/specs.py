@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from prejit.compiler.manifest.manifest import REPEAT
+
 if TYPE_CHECKING:
     from prejit.compiler.manifest.manifest import Encode, Generate, Manifest, Program
 
@@ -49,9 +51,12 @@ def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
     if manifest.encode is not None:
         specs += encoder_specs(manifest.encode)
     for program in manifest.programs:
+        spelled = _spelled(program)
         for bucket, static in program.expand():
             sized = [f"{name}{size}" for name, size in bucket.items()]
-            sized += [f"{name}={_spelled(program, name, static[name])}" for name in static]
+            sized += [
+                f"{name}={spelled[name, type(static[name]), static[name]]}" for name in static
+            ]
             name = f"{program.name}/{'-'.join(sized)}" if sized else program.name
             mask = "" if program.mask is None else str(program.mask)
             specs.append(
@@ -69,12 +74,24 @@ def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
     return tuple(specs)
 
 
-def _spelled(program: Program, name: str, value: str | int | bool) -> str:
-    """Return a static value in the name of a program: as it is, or its place if it has other characters."""
-    text = str(value)
-    return (
-        text if re.fullmatch(r"[\w.+]{1,32}", text) else str([*program.static[name]].index(value))
-    )
+def _spelled(program: Program) -> dict[tuple[str, type, str | int | bool], str]:
+    """Return each static value as the names of programs have it, by its argument, its type and itself.
+
+    It is written as it is, or as its place where it has other characters. All values of an argument are
+    places where that gives one text twice, as for "1" beside 1.
+    """
+    found: dict[tuple[str, type, str | int | bool], str] = {}
+    repeat = {REPEAT: program.repeat} if program.repeat else {}
+    for name, values in {**program.static, **repeat}.items():
+        texts = [
+            str(value) if re.fullmatch(r"[\w.+]{1,32}", str(value)) else str(place)
+            for place, value in enumerate(values)
+        ]
+        if len({*texts}) < len(texts):
+            texts = [str(place) for place in range(len(values))]
+        # By type, because 1 == True.
+        found |= {(name, type(v), v): text for v, text in zip(values, texts, strict=True)}
+    return found
 
 
 def decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:

@@ -66,15 +66,15 @@ def parameters_of(module: nnx.Module) -> dict[str, Parameter]:
 
 def flat_parameters(state: nnx.State) -> dict[str, Any]:
     """Return the leaves of a state by name, `transformer.h.0.ln_1.weight`, in alphabetical order."""
-    return dict(sorted(zip(_names(state), jax.tree.leaves(state), strict=True)))
+    return dict(sorted(zip(names_of(state), jax.tree.leaves(state), strict=True)))
 
 
 def with_parameters(state: nnx.State, values: Mapping[str, Any]) -> nnx.State:
     """Return a state of the same structure with other values, named as `flat_parameters` names them."""
-    return jax.tree.unflatten(jax.tree.structure(state), [values[name] for name in _names(state)])
+    return jax.tree.unflatten(jax.tree.structure(state), [values[name] for name in names_of(state)])
 
 
-def _names(state: nnx.State) -> list[str]:
+def names_of(state: nnx.State) -> list[str]:
     """Return the names of the leaves. Steps without a key lead from a flax variable to its value."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     return [

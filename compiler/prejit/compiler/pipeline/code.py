@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,10 +108,12 @@ def _parameters(
     if isinstance(params, str | Path):
         return read_parameters(manifest.resolve(str(params))), None
     import jax
-    import numpy as np
+
+    from prejit.compiler.lowering.user.arrays import is_key
+    from prejit.compiler.lowering.user.pytrees import NO_RANDOM_STATE
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    names = [".".join(map(_step, path)) or "params" for path, _ in leaves]
+    names = _names_in_nnx(params) or [".".join(map(_step, path)) or "params" for path, _ in leaves]
     for name in names:
         if names.count(name) > 1:
             raise ManifestError(
@@ -119,6 +122,10 @@ def _parameters(
             )
     values = {}
     for name, (_, leaf) in zip(names, leaves, strict=True):
+        if hasattr(leaf, "dtype") and is_key(leaf):
+            raise ManifestError(
+                f"{where}: {name}: expected an array, found a random key", hint=NO_RANDOM_STATE
+            )
         value = np.asarray(leaf)
         if str(value.dtype) not in DTYPES:
             raise ManifestError(
@@ -132,6 +139,17 @@ def _parameters(
         return jax.tree_util.tree_unflatten(structure, [weights[name] for name in names])
 
     return values, nested
+
+
+def _names_in_nnx(params: Any) -> list[str]:
+    """Return the names of the leaves of a state of flax.nnx, as its module names them; empty: it is none."""
+    if "flax" not in sys.modules:
+        return []
+    from flax import nnx
+
+    from prejit.compiler.models.parameters import names_of
+
+    return names_of(params) if isinstance(params, nnx.State) else []
 
 
 def _step(key: Any) -> str:

@@ -12,3 +12,9 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     by_lower = {known.lower(): known for known in names}
     found = difflib.get_close_matches(name[:80].lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the nearest name as an insertion, ` (did you mean 'x'?)`, or an empty text."""
+    guess = nearest(name, names)
+    return f" (did you mean {guess!r}?)" if guess is not None else ""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.base.process import importing
 from prejit.runtime.cli.loading import load_bundle
 from prejit.runtime.cli.options import BUNDLE, JSON, STATS, loads, output
@@ -150,7 +151,8 @@ def _read_static(texts: Sequence[str], bundle: Bundle, program: str) -> dict[str
     }
     if unknown := given.keys() - known:
         raise UsageError(
-            f"--static: expected a name of a static argument of {program!r}, found {min(unknown)!r}",
+            f"--static: expected a name of a static argument of {program!r}, found {min(unknown)!r}"
+            + did_you_mean(min(unknown), known),
             hint=f"they are: {', '.join(sorted(known)) or 'none'}",
         )
     return given

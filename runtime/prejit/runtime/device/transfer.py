@@ -133,6 +133,23 @@ def is_jax_array(value: Any) -> bool:
     return array_class is not None and isinstance(value, array_class)
 
 
+DELETED = "a call that donates an array deletes it: pass on what that call returned, or a copy"
+"""The hint of errors about arrays whose memory is gone."""
+
+
+def check_alive(name: str, value: Any) -> None:
+    """Refuse an array of jax whose memory is gone.
+
+    Raises:
+        UsageError: it was deleted, or donated to a call.
+    """
+    if is_jax_array(value) and value.is_deleted():
+        raise UsageError(
+            f"{name}: expected an array, found {value.dtype}{list(value.shape)} that was deleted or donated",
+            hint=DELETED,
+        )
+
+
 def to_jax(array: DeviceArray) -> Any:
     """Return the array as one of the host program's jax client, which is another client than ours.
 

@@ -89,7 +89,7 @@ class BundleParts:
 
 
 @final
-class Engine:
+class Engine(OneProcess):
     """Generates for all callers at once. Made by `Bundle.engine`. Safe to use from many threads and tasks.
 
     One thread steps one batch. Requests wait in a queue for a slot: by priority, then in fair shares of
@@ -115,6 +115,7 @@ class Engine:
         """Plan the memory, and start nothing. Use `Bundle.engine`, which describes the arguments."""
         self._parts = parts
         self._is_ending = self._is_closed = False
+        self._reason: ClosedError | None = None
         if slots is None:
             slots = parts.decoder().batches[-1] if parts.has_decoder else 1
         self._slots = arguments.integer("slots", slots, 1)
@@ -314,6 +315,8 @@ class Engine:
         return calling
 
     def _check_open(self) -> None:
+        if self._reason is not None:
+            raise ClosedError(str(self._reason), hint=self._reason.hint)
         if self._is_ending:
             raise ClosedError(
                 f"{self._parts.name}: expected an open engine, found one that takes no more calls",
@@ -377,8 +380,14 @@ class Engine:
         self._is_ending = self._is_closed = True
         for shared in self._shared():
             shared.close()
-        if self._parts.has_decoder:
-            self._loop.close()
+        if (loop := vars(self).get("_loop")) is not None:
+            loop.close()
+
+    def _disown(self, reason: ClosedError) -> object:
+        """Refuse all calls, in a forked process. See `disown_in_forks`."""
+        self._is_ending = self._is_closed = True
+        self._reason = reason
+        return [vars(self).pop(name, None) for name in ("_loop", "_encoding", "_calling", "_once")]
 
 
 def _canceller(loop: Loop, ticket: Ticket) -> Callable[[], None]:

@@ -7,7 +7,7 @@ A tree is canonical JSON. Its leaves, in order, are the arguments or results of 
     null                                               None
     ["list",[TREE,...]]    ["tuple",[TREE,...]]
     ["dict",[[KEY,TREE],...]]                          a key is text or an integer
-    ["namedtuple","module:Name",[[FIELD,TREE],...]]
+    ["namedtuple","module:Name",[[FIELD,TREE],...]]     a field is a name, or _N for the N-th one, from 0
     ["record","module:Name",[[FIELD,TREE],...],[[FIELD,VALUE],...]]
     ["node","module:Name",[TREE,...]]                  any other type, whose parts have no names
 
@@ -191,13 +191,15 @@ def _named(
 ) -> Node:
     keys = [key for key, _ in pairs]
     fields = [*keys, *(name for name, _ in constants)]
-    for key in fields:
+    for place, key in enumerate(fields):
         if kind == "dict":
             allowed = type(key) in (str, int)
         else:
-            # Readers make classes with these fields. namedtuple takes none that begin with an underscore.
+            # Readers make classes with these fields. namedtuple takes none that begin with an underscore,
+            # but for those that it renames to their places itself.
             special = "_" if kind == "namedtuple" else "__"
             allowed = isinstance(key, str) and _is_name(key) and not key.startswith(special)
+            allowed = allowed or (kind == "namedtuple" and key == f"_{place}")
         if not allowed:
             raise ValueError(f"expected keys of a {kind}, found {key!r:.80}")
     if len(set(map(str, fields))) != len(fields):

@@ -140,9 +140,15 @@ class Verification:
         for thread in self._threads:
             thread.join()
 
+    def refuse(self, reason: Exception) -> None:
+        """Give everybody who would wait the reason, without taking a lock."""
+        if not self.is_finished:
+            self._failure = reason
+
     def _help(self, needed: Sequence[int]) -> None:
         if self.is_finished:
             return
+        self.check()  # a fork may never get the lock
         started = time.perf_counter()
         for place in needed:
             if self._take(place):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from prejit.runtime.base import arguments
+from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -349,7 +350,10 @@ def resolve(options: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
         UsageError: there is no such option, or a value has the wrong type or is out of range.
     """
     if unknown := options.keys() - OPTIONS.keys():
-        raise UsageError(f"expected options of {', '.join(OPTIONS)}; found {min(unknown)!r}")
+        raise UsageError(
+            f"expected options of {', '.join(OPTIONS)}; found {min(unknown)!r}"
+            + did_you_mean(min(unknown), OPTIONS)
+        )
     given = dict(defaults or {})
     given |= {name: value for name, value in options.items() if value is not None}
     stop = arguments.strings("stop", given.pop("stop", ()))

@@ -12,6 +12,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, final, overload
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.once import once
+from prejit.runtime.base.one_process import OneProcess
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.dtypes import dtype_of
@@ -171,7 +172,7 @@ def jit(
 
 
 @final
-class _Jitted:
+class _Jitted(OneProcess):
     """A function of `jit`: what happens at the first call of each signature.
 
     Attributes:

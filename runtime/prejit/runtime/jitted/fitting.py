@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prejit.runtime.base import arguments
+from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import is_jax_array
+from prejit.runtime.device.transfer import DELETED, is_jax_array
 from prejit.runtime.format import trees
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.jitted.calls import JittedCall
@@ -87,8 +88,12 @@ def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[s
     """
     buckets = programs.buckets(name)
     if not buckets:
-        known = ", ".join(programs.names()) or "none"
-        raise MissError("program", f"the bundle has no program {name!r}; its programs are: {known}")
+        known = programs.names()
+        raise MissError(
+            "program",
+            f"the bundle has no program {name!r}{did_you_mean(name, known)}; its programs are: "
+            + (", ".join(known) or "none"),
+        )
     misses: list[MissError] = []
     for program in buckets:
         try:
@@ -141,6 +146,8 @@ def _fit(
     for at, array, value in zip(places, expected, values, strict=True):
         if not is_jax_array(value):
             continue
+        if value.is_deleted():
+            _raise_as_jax(at, value)
         if programs.device.mesh is None:
             committed |= _compare_device(at, value, programs.device.first)
         else:
@@ -191,6 +198,8 @@ def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> N
     if isinstance(tree, trees.Leaf):
         if value is None or not _is_leaf(value):
             raise _misfit(at, "an array", value)
+        if type(value).__name__ == "Ref":
+            raise _misfit(at, "an array", "a Ref, which no program of a bundle changes in place")
         if (key := _key_name(value)) != tree.key:
             wanted = f"a random key of {tree.key}" if tree.key else "an array"
             raise _misfit(at, wanted, f"a random key of {key}" if key else value)
@@ -278,6 +287,15 @@ def _type_of(at: trees.Path, value: Any) -> Any:
         return jax.typeof(value)
     except (TypeError, OverflowError) as error:
         raise MissError("dtype", f"{spell(at)}: expected what jax takes: {error}") from None
+
+
+def _raise_as_jax(at: trees.Path, deleted: Any) -> None:
+    """Raise jax's error for an array that was deleted, as a function of jax.jit does."""
+    try:
+        deleted.block_until_ready()
+    except RuntimeError as error:
+        error.add_note(f"the argument {spell(at)} was deleted or donated: {DELETED}")
+        raise
 
 
 def _compare_device(at: trees.Path, array: Any, device: Any) -> bool:

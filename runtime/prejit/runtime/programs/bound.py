@@ -9,6 +9,8 @@ from typing import Any, final
 
 import numpy as np
 
+from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.base.one_process import OneProcess
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.errors import UsageError
@@ -21,7 +23,7 @@ from prejit.runtime.programs.calls import Calls, ChosenBucket, Held, Pending, fi
 
 
 @final
-class Bound:
+class Bound(OneProcess):
     """A program that keeps some of its arguments, its state, on the device. Safe to use from many threads.
 
     Each call runs the program on the state, and the state among its results takes the place of the old one.
@@ -50,7 +52,7 @@ class Bound:
         for key in given:
             if key not in taken:
                 raise UsageError(
-                    f"bind: {name!r} has no argument {key!r}",
+                    f"bind: {name!r} has no argument {key!r}{did_you_mean(str(key), map(str, taken))}",
                     hint=f"its arguments are: {', '.join(map(str, taken)) or 'none'}",
                 )
         self._state = {key: taken[key] for key in given}

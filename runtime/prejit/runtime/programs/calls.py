@@ -11,12 +11,14 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from prejit.runtime.base import arguments
+from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import (
     DeviceArray,
     OnDevice,
     aligned_zeros,
+    check_alive,
     is_jax_array,
     to_jax,
     to_numpy,
@@ -225,7 +227,8 @@ class Calls:
         if (buckets := self._buckets.get(name)) is None:
             known = ", ".join(sorted(self._buckets)) or "none"
             raise UsageError(
-                f"{self.programs.bundle}: no program {name!r}", hint=f"its programs are: {known}"
+                f"{self.programs.bundle}: no program {name!r:.200}{did_you_mean(name, self._buckets)}",
+                hint=f"its programs are: {known}",
             )
         return buckets
 
@@ -282,8 +285,33 @@ class Calls:
             return specialized
         raise UsageError(
             f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
-            hint="pass arrays of these shapes and dtypes, or add a bucket to the manifest",
+            hint=self._hint(buckets, known),
         )
+
+    def _hint(self, buckets: Sequence[ProgramEntry], known: Mapping[str, list[Any] | str]) -> str:
+        """Return what to do about a call that no bucket takes.
+
+        Args:
+            buckets: of the program.
+            known: the leaves of the call, or what is wrong with them, by the text of a tree of arguments.
+        """
+        last = buckets[-1]
+        given = known[last.arguments_tree or last.name]
+        arrays = self.programs.arguments(last.name)
+        sizes: dict[str, set[int]] = {}
+        for program in buckets:
+            for variable, size in program.bucket.items():
+                sizes.setdefault(variable, set()).add(size)
+        if not sizes or isinstance(given, str) or not _differ_in_size(arrays, given):
+            return "pass arrays of these shapes and dtypes, or add a bucket to the manifest"
+        listed = "; ".join(f"{v} {', '.join(map(str, sorted(sizes[v])))}" for v in sizes)
+        less = " or less" * any(program.pad for program in buckets)
+        if any(program.open_sizes for program in buckets) and not self._compiles:
+            more = 'load the bundle with on_mismatch="jit", which compiles other open sizes here'
+        else:
+            names = ", ".join(f'"{variable}"' for variable in sizes)
+            more = f"add a bucket to the manifest, or set open_sizes = [{names}] there for any size"
+        return f"the buckets have {listed}: pass arrays of these sizes{less}; or {more}"
 
     def _specialized(
         self, name: str, static: Mapping[str, Any], known: Mapping[str, list[Any] | str]
@@ -557,6 +585,20 @@ def fit(
     return values, sizes
 
 
+def _differ_in_size(arrays: Sequence[Array], given: Sequence[Any]) -> bool:
+    """Return whether values have the dtypes and dimensions of arguments, and other sizes."""
+    pairs = [
+        (array, value)
+        for array, value in zip(arrays, given, strict=True)
+        if value is not EVERYTHING and not _key_name(value)
+    ]
+    return any(np.shape(value) != array.shape for array, value in pairs) and all(
+        np.ndim(value) == len(array.shape)
+        and getattr(value, "dtype", None) in (None, dtype_of(array.dtype))
+        for array, value in pairs
+    )
+
+
 def _matches(
     array: Array,
     shape: tuple[int, ...],
@@ -616,9 +658,11 @@ def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any
             return np.asarray(value)
         return np.from_dlpack(value)
     except Exception as error:  # a deleted buffer, another device: whatever the library raises
+        at = pytree.spell(array.path)
+        check_alive(at, value)
         raise UsageError(
-            f"{pytree.spell(array.path)}: expected an array that NumPy or DLPack reads, found "
-            f"{type(value).__name__}: {error}"
+            f"{at}: expected an array that NumPy or DLPack reads, found {type(value).__name__}: {error}",
+            hint="pass the value of a Ref: ref[...]" if type(value).__name__ == "Ref" else None,
         ) from error
 
 

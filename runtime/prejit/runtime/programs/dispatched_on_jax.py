@@ -115,12 +115,13 @@ class JaxDispatchedCalls:
 
 
 def _is_on(array: Any, device: Any) -> bool:
-    """Return whether an array is on one device, as jax lays it out."""
+    """Return whether an array is on one device, as jax lays it out, and not deleted."""
     import jax
 
     sharding = array.sharding
     return (
-        isinstance(sharding, jax.sharding.SingleDeviceSharding)
+        not array.is_deleted()
+        and isinstance(sharding, jax.sharding.SingleDeviceSharding)
         and sharding.device_set == {device}
         and sharding.memory_kind in (None, device.default_memory().kind)
         and (

@@ -158,7 +158,7 @@ def _substitute(kind: str, type_: str, fields: tuple[str, ...]) -> Callable[...,
     """Return a class with the name and fields of one that this process does not know."""
     name = type_.rpartition(":")[2].rpartition(".")[2]
     if kind == "namedtuple":
-        return namedtuple(name, fields)
+        return namedtuple(name, fields, rename=True)
     return dataclasses.make_dataclass(name, fields, frozen=True, eq=False)
 
 

@@ -147,6 +147,12 @@ class Programs:
             self._portable = replace(self._portable, content=b"")
             vars(self).pop("_compiler", None)
 
+    def refuse(self, reason: ClosedError) -> object:
+        """Give no program any more, without taking a lock; return what was ready."""
+        self._closed = reason
+        ready, self._ready = self._ready, {}
+        return ready
+
     def _check_open(self) -> None:
         if (reason := self._closed) is not None:
             raise ClosedError(str(reason), hint=reason.hint)
@@ -172,6 +178,7 @@ class Programs:
         """
         if (executable := self._ready.get(name)) is not None:
             return executable
+        self._check_open()  # a fork may never get the lock
         waiting = time.perf_counter()
         with self._locks[name]:
             if (executable := self._ready.get(name)) is None:

@@ -143,7 +143,10 @@ def _difference(
         if found.arguments != recorded.arguments:
             sides = _arguments(recorded.arguments), _arguments(found.arguments)
             return Difference("arguments", *sides, _RECORD)
-        hint = f"its code changed, or a value or library version that it depends on: {_RECORD}"
+        hint = (
+            "a static argument, or a shape that it takes from outside, has another value, as n in "
+            f"jnp.zeros(n); or its code or a library changed: {_RECORD}"
+        )
         return Difference(name, "another program of these arguments", "this one", hint)
     if name == jax_texts.JAXLIB:
         hint = f"install jaxlib {requirement.jaxlib}, or {_RECORD}"

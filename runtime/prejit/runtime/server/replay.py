@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import msgspec
 
+from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.loader import load
 from prejit.runtime.server.app import make_app
@@ -120,7 +121,10 @@ def _paths(
                 )
             name = next(iter(paths))
         if name not in paths:
-            raise UsageError(f"--bundle: expected one of {', '.join(paths)}, found {name!r}")
+            raise UsageError(
+                f"--bundle: expected one of {', '.join(paths)}, found {name!r}"
+                + did_you_mean(name, paths)
+            )
         paths[name] = path
     return paths
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
+from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.errors import UsageError
 from prejit.runtime.server.compiling import Compiling
 from prejit.runtime.server.http_requests import HttpRequests
@@ -96,6 +97,7 @@ class Models:
             known = ", ".join(map(repr, self._by_name)) or "none yet"
             raise ModelNotFoundError(
                 f"model: expected one of the served models ({known}), found {name!r:.200}"
+                + did_you_mean(name, self._by_name)
             )
         return found
 

@@ -12,6 +12,7 @@ from typing import Any, final
 
 from jinja2 import Template
 
+from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format.schema import Chat
 from prejit.runtime.text.sandbox import Sandbox, limited, parse
@@ -107,7 +108,8 @@ class ChatTemplates:
             chosen = template
         if chosen not in templates:
             raise UsageError(
-                f"chat template: expected one of {', '.join(sorted(templates))}, found {chosen!r:.80}",
+                f"chat template: expected one of {', '.join(sorted(templates))}, found {chosen!r:.80}"
+                + did_you_mean(chosen, templates),
                 hint="name one of them as `template`",
             )
         return chosen, templates[chosen]

@@ -88,18 +88,17 @@ class Tokenizer:
         )
 
     def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
+        self, texts: str | Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Return the token ids of many texts, computed on all cores.
+        """Return the token ids of many texts, computed on all cores. One text is as good as a list of one.
 
         Other threads run meanwhile. Raises as `encode`.
         """
-        for text in texts:
+        listed = [texts] if isinstance(texts, str) else list(texts)
+        for text in listed:
             _check_unicode(text)
         encodings = self._encoded(
-            lambda: self._tokenizer.encode_batch_fast(
-                list(texts), add_special_tokens=add_special_tokens
-            )
+            lambda: self._tokenizer.encode_batch_fast(listed, add_special_tokens=add_special_tokens)
         )
         return [encoding.ids for encoding in encodings]
 

@@ -117,19 +117,13 @@ def enforce(
     return Enforced(tuple(reported), first_load)
 
 
-_HINT_OF_DESCRIPTIONS = (
-    "sign the bundle again with a key of the rule (prejit sign also signs provenance and SBOM); where these "
-    "are signed and say something else, change the rule or build the bundle again"
-)
-
-
 def _check(verdict: PolicyVerdict, layout: Layout) -> None:
     if (refusal := verdict.decision.refusal) is not None:
         raise UntrustedError(
             os.fspath(layout.path),
             f"{verdict.policy} does not let target {verdict.target} run ({refusal.case}): {refusal.text}",
             case=refusal.case,
-            hint=_HINT_OF_DESCRIPTIONS if refusal.case in ("provenance", "sbom") else None,
+            hint=refusal.hint,
         )
 
 

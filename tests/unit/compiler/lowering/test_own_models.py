@@ -309,7 +309,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Arrays] | None, str]] = {
     "params of another model": (
         EQUINOX,
         {"head.weight": np.ones(3, np.float32), "tail": np.ones(3, np.float32)},
-        "m.toml: model.params: expected the names of the parameters of equinox_decoder, and embed.weight, "
+        "m.toml: model.params: expected the names of the parameters of equinox_decoder: embed.weight, "
         "layers.0.down.weight, layers.0.norm1.weight",
     ),
     "shapes without values": (

@@ -97,6 +97,8 @@ def test_other_texts_are_refused_with_one_error(text: str) -> None:
         '["record","m:1",[],[]]',
         '["record","m:N",[["__dict__","*"]],[]]',
         '["namedtuple","m:N",[["_x","*"]]]',
+        '["namedtuple","m:N",[["a","*"],["_0","*"]]]',
+        '["record","m:N",[["__0","*"]],[]]',
         '["namedtuple","m:class",[]]',
         '["record","m:N",[["a","*"]],[["a",1]]]',
         '["record","m:N",[],[["a",[1]]]]',
@@ -111,6 +113,11 @@ def test_other_texts_are_refused_with_one_error(text: str) -> None:
 def test_a_tree_that_no_build_writes_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         trees.parse(text)
+
+
+def test_fields_that_namedtuple_renamed_are_their_places() -> None:
+    tree = trees.parse('["namedtuple","m:N",[["_0","*"],["a","*"]]]')
+    assert pytree.unflatten(tree, iter([1, 2]))._asdict() == {"_0": 1, "a": 2}
 
 
 def test_a_tree_without_text_is_made_of_paths() -> None:

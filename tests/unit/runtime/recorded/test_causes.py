@@ -78,7 +78,7 @@ def differing(*names: str, **conditions: str) -> JaxRequest:
         (
             differing(jax_texts.COMPUTATION),
             "computation: recorded another program of these arguments, found this one",
-            "its code changed",
+            "a static argument, or a shape that it takes from outside",
         ),
         (
             differing(jax_texts.JAXLIB, jax_texts.COMPUTATION, jax_texts.ACCELERATOR),

@@ -267,6 +267,7 @@ def test_truncation_and_padding_of_the_file_do_not_cut_prompts() -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode("")) < 6
     assert tokenizer.encode_batch([text, "a"]) == [tokenizer.encode(text), tokenizer.encode("a")]
+    assert tokenizer.encode_batch(text) == [tokenizer.encode(text)]  # and not of each letter
 
 
 def test_text_that_no_encoding_has_is_a_usage_error() -> None:

@@ -779,6 +779,25 @@ def test_refused(name: str) -> None:
     assert decision.refusal.case == reason, decision.refusal.text
 
 
+@pytest.mark.parametrize(
+    ("case", "step"),
+    [
+        ("no-rule", "[[rules]]"),
+        ("digest-revoked", "newer"),
+        ("key-expired", "again"),
+        ("threshold", "other keys"),
+        ("unknown-key", "to the rule"),
+        ("other-subject", "another build"),
+        ("channel-other", "current release"),
+        ("channel-rollback", "newest"),
+        ("channel-signature", "owner"),
+        ("statement-type", "damaged"),
+    ],
+)
+def test_a_refusal_names_the_step_that_helps(case: str, step: str) -> None:
+    assert step in Reason(case, "authenticity", "").hint
+
+
 def test_there_are_as_many_cases_as_promised() -> None:
     assert len(CASES) >= 60
 

@@ -17,7 +17,7 @@ from jax.tree_util import (
     tree_flatten_with_path,
 )
 
-from prejit.compiler.manifest.shape_string import KEY, parse_shape
+from prejit.compiler.manifest.shape_string import KEY, MAX_SIZE, parse_shape
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import DTYPES, Array
@@ -63,6 +63,12 @@ def _shape_of(leaf: Any, bucket: Mapping[str, int], where: str) -> Any:
         return jax.ShapeDtypeStruct((), value.dtype, weak_type=type(leaf) is not bool)
     if isinstance(leaf, np.ndarray | np.generic):
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    if isinstance(leaf, jax.Ref):
+        raise ManifestError(
+            f"{where}: expected an array, found a Ref, which a function changes in place",
+            hint="take the array as an argument and return it anew: a bundle keeps no state between calls, "
+            "and Bundle.bind does it for the caller",
+        )
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         weak = bool(getattr(leaf, "weak_type", False))
         return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype, weak_type=weak)
@@ -94,7 +100,7 @@ def arrays_of(example: Any, what: str, donated: tuple[Any, ...] = ()) -> Arrays:
         donated: the first keys of the paths of donated arguments.
 
     Raises:
-        BuildError: a bundle could not hold a dtype, a key of a dict, or as many dimensions.
+        BuildError: a bundle could not hold a dtype, a key of a dict, a size, as many dimensions, or a name.
     """
     tree = _tree(example, what)
     shapes = [_data_of(leaf) for leaf in jax.tree.leaves(example)]
@@ -111,6 +117,12 @@ def arrays_of(example: Any, what: str, donated: tuple[Any, ...] = ()) -> Arrays:
                 f"{len(shape.shape)}",
                 hint="reshape it: NumPy has no arrays of more dimensions",
             )
+        if any(size > MAX_SIZE for size in shape.shape):
+            raise BuildError(
+                f"{what}{_spelled(path)}: expected sizes of at most {MAX_SIZE:,}, found "
+                f"{shape.dtype}{list(shape.shape)}",
+                hint="reshape it to more dimensions: XLA uses 32-bit indexes in places",
+            )
         is_donated = bool(path) and path[0] in donated
         arrays.append(Array(path, str(shape.dtype), tuple(shape.shape), is_donated))
     named = [tuple(map(str, array.path)) for array in arrays]
@@ -120,6 +132,14 @@ def arrays_of(example: Any, what: str, donated: tuple[Any, ...] = ()) -> Arrays:
                 f"{what}: expected one array at {_spelled(array.path)}, found two",
                 hint="give the parts of your own type different names",
             )
+    try:
+        trees.parse(trees.to_text(tree))
+    except ValueError as error:
+        raise BuildError(
+            f"{what}: {error}",
+            hint="classes in a bundle and their fields have names that Python's grammar allows, without "
+            "leading underscores",
+        ) from error
     return Arrays(tree, tuple(arrays))
 
 

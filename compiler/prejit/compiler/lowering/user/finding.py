@@ -140,7 +140,7 @@ def _of_pytree(
     own, bind = arrays_in(module, lambda path: jax.tree_util.keystr(path).strip(".[]"))
     if parameters is not None and (differing := differing_names(own, parameters)):
         raise ManifestError(
-            f"{where}: params: expected the names of the module's arrays, and {differing}"
+            f"{where}: params: expected the names of the module's arrays: {differing}"
         )
 
     def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

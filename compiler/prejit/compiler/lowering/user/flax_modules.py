@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from flax import linen, nnx
 
-from prejit.compiler.lowering.user.pytrees import differing_names
+from prejit.compiler.lowering.user.pytrees import NO_RANDOM_STATE, differing_names
 from prejit.compiler.models.parameters import flat_parameters, parametrized
 from prejit.runtime.errors import ManifestError
 
@@ -66,7 +66,11 @@ def _of_nnx(
 ) -> tuple[Callable[..., Any], Values]:
     own = own_values(module)
     if parameters is not None and (differing := differing_names(own, parameters)):
-        raise ManifestError(f"{at}: params: expected the names of {label}, and {differing}")
+        random = flat_parameters(nnx.state(module, nnx.RngState))
+        raise ManifestError(
+            f"{at}: params: expected the names of {label}: {differing}",
+            hint=NO_RANDOM_STATE if parameters.keys() & random.keys() else None,
+        )
     values = parameters or {name: np.asarray(leaf) for name, leaf in own.items()}
     bind = parametrized(module).bind
 

@@ -89,6 +89,11 @@ def lower_function(
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
     user.modules.observer.note_executed(program.name, source_files(jaxpr))
     _refuse_callbacks(jaxpr, what)
+    if any(isinstance(value, jax.Ref) for value in jaxpr.consts):
+        raise BuildError(
+            f"{what}: expected a function of its arguments alone, found a Ref that it changes in place",
+            hint="take its array as an argument and return it anew; Bundle.bind keeps it between calls",
+        )
     given = arrays_of(returned[0], f"{what}: result")
     results = split_results(shardings, (taken.tree, arguments), (given.tree, given.arrays))
     shardings.check_all_used()

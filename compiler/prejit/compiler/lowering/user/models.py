@@ -253,7 +253,7 @@ def _fitting(own: Values, given: Values, at: str, label: str) -> Values:
     where = f"{at}: model.params"
     if differing := differing_names(own, given):
         raise ManifestError(
-            f"{where}: expected the names of the parameters of {label}, and {differing}",
+            f"{where}: expected the names of the parameters of {label}: {differing}",
             hint="names are joined by dots, such as layers.0.weight",
         )
     found = {}

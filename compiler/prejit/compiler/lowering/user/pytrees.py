@@ -12,6 +12,12 @@ from prejit.compiler.lowering.user.arrays import is_key
 
 Bind = Callable[[Mapping[str, Any]], Any]
 
+NO_RANDOM_STATE = (
+    "random state is no parameter, and the module keeps its own: save and give "
+    "nnx.state(model, nnx.Not(nnx.RngState)), or the last part of nnx.split(model, nnx.RngState, ...)"
+)
+"""The hint of errors about params that hold random state, as of flax.nnx.Dropout."""
+
 
 def arrays_in(tree: Any, spelled: Callable[[Any], str]) -> tuple[dict[str, Any], Bind]:
     """Return the arrays of a pytree by name, and a function that puts others in their place.
@@ -33,10 +39,17 @@ def arrays_in(tree: Any, spelled: Callable[[Any], str]) -> tuple[dict[str, Any],
 
 
 def differing_names(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """Return in words, for errors, the names that only one of two sets of arrays has."""
-    differing = sorted(own.keys() ^ given.keys())
-    more = f" and {len(differing) - 8} more" if len(differing) > 8 else ""
-    return f"{', '.join(differing[:8])}{more} differ" if differing else ""
+    """Return in words, for errors, the names that only the object or only its params have; empty: none."""
+    sides = (
+        (sorted(own.keys() - given.keys()), "in it alone"),
+        (sorted(given.keys() - own.keys()), "in params alone"),
+    )
+    return "; ".join(
+        f"{', '.join(names[:8])}{f' and {len(names) - 8} more' * (len(names) > 8)} "
+        f"{'is' if len(names) == 1 else 'are'} {where}"
+        for names, where in sides
+        if names
+    )
 
 
 def _is_array(leaf: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, final
 
 import numpy as np
 
+from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.base.once import once
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
@@ -112,7 +113,11 @@ class InferenceModel:
         names = _names(self._forms[0].arguments)
         missing = sorted(names - self._forms[0].optional - given.keys())
         unknown = sorted(given.keys() - names)
-        found = f"{missing[0]!r} missing" if missing else f"{unknown[0]!r:.200}"
+        found = (
+            f"{missing[0]!r} missing"
+            if missing
+            else f"{unknown[0]!r:.200}{did_you_mean(unknown[0], names)}"
+        )
         expected = ", ".join(map(repr, sorted(names))) or "none"
         raise UsageError(f"inputs: expected {expected} for {self.program!r}, found {found}")
 
@@ -142,7 +147,10 @@ class InferenceModels:
         """
         if (found := self._by_name.get(name)) is None:
             known = ", ".join(sorted(self._by_name)) or "none: the bundles hold no [[program]]"
-            raise ModelNotFoundError(f"expected one of the models ({known}), found {name!r:.200}")
+            raise ModelNotFoundError(
+                f"expected one of the models ({known}), found {name!r:.200}"
+                + did_you_mean(name, self._by_name)
+            )
         return found
 
 
@@ -161,7 +169,7 @@ def static_values(buckets: Sequence[ProgramEntry]) -> dict[str, list[trees.Const
     for bucket in buckets:
         for name, value in check_static(bucket, bucket.name).items():
             known = found.setdefault(name, [])
-            if value not in known:
+            if (type(value), value) not in ((type(each), each) for each in known):  # 1 == True
                 known.append(value)
     return found
 

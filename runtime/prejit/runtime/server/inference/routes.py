@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.errors import DeadlineError, UsageError
 from prejit.runtime.server.disconnect import unless_gone
 from prejit.runtime.server.errors import RETRY_SECONDS, ApiError
@@ -247,7 +248,7 @@ def _static(asked: InferRequest, model: InferenceModel) -> dict[str, Any]:
         known = ", ".join(sorted(model.static)) or "none"
         raise UsageError(
             f"parameters: expected static arguments of {model.program!r} ({known}), "
-            f"found {min(unknown)!r:.80}"
+            f"found {min(unknown)!r:.80}{did_you_mean(min(unknown), model.static)}"
         )
     return given
 
@@ -266,6 +267,7 @@ def _answer(asked: InferRequest, name: str, arrays: dict[str, np.ndarray[Any, An
             if output.name not in arrays:
                 raise UsageError(
                     f"outputs: expected {', '.join(arrays)}, found {output.name!r:.80}"
+                    + did_you_mean(output.name, arrays)
                 )
             if (foreign := _foreign(output.parameters)) is not None:
                 raise UsageError(

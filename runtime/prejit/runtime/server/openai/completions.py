@@ -120,7 +120,7 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
             f"prompt: expected at most {_MAX_PROMPTS} prompts, found {len(given)}",
             param="prompt",
         )
-    token_ids, echoes = await _read_prompts(body, served, given)
+    token_ids = await _read_prompts(body, served, given)
     mask = None
     if constraint is not None:
         mask = await mask_of(request, served, constraint, options["stop_token_ids"])
@@ -138,6 +138,7 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
         )
         for each in token_ids
     ]
+    echoes = await _echoes(body, served, given, wanted)
     scores = await prompt_scores.scores(request, served, wanted, _scored(body))
     answer = _Answer(body, served, wanted, echoes, scores)
     if body.stream:
@@ -194,28 +195,36 @@ def _scored(body: CompletionRequest) -> int | None:
 
 
 async def _read_prompts(
-    body: CompletionRequest, served: Served, given: list[str | list[int]]
-) -> tuple[list[Sequence[int]], list[str]]:
-    """Return the token ids of the prompts, and the texts that come before their continuations."""
-    keep = body.truncate_prompt_tokens
+    body: CompletionRequest, served: Served, given: Sequence[str | list[int]]
+) -> list[list[int]]:
+    """Return the token ids of the prompts."""
 
-    def read_prompt(prompt: str | list[int]) -> tuple[Sequence[int], str]:
-        token_ids = prompt
-        if isinstance(token_ids, str):
-            token_ids = prompts.encoded(
-                served,
-                token_ids,
-                add_special_tokens=body.add_special_tokens is not False,
-            )
-        kept = prompts.kept(served, token_ids, keep)
-        if not body.echo:
-            return kept, ""
-        if isinstance(prompt, str) and keep is None:
-            return kept, prompt
-        return kept, served.bundle.tokenizer.decode(kept)
+    def read_prompt(prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        special = body.add_special_tokens is not False
+        return prompts.encoded(served, prompt, add_special_tokens=special)
 
-    found = await prompts.off_loop(sum(map(len, given)), lambda: [*map(read_prompt, given)])
-    return [token_ids for token_ids, _ in found], [echo for _, echo in found]
+    return await prompts.off_loop(sum(map(len, given)), lambda: [*map(read_prompt, given)])
+
+
+async def _echoes(
+    body: CompletionRequest,
+    served: Served,
+    given: Sequence[str | list[int]],
+    wanted: Sequence[TextCall],
+) -> list[str]:
+    """Return the texts that come before the continuations: of as much of each prompt as its call keeps."""
+    if not body.echo:
+        return [""] * len(wanted)
+
+    def text(prompt: str | list[int], call: TextCall) -> str:
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+            return prompt
+        return served.bundle.tokenizer.decode(call.prompt)
+
+    characters = sum(len(call.prompt) for call in wanted)
+    return await prompts.off_loop(characters, lambda: [*map(text, given, wanted)])
 
 
 class _Answer:

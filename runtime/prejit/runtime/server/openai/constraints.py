@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.grammar.sources import GrammarSource, SchemaPart, schema_source, tools_source
 from prejit.runtime.grammar.tools import ToolForm
 from prejit.runtime.server.disconnect import unless_gone
-from prejit.runtime.server.errors import ApiError
+from prejit.runtime.server.errors import ApiError, as_api_error
 from prejit.runtime.server.openai import prompts
 from prejit.runtime.server.openai.messages import Function, plain_tools
 from prejit.runtime.server.served import Served
@@ -72,11 +73,18 @@ async def mask_of(
         stop_token_ids: of the request; None: those of the model.
 
     Raises:
-        UsageError: the bundle has no tokenizer, the schema cannot be compiled, or the grammar library is not
+        ApiError: the bundle has no tokenizer, the schema cannot be compiled, or the grammar library is not
             installed.
         ClientDisconnect: the client is gone.
     """
-    return await _compiled(request, served, constraint.source, stop_token_ids)
+    try:
+        return await _compiled(request, served, constraint.source, stop_token_ids)
+    except UsageError as error:  # it has the name of an argument in Python
+        refused = as_api_error(error)
+        refused.param = constraint.field
+        found = re.sub("^(regex|choice|grammar): ", "", refused.message)
+        refused.message = f"{constraint.field}: {found}"
+        raise refused from error
 
 
 async def mask_of_calls(

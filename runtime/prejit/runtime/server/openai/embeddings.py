@@ -114,11 +114,19 @@ async def encoded(
     """Return the vectors of inputs, little-endian float32 [N, D], and how many tokens these have.
 
     Raises:
-        ApiError: the request wants them shorter than the model does, or its key has no tokens left.
+        ApiError: the model is no encoder, the request wants them shorter than the model does, or its key has
+            no tokens left.
         ClientDisconnect: the client is gone.
         NumbersError: the model returned no numbers.
         UsageError, ContextError, QueueFullError, ClosedError, DeadlineError: as `Engine.encode`.
     """
+    if served.bundle.config.encoder is None:
+        kind = "functions" if served.bundle.config.decoder is None else "a decoder"
+        raise ApiError(
+            400,
+            f"model: expected an encoder, found {served.name!r}, which holds {kind}",
+            param="model",
+        )
     check_only(body, {"truncate_prompt_tokens": -1})
     key: ApiKey = request.state.key
     check_tokens(key)
@@ -143,8 +151,8 @@ async def encoded(
 
 
 def _check_dimensions(body: EmbeddingRequest, served: Served) -> None:
-    encoder = served.bundle.encoder.encoder
-    if body.dimensions is not None and body.dimensions != encoder.width:
+    encoder = served.bundle.config.encoder
+    if encoder is not None and body.dimensions not in (None, encoder.width):
         raise ApiError(
             400,
             f"dimensions: expected {encoder.width}, the width of this model, found {body.dimensions}",
@@ -154,6 +162,16 @@ def _check_dimensions(body: EmbeddingRequest, served: Served) -> None:
 
 
 def _inputs(body: EmbeddingRequest) -> list[str | list[int]]:
+    inputs = _listed(body)
+    for place, each in enumerate(inputs):
+        if not each:
+            raise ApiError(
+                400, f"input: expected no empty text, found one at place {place}", param="input"
+            )
+    return inputs
+
+
+def _listed(body: EmbeddingRequest) -> list[str | list[int]]:
     if isinstance(body.input, str):
         return [body.input]
     ids = [each for each in body.input if isinstance(each, int)]

@@ -34,15 +34,22 @@ def need_text_model(served: Served) -> None:
     """Check that a model continues texts.
 
     Raises:
-        UsageError: the bundle holds no decoder.
-        ApiError: it is an encoder-decoder, which reads a source.
+        ApiError: it is an encoder, functions, or an encoder-decoder, which reads a source.
     """
-    if served.bundle.decoder.source is not None:
-        raise ApiError(
-            400,
-            f"model: expected one that continues a prompt, found {served.name!r}, which reads a source",
-            param="model",
-        )
+    config = served.bundle.config
+    if config.encoder is not None:
+        found = "an encoder; POST its texts to /v1/embeddings"
+    elif config.decoder is None:
+        found = "which holds functions; POST their arguments to /v2/models/NAME/infer"
+    elif served.bundle.decoder.source is not None:
+        found = "which reads a source"
+    else:
+        return
+    raise ApiError(
+        400,
+        f"model: expected one that continues a prompt, found {served.name!r}, {found}",
+        param="model",
+    )
 
 
 def check_length(served: Served, prompt: Sequence[int]) -> None:

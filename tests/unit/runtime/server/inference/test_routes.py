@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tritonclient.utils import InferenceServerException
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import DeadlineError
+from prejit.runtime.server.inference.models import static_values
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
@@ -58,6 +60,20 @@ def client(server: Running) -> Iterator[triton.InferenceServerClient]:
 def tensor(name: str, value: np.ndarray[Any, Any], datatype: str, *, binary: bool) -> Any:
     found = triton.InferInput(name, list(value.shape), datatype)
     return found.set_data_from_numpy(value, binary_data=binary)
+
+
+def test_static_values_that_python_calls_equal_are_listed_each(bundle: Bundle) -> None:
+    buckets = [
+        replace(bundle.config.programs[0], static={"k": text}) for text in ("1", "true", '"1"', "1")
+    ]
+    assert [*map(repr, static_values(buckets)["k"])] == ["1", "True", "'1'"]
+
+
+@pytest.mark.parametrize(("name", "near"), [("scroe", "score"), ("example.nset", "example.nest")])
+def test_a_model_that_is_not_there_names_the_nearest(name: str, near: str, server: Running) -> None:
+    found = httpx.get(f"{server.url}/v2/models/{name}")
+    assert found.status_code == 404
+    assert f"(did you mean '{near}'?)" in found.json()["error"]
 
 
 def test_the_server_and_its_models_are_found(client: triton.InferenceServerClient) -> None:

@@ -1,0 +1,255 @@
+"""What callers give `build`, `plan` and `program`: it works as in jax.jit, or an error says what to give."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from prejit.compiler import Manifest, Program, build, plan, program
+from prejit.runtime import Bundle, FallbackWarning, jit, load
+from prejit.runtime.errors import BuildError, ManifestError, UsageError
+
+X = np.arange(4, dtype=np.float32)
+
+Renamed = namedtuple("Renamed", ["class", "kept", "def"], rename=True)  # type: ignore[misc]
+
+
+def double(x: Any) -> Any:
+    return x * 2
+
+
+def scaled(by: Any, x: Any) -> Any:
+    return x if by["factor"] is None else x * by["factor"]
+
+
+def renamed(pair: Any) -> Any:
+    return Renamed(pair[0] + 1, {"a": pair.kept}, pair[2])
+
+
+def told_apart(x: Any, k: Any) -> Any:
+    factors = {int: 5, bool: 10, str: 7}
+    return x * (factors[type(k)] + len(str(k)))
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    """Where a build of one test goes."""
+    return {"output": tmp_path / "out", "cache": tmp_path / "cache", "workers": 2, "quiet": True}
+
+
+@pytest.fixture(scope="module")
+def doubling(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
+    output = tmp_path_factory.mktemp("doubling")
+    built = build(program(double, X), output, cache=build_cache, workers=1, quiet=True)
+    return load(built.path, on_mismatch="error")
+
+
+@pytest.mark.parametrize("given", [double, jax.jit(double), 3, None])
+def test_a_function_without_examples_says_how_to_give_them(
+    given: Any, options: dict[str, Any]
+) -> None:
+    for step in (build, plan):
+        with pytest.raises(UsageError, match="expected a manifest or programs, found") as caught:
+            step(given, **(options if step is build else {}))
+        name = "double" if callable(given) else "function"
+        assert f"build(program({name}, " in str(caught.value.hint)
+
+
+def test_one_target_and_one_program_are_as_good_as_lists(options: dict[str, Any]) -> None:
+    one = program(double, X)
+    manifest = Manifest("m", targets="cpu-host", programs=one)
+    assert (manifest.programs, [each.name for each in manifest.targets]) == ((one,), ["cpu-host"])
+    for given in (one, manifest):
+        [planned] = plan(given, targets="cpu-host", cache=options["cache"])
+        assert planned.spec.name == "double"
+    assert build(one, targets="cpu-host", **options).programs[0].target == "cpu-host"
+
+
+@pytest.mark.parametrize(
+    "given", [{"factor": None}, {"factor": np.float32(3)}], ids=["None", "array"]
+)
+def test_none_among_the_arguments_is_a_pytree_without_leaves(
+    given: Any, options: dict[str, Any]
+) -> None:
+    loaded = load(build(program(scaled, given, X), **options).path, on_mismatch="error")
+    np.testing.assert_array_equal(loaded.call("scaled", given, X), scaled(given, X))
+    np.testing.assert_array_equal(
+        jit(scaled, bundle=loaded, on_miss="error")(given, X), scaled(given, X)
+    )
+
+
+def test_none_may_be_a_whole_argument(options: dict[str, Any]) -> None:
+    loaded = load(build(Program("f", fn=lambda a, x: x, args=[None, X]), **options).path)
+    np.testing.assert_array_equal(loaded.call("f", None, X), X)
+
+
+def test_a_namedtuple_with_renamed_fields_is_one_like_others(options: dict[str, Any]) -> None:
+    given = Renamed(X, X + 1, X + 2)
+    path = build(program(renamed, given), **options).path
+    found = load(path, on_mismatch="error").call("renamed", given)
+    assert found._fields == ("_0", "kept", "_2")
+    np.testing.assert_array_equal(found[0], X + 1)
+    np.testing.assert_array_equal(found.kept["a"], X + 1)
+    assert type(load(path, types=[Renamed]).call("renamed", given)) is Renamed
+    assert type(jit(renamed, bundle=path, on_miss="error")(given)) is Renamed
+
+
+@pytest.mark.parametrize("values", [[1, True, 0], ["1", 1, True, "True"], [-1, 0, 1], ["a b", "0"]])
+def test_static_values_that_are_equal_or_written_alike_are_told_apart(
+    values: list[Any], options: dict[str, Any]
+) -> None:
+    one = Program("told_apart", fn=told_apart, args=[X], static={"k": values})
+    loaded = load(build(one, **options).path, on_mismatch="error")
+    function = jit(told_apart, bundle=loaded, on_miss="error", static_argnames="k")
+    for value in (*values, *values):
+        expected = told_apart(X, value)
+        for x in (X, jnp.asarray(X)):
+            np.testing.assert_array_equal(loaded.call("told_apart", x, k=value), expected)
+            np.testing.assert_array_equal(function(x, k=value), expected)
+
+
+def test_a_size_that_xla_does_not_index_is_refused_before_anything_compiles(
+    options: dict[str, Any],
+) -> None:
+    for one in (
+        program(double, jax.ShapeDtypeStruct((2**31,), np.int8)),
+        Program("f", fn=lambda x: jnp.zeros(2**31, jnp.int8) + x, args=["int8[]"]),
+    ):
+        with pytest.raises(
+            BuildError, match=r"sizes of at most 2,147,483,647, found int8"
+        ) as caught:
+            build(one, **options)
+        assert caught.value.hint
+    assert not options["output"].exists()
+
+
+def test_a_ref_is_refused_where_no_bundle_can_change_it(
+    doubling: Bundle, options: dict[str, Any]
+) -> None:
+    ref = jax.new_ref(jnp.asarray(X))
+
+    def adding(x: Any) -> Any:
+        ref[...] += x
+        return x
+
+    def reading(x: Any) -> Any:
+        return x[...] * 2
+
+    with pytest.raises(ManifestError, match=r"args\[0\]: expected an array, found a Ref") as caught:
+        build(program(double, ref), **options)
+    assert "return it anew" in str(caught.value.hint)
+    with pytest.raises(BuildError, match="found a Ref that it changes"):
+        build(program(adding, X), **options)
+    with pytest.raises(UsageError, match="found Ref") as unread:
+        doubling.call("double", ref)
+    assert "ref[...]" in str(unread.value.hint)
+    function = jit(reading, bundle=doubling, name="double")
+    with pytest.warns(FallbackWarning, match="expected an array, found a Ref"):
+        np.testing.assert_array_equal(function(ref), X * 2)
+
+
+@pytest.mark.parametrize("way", ["call", "call_async", "call_on_device", "bind", "jit"])
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_deleted_array_is_named(way: str, is_warm: bool, doubling: Bundle) -> None:
+    gone = jnp.asarray(X)
+    gone.delete()
+    function = jit(double, bundle=doubling, on_miss="error")
+    methods: dict[str, Any] = {"jit": lambda name, x: function(x)}
+    call = methods.get(way) or getattr(doubling, way)
+    if is_warm:
+        for _ in range(2):
+            call("double", jnp.asarray(X)) if way != "bind" else None
+    expected = RuntimeError if way == "jit" else UsageError
+    with pytest.raises(expected, match="deleted") as caught:
+        call("double", gone)
+    text = "".join(traceback.format_exception(caught.value))
+    assert re.search(r"\b(0|x)\b.* was deleted or donated", text)
+    assert "pass on what that call returned, or a copy" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "step"),
+    [
+        ({}, 'sizes; or add a bucket to the manifest, or set open_sizes = ["batch"]'),
+        ({"pad": ["batch"]}, "sizes or less; or add a bucket"),
+        ({"open_sizes": ["batch"]}, 'sizes; or load the bundle with on_mismatch="jit"'),
+    ],
+)
+def test_a_batch_that_no_bucket_has_names_the_buckets_and_how_to_open_them(
+    changes: dict[str, Any], step: str, options: dict[str, Any]
+) -> None:
+    args, buckets = ["float32[{batch}, 4]"], {"batch": [2, 8]}
+    one = Program("double", fn=double, args=args, buckets=buckets, **changes)
+    loaded = load(build(one, **options).path, on_mismatch="error")
+    with pytest.raises(UsageError) as caught:
+        loaded.call("double", np.ones((100, 4), np.float32))
+    assert f"the buckets have batch 2, 8: pass arrays of these {step}" in str(caught.value.hint)
+    for other in (np.ones((2, 4), np.int32), np.ones(2, np.float32)):
+        with pytest.raises(UsageError) as caught:
+            loaded.call("double", other)
+        assert "shapes and dtypes" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("way", ["call", "call_async", "call_on_device", "bind", "jit"])
+def test_a_program_that_is_not_there_names_the_nearest(way: str, doubling: Bundle) -> None:
+    function = jit(double, bundle=doubling, name="duoble", on_miss="error")
+    call = {"jit": lambda name, x: function(x)}.get(way) or getattr(doubling, way)
+    with pytest.raises(UsageError, match=r"no program 'duoble' \(did you mean 'double'\?\)"):
+        call("duoble", X)
+
+
+class Dropping(nnx.Module):
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(4, 3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs, deterministic=True)
+
+    def __call__(self, x: Any) -> Any:
+        return self.dropout(self.linear(x))
+
+
+def test_params_of_nnx_are_its_state_without_random_state(options: dict[str, Any]) -> None:
+    module = Dropping()
+    state = nnx.state(module, nnx.Not(nnx.RngState))
+    built = build(Program("m", fn=module, args=[X], params=state), **options)
+    np.testing.assert_allclose(load(built.path).call("m", X), module(X), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        (lambda: nnx.state(Dropping()), "dropout.rngs.key: expected an array, found a random key"),
+        (
+            lambda: {
+                "linear": {"kernel": np.ones((4, 3), np.float32), "bias": np.ones(3, np.float32)},
+                "dropout": {"rngs": {"count": np.uint32(0)}},
+            },
+            "dropout.rngs.count is in params alone",
+        ),
+    ],
+)
+def test_random_state_among_params_says_how_to_leave_it_out(
+    params: Any, problem: str, options: dict[str, Any]
+) -> None:
+    one = Program("m", fn=Dropping(), args=[X], params=params())
+    with pytest.raises(ManifestError, match=problem) as caught:
+        build(one, **options)
+    assert "nnx.Not(nnx.RngState)" in str(caught.value.hint)
+
+
+def test_names_that_differ_are_those_of_a_side(options: dict[str, Any]) -> None:
+    given = {"linear": {"kernel": np.ones((4, 3), np.float32), "scale": np.ones(3, np.float32)}}
+    one = Program("m", fn=Dropping(), args=[X], params=given)
+    with pytest.raises(
+        ManifestError, match=r"linear\.bias is in it alone; linear\.scale is in params alone"
+    ):
+        build(one, **options)
