@@ -132,19 +132,21 @@ def _described(
 
 
 class _Names:
-    """The names by which what a call uses can be imported: those of its modules, and of modules that call it."""
+    """The names by which what a call uses can be imported: those of the program's modules and of the callers'."""
 
     def __init__(self, frame: Any) -> None:
         self._modules: dict[str, Mapping[str, Any]] = {}
-        self._guarded = frozenset[str]()
         while frame is not None:
-            name = frame.f_globals.get("__name__")
+            name = str(frame.f_globals.get("__name__"))
             if name in sys.modules and sys.modules[name].__dict__ is frame.f_globals:
                 self._modules[name] = frame.f_globals
             frame = frame.f_back
-        if "__main__" in sys.modules:
-            self._modules["__main__"] = vars(sys.modules["__main__"])
-            self._guarded = _guarded(getattr(sys.modules["__main__"], "__file__", None))
+        library = os.path.join(os.path.dirname(os.__file__), "")
+        for name, module in [*sys.modules.items()]:
+            file = getattr(module, "__file__", None) or library
+            if name == "__main__" or not (file.startswith(library) or "site-packages" in file):
+                self._modules.setdefault(name, vars(module))
+        self._guarded = _guarded(getattr(sys.modules["__main__"], "__file__", None))
 
     def of_function(self, function: Any) -> str | None:
         """Return the name of a function, or of what jax.jit made of it; None: it was not found."""
@@ -262,13 +264,23 @@ def _tree(value: Any, what: str, names: _Names) -> dict[str, Any]:
         return {"kind": "number", "of": kind.__name__}
     if hasattr(value, "shape") and hasattr(value, "dtype") and jax.tree.leaves(value)[0] is value:
         return _array(value, what)
+    try:
+        return _container(value, what, names)
+    except _UnknownError:
+        return {"kind": "object", "of": names.of_object(value, what)}
+
+
+def _container(value: Any, what: str, names: _Names) -> dict[str, Any]:
+    """Return an argument that holds others, or raise _UnknownError."""
+    import jax
+
     parts, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
     items = [
         [_key(path[0]), _tree(part, f"{what}{jax.tree_util.keystr(path[:1])}", names)]
         for path, part in parts
         if path
     ]
-    keys = [key for key, _ in items]
+    kind, keys = type(value), {key for key, _ in items}
     if kind in (list, tuple):
         return {"kind": kind.__name__, "items": items}
     if isinstance(value, Mapping) and all(type(key) in (str, int) for key in keys):
@@ -280,12 +292,11 @@ def _tree(value: Any, what: str, names: _Names) -> dict[str, Any]:
         return {"kind": "new", "of": names.of_object(kind, what), "items": items, "constants": []}
     if dataclasses.is_dataclass(value):
         fields = {each.name: each.init for each in dataclasses.fields(value)}
-        left = {name: _literal(getattr(value, name)) for name in fields if name not in keys}
-        if fields.keys() >= {*keys} and all(fields.values()) and all(left.values()):
-            constants = [*left.items()]
-            of = names.of_object(kind, what)
+        left = {name: _literal(getattr(value, name)) for name in fields.keys() - keys}
+        if fields.keys() >= keys and all(fields.values()) and all(left.values()):
+            constants, of = sorted(left.items()), names.of_object(kind, what)
             return {"kind": "new", "of": of, "items": items, "constants": constants}
-    return {"kind": "object", "of": names.of_object(value, what)}
+    raise _UnknownError(f"{what} is of a class that only code can make")
 
 
 def _key(key: Any) -> Any:
