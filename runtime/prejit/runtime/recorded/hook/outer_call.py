@@ -53,7 +53,9 @@ def outer_call() -> dict[str, Any] | None:
         return None
     call: dict[str, Any] = {"name": None, "home": None, "trouble": ""}
     try:
-        call |= _described(function, info, args, kwargs, _Names(frame))
+        names = _Names(frame)
+        call["name"] = names.of_function(function)
+        call |= _described(function, call["name"], info, args, kwargs, names)
     except _UnknownError as error:
         call["trouble"] = str(error)
     except Exception as error:  # of a class of the user, which must not end the watch
@@ -79,8 +81,10 @@ def _of_flax(frame: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any, An
 
 
 def _described(
-    function: Any, info: Any, args: Any, kwargs: Any, names: _Names
+    function: Any, name: str | None, info: Any, args: Any, kwargs: Any, names: _Names
 ) -> dict[str, Any]:
+    if name is None:
+        raise _UnknownError("no name was found by which its function can be imported")
     try:
         signature = inspect.signature(function)
         bound = signature.bind(*args, **kwargs)
@@ -94,7 +98,6 @@ def _described(
 
     is_static = named(info.static_argnums, info.static_argnames)
     donated = named(info.donate_argnums, info.donate_argnames)
-    name = names.of_function(function)
     arguments: list[tuple[str, Any]] = []
     static, fixed = dict[str, Any](), dict[str, str]()
     places = set[str]()
@@ -102,7 +105,7 @@ def _described(
         kind = kinds[key]
         if key in is_static and type(value) in (str, int, bool):
             static[key] = value
-        elif key in is_static and key == order[0] and name is not None and "." in name:
+        elif key in is_static and key == order[0] and "." in name.partition(":")[2]:
             # A method whose object is static: the method of the same object has the rest.
             name = f"{names.of_object(value, key)}.{name.rpartition('.')[2]}"
         elif key in is_static:
@@ -118,8 +121,6 @@ def _described(
                 places.add(key)
     if places and {key for key, _ in arguments} & {*bound.kwargs}:
         raise _UnknownError("it takes some arrays by position only and others by name only")
-    if name is None:
-        raise _UnknownError("no name was found by which its function can be imported")
     return {
         "name": name,
         "home": names.home(name),
