@@ -64,7 +64,7 @@ def outer_call() -> dict[str, Any] | None:
 
 
 def _is_call(frame: Any) -> bool:
-    return frame.f_code.co_name == CALL_FRAME and {*CALL_LOCALS} <= frame.f_locals.keys()
+    return frame.f_code.co_name == CALL_FRAME and {*CALL_LOCALS} <= {*frame.f_locals}
 
 
 def _of_flax(frame: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
@@ -74,7 +74,7 @@ def _of_flax(frame: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any, An
         return function, args, kwargs
     while (frame := frame.f_back) is not None:
         found = frame.f_locals
-        if {"self", "args", "kwargs"} <= found.keys():
+        if {"self", "args", "kwargs"} <= {*found}:
             if getattr(found["self"], "__wrapped__", None) is given:
                 return given, found["args"], found["kwargs"]
     return function, args, kwargs
