@@ -1,4 +1,4 @@
-"""The manifest of a recording builds as it is, and its programs answer as jax.jit does, whatever the code's shape."""
+"""The manifest of a recording builds as it is, and its programs answer as jax.jit does."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ BUCKETS = {
 
 @pytest.fixture(scope="module")
 def recorded(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The manifest of a recorded script, which imports a module. Its bundle and the recording are beside it."""
+    """The manifest of a recorded script. Its bundle and the recording are beside it."""
     here = tmp_path_factory.mktemp("recorded")
     script, manifest = here / "recorded_script.py", here / "recorded_script.toml"
     (here / "recorded_module.py").write_text(IMPORTED)
@@ -263,10 +263,9 @@ def test_a_recorded_call_has_a_program_that_answers_as_jax(
         given.update(given.pop("kwargs", {}))
         if shape == "literal":  # they are in the program
             del given["epsilon"], given["shape"]
-        if shape == "linen":  # *args
-            found = bundle.call(program, *args)
-        else:
-            found = bundle.call(program, **given)
+        if shape != "linen":  # *args
+            args, kwargs = (), given
+        found = bundle.call(program, *args, **kwargs)
         pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
         for one, other in pairs:
             assert one.dtype == other.dtype

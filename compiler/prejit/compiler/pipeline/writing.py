@@ -53,7 +53,7 @@ def check_place(name: str, output: Path) -> None:
         raise UsageError(
             f"{path}: expected no bundle but an older {name!r} of `prejit build`, found {found}; nothing was "
             "changed",
-            hint="build into another directory (-o DIR), give the bundle another name, or move away what is there",
+            hint="build into another directory (-o DIR), give the bundle another name, or move this away",
         )
 
 
@@ -65,7 +65,9 @@ def _found_at(path: Path, name: str) -> str:
             try:
                 root = read_root(layout)
             except RejectError:
-                return "" if is_ours(content) or not _is_index(content) else "what another tool wrote"
+                return (
+                    "" if is_ours(content) or not _is_index(content) else "what another tool wrote"
+                )
             there = root.bundle.annotations[BUNDLE_NAME]
             targets = match(root, Fingerprint.current())
             layers = [at.mediaType for each in targets for at in read_manifest(layout, each).layers]

@@ -19,8 +19,8 @@ from prejit.compiler.recording.sections import Section, sections_of, shapes_in
 from prejit.runtime.recorded.events import JaxRequest
 
 _HEAD = """\
-# The functions and shapes that `prejit record` saw. `prejit build` imports the functions' modules, beside this
-# file or installed: what a script shall not do then belongs behind `if __name__ == "__main__":`.
+# The functions and shapes that `prejit record` saw. `prejit build` imports their modules, beside this file or
+# installed: what a script shall not do then belongs behind `if __name__ == "__main__":`.
 [bundle]
 name = "{name}-functions"
 """
@@ -115,7 +115,9 @@ class _Writer:
         call = section.call
         plain = re.sub(r"[^A-Za-z0-9._-]", "-", call["name"].rpartition(":")[2].rpartition(".")[2])
         plain = plain.lstrip("._-") or "f"
-        count = sum(re.fullmatch(rf"{re.escape(plain)}(-\d+)?", each) is not None for each in self.labels)
+        count = sum(
+            re.fullmatch(rf"{re.escape(plain)}(-\d+)?", each) is not None for each in self.labels
+        )
         label = f"{plain}-{count + 1}" if count else plain
         self.labels.append(label)
         identifier = re.sub(r"\W", "_", label)
@@ -140,7 +142,9 @@ class _Writer:
         if section.buckets:
             lines.append(f"buckets = {_inline((n, [*v]) for n, v in section.buckets.items())}")
         if section.static:
-            lines.append(f"static = {_inline((n, json.dumps(v)) for n, v in section.static.items())}")
+            lines.append(
+                f"static = {_inline((n, json.dumps(v)) for n, v in section.static.items())}"
+            )
         if donated := call["donated"]:
             names = [name for name, _ in section.arguments]
             found = [names.index(each) for each in donated] if call["by_place"] else donated

@@ -1,4 +1,4 @@
-"""The [[program]] sections of recorded calls: calls that differ in sizes or static arguments are one section."""
+"""The [[program]] sections of recorded calls: calls that differ in sizes or static values are one."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def sections_of(calls: Iterable[Mapping[str, Any]]) -> list[Section]:
         form = {**call, "arguments": _mapped(call["arguments"], _rank), "static": [*call["static"]]}
         columns = (*_sizes(call), *call["static"].values())
         alike.setdefault(json.dumps(form), {}).setdefault(columns, call)
-    return [
-        _section(rows) for found in alike.values() for rows in _split(list(found.items()))
-    ]
+    return [_section(rows) for found in alike.values() for rows in _split(list(found.items()))]
 
 
 def _split(rows: _Rows) -> list[_Rows]:

@@ -164,7 +164,7 @@ def rotate(
 def _check_publisher(file: ChannelFile, name: str, keys: Sequence[PrivateKey]) -> None:
     """Check that servers which follow a channel accept what these keys sign under a name.
 
-    Keys of version 0 are in the policies of the servers. Here the signature of the last release stands for them.
+    Keys of version 0 are in the policies of the servers. Here those of the last release stand for them.
 
     Raises:
         UsageError: they would not.

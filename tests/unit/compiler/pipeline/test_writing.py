@@ -57,7 +57,9 @@ def test_what_a_build_did_not_write_under_this_name_stays(
     manifest = Manifest(
         name, programs=[Program("p", fn=abs, args=["float32[3]"])], targets=["cpu-host"]
     )
-    with pytest.raises(UsageError, match=f"{name}: expected no bundle but .*found {found}") as raised:
+    with pytest.raises(
+        UsageError, match=f"{name}: expected no bundle but .*found {found}"
+    ) as raised:
         build(manifest, tmp_path, cache=tmp_path.with_name("cache"), quiet=True)
     assert raised.value.hint is not None
     assert "-o DIR" in raised.value.hint

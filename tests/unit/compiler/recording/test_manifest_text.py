@@ -91,7 +91,10 @@ def test_static_values_are_combined_as_sizes_are() -> None:
 
 def test_other_dtypes_ranks_and_donations_are_sections_of_their_own() -> None:
     found = programs(
-        call("float32[8]"), call("int32[8]"), call("float32[8,1]"), call("float32[8]", donated=["x"])
+        call("float32[8]"),
+        call("int32[8]"),
+        call("float32[8,1]"),
+        call("float32[8]", donated=["x"]),
     )
     assert [each["name"] for each in found] == ["score", "score-2", "score-3", "score-4"]
     assert found[3]["donate"] == ["x"]
@@ -104,8 +107,12 @@ def test_a_variable_has_no_name_of_an_argument() -> None:
 
 
 def test_long_arguments_are_tables() -> None:
-    layers = [[f"layer {n}", {"kind": "dict", "items": [["k", array("float32[4,4]")]]}] for n in range(9)]
-    given = call(arguments=[["params", {"kind": "dict", "items": layers}], ["x", array("float32[4]")]])
+    layers = [
+        [f"layer {n}", {"kind": "dict", "items": [["k", array("float32[4,4]")]]}] for n in range(9)
+    ]
+    given = call(
+        arguments=[["params", {"kind": "dict", "items": layers}], ["x", array("float32[4]")]]
+    )
     text = made(given).text
     assert max(map(len, text.splitlines())) < 120
     [found] = tomllib.loads(text)["program"]
@@ -121,7 +128,7 @@ def test_what_toml_cannot_write_is_made_by_python() -> None:
     assert program["args"] == "my_serve_1_examples:score_args"
     assert examples_path(PATH) == Path("my_serve_1_examples.py")
     namespace: dict[str, Any] = {}
-    exec(found.examples, namespace)  # noqa: S102 (our own code)
+    exec(found.examples, namespace)
     example = namespace["score_args"](batch=3)
     assert example["pair"][0].shape == (3,)
     assert example["pair"][1] is None

@@ -1,7 +1,7 @@
 """The call that made jax compile: where its function can be imported, and the shapes of its arguments.
 
-jax calls its listeners inside the call of the jitted function, so the arguments are in a frame above. The values
-stay here: only shapes, dtypes, classes and static arguments are written.
+jax calls its listeners inside the call of the jitted function, so the arguments are in a frame above. Values stay
+here: only shapes, dtypes, classes and static arguments are written.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def outer_call() -> dict[str, Any] | None:
          "arguments": [["x", tree], ...],    in the order of the call
          "by_place": false,                  whether the function takes them by position only
          "static": {"mode": "fast"},         texts, integers and booleans
-         "fixed": {"config": "serve:CONFIG"},  other static arguments: what is imported, or a literal: "=1e-06"
+         "fixed": {"limit": "=1e-06"},       other static arguments: "=" and a literal, or a name to import
          "donated": ["state"],
          "trouble": "..."}                   why no manifest can name it; empty: one can
 
-    A tree is {"kind": ..., "of": ..., "items": [[key, tree], ...]}. Kinds with items are list, tuple, dict, and
-    mapping and new, "of" the class to import; new may have "constants": [[field, literal], ...]. The others are
-    none, array and weak "of" a shape such as "float32[8,128]", number "of" a class of Python, and object "of" the
-    name to import.
+    A tree is {"kind": ..., "of": ..., "items": [[key, tree], ...]}. Kinds with items are list, tuple, dict,
+    and mapping and new, "of" the class to import; new has "constants" too: [[field, literal], ...]. The others
+    are none, array and weak "of" a shape such as "float32[8,128]", number "of" a class of Python, and object
+    "of" the name to import.
     """
     frame: Any = sys._getframe(1)
     while frame is not None and not _is_call(frame):
@@ -74,9 +74,9 @@ def _of_flax(frame: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any, An
         return function, args, kwargs
     while (frame := frame.f_back) is not None:
         found = frame.f_locals
-        if {"self", "args", "kwargs"} <= {*found}:
-            if getattr(found["self"], "__wrapped__", None) is given:
-                return given, found["args"], found["kwargs"]
+        of_flax = {"self", "args", "kwargs"} <= {*found}
+        if of_flax and getattr(found["self"], "__wrapped__", None) is given:
+            return given, found["args"], found["kwargs"]
     return function, args, kwargs
 
 
@@ -133,7 +133,7 @@ def _described(
 
 
 class _Names:
-    """The names by which what a call uses can be imported: those of the program's modules and of the callers'."""
+    """The names by which what a call uses can be imported, from modules of the program and of its callers."""
 
     def __init__(self, frame: Any) -> None:
         self._modules: dict[str, Mapping[str, Any]] = {}
@@ -177,7 +177,7 @@ class _Names:
         )
 
     def _candidates(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """Yield objects that can be imported, with their names: where a value says that it is, then others."""
+        """Yield objects that can be imported, with their names; first the one where a value says that it is."""
         module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
         if isinstance(module, str) and isinstance(path, str) and module in sys.modules:
             found: Any = sys.modules[module]
