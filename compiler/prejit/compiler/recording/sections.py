@@ -132,7 +132,7 @@ def _rank(shape: str) -> str:
     return f"{dtype}[{len(extents)}]"
 
 
-def _mapped(items: Items, change: Callable[[str], str]) -> list[tuple[Any, dict[str, Any]]]:
+def _mapped(items: Items, change: Callable[[str], str]) -> list[tuple[Any, Mapping[str, Any]]]:
     """Return named trees with other shapes."""
     changed = []
     for key, tree in items:

@@ -1,7 +1,7 @@
 """The call that made jax compile: where its function can be imported, and the shapes of its arguments.
 
-jax calls its listeners inside the call of the jitted function, so the arguments are in a frame above. Values stay
-here: only shapes, dtypes, classes and static arguments are written.
+jax calls its listeners inside the call of the jitted function, so a frame above has the arguments. Values
+stay here: only shapes, dtypes, classes and static arguments are written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def outer_call() -> dict[str, Any] | None:
          "trouble": "..."}                   why no manifest can name it; empty: one can
 
     A tree is {"kind": ..., "of": ..., "items": [[key, tree], ...]}. Kinds with items are list, tuple, dict,
-    and mapping and new, "of" the class to import; new has "constants" too: [[field, literal], ...]. The others
+    and mapping and new, "of" the class to import; new has "constants": [[field, literal], ...]. The others
     are none, array and weak "of" a shape such as "float32[8,128]", number "of" a class of Python, and object
     "of" the name to import.
     """
@@ -177,7 +177,7 @@ class _Names:
         )
 
     def _candidates(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """Yield objects that can be imported, with their names; first the one where a value says that it is."""
+        """Yield objects that can be imported, with their names: first where a value says that it is."""
         module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
         if isinstance(module, str) and isinstance(path, str) and module in sys.modules:
             found: Any = sys.modules[module]
@@ -205,7 +205,7 @@ class _Names:
         if file is None or "site-packages" in file:
             return None
         depth = module.count(".") + (os.path.basename(file) == "__init__.py")
-        directory = os.path.dirname(os.path.abspath(file))
+        directory = os.path.dirname(os.path.abspath(str(file)))
         for _ in range(depth):
             directory = os.path.dirname(directory)
         return directory
@@ -236,13 +236,9 @@ def _guarded(file: str | None) -> frozenset[str]:
         if isinstance(each, ast.If) and "'__name__'" in ast.dump(each.test)
         for node in ast.walk(each)
     ]
-    kept = {
-        getattr(node, "name", None) or node.id
-        for node in inside
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-    }
-    return frozenset(kept)
+    made = [each.name for each in inside if isinstance(each, ast.FunctionDef | ast.ClassDef)]
+    names = [each for each in inside if isinstance(each, ast.Name)]
+    return frozenset([*made, *(each.id for each in names if isinstance(each.ctx, ast.Store))])
 
 
 def _literal(value: Any) -> str:
@@ -309,9 +305,10 @@ def _key(key: Any) -> Any:
 
 def _array(value: Any, what: str) -> dict[str, Any]:
     import jax
+    import jax.numpy as jnp
 
     sizes = ",".join(map(str, value.shape))
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         if value.dtype != jax.eval_shape(lambda: jax.random.key(0)).dtype:
             raise _UnknownError(f"{what} holds random keys of another kind than jax's default")
         return {"kind": "array", "of": f"key[{sizes}]"}
