@@ -41,7 +41,7 @@ def sections_of(calls: Iterable[Mapping[str, Any]]) -> list[Section]:
     alike = dict[str, dict[tuple[Any, ...], Mapping[str, Any]]]()
     for call in calls:
         form = {**call, "arguments": _mapped(call["arguments"], _rank), "static": [*call["static"]]}
-        columns = (*_sizes(call), *call["static"].values())
+        columns = (*_sizes(call), *map(json.dumps, call["static"].values()))  # 1 is no True
         alike.setdefault(json.dumps(form), {}).setdefault(columns, call)
     return [_section(rows) for found in alike.values() for rows in _split(list(found.items()))]
 
@@ -49,16 +49,17 @@ def sections_of(calls: Iterable[Mapping[str, Any]]) -> list[Section]:
 def _split(rows: _Rows) -> list[_Rows]:
     """Return the calls in groups, each of which one section can build.
 
-    A section builds every combination of its variables. Two variables that always change together may belong
-    together, as n and n + 1 do, so their values are not combined.
+    A section builds every combination of its variables. Where one variable decides another, as n decides n + 1,
+    their values are not combined.
     """
     varying = _varying(rows)
     for place, first in enumerate(varying):
         for second in varying[place + 1 :]:
+            ones, others = ([*dict.fromkeys(row[at] for row, _ in rows)] for at in (first, second))
             pairs = {(row[first], row[second]) for row, _ in rows}
-            if len({one for one, _ in pairs}) == len({other for _, other in pairs}) == len(pairs):
-                values = dict.fromkeys(row[first] for row, _ in rows)
-                groups = [[each for each in rows if each[0][first] == value] for value in values]
+            if len(pairs) == max(len(ones), len(others)):
+                at, values = (first, ones) if len(ones) <= len(others) else (second, others)
+                groups = [[each for each in rows if each[0][at] == value] for value in values]
                 return [part for group in groups for part in _split(group)]
     return [rows]
 
@@ -69,7 +70,7 @@ def _varying(rows: _Rows) -> list[int]:
     first = dict[tuple[Any, ...], int]()
     for place, column in enumerate(columns):
         if len({*column}) > 1:
-            first.setdefault((*map(repr, column),), place)
+            first.setdefault(column, place)
     return [*first.values()]
 
 
@@ -99,7 +100,7 @@ def _section(rows: _Rows) -> Section:
     arguments = _mapped(call["arguments"], shape)
     buckets = {name: tuple(sorted({*column})) for column, name in names.items()}
     static = {
-        name: tuple(dict.fromkeys(column))
+        name: tuple(map(json.loads, dict.fromkeys(column)))
         for name, column in zip(call["static"], numbered, strict=True)
     }
     return Section(call, arguments, buckets, static)

@@ -78,6 +78,14 @@ def test_sizes_that_always_change_together_are_not_combined() -> None:
     ]
 
 
+def test_a_size_that_another_decides_is_not_combined_with_it() -> None:
+    found = buckets(*(call(f"float32[{n}]", f"float32[{n // 3}]") for n in (4, 5, 6)))
+    assert found == [
+        ({"x": "float32[{batch}]", "y": "float32[1]"}, {"batch": [4, 5]}),
+        ({"x": "float32[6]", "y": "float32[2]"}, {}),
+    ]
+
+
 def test_static_values_are_combined_as_sizes_are() -> None:
     calls = [
         call(f"float32[{size}]", static={"mode": mode, "deep": True})
@@ -87,6 +95,8 @@ def test_static_values_are_combined_as_sizes_are() -> None:
     [found] = programs(*calls)
     assert found["buckets"] == {"batch": [1, 2]}
     assert found["static"] == {"mode": ["fast", "exact"], "deep": [True]}
+    both = programs(call("float32[1]", static={"n": 1}), call("float32[1]", static={"n": True}))
+    assert [each["static"] for each in both] == [{"n": [1, True]}]
 
 
 def test_other_dtypes_ranks_and_donations_are_sections_of_their_own() -> None:
