@@ -49,8 +49,8 @@ def sections_of(calls: Iterable[Mapping[str, Any]]) -> list[Section]:
 def _split(rows: _Rows) -> list[_Rows]:
     """Return the calls in groups, each of which one section can build.
 
-    A section builds every combination of its variables. Where one variable decides another, as n decides n + 1,
-    their values are not combined.
+    A section builds every combination of its variables. Where one decides another, as n decides n + 1, their
+    values are not combined.
     """
     varying = _varying(rows)
     for place, first in enumerate(varying):
