@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.manifest.shape_string import KEY, split_shape
-from prejit.compiler.recording.sections import Section, sections_of, shapes_in
+from prejit.compiler.recording.program_sections import ProgramSection, sections_of, shapes_in
 from prejit.runtime.recorded.events import JaxRequest
 
 _HEAD = """\
@@ -110,7 +110,7 @@ class _Writer:
         self._code: list[str] = []
         self.labels: list[str] = []
 
-    def section(self, section: Section) -> str:
+    def section(self, section: ProgramSection) -> str:
         """Return a section as TOML."""
         call = section.call
         plain = re.sub(r"[^A-Za-z0-9._-]", "-", call["name"].rpartition(":")[2].rpartition(".")[2])
@@ -167,7 +167,7 @@ class _Writer:
         function = self._imported(call["name"])
         self._code.append(f"\n{identifier} = functools.partial({function}, {fixed})\n")
 
-    def _example(self, identifier: str, section: Section) -> None:
+    def _example(self, identifier: str, section: ProgramSection) -> None:
         lines = [f"\n\ndef {identifier}({', '.join(section.buckets)}):\n"]
         if section.call["by_place"]:
             lines += ["    return [\n"]

@@ -20,7 +20,7 @@ Items = Iterable[tuple[Any, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Section:
+class ProgramSection:
     """A function with the sizes and static values that it was called with.
 
     Attributes:
@@ -36,7 +36,7 @@ class Section:
     static: Mapping[str, tuple[Any, ...]]
 
 
-def sections_of(calls: Iterable[Mapping[str, Any]]) -> list[Section]:
+def sections_of(calls: Iterable[Mapping[str, Any]]) -> list[ProgramSection]:
     """Return the sections of calls, in their order."""
     alike = dict[str, dict[tuple[Any, ...], Mapping[str, Any]]]()
     for call in calls:
@@ -74,7 +74,7 @@ def _varying(rows: _Rows) -> list[int]:
     return [*first.values()]
 
 
-def _section(rows: _Rows) -> Section:
+def _section(rows: _Rows) -> ProgramSection:
     call = rows[0][1]
     columns = list(zip(*(row for row, _ in rows), strict=True))
     taken = {name for name, _ in call["arguments"]} | {*call["static"], *call["fixed"]}
@@ -103,7 +103,7 @@ def _section(rows: _Rows) -> Section:
         name: tuple(map(json.loads, dict.fromkeys(column)))
         for name, column in zip(call["static"], numbered, strict=True)
     }
-    return Section(call, arguments, buckets, static)
+    return ProgramSection(call, arguments, buckets, static)
 
 
 def _sizes(call: Mapping[str, Any]) -> Iterator[int]:
