@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from tests.layouts import blob
 
-from prejit.compiler.manifest.reading import read_manifest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import read_root
@@ -69,7 +68,7 @@ def prejit_at(here: Path, tmp_path_factory: pytest.TempPathFactory) -> Prejit:
 @pytest.fixture(scope="module")
 def bundle(here: Path, prejit_at: Prejit) -> Path:
     done = prejit_at(
-        *("record", "-o", "serve", "--manifest", "serve.toml", "--json"),
+        *("record", "-o", "serve", "--json"),
         *("--", sys.executable, "serve.py"),
     )
     answer, _, described = done.stdout.partition("\n")
@@ -340,16 +339,6 @@ def test_a_server_is_recorded_until_a_signal_ends_it(
     assert "recorded" in printed
     for rows in ("2", "3"):
         prejit_at("run", tmp_path / "b", "--require-aot", "--", sys.executable, "serve.py", rows)
-
-
-def test_the_manifest_is_one_that_a_plan_accepts(
-    here: Path, bundle: Path, prejit_at: Prejit
-) -> None:
-    [program] = read_manifest(here / "serve.toml").programs
-    assert (program.name, program.fn) == ("score", "serve:score")
-    assert program.args == {"x": "float32[8,4]", "scale": "float32[]"}
-    planned = prejit_at("plan", "serve.toml", status=8, PREJIT_CACHE=str(here / "cache"))
-    assert "score" in planned.stdout
 
 
 def test_a_program_with_its_own_logging_is_not_disturbed(bundle: Path, prejit_at: Prejit) -> None:

@@ -15,6 +15,7 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
 from prejit.compiler.pipeline.built import Built, Failed
+from prejit.compiler.pipeline.checks import check_planned
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.reuse import PlannedExecutable, planned_executables
 from prejit.compiler.pipeline.run import build_all as run_all
@@ -50,8 +51,8 @@ def plan(
 ) -> tuple[PlannedExecutable, ...]:
     """Return what a build would do about each program and target, as `prejit plan` shows it.
 
-    A plan traces and compiles nothing. A function that changed is traced at build, which shows whether its
-    executable is cached.
+    A plan traces and compiles nothing. A function that changed is imported, and traced at build, which shows
+    whether its executable is cached.
 
     Args:
         manifest: as for `build`.
@@ -62,14 +63,16 @@ def plan(
         forms: a table of measured forms.
 
     Raises:
-        ManifestError: the manifest has mistakes.
-        BuildError: this machine cannot compile for a target.
-        CheckpointError, StoreError: a file cannot be read.
+        ManifestError: the manifest has mistakes, or names a function that does not exist.
+        BuildError: this machine cannot compile for a target, or code of the user raises.
+        CheckpointError: the model is one that prejit does not build, or its files are wrong.
+        StoreError: a file cannot be read.
         UsageError: a name in `targets` is no target of the manifest; or several programs, and no name.
     """
     checked, only = _checked(manifest, name, targets)
     with _open_store(cache, shared, Quiet()) as store:
         found = plan_build(checked, store, only=only, forms=forms)
+        check_planned(found)
         return planned_executables(found, store)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,12 +91,36 @@ def test_a_plan_says_what_only_a_build_can_find_out(
     printed = capsys.readouterr().out
     assert "p        traced at build\n" in printed
     assert "1 x  first build of this program\n" in printed
-    assert printed.endswith("1 programs: 0 cached, 0 to compile, 1 traced at build\n")
+    assert printed.endswith(
+        "1 programs: 0 cached, at most 1 to compile (1 traced at build, which shows whether a store has "
+        "them)\n"
+    )
     assert run([*command, "--json"]) == PLAN_HAS_CHANGES
     found = json.loads(capsys.readouterr().out)
     assert (found["to_compile"], found["traced_at_build"]) == (0, 1)
     [row] = found["programs"]
     assert (row["state"], row["cached"]) == ("traced at build", False)
+
+
+@pytest.mark.parametrize(
+    ("function", "found", "hint"),
+    [
+        ("deploy:clasify", "'deploy' has no 'clasify'", "did you mean 'classify'?"),
+        ("deplov:classify", "cannot import 'deplov'", "did you mean 'deploy'?"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "build"])
+def test_a_function_that_does_not_exist_is_named_with_the_nearest(
+    command: str, function: str, found: str, hint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.toml"
+    text = MANIFEST.replace('[[target]]\nname = "cpu-x86-64-v4"\n', "")
+    path.write_text(re.sub(r'function = ".*"', f'function = "{function}"', text))
+    (tmp_path / "deploy.py").write_text("def classify(x):\n    return x + 1\n")
+    options = [] if command == "plan" else ["-o", str(tmp_path / "out")]
+    with pytest.raises(ManifestError, match=re.escape(found)) as raised:
+        run([command, str(path), "--cache", str(tmp_path / "cache"), *options])
+    assert hint in str(raised.value.hint)
 
 
 def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

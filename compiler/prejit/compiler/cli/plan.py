@@ -21,8 +21,8 @@ PLAN_HAS_CHANGES = 8
 @click.command(
     epilog="Examples:\n\n\b\n  prejit plan manifests/demo.toml\n"
     "  prejit plan manifests/demo.toml --target cpu-x86-64-v3 --json\n\n"
-    "A plan compiles and traces nothing. A [[program]] that changed is traced at build, which shows whether "
-    "its executable is cached.\n\n"
+    "A plan compiles and traces nothing. It imports the function of a [[program]] that changed. Only tracing "
+    "at build shows whether a store has its executable; else it compiles.\n\n"
     f"Exit status: 0 everything is cached, {PLAN_HAS_CHANGES} something compiles or is traced at build."
 )
 @click.argument("manifest", type=PATH, metavar="MANIFEST", help="A TOML file.")
@@ -66,10 +66,12 @@ def plan(
         print_json({"programs": rows, **summary})
     else:
         _print_plan(executables)
-        traced = f", {counts[TRACED]} {TRACED}" if counts[TRACED] else ""
+        traced = counts[TRACED]
+        most = "at most " if traced else ""
+        rest = f" ({traced} {TRACED}, which shows whether a store has them)" if traced else ""
         click.echo(
             f"\n{len(executables)} programs: {counts[CACHED]} cached, "
-            f"{counts[COMPILE]} to compile{traced}"
+            f"{most}{counts[COMPILE] + traced} to compile{rest}"
         )
     return 0 if counts[CACHED] == len(executables) else PLAN_HAS_CHANGES
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from prejit.compiler.cli.options import FILE, PATH
 from prejit.runtime.cli.options import JSON
 from prejit.runtime.cli.output import print_json
+
+if TYPE_CHECKING:
+    from prejit.compiler.recording.recorder import Recording
 
 
 @click.command(
@@ -39,7 +43,8 @@ from prejit.runtime.cli.output import print_json
 @click.option(
     "--manifest",
     **FILE,
-    help="Write a manifest of the functions and shapes that the program called.",
+    help="Write a manifest of the functions and shapes that the program called, for `prejit build`. A Python "
+    "file beside it makes arguments that TOML cannot write.",
 )
 @JSON
 def record(
@@ -47,15 +52,15 @@ def record(
 ) -> int:
     """Run COMMAND and pack what jax compiles for it into a bundle."""
     from prejit.compiler.progress import tell
-    from prejit.compiler.recording.manifest_text import manifest_text
     from prejit.compiler.recording.recorder import default_name
     from prejit.compiler.recording.recorder import record as record_command
-    from prejit.runtime.cli.output import write_text
 
     output = Path("artifacts", default_name(command)) if output is None else output
+    if manifest is not None:
+        _refuse_existing(manifest)
     recording = record_command(command, output)
     if manifest is not None:
-        write_text(os.fspath(manifest), manifest_text(recording.name, recording.requests))
+        _write_manifest(manifest, recording)
     for line in recording.left_out:
         tell(f"left out {line}")
     tell(
@@ -66,3 +71,38 @@ def record(
         described = {**asdict(recording), "path": str(recording.path)}
         print_json({name: value for name, value in described.items() if name != "requests"})
     return recording.status
+
+
+def _refuse_existing(manifest: Path) -> None:
+    """Raise UsageError if a manifest of other people's work would be written over."""
+    from prejit.compiler.recording.manifest_text import examples_path
+    from prejit.runtime.errors import UsageError
+
+    for path in (manifest, examples_path(manifest)):
+        if path.exists():
+            raise UsageError(
+                f"--manifest: expected the name of a new file, found {path}; nothing was recorded",
+                hint="remove it, or name another file",
+            )
+
+
+def _write_manifest(path: Path, recording: Recording) -> None:
+    """Write the manifest of a recording, and the Python file beside it if it needs one."""
+    from prejit.compiler.progress import tell
+    from prejit.compiler.recording.manifest_text import examples_path, recorded_manifest
+    from prejit.runtime.cli.output import write_text
+
+    made = recorded_manifest(recording.name, recording.requests, path)
+    write_text(os.fspath(path), made.text)
+    if made.examples:
+        write_text(os.fspath(examples_path(path)), made.examples)
+    tell(f"wrote {path}: {made.programs} programs")
+    for line in made.left_out:
+        tell(f"{path}: left out {line}")
+    here = path.absolute().parent
+    for home in sorted(made.homes):
+        if not home.samefile(here):
+            tell(
+                f"{path}: its functions are in {home}, where a build does not look: move the manifest there, "
+                f"or build with PYTHONPATH={home}"
+            )

@@ -27,6 +27,7 @@ from prejit.compiler.pipeline.services import Services
 from prejit.compiler.pipeline.shards import Packing
 from prejit.compiler.pipeline.submitting import Submitting
 from prejit.compiler.pipeline.tracing import parameters_of, remember
+from prejit.compiler.pipeline.writing import check_place
 from prejit.compiler.progress import Progress
 from prejit.compiler.targets.environments import spec_for
 from prejit.compiler.targets.installing import make_environment
@@ -74,6 +75,7 @@ class Begun:
 def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun:
     """Plan a build, submit its programs, and pack its weights while they are compiled."""
     store, progress = service.store, service.progress
+    check_place(manifest.bundle.name, service.output)
     directory = _fetch(manifest)
     plan = plan_build(
         manifest,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
+
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
-from prejit.compiler.pipeline.code import ReadCode
+from prejit.compiler.pipeline.code import ReadCode, find_code
 from prejit.compiler.pipeline.lowering import own_shape
 from prejit.compiler.pipeline.model import (
     ModelSource,
     ReadModel,
     check_model,
     check_own_model,
+    open_weights,
     read_model,
+    stores_out_in,
 )
 from prejit.compiler.pipeline.plan import Plan
 
@@ -34,6 +38,23 @@ def check(plan: Plan, model: ReadModel, weights: Checkpoint | None, code: ReadCo
     new = [each.spec for each in plan.programs if each.key is not None and each.lowered is None]
     if new and weights is not None:
         check_model(plan.manifest, model(), weights, new)
+
+
+def check_planned(plan: Plan) -> None:
+    """Check a plan as its build begins: nothing is imported or read that the build would take from the store.
+
+    Raises:
+        ManifestError, BuildError, CheckpointError: the model or the code has a mistake.
+    """
+    manifest = plan.manifest
+    model: ReadModel = cache(partial(read_planned, plan))
+    code: ReadCode = cache(
+        partial(find_code, manifest, out_in=stores_out_in(manifest, plan.targets))
+    )
+    weights = None
+    if plan.model is not None and not manifest.has_own_model:
+        weights = open_weights(plan.model)
+    check(plan, model, weights, code)
 
 
 def _is_traced(plan: Plan) -> bool:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from prejit.compiler.pipeline.pack.contents import PackedBundle
 from prejit.compiler.progress import Progress
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.audit import check_attached, check_index_file
 from prejit.runtime.format.blobs import check_blobs
+from prejit.runtime.format.checks.attached import is_ours
 from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.limits import MAX_INDEX_BYTES
+from prejit.runtime.format.names import BUNDLE_NAME, RECORDED_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_manifest
 from prejit.runtime.format.root import read_root
 from prejit.runtime.format.writing import remove_abandoned, write_layout
@@ -34,6 +38,51 @@ def write(bundle: PackedBundle, output: Path, progress: Progress) -> tuple[Path,
     with progress.phase(f"writing {path}"):
         write_layout(path, bundle.index, bundle.blobs, digest_of_file=Receipts(path).digest_of)
     return path, True
+
+
+def check_place(name: str, output: Path) -> None:
+    """Check that a bundle of this name may be written to `output/NAME`: nothing else is there.
+
+    A damaged bundle may be replaced: that repairs it.
+
+    Raises:
+        UsageError: another bundle is there, or something that is none.
+    """
+    path = output / name
+    if found := _found_at(path, name):
+        raise UsageError(
+            f"{path}: expected no bundle but an older {name!r} of `prejit build`, found {found}; nothing was "
+            "changed",
+            hint="build into another directory (-o DIR), give the bundle another name, or move this away",
+        )
+
+
+def _found_at(path: Path, name: str) -> str:
+    """Return what keeps a bundle of this name from being written here; empty: nothing does."""
+    try:
+        with Layout(path) as layout:
+            content = layout.read("index.json", MAX_INDEX_BYTES)
+            try:
+                root = read_root(layout)
+            except RejectError:
+                return (
+                    "" if is_ours(content) or not _is_index(content) else "what another tool wrote"
+                )
+            there = root.bundle.annotations[BUNDLE_NAME]
+            targets = match(root, Fingerprint.current())
+            layers = [at.mediaType for each in targets for at in read_manifest(layout, each).layers]
+    except (RejectError, StoreError):
+        return ""
+    if RECORDED_MEDIA_TYPE in layers:
+        return "a recording of `prejit record`"
+    return "" if there == name else f"the bundle {there!r}"
+
+
+def _is_index(content: bytes) -> bool:
+    try:
+        return "manifests" in json.loads(content)
+    except (ValueError, RecursionError, TypeError):
+        return False
 
 
 def is_current(path: Path, index: bytes) -> bool:

@@ -1,80 +1,266 @@
-"""The manifest of the functions and shapes that a recording saw: a beginning for `prejit build`."""
+"""The manifest of the functions and shapes that a recording saw, as `prejit build` takes it.
+
+TOML has no tuples, no None and no classes. Arguments that need these are made by a function in a Python file
+beside the manifest.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from prejit.compiler.manifest.shape_string import KEY, split_shape
+from prejit.compiler.recording.program_sections import ProgramSection, sections_of, shapes_in
 from prejit.runtime.recorded.events import JaxRequest
 
-_PLAIN = re.compile(r"[a-z0-9_]+\[[\d,]*\]")
-"""An argument that a manifest can name: no typed key."""
-
-_IMPORTABLE = re.compile(r"\w+(?:\.\w+)*:\w+")
-
 _HEAD = """\
-# The functions and shapes that `prejit record` saw. `prejit plan` reads this file; the comments say what it
-# lacks. A module is found relative to this file, and importing it must not run the program.
+# The functions and shapes that `prejit record` saw. `prejit build` imports their modules, beside this file or
+# installed: what a script shall not do then belongs behind `if __name__ == "__main__":`.
 [bundle]
-name = "{name}"
+name = "{name}-functions"
 """
 _TAIL = """
 [[target]]
 name = "cpu-host"
 """
+_EXAMPLES_HEAD = '''\
+"""Arguments of the programs in {manifest}: only classes, shapes and dtypes count."""
+
+'''
+_LINE = 100
+"""Longest line of arguments that stand in one table."""
 
 
-def manifest_text(name: str, requests: Iterable[JaxRequest]) -> str:
-    """Return a manifest as TOML.
+@dataclass(frozen=True)
+class RecordedManifest:
+    """A manifest of recorded functions.
+
+    Attributes:
+        text: the TOML.
+        examples: the Python file beside it; empty: it needs none.
+        programs: the number of its sections.
+        left_out: why functions are not in it, one line each.
+        homes: the directories in which the functions' modules are found.
+    """
+
+    text: str
+    examples: str
+    programs: int
+    left_out: tuple[str, ...]
+    homes: frozenset[Path]
+
+
+def examples_path(manifest: Path) -> Path:
+    """Return the path of the Python file beside a manifest."""
+    return manifest.with_name(re.sub(r"\W", "_", f"{manifest.stem}_examples") + ".py")
+
+
+def recorded_manifest(name: str, requests: Iterable[JaxRequest], path: Path) -> RecordedManifest:
+    """Return a manifest.
 
     Args:
-        name: the name of the bundle.
-        requests: the programs of a run. Those whose function can be imported become sections, once for each
-            combination of shapes; the others are named in comments.
+        name: the name of the recording.
+        requests: the programs of a run. Those whose function can be imported become sections; the others are
+            named in comments.
+        path: where it will be written.
     """
-    sections, others = dict[tuple[str, tuple[str, ...]], JaxRequest](), dict[str, int]()
+    calls, others, left_out = [], Counter[str](), dict[str, None]()
     for request in requests:
-        function = request.function
-        if not function or not _IMPORTABLE.fullmatch(function) or request.arguments is None:
-            others[request.name] = others.get(request.name, 0) + 1
+        if request.call is None:
+            others[request.name] += 1
+        elif trouble := request.call["trouble"] or _unbuildable(request.call):
+            left_out[f"{request.name} at {request.where}: {trouble}"] = None
         else:
-            sections.setdefault((function, request.arguments), request)
-    parts, counts = [_HEAD.format(name=name)], dict[str, int]()
-    for (function, _), request in sections.items():
-        plain = re.sub(r"[^A-Za-z0-9._-]", "-", function.rpartition(":")[2]).lstrip("._-") or "f"
-        counts[plain] = counts.get(plain, 0) + 1
-        label = plain if counts[plain] == 1 else f"{plain}-{counts[plain]}"
-        parts.append(_section(label, function, request))
-    parts.append(_TAIL)
+            calls.append(request.call)
+    writer = _Writer(examples_path(path).stem)
+    parts = [_HEAD.format(name=name), *map(writer.section, sections_of(calls)), _TAIL]
+    if left_out:
+        parts.append("\n# Functions that are left out:\n")
+        parts += [f"#   {line}\n" for line in left_out]
     if others:
-        parts.append(
-            "\n# Compiled too, by functions that cannot be imported by a name that was found:\n"
-        )
+        parts.append("\n# Compiled too, by functions of jax or ahead of a call:\n")
         parts += [f"#   {count} x {name}\n" for name, count in sorted(others.items())]
-    return "".join(parts)
+    homes = frozenset(Path(call["home"]) for call in calls if call["home"] is not None)
+    return RecordedManifest(
+        "".join(parts), writer.examples(path.name), len(writer.labels), (*left_out,), homes
+    )
 
 
-def _section(label: str, function: str, request: JaxRequest) -> str:
-    arguments, parameters = request.arguments or (), request.parameters
-    lines = ["", "[[program]]", f'name = "{label}"', f'function = "{function}"']
-    if len(arguments) == len(parameters) and all(map(_PLAIN.fullmatch, arguments)):
-        pairs = zip(parameters, arguments, strict=True)
-        lines.append(
-            f"args = {{ {', '.join(f'{name} = {_quoted(text)}' for name, text in pairs)} }}"
+def _unbuildable(call: Mapping[str, Any]) -> str:
+    """Return why no manifest can have the arguments of a call; empty: one can."""
+    for shape in shapes_in(call["arguments"]):
+        try:
+            split_shape(shape)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+class _Writer:
+    """Writes sections, and the Python code that they need."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._imports = set[str]()
+        self._code: list[str] = []
+        self.labels: list[str] = []
+
+    def section(self, section: ProgramSection) -> str:
+        """Return a section as TOML."""
+        call = section.call
+        plain = re.sub(r"[^A-Za-z0-9._-]", "-", call["name"].rpartition(":")[2].rpartition(".")[2])
+        plain = plain.lstrip("._-") or "f"
+        count = sum(
+            re.fullmatch(rf"{re.escape(plain)}(-\d+)?", each) is not None for each in self.labels
         )
-    else:
-        lines = [f"# {line}".rstrip() for line in lines]
-        lines.append(
-            f"# args: fill in; the parameters ({', '.join(parameters)}) hold {_counted(arguments)}:"
+        label = f"{plain}-{count + 1}" if count else plain
+        self.labels.append(label)
+        identifier = re.sub(r"\W", "_", label)
+        function = call["name"]
+        if call["fixed"]:
+            self._fix(identifier, call)
+            function = f"{self._module}:{identifier}"
+        lines = ["", "[[program]]", f"name = {_quoted(label)}", f"function = {_quoted(function)}"]
+        tables: list[str] = []
+        values = [_toml(tree) for _, tree in section.arguments]
+        if None in values:
+            self._example(f"{identifier}_args", section)
+            lines.append(f'args = "{self._module}:{identifier}_args"')
+        elif call["by_place"]:
+            lines.append(f"args = [{', '.join(map(str, values))}]")
+        else:
+            args = _inline(zip((name for name, _ in section.arguments), values, strict=True))
+            if len(args) < _LINE:
+                lines.append(f"args = {args}")
+            else:
+                tables = _tables("program.args", section.arguments)
+        if section.buckets:
+            lines.append(f"buckets = {_inline((n, [*v]) for n, v in section.buckets.items())}")
+        if section.static:
+            lines.append(
+                f"static = {_inline((n, json.dumps(v)) for n, v in section.static.items())}"
+            )
+        if donated := call["donated"]:
+            names = [name for name, _ in section.arguments]
+            found = [names.index(each) for each in donated] if call["by_place"] else donated
+            lines.append(f"donate = {json.dumps(found)}")
+        return "\n".join([*lines, *tables]) + "\n"
+
+    def examples(self, manifest: str) -> str:
+        """Return the Python file; empty: no section needs it."""
+        if not self._code:
+            return ""
+        lines = [f"import {each}\n" for each in sorted(self._imports)]
+        return _EXAMPLES_HEAD.format(manifest=manifest) + "".join([*lines, *self._code])
+
+    def _fix(self, identifier: str, call: Mapping[str, Any]) -> None:
+        self._imports.add("functools")
+        fixed = ", ".join(
+            f"{key}={each[1:] if each.startswith('=') else self._imported(each)}"
+            for key, each in call["fixed"].items()
         )
-        lines += [f"#   {text}" for text in arguments[:20]]
-        lines += [f"#   and {len(arguments) - 20} more"] if len(arguments) > 20 else []
-    return "\n".join(lines) + "\n"
+        function = self._imported(call["name"])
+        self._code.append(f"\n{identifier} = functools.partial({function}, {fixed})\n")
+
+    def _example(self, identifier: str, section: ProgramSection) -> None:
+        lines = [f"\n\ndef {identifier}({', '.join(section.buckets)}):\n"]
+        if section.call["by_place"]:
+            lines += ["    return [\n"]
+            lines += [f"        {self._python(tree)},\n" for _, tree in section.arguments]
+            lines += ["    ]\n"]
+        else:
+            lines += ["    return {\n"]
+            lines += [
+                f"        {json.dumps(name)}: {self._python(tree)},\n"
+                for name, tree in section.arguments
+            ]
+            lines += ["    }\n"]
+        self._code.append("".join(lines))
+
+    def _python(self, tree: Mapping[str, Any]) -> str:
+        """Return the Python expression of an argument."""
+        kind, of = tree["kind"], tree.get("of", "")
+        items = [(key, self._python(each)) for key, each in tree.get("items", ())]
+        if kind == "none":
+            return "None"
+        if kind == "number":
+            return {"bool": "False", "int": "0", "float": "0.0", "complex": "0j"}[of]
+        if kind == "object":
+            return self._imported(of)
+        if kind in ("array", "weak"):
+            return self._array(of, is_weak=kind == "weak")
+        if kind == "list":
+            return f"[{', '.join(each for _, each in items)}]"
+        if kind == "tuple":
+            return _tuple([each for _, each in items])
+        if kind == "new":
+            constants = [(key, each[1:]) for key, each in tree["constants"]]
+            given = ", ".join(f"{key}={each}" for key, each in (*items, *constants))
+            return f"{self._imported(of)}({given})"
+        text = f"{{{', '.join(f'{key!r}: {each}' for key, each in items)}}}"
+        return text if kind == "dict" else f"{self._imported(of)}({text})"
+
+    def _array(self, shape: str, *, is_weak: bool) -> str:
+        self._imports.add("jax.numpy")
+        dtype, extents = split_shape(shape)
+        sizes = _tuple([*map(str, extents)])
+        if dtype == KEY:
+            self._imports.add("jax")
+            return f"jax.numpy.broadcast_to(jax.random.key(0), {sizes})"
+        if is_weak:
+            zero = {"b": "False", "i": "0", "c": "0j"}.get(dtype[0], "0.0")
+            return f"jax.numpy.full({sizes}, {zero})"
+        return f'jax.numpy.zeros({sizes}, "{dtype}")'
+
+    def _imported(self, name: str) -> str:
+        module, _, attribute = name.partition(":")
+        self._imports.add(module)
+        return f"{module}.{attribute}"
+
+
+def _tuple(items: Sequence[str]) -> str:
+    return f"({', '.join(items)}{',' * (len(items) == 1)})"
+
+
+def _toml(tree: Mapping[str, Any]) -> str | None:
+    """Return an argument as TOML; None: only Python can write it."""
+    kind, items = tree["kind"], tree.get("items", ())
+    if kind == "array":
+        return _quoted(tree["of"])
+    values = [_toml(each) for _, each in items]
+    if None in values or not items:
+        return None
+    if kind == "list":
+        return f"[{', '.join(map(str, values))}]"
+    if kind == "dict" and all(isinstance(key, str) for key, _ in items):
+        return _inline((key, value) for (key, _), value in zip(items, values, strict=True))
+    return None
+
+
+def _tables(path: str, items: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """Return a table of arguments, a line for each array."""
+    lines, below = [f"[{path}]"], list[str]()
+    for key, tree in items:
+        if tree["kind"] == "dict":
+            below += _tables(f"{path}.{_key(key)}", tree["items"])
+        else:
+            lines.append(f"{_key(key)} = {_toml(tree)}")
+    return [*lines, *below]
+
+
+def _inline(pairs: Iterable[tuple[str, Any]]) -> str:
+    found = [f"{_key(key)} = {value}" for key, value in pairs]
+    return f"{{ {', '.join(found)} }}" if found else "{}"
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quoted(key)
 
 
 def _quoted(text: str) -> str:
-    return f'"{text}"'
-
-
-def _counted(arguments: Sequence[str]) -> str:
-    return "1 array" if len(arguments) == 1 else f"{len(arguments)} arrays"
+    return json.dumps(text, ensure_ascii=False)

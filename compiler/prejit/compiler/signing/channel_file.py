@@ -42,7 +42,7 @@ def release_bundle(
     Raises:
         RejectError: the bundle is damaged.
         StoreError: a file cannot be read or written.
-        UsageError: the file is no channel's.
+        UsageError: the file is no channel's, or that of one with another name or other keys.
     """
     before = _read(file) if file.exists() else ChannelFile()
     audited = audit(bundle, check_generation).digest

@@ -20,7 +20,7 @@ from prejit.runtime.trust.channel import (
     signers,
 )
 from prejit.runtime.trust.dsse import Envelope, envelope_of
-from prejit.runtime.trust.keys import PublicKey
+from prejit.runtime.trust.keys import PublicKey, read_key
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.statement import (
     KEYS_PREDICATE,
@@ -51,6 +51,13 @@ class ChannelFile:
         return int(last.predicate["version"])
 
     @property
+    def name(self) -> str | None:
+        """The channel's name; None: it has no release yet."""
+        if self.release is None:
+            return None
+        return str(read_statement(self.release.payload, RELEASE_PREDICATE).predicate["channel"])
+
+    @property
     def version(self) -> int:
         """The version of its release; 0: there is none yet."""
         if self.release is None:
@@ -72,9 +79,11 @@ def read_channel(content: bytes, where: str) -> ChannelFile:
     """
     try:
         found: Any = json.loads(content)
-        return ChannelFile(
+        read = ChannelFile(
             tuple(envelope_of(each) for each in found["keys"]), envelope_of(found["release"])
         )
+        _ = read.name, read.version, read.keys_version
+        return read
     except (ValueError, RecursionError, LookupError, TypeError, RefusedError) as error:
         raise UsageError(f"{where}: expected the file of a channel: {error}") from error
 
@@ -96,7 +105,11 @@ def release(
         subjects: the digest of its index, and of the manifest of each target.
         keys: the private keys that sign.
         expires: until when it is the current one at the latest, in UTC.
+
+    Raises:
+        UsageError: servers would refuse the release: the channel has another name or other keys.
     """
+    _check_publisher(file, name, keys)
     payload = release_statement(
         name,
         bundle,
@@ -127,10 +140,11 @@ def rotate(
         expires: until when the keys count, in UTC.
 
     Raises:
-        UsageError: the channel has no release, or none of the private keys is a new one.
+        UsageError: the channel has no release or another name, or keys are missing among the private ones.
     """
     if file.release is None:
         raise UsageError("expected a channel with a release, found none", hint="release first")
+    _check_publisher(file, name, keys)
     payload = keys_statement(
         name, tuple(new), version=file.keys_version + 1, threshold=threshold, expires=expires
     )
@@ -145,6 +159,37 @@ def rotate(
     until = datetime.strptime(str(current.predicate["expires"]), "%Y-%m-%dT%H:%M:%SZ")
     bundle = str(current.predicate["bundle"])
     return release(rotated, name, bundle, current.subjects, staying, until)
+
+
+def _check_publisher(file: ChannelFile, name: str, keys: Sequence[PrivateKey]) -> None:
+    """Check that servers which follow a channel accept what these keys sign under a name.
+
+    Keys of version 0 are in the policies of the servers. Here those of the last release stand for them.
+
+    Raises:
+        UsageError: they would not.
+    """
+    if file.release is None:
+        return
+    if name != file.name:
+        raise UsageError(
+            f"--name: expected {file.name!r}, the channel of this file, found {name!r}; nothing was changed",
+            hint="give that name, or another file for another channel",
+        )
+    if file.rotations:
+        listed = read_statement(file.rotations[-1].payload, KEYS_PREDICATE).predicate["keys"]
+        known = {read_key(pem.encode(), "a key of the channel").id for pem in listed}
+        expected = f"a key of version {file.keys_version} of its keys"
+    else:
+        known = signers(file.release, [key.public for key in keys])
+        expected = f"a key that signed version {file.version}"
+    if not known & {key.id for key in keys}:
+        raise UsageError(
+            f"--key: channel {name!r} expects {expected}, found none; nothing was changed, because servers "
+            "would refuse the channel",
+            hint="sign with such a key; to change keys: prejit channel rotate FILE --name NAME "
+            "--public NEW.pub.pem --key OLD.pem --key NEW.pem",
+        )
 
 
 def add_signature(file: ChannelFile, key: PrivateKey) -> ChannelFile:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
 from prejit.runtime.base import arguments
 from prejit.runtime.base.finalizers import when_dropped
 from prejit.runtime.base.once import once
+from prejit.runtime.base.one_process import OneProcess
 from prejit.runtime.engine.loop import Loop
 from prejit.runtime.engine.memory import CachePlan, free_bytes, plan_caches
 from prejit.runtime.engine.metrics import EngineMetrics, Kind

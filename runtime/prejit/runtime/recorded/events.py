@@ -33,8 +33,8 @@ class JaxRequest:
         conditions: what lies behind some of them, by name, for people.
         where: the line of the program that asked for it.
         not_kept: why jax did not write it to the cache; None: it did, or was not asked to.
-        function: the name by which its function can be imported; None: not known.
-        parameters: the names of the function's parameters; empty: not known.
+        call: the call that asked for it, as `hook.outer_call` describes it; None: not known, or one of jax's
+            own functions.
     """
 
     name: str
@@ -47,8 +47,12 @@ class JaxRequest:
     conditions: dict[str, str]
     where: str
     not_kept: str | None
-    function: str | None
-    parameters: tuple[str, ...]
+    call: dict[str, Any] | None = None
+
+    @property
+    def function(self) -> str | None:
+        """The name by which its function can be imported; None: not known."""
+        return None if self.call is None else self.call["name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _request(line: dict[str, Any]) -> JaxRequest:
-    importable, arguments = line.get("importable") or {}, line.get("arguments")
+    arguments = line.get("arguments")
     return JaxRequest(
         name=line.get("name") or _module_name(line["function"]),
         key=line.get("key"),
@@ -110,8 +114,7 @@ def _request(line: dict[str, Any]) -> JaxRequest:
         conditions=line["conditions"],
         where=line["where"],
         not_kept=line.get("not_kept"),
-        function=importable.get("name"),
-        parameters=tuple(importable.get("parameters", ())),
+        call=line.get("call"),
     )
 
 

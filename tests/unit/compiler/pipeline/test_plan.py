@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.decoders import LARGEST_CONTEXT, write_random
 
+from prejit.compiler.api import plan as plan_of_user
 from prejit.compiler.compile import jobs
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
@@ -256,25 +257,18 @@ def test_a_plan_starts_no_process(
     assert "its kernels have still to be compiled" not in again.reasons()
 
 
-def test_a_plan_imports_neither_jax_nor_what_reads_models(
+def test_a_plan_of_what_a_store_has_imports_neither_jax_nor_what_reads_models(
     model: Path, tmp_path: Path, run_python: Any
 ) -> None:
-    """Nor does it run a line of the user's: a function is traced by a build alone."""
-    store = planned(tmp_path / "m", model, "cpu-host").store
+    found = planned(tmp_path / "m", model, "cpu-host")
+    found.lower_all()
     manifest = tmp_path / "m" / "m.toml"
-    program = (
-        '[[program]]\nname = "p"\nfunction = "poison:f"\nargs = ["float32[3]"]\n'
-        'params = "poison.safetensors"\n'
-    )
-    manifest.write_text(manifest.read_text() + program)
-    (manifest.parent / "poison.py").write_text("raise SystemExit('imported')\n")
-    (manifest.parent / "poison.safetensors").write_bytes(b"no tensors")
     run_python(
         "import sys\n"
         "from prejit.runtime.cli.commands import run\n"
-        f"status = run(['plan', {str(manifest)!r}, '--cache', {str(store.root)!r}])\n"
+        f"status = run(['plan', {str(manifest)!r}, '--cache', {str(found.store.root)!r}])\n"
         "assert status == 8, status\n"
-        "heavy = {'jax', 'flax', 'transformers', 'poison'} & set(sys.modules)\n"
+        "heavy = {'jax', 'flax', 'transformers'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
 
@@ -389,8 +383,8 @@ def test_a_program_without_products_is_compiled_from_its_portable_form(
     )
 
 
-@pytest.mark.parametrize("what", ["context", "weights", "config", "tensors"])
-def test_what_the_model_does_not_allow_is_refused_before_anything_compiles(
+@pytest.mark.parametrize("what", ["context", "weights", "config", "tensors", "head"])
+def test_what_the_model_does_not_allow_is_refused_by_a_plan_and_before_anything_compiles(
     what: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = write_compiler(tmp_path, monkeypatch, "exit 1")
@@ -403,7 +397,13 @@ def test_what_the_model_does_not_allow_is_refused_before_anything_compiles(
     if what == "tensors":
         config = json.loads((copy / "config.json").read_bytes())
         (copy / "config.json").write_text(json.dumps({**config, "n_layer": config["n_layer"] + 1}))
+    if what == "head":
+        config = json.loads((copy / "config.json").read_bytes())
+        config["architectures"] = ["GPT2ForSequenceClassification"]
+        (copy / "config.json").write_text(json.dumps(config))
     found = planned(tmp_path / "m", copy, "cpu-x86-64-v2", context=context)
+    with pytest.raises((ManifestError, CheckpointError)) as refused:
+        plan_of_user(tmp_path / "m" / "m.toml", cache=found.store.root)
     with pytest.raises((ManifestError, CheckpointError)) as caught:
         build(
             found.plan.manifest,
@@ -413,6 +413,9 @@ def test_what_the_model_does_not_allow_is_refused_before_anything_compiles(
             progress=Quiet(),
         )
     assert not compiled.exists()
+    assert str(refused.value) == str(caught.value)
+    if what == "head":
+        assert 'found "GPT2ForSequenceClassification"' in str(caught.value)
     if what == "context":
         assert f"expected at most {LARGEST_CONTEXT}" in str(caught.value)
         assert f"found {context}" in str(caught.value)

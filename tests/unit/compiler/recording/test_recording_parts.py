@@ -1,19 +1,16 @@
-"""What a recording keeps, how recordings merge, and the manifest that one writes."""
+"""What a recording keeps, and how recordings merge."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import tomllib
 import zlib
 from pathlib import Path
 
 import pytest
 import zstandard
 
-from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.pack.bundle_files import assemble
-from prejit.compiler.recording.manifest_text import manifest_text
 from prejit.compiler.recording.merging import (
     RecordedTarget,
     collect,
@@ -47,6 +44,10 @@ def key_of(name: str) -> str:
     return f"{name}-{hashlib.sha256(name.encode()).hexdigest()}"
 
 
+def call_of(function: str) -> dict[str, object]:
+    return {"name": function, "trouble": ""}
+
+
 def request(name: str, function: str | None = None, **more: object) -> JaxRequest:
     made = JaxRequest(
         name=name,
@@ -59,8 +60,7 @@ def request(name: str, function: str | None = None, **more: object) -> JaxReques
         conditions={"platform": "cpu"},
         where="serve.py:7",
         not_kept=None,
-        function=function,
-        parameters=("x",) if function else (),
+        call=None if function is None else call_of(function),
     )
     return dataclasses.replace(made, **more)  # type: ignore[arg-type]
 
@@ -205,47 +205,3 @@ def test_a_recording_gets_what_this_machine_recorded_before(tmp_path: Path) -> N
 def test_the_bundle_has_the_name_of_the_program(command: str, name: str) -> None:
     assert default_name(command.split()) == name
     assert bundle_name(name) == name
-
-
-def test_the_manifest_names_each_function_with_each_of_its_shapes(tmp_path: Path) -> None:
-    requests = [
-        request("jit_score", "serve:score"),
-        request("jit_score", "serve:score"),
-        request("jit_score", "serve:score", arguments=("float32[16]",)),
-        request("jit_add"),
-    ]
-    text = manifest_text("serve", requests)
-    path = tmp_path / "serve.toml"
-    path.write_text(text)
-    programs = [(p.name, p.fn, p.args) for p in read_manifest(path).programs]
-    assert programs == [
-        ("score", "serve:score", {"x": "float32[8]"}),
-        ("score-2", "serve:score", {"x": "float32[16]"}),
-    ]
-    assert "#   1 x jit_add" in text
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"arguments": ("float32[8]", "int32[]")},
-        {"arguments": ("key<fry>[]",)},
-        {"parameters": ("params", "x")},
-    ],
-)
-def test_the_manifest_says_what_to_fill_in(change: dict[str, object]) -> None:
-    """Several arrays in one parameter, or a typed key: only the user knows which is which."""
-    found = request("jit_score", "serve:score", **change)
-    text = manifest_text("serve", [found])
-    assert "program" not in tomllib.loads(text)
-    assert '# function = "serve:score"' in text
-    assert "# args: fill in; the parameters" in text
-    for argument in found.arguments or ():
-        assert f"#   {argument}\n" in text
-
-
-@pytest.mark.parametrize("function", ["my script:score", 'a:b"\n[[target]]', "", ":f"])
-def test_a_function_that_no_import_finds_is_no_section(function: str) -> None:
-    text = manifest_text("serve", [request("jit_score", function)])
-    assert "program" not in tomllib.loads(text)
-    assert "#   1 x jit_score" in text

@@ -44,8 +44,6 @@ FOUND = JaxRequest(
     conditions=CONDITIONS,
     where="serve.py:7",
     not_kept=None,
-    function=None,
-    parameters=(),
 )
 NEEDS = Requirement("cpu", "x86_64", ("avx2", "sse"), "1.2.3")
 

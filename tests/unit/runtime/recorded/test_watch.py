@@ -70,10 +70,10 @@ def test_functions_and_lines_are_those_of_the_program(tmp_path: Path, recording:
         "score(1.0, 2.0)\nown(1.0)\njax.jit(lambda x: x * 3)(1.0)\n"
     )
     _, [process] = watched(tmp_path, code, recording)
-    named = {r.name: (r.function, r.parameters, r.where) for r in process.requests}
-    assert named["jit_score"] == ("model:score", ("x", "y"), "program.py:5")
-    assert named["jit_own"] == ("program:own", ("x",), "program.py:6")
-    assert named["jit__lambda"] == (None, (), "program.py:7")
+    named = {r.name: (r.function, r.where) for r in process.requests}
+    assert named["jit_score"] == ("model:score", "program.py:5")
+    assert named["jit_own"] == ("program:own", "program.py:6")
+    assert named["jit__lambda"] == (None, "program.py:7")
     assert {r.outcome for r in process.requests} == {"miss"}
     keys = {f"{r.key}-cache" for r in process.requests}
     assert keys == set(os.listdir(tmp_path / "cache"))

@@ -355,15 +355,18 @@ def test_keys_are_rotated_end_to_end(bundle_dir: Path, tmp_path: Path) -> None:
         rule('channel = "stable"'),
         '[channels.stable]\nfile = "stable.json"\nkeys = ["a"]',
     )
-    file, public = tmp_path / "stable.json", tmp_path / "b.pub.pem"
-    public.write_text(signer("b").public.pem)
+    file, public = tmp_path / "stable.json", {}
+    for name in ("b", "c"):
+        public[name] = tmp_path / f"{name}.pub.pem"
+        public[name].write_text(signer(name).public.pem)
     release_bundle(file, bundle_dir, "stable", [signer("a")], 1)
     runs(bundle_dir, policy)
-    assert rotate_keys(file, "stable", [public], 1, [signer("a"), signer("b")], 1) == 1
+    everybody = [signer("a"), signer("b"), signer("c")]
+    assert rotate_keys(file, "stable", [*public.values()], 2, everybody, 1) == 1
     runs(bundle_dir, policy)
-    release_bundle(file, bundle_dir, "stable", [signer("a")], 1)  # the old key alone
+    release_bundle(file, bundle_dir, "stable", [signer("b")], 1)  # one of two
     assert case_of(bundle_dir, policy) == "channel-signature"
-    sign_channel(file, signer("b"))
+    sign_channel(file, signer("c"))
     runs(bundle_dir, policy)
 
 

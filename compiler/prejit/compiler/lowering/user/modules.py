@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -114,9 +115,18 @@ class UserModules:
             hint = "import it in Python to see the whole traceback"
             if isinstance(error, ImportError):
                 hint = "put the module beside the manifest, or install it into this environment"
+            if isinstance(error, ModuleNotFoundError) and (near := self._nearest(error.name or "")):
+                hint = f"did you mean {near!r}?"
             raise ManifestError(
                 f"{where}: cannot import {module_name!r}: {self.describe(error)}", hint=hint
             ) from error
+
+    def _nearest(self, missing: str) -> str | None:
+        """Return the module that was probably meant: one of the same package, or beside the manifest."""
+        package, _, name = missing.rpartition(".")
+        paths = getattr(sys.modules.get(package), "__path__", [self._directory])
+        near = nearest(name, (each.name for each in pkgutil.iter_modules([*paths])))
+        return near and f"{package}.{near}".lstrip(".")
 
     def search_path(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the portable paths of the directories before and behind `sys.path` for these modules."""

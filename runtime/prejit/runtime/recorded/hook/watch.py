@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from prejit.runtime.recorded.hook.jax_texts import (
     SHAPES_LOGGER,
     TOO_QUICK,
 )
+from prejit.runtime.recorded.hook.outer_call import outer_call
 
 CACHE_DIRECTORY = "jax_compilation_cache_dir"
 """The public setting of jax that names its cache."""
@@ -50,7 +50,7 @@ class Orders:
         settings: jax's settings by name. The program may not change them.
         events: the directory for the lines; None: write none.
         refuse: whether a program that is not in the cache raises NotRecordedError.
-        functions: whether to look for the names by which functions can be imported.
+        functions: whether to describe the calls that made jax compile.
     """
 
     settings: dict[str, Any]
@@ -234,7 +234,7 @@ class _Watch:
         }
         line.setdefault("where", _where())
         if self._orders.functions:
-            line["importable"] = _importable(now.function)
+            line["call"] = outer_call()
         return line
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -322,28 +322,3 @@ def _where() -> str:
     frames = _frames()
     own = [f for f in frames if "site-packages" not in f.f_code.co_filename] or frames
     return f"{os.path.basename(own[0].f_code.co_filename)}:{own[0].f_lineno}" if own else "?"
-
-
-def _importable(function: str) -> dict[str, Any] | None:
-    """Return the name by which a function can be imported and its parameters; None: it was not found.
-
-    It is looked for by its name among the globals of the callers.
-    """
-    import inspect
-
-    name = function.partition("(")[2].rstrip(")")
-    if not name.isidentifier():
-        return None
-    for frame in _frames():
-        found = frame.f_globals.get(name)
-        module, qualname = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
-        if not callable(found) or module is None or qualname != name:
-            continue
-        if module == "__main__":
-            main = sys.modules["__main__"]
-            spec = getattr(main, "__spec__", None)
-            file = os.path.basename(getattr(main, "__file__", None) or "")
-            module = spec.name if spec is not None else re.sub(r"\.py$", "", file)
-        parameters = list(inspect.signature(found).parameters)
-        return {"name": f"{module}:{name}", "parameters": parameters}
-    return None

@@ -1,0 +1,294 @@
+"""The manifest of a recording builds as it is, and its programs answer as jax.jit does."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from prejit.compiler.manifest.reading import read_manifest
+from prejit.runtime import load
+from prejit.runtime.bundle import Bundle
+
+from .conftest import Run
+
+IMPORTED = """
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@jax.jit
+def distance(point):
+    return jnp.hypot(*point)
+
+
+squared = jax.jit(lambda x: x * x)
+"""
+MODULE = """
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen, nnx
+from recorded_module import Point, distance, squared
+
+
+class Carry(NamedTuple):
+    total: Any
+    key: Any
+
+
+def ones(*shape):
+    return jnp.arange(1, 1 + int(np.prod(shape)), dtype=jnp.float32).reshape(shape) / 10
+
+
+@jax.jit
+def plain(x, scale):
+    return jnp.tanh(x * scale).sum(axis=0)
+
+
+@jax.jit
+def dicts(params, x):
+    return jnp.tanh(x @ params["dense"]["kernel"]) + params["bias"]
+
+
+@jax.jit
+def nested(parts, pair):
+    return {"sum": parts["layers"][0] + pair[0], "rest": (pair[1], None)}
+
+
+@partial(jax.jit, static_argnums=1, static_argnames="mode")
+def by_static(x, steps, mode="fast"):
+    return x * steps + (1 if mode == "fast" else 2)
+
+
+@partial(jax.jit, static_argnames=("epsilon", "shape"))
+def by_literal(x, epsilon, shape):
+    return x.reshape(shape) + epsilon
+
+
+@jax.jit
+def default(x, scale=2.0, *, shift=None):
+    return x * scale if shift is None else x * scale + shift
+
+
+@jax.jit
+def keyword(x, *, y):
+    return x - y
+
+
+def raw(x):
+    return x + 1
+
+
+vectorized = jax.jit(jax.vmap(raw))
+
+
+class Scaler:
+    def __init__(self):
+        self.scale = ones(4)
+
+    @partial(jax.jit, static_argnums=0)
+    def apply(self, x):
+        return x * self.scale
+
+
+scaler = Scaler()
+dense = linen.Dense(3)
+variables = dense.init(jax.random.key(0), jnp.zeros((1, 4)))
+linen_apply = jax.jit(dense.apply)
+network = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+graph, state = nnx.split(network)
+
+
+@nnx.jit
+def by_nnx(network, x):
+    return network(x)
+
+
+@jax.jit
+def by_state(state, x):
+    return nnx.merge(graph, state)(x)
+
+
+@partial(jax.jit, donate_argnums=0)
+def scan(carry, xs):
+    def body(carry, x):
+        return Carry(carry.total + x, jax.random.fold_in(carry.key, 1)), x.sum()
+
+    carry, sums = jax.lax.scan(body, carry, xs)
+    return carry, sums
+
+
+adam = optax.adam(1e-2)
+
+
+@partial(jax.jit, donate_argnames=("params", "optimizer"))
+def train(params, optimizer, x):
+    loss, gradient = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
+    updates, optimizer = adam.update(gradient, optimizer)
+    return optax.apply_updates(params, updates), optimizer, loss
+
+
+def initial():
+    params = {"w": ones(4, 2)}
+    return {"params": params, "optimizer": adam.init(params)}
+"""
+
+CALLS = """
+CALLS = {
+    "plain": (plain, [lambda n=n, m=m: ((ones(n, m), np.float32(2)), {}) for n in (1, 8) for m in (4, 6)]),
+    "dicts": (dicts, [
+        lambda n=n: (({"dense": {"kernel": ones(4, 3)}, "bias": ones(3)}, np.ones((n, 4), np.float32)), {})
+        for n in (2, 5)
+    ]),
+    "nested": (nested, [lambda: (({"layers": [ones(3)]}, (ones(3), jnp.arange(2))), {})]),
+    "static": (by_static, [
+        *(lambda n=n: ((ones(3), n), {}) for n in (2, 3)),
+        lambda: ((ones(5), 3), {"mode": "slow"}),
+    ]),
+    "literal": (by_literal, [lambda: ((ones(6), 1e-3), {"shape": (2, 3)})]),
+    "default": (default, [
+        lambda: ((ones(3),), {}),
+        lambda: ((ones(3), 3.0), {}),
+        lambda: ((ones(3),), {"shift": ones(3)}),
+    ]),
+    "keyword": (keyword, [lambda: ((ones(3),), {"y": ones(3)})]),
+    "call": (jax.jit(raw), [lambda: ((ones(3),), {}), lambda: ((ones(7),), {})]),
+    "vmap": (vectorized, [lambda: ((ones(2, 3),), {})]),
+    "module": (distance, [lambda: ((Point(ones(3), ones(3)),), {})]),
+    "lambda": (squared, [lambda: ((ones(3),), {})]),
+    "method": (scaler.apply, [lambda: ((ones(4),), {})]),
+    "linen": (linen_apply, [lambda: ((variables, ones(2, 4)), {})]),
+    "nnx": (by_nnx, [lambda: ((network, ones(2, 4)), {})]),
+    "nnx state": (by_state, [lambda: ((state, ones(2, 4)), {})]),
+    "scan": (scan, [lambda: ((Carry(jnp.zeros(3), jax.random.key(1)), ones(5, 3)), {})]),
+    "train": (train, [lambda: ((), {**initial(), "x": ones(6, 4)})]),
+}
+"""
+RUN = """
+if __name__ == "__main__":
+    for function, calls in CALLS.values():
+        for each in calls:
+            args, kwargs = each()
+            function(*args, **kwargs)
+    jax.jit(lambda x: x + 1)(1.0)
+"""
+PROGRAMS = {
+    "plain": ["plain"] * 4,
+    "dicts": ["dicts"] * 2,
+    "nested": ["nested"],
+    "static": ["by_static", "by_static", "by_static-2"],
+    "literal": ["by_literal"],
+    "default": ["default", "default-2", "default-3"],
+    "keyword": ["keyword"],
+    "call": ["raw", "raw"],
+    "vmap": ["vectorized"],
+    "module": ["distance"],
+    "lambda": ["squared"],
+    "method": ["apply"],
+    "linen": ["linen_apply"],
+    "nnx": ["by_nnx"],
+    "nnx state": ["by_state"],
+    "scan": ["scan"],
+    "train": ["train"],
+}
+"""The program of each call."""
+BUCKETS = {
+    "plain": {"batch": (1, 8), "length": (4, 6)},
+    "dicts": {"batch": (2, 5)},
+    "raw": {"batch": (3, 7)},
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The manifest of a recorded script. Its bundle and the recording are beside it."""
+    here = tmp_path_factory.mktemp("recorded")
+    script, manifest = here / "recorded_script.py", here / "recorded_script.toml"
+    (here / "recorded_module.py").write_text(IMPORTED)
+    script.write_text(f"{MODULE}{CALLS}{RUN}")
+    recording = here / "artifacts" / "recorded-script"
+    done = run("record", "-o", recording, "--manifest", manifest, "--", sys.executable, script)
+    assert "left out jit__lambda at" in done.stderr
+    before = (recording / "index.json").read_bytes()
+    run("plan", manifest, status=8)
+    run("build", manifest, "-o", here / "artifacts")
+    assert (recording / "index.json").read_bytes() == before
+    return manifest
+
+
+@pytest.fixture(scope="module")
+def bundle(recorded: Path) -> Bundle:
+    module = module_of(recorded)
+    found = recorded.parent / "artifacts" / "recorded-script-functions"
+    return load(found, on_mismatch="error", types=[module.Carry])
+
+
+def module_of(recorded: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(recorded.parent)
+        return importlib.import_module(recorded.stem)
+
+
+# flax warns who reads a Param by the name that it has in its pytree.
+@pytest.mark.filterwarnings("ignore:'.value' access is now deprecated:DeprecationWarning")
+@pytest.mark.parametrize("shape", PROGRAMS)
+def test_a_recorded_call_has_a_program_that_answers_as_jax(
+    shape: str, recorded: Path, bundle: Bundle
+) -> None:
+    function, calls = module_of(recorded).CALLS[shape]
+    assert len(calls) == len(PROGRAMS[shape])
+    for call, program in zip(calls, PROGRAMS[shape], strict=True):
+        args, kwargs = call()
+        expected = function(*args, **kwargs)
+        args, kwargs = call()  # donated ones are gone
+        given = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+        given.update(given.pop("kwargs", {}))
+        if shape == "literal":  # they are in the program
+            del given["epsilon"], given["shape"]
+        if shape != "linen":  # *args
+            args, kwargs = (), given
+        found = bundle.call(program, *args, **kwargs)
+        pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
+        for one, other in pairs:
+            assert one.dtype == other.dtype
+            if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
+                one, other = jax.random.key_data(one), jax.random.key_data(other)
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_calls_of_other_sizes_are_buckets(recorded: Path) -> None:
+    programs = {each.name: each for each in read_manifest(recorded).programs}
+    assert {*programs} == {program for each in PROGRAMS.values() for program in each}
+    for name, program in programs.items():
+        assert dict(program.buckets) == BUCKETS.get(name, {}), name
+    assert programs["train"].donate == ("params", "optimizer")
+
+
+def test_a_manifest_of_other_people_is_not_written_over(
+    recorded: Path, run: Run, tmp_path: Path
+) -> None:
+    before = recorded.read_bytes()
+    done = run(
+        *("record", "-o", tmp_path / "b", "--manifest", recorded, "--", sys.executable, "-c", "1"),
+        status=2,
+    )
+    assert f"found {recorded}; nothing was recorded" in done.stderr
+    assert recorded.read_bytes() == before

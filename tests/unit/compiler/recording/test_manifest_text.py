@@ -1,0 +1,170 @@
+"""The manifest of a recording: which calls are buckets of one section, and what is said of the others."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.compiler.recording.manifest_text import (
+    RecordedManifest,
+    examples_path,
+    recorded_manifest,
+)
+from prejit.runtime.recorded.events import JaxRequest
+
+PATH = Path("my.serve-1.toml")
+
+
+def array(shape: str) -> dict[str, Any]:
+    return {"kind": "array", "of": shape}
+
+
+def call(*shapes: str, name: str | None = "serve:score", **more: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "home": "/app",
+        "arguments": [["xyz"[place], array(shape)] for place, shape in enumerate(shapes)],
+        "by_place": False,
+        "static": {},
+        "fixed": {},
+        "donated": [],
+        "trouble": "",
+        **more,
+    }
+
+
+def request(call: dict[str, Any] | None, name: str = "jit_score") -> JaxRequest:
+    return JaxRequest(name, None, "miss", 0.1, None, None, {}, {}, "serve.py:7", None, call)
+
+
+def made(*calls: dict[str, Any] | None) -> RecordedManifest:
+    return recorded_manifest("serve", map(request, calls), PATH)
+
+
+def programs(*calls: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = tomllib.loads(made(*calls).text).get("program", [])
+    return found
+
+
+def buckets(*calls: dict[str, Any]) -> list[tuple[dict[str, str], dict[str, list[int]]]]:
+    return [(each["args"], each.get("buckets", {})) for each in programs(*calls)]
+
+
+def test_one_size_is_no_bucket() -> None:
+    same = call("float32[8,8]")
+    assert buckets(same, same) == [({"x": "float32[8, 8]"}, {})]
+
+
+def test_sizes_that_are_equal_in_every_call_are_one_variable() -> None:
+    found = buckets(call("float32[8,3]", "int32[8]"), call("float32[2,3]", "int32[2]"))
+    args = {"x": "float32[{batch}, 3]", "y": "int32[{batch}]"}
+    assert found == [(args, {"batch": [2, 8]})]
+
+
+def test_sizes_that_change_apart_are_variables_of_their_own() -> None:
+    found = buckets(call("float32[1,4]"), call("float32[1,8]"), call("float32[2,4]"))
+    assert found == [({"x": "float32[{batch}, {length}]"}, {"batch": [1, 2], "length": [4, 8]})]
+
+
+def test_sizes_that_always_change_together_are_not_combined() -> None:
+    """As n and n + 1: a section would build n = 4 with 9, which no call had and code may not take."""
+    found = buckets(call("float32[4]", "float32[5]"), call("float32[8]", "float32[9]"))
+    assert found == [
+        ({"x": "float32[4]", "y": "float32[5]"}, {}),
+        ({"x": "float32[8]", "y": "float32[9]"}, {}),
+    ]
+
+
+def test_a_size_that_another_decides_is_not_combined_with_it() -> None:
+    found = buckets(*(call(f"float32[{n}]", f"float32[{n // 3}]") for n in (4, 5, 6)))
+    assert found == [
+        ({"x": "float32[{batch}]", "y": "float32[1]"}, {"batch": [4, 5]}),
+        ({"x": "float32[6]", "y": "float32[2]"}, {}),
+    ]
+
+
+def test_static_values_are_combined_as_sizes_are() -> None:
+    calls = [
+        call(f"float32[{size}]", static={"mode": mode, "deep": True})
+        for size in (1, 2)
+        for mode in ("fast", "exact")
+    ]
+    [found] = programs(*calls)
+    assert found["buckets"] == {"batch": [1, 2]}
+    assert found["static"] == {"mode": ["fast", "exact"], "deep": [True]}
+    both = programs(call("float32[1]", static={"n": 1}), call("float32[1]", static={"n": True}))
+    assert [each["static"] for each in both] == [{"n": [1, True]}]
+
+
+def test_other_dtypes_ranks_and_donations_are_sections_of_their_own() -> None:
+    found = programs(
+        call("float32[8]"),
+        call("int32[8]"),
+        call("float32[8,1]"),
+        call("float32[8]", donated=["x"]),
+    )
+    assert [each["name"] for each in found] == ["score", "score-2", "score-3", "score-4"]
+    assert found[3]["donate"] == ["x"]
+
+
+def test_a_variable_has_no_name_of_an_argument() -> None:
+    arguments = [[["batch", array(f"float32[{size}]")]] for size in (1, 2)]
+    [(args, sizes)] = buckets(*(call(arguments=each) for each in arguments))
+    assert (args, sizes) == ({"batch": "float32[{batch2}]"}, {"batch2": [1, 2]})
+
+
+def test_long_arguments_are_tables() -> None:
+    layers = [
+        [f"layer {n}", {"kind": "dict", "items": [["k", array("float32[4,4]")]]}] for n in range(9)
+    ]
+    given = call(
+        arguments=[["params", {"kind": "dict", "items": layers}], ["x", array("float32[4]")]]
+    )
+    text = made(given).text
+    assert max(map(len, text.splitlines())) < 120
+    [found] = tomllib.loads(text)["program"]
+    assert found["args"]["params"]["layer 3"] == {"k": "float32[4, 4]"}
+    assert found["args"]["x"] == "float32[4]"
+
+
+def test_what_toml_cannot_write_is_made_by_python() -> None:
+    pair = {"kind": "tuple", "items": [[0, array("float32[1]")], [1, {"kind": "none"}]]}
+    more = {"kind": "tuple", "items": [[0, array("float32[2]")], [1, {"kind": "none"}]]}
+    found = made(*(call(arguments=[["pair", each]]) for each in (pair, more)))
+    [program] = tomllib.loads(found.text)["program"]
+    assert program["args"] == "my_serve_1_examples:score_args"
+    assert examples_path(PATH) == Path("my_serve_1_examples.py")
+    namespace: dict[str, Any] = {}
+    exec(found.examples, namespace)
+    example = namespace["score_args"](batch=3)
+    assert example["pair"][0].shape == (3,)
+    assert example["pair"][1] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (call(name=None, trouble="no name was found"), "no name was found"),
+        (call("float32[0]"), "expected an integer from 1"),
+        (call("float0[3]"), "expected a dtype"),
+    ],
+)
+def test_what_is_left_out_is_named_with_its_reason(given: dict[str, Any], reason: str) -> None:
+    found = made(given)
+    assert found.programs == 0
+    [line] = found.left_out
+    assert line.startswith("jit_score at serve.py:7: ")
+    assert reason in line
+    assert f"#   {line}\n" in found.text
+    assert "program" not in tomllib.loads(found.text)
+
+
+def test_functions_of_jax_are_counted() -> None:
+    assert "#   2 x jit_score\n" in made(None, None, call("float32[1]")).text
+
+
+def test_a_manifest_says_where_its_modules_are() -> None:
+    assert made(call("float32[1]"), call("int32[1]", home=None)).homes == {Path("/app")}

@@ -1,0 +1,151 @@
+"""The calls that made jax compile, as the hook finds them in the frames of the installed jax."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from prejit.runtime.recorded.child import cache_settings, environment_for
+from prejit.runtime.recorded.events import read_events
+from prejit.runtime.recorded.hook.watch import Orders
+
+LIBRARY = """
+import jax
+import jax.numpy as jnp
+
+values = jnp.ones(3)
+named = jax.jit(lambda x: x * 7)
+
+
+def plain(x):
+    return x + 1
+
+
+def local():
+    def inner(x):
+        return x * 5
+    return jax.jit(inner)
+
+
+@jax.jit
+def keywords(x, **rest):
+    return x + rest["y"]
+
+
+@jax.jit
+def places(x, /, *rest):
+    return x + sum(rest)
+"""
+PROGRAM = """
+import functools, os, sys
+import jax, jax.numpy as jnp, numpy as np
+from package import library
+
+@functools.partial(jax.jit, static_argnums=(1,), static_argnames=("how",), donate_argnums=(0,))
+def own(x, n, scale=1.0, how=None):
+    return x * n * scale
+
+class Odd:
+    def __init__(self, x): self.x = x
+    def __eq__(self, other): raise ValueError("no comparing")
+    __hash__ = None
+jax.tree_util.register_pytree_node(Odd, lambda odd: ((odd.x,), None), lambda _, parts: Odd(*parts))
+
+@jax.jit
+def odd(value):
+    return value.x + 1
+
+if __name__ == "__main__":
+    x = np.ones((2, 3), np.float32)
+    own(jnp.ones((2, 3)), 2, scale=3.0, how=(1, 2.5))
+    jax.jit(library.plain)(x)
+    jax.jit(jax.vmap(library.plain))(x)
+    guarded = jax.jit(lambda x: x - 4)
+    guarded(x)
+    library.named(x)
+    library.local()(x)
+    library.keywords(x, y=library.values)
+    library.places(x, x, x)
+    odd(Odd(x))
+    jnp.tanh(x)
+    os.write(1, b"done")
+"""
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, dict[str, Any] | None]]:
+    """Names of jax and calls of a program, in their order, without what jax compiles for itself."""
+    at = tmp_path_factory.mktemp("calls")
+    for name in ("cache", "events", "package"):
+        (at / name).mkdir()
+    (at / "package" / "library.py").write_text(LIBRARY)
+    (at / "program.py").write_text(PROGRAM)
+    orders = Orders(cache_settings(at / "cache", write=True), str(at / "events"), functions=True)
+    done = subprocess.run(
+        [sys.executable, str(at / "program.py")],
+        env=environment_for(orders, os.environ),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("done", "")
+    [process] = read_events(at / "events")
+    assert process.failure is None
+    return [(each.name, each.call) for each in process.requests]
+
+
+def called(calls: list[tuple[str, dict[str, Any] | None]], name: str) -> list[dict[str, Any]]:
+    return [call for found, call in calls if found == name and call is not None]
+
+
+def test_a_call_has_its_tree_its_static_and_its_donated_arguments(calls: Any, request: Any) -> None:
+    [own] = called(calls, "jit_own")
+    assert own.pop("home").endswith("calls0")
+    assert own == {
+        "name": "program:own",
+        "arguments": [
+            ["x", {"kind": "array", "of": "float32[2,3]"}],
+            ["scale", {"kind": "number", "of": "float"}],
+        ],
+        "by_place": False,
+        "static": {"n": 2},
+        "fixed": {"how": "=(1, 2.5)"},
+        "donated": ["x"],
+        "trouble": "",
+    }
+
+
+def test_a_transformed_function_is_not_taken_for_the_one_that_it_wraps(calls: Any) -> None:
+    plain, mapped = called(calls, "jit_plain")
+    assert plain["name"] == "package.library:plain"
+    assert mapped["name"] is None
+    assert "no name was found" in mapped["trouble"]
+
+
+def test_only_what_an_import_makes_has_a_name(calls: Any) -> None:
+    guarded, named = called(calls, "jit__lambda")
+    assert (guarded["name"], named["name"]) == (None, "package.library:named")
+    [inner] = called(calls, "jit_inner")
+    assert inner["name"] is None
+
+
+def test_arguments_have_the_names_or_places_that_the_function_takes(calls: Any) -> None:
+    [keywords], [places] = called(calls, "jit_keywords"), called(calls, "jit_places")
+    assert [name for name, _ in keywords["arguments"]] == ["x", "y"]
+    assert not keywords["by_place"]
+    assert len(places["arguments"]) == 3
+    assert places["by_place"]
+
+
+def test_a_class_that_fails_to_compare_is_no_failure_of_the_hook(calls: Any) -> None:
+    [odd] = called(calls, "jit_odd")
+    assert odd["name"] == "program:odd"
+    assert "value is of __main__.Odd, which only code can make" in odd["trouble"]
+
+
+def test_functions_of_jax_are_no_calls_of_the_program(calls: Any) -> None:
+    assert [call for name, call in calls if name == "jit_tanh"] == [None]
