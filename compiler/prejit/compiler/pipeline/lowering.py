@@ -345,6 +345,7 @@ def put_lowered(program: LoweredProgram, store: Store) -> Lowered:
         arguments_tree=program.arguments_tree,
         results_tree=program.results_tree,
         symbolic=None if program.symbolic is None else _put_frame(program.symbolic, store),
+        settings=program.settings,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from prejit.runtime.base import arguments
+from prejit.runtime.device import _jaxlib, jax_settings
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import (
@@ -158,6 +159,7 @@ class Calls:
             for name, buckets in self._buckets.items()
         }
         self._exact: dict[Any, ProgramEntry] = {}  # the buckets of calls so far, by `_signature`
+        self._agreed: dict[str, Any] = {}  # the last key of jax's traces that each program agreed with
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a program on nested arguments. Arguments, results and errors as `Bundle.call`."""
@@ -246,6 +248,7 @@ class Calls:
             UsageError: there is no such program, or none of its buckets takes them.
         """
         buckets = self.buckets(name)
+        self.check_settings(name)
         first = self._leaves(buckets[0], flatten)
         signature = _signature(name, static, first)
         if signature is not None and (program := self._exact.get(signature)) is not None:
@@ -413,6 +416,22 @@ class Calls:
         """Return the bucket of a program that takes nested arguments. Errors as `choose`."""
         return self.choose(name, *self._given(name, args, kwargs))
 
+    def check_settings(self, name: str) -> None:
+        """Compare the settings of the host program's jax, if it has imported it, with those of a trace.
+
+        Raises:
+            UsageError: they differ, and so jax.jit would not give what the program gives; or as `buckets`.
+        """
+        context = _jaxlib.trace_context()
+        if context is None or context == self._agreed.get(name):
+            return
+        if differing := jax_settings.differing(self.buckets(name)[0].settings):
+            raise UsageError(
+                f"{self.programs.bundle}: {name} was built with other settings of jax: {differing}",
+                hint="set them as they were at the build, or build with these settings",
+            )
+        self._agreed[name] = context
+
     def fitted(
         self, program: ProgramEntry, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Fitted | None:
@@ -420,7 +439,9 @@ class Calls:
 
         The sizes of variables in `pad` may be smaller or larger than those of the bucket.
         """
-        static, flatten = self._given(program.name.partition("/")[0], args, kwargs)
+        name = program.name.partition("/")[0]
+        self.check_settings(name)
+        static, flatten = self._given(name, args, kwargs)
         given = self._leaves(program, flatten)
         if isinstance(given, str) or self._static_misfit(program, static):
             return None

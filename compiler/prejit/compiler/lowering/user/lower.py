@@ -25,6 +25,7 @@ from prejit.compiler.lowering.user.repeating import repeated
 from prejit.compiler.lowering.user.shardings import Shardings, split_results
 from prejit.compiler.manifest.manifest import REPEAT
 from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.runtime.device import jax_settings
 from prejit.runtime.device.portable import refine_shapes
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import trees
@@ -87,6 +88,7 @@ def lower_function(
     what = f"{at}: program {spec.name}: cannot lower {program.label}"
     with user.modules.tracing(what), _on(mesh):
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
+        settings = jax_settings.to_record()
     user.modules.observer.note_executed(program.name, source_files(jaxpr))
     _refuse_callbacks(jaxpr, what)
     given = arrays_of(returned[0], f"{what}: result")
@@ -136,6 +138,7 @@ def lower_function(
         results_tree=trees.to_text(given.tree),
         symbolic=symbolic,
         traced=jaxpr,
+        settings=settings,
     )
 
 
