@@ -743,7 +743,8 @@ class Bundle:
             *args: positional arguments, if the manifest has a list of them.
             **kwargs: keyword arguments, if the manifest has a table, and static arguments. Arguments are
                 nested as the function takes them, of arrays that NumPy or DLPack reads and of numbers. Their
-                shapes and the static arguments choose the bucket. Donated ones are copied first.
+                shapes and the static arguments choose the bucket. Donated ones are copied first. Those of 64
+                bits become 32, unless the build had jax_enable_x64 on.
 
         Returns:
             The results, nested as the function returned them: jax.Arrays if an argument was one, else NumPy
@@ -751,7 +752,8 @@ class Bundle:
             one with the same fields. A random key is a key of jax, or its data as a NumPy array.
 
         Raises:
-            UsageError: there is no such program, or no bucket of it takes these arguments.
+            UsageError: there is no such program, no bucket of it takes these arguments, or jax's settings are
+                not those of its trace.
             RejectError: the program is damaged.
         """
         self._programs.ask()

@@ -35,6 +35,7 @@ class LoweredProgram:
         traced: the operations of a function of the user; None for other programs.
         settings: jax's settings that the trace depended on, where they were not jax's defaults; None: it was
             not traced here.
+        narrowed: the arguments that jax takes for narrower ones than the manifest gives, in words.
     """
 
     portable: bytes
@@ -51,3 +52,4 @@ class LoweredProgram:
     decoder: Mapping[str, Any] = field(default_factory=dict)
     traced: ClosedJaxpr | None = None
     settings: dict[str, str] | None = None
+    narrowed: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 _ZSTD_LEVEL = 10
 """Compression level of portable programs."""
+_SHOWN = 3
+"""Maximum number of arguments that a note names."""
 
 
 def lower(
@@ -76,6 +78,10 @@ def lower(
             started = time.process_time()
             made = lower_function(plan, program, code())
             code().seconds[program.spec.name] = time.process_time() - started
+            section = program.spec.section
+            first = next(each for each in plan.programs if each.spec.section == section)
+            if made.narrowed and program.spec.name == first.spec.name:
+                progress.note(_narrowed(section, made.narrowed))
             return put_lowered(made, store)
     with progress.phase(f"lowering {program.spec.name}"), store.making(program.key):
         if (found := find_lowered(program.key, store)) is not None:
@@ -105,6 +111,13 @@ def has_lost_native(program: PlannedProgram, store: Store) -> bool:
 def lowered_again(name: str) -> str:
     """Return what people read when the store has lost a program."""
     return f"{name} was damaged or deleted in the build cache and is lowered again"
+
+
+def _narrowed(section: str, arguments: Sequence[str]) -> str:
+    """Return what people read of arguments that jax takes for narrower ones."""
+    more = f", and {len(arguments) - _SHOWN} more" if len(arguments) > _SHOWN else ""
+    shown = ", ".join(arguments[:_SHOWN])
+    return f"{section} is built with {shown}{more}: jax_enable_x64 is off, and calls convert alike"
 
 
 def _is_whole(lowered: Lowered, store: Store) -> bool:

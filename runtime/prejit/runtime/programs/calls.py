@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -266,14 +267,15 @@ class Calls:
                 continue
             arrays = self.programs.arguments(program.name)
             leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
-            fitted = fit(arrays, leaves, given, program.pad or ())
+            fitted = fit(arrays, leaves, given, program.pad or (), narrows=narrows(program))
             if isinstance(fitted, str):
                 complaints.append(f"{program.name}: {fitted}")
                 continue
             values, sizes = fitted
             chosen = ChosenBucket(program, values, converter(given), sizes)
             if not sizes:
-                if signature is not None and given is first and len(self._exact) < _MOST_SIGNATURES:
+                as_given = signature is not None and given is first and all(map(is_, values, first))
+                if as_given and len(self._exact) < _MOST_SIGNATURES:
                     self._exact[signature] = program
                 return chosen
             larger.append(chosen)
@@ -302,7 +304,9 @@ class Calls:
                 continue
             arrays = self.programs.arguments(program.name)
             leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
-            fitted = fit(arrays, leaves, given, program.open_sizes, any_size=True)
+            fitted = fit(
+                arrays, leaves, given, program.open_sizes, any_size=True, narrows=narrows(program)
+            )
             if isinstance(fitted, str):
                 continue
             values, sizes = fitted
@@ -447,7 +451,8 @@ class Calls:
             return None
         arrays = self.programs.arguments(program.name)
         leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
-        found = fit(arrays, leaves, given, program.pad or (), any_size=True)
+        pad = program.pad or ()
+        found = fit(arrays, leaves, given, pad, any_size=True, narrows=narrows(program))
         if isinstance(found, str):
             return None
         values, sizes = found
@@ -534,11 +539,13 @@ def fit(
     open_sizes: Sequence[str] = (),
     *,
     any_size: bool = False,
+    narrows: bool = False,
 ) -> tuple[list[Value], dict[str, int]] | str:
     """Return values as a program takes them, or why they are not its arguments.
 
     Where dimensions are variables in `open_sizes`, the values may have less, or any size. Then the sizes of
-    these variables are returned too, and the values are still to be `padded`.
+    these variables are returned too, and the values are still to be `padded`. If `narrows`, 64 bits become 32
+    where the program takes 32 and holds the values.
     """
     values: list[Value] = []
     sizes: dict[str, int] = {}
@@ -548,6 +555,15 @@ def fit(
             values.append(np.ones(array.shape, np.bool_))
             continue
         found = value if isinstance(value, Held | OnDevice) else _as_numpy(array, leaf, value)
+        is_wide = array.dtype == _NARROW.get(found.dtype) and isinstance(found, np.ndarray)
+        if narrows and is_wide and not is_jax_array(value):
+            narrow = _narrowed(np.asarray(found), dtype_of(array.dtype))
+            if narrow is None:
+                return (
+                    f"{pytree.spell(array.path)}: expected {found.dtype} whose values are in the range of "
+                    f"{array.dtype}, found others"
+                )
+            found = narrow
         if found.dtype != dtype_of(array.dtype) or not _matches(
             array, found.shape, sizes, open_sizes, any_size
         ):
@@ -576,6 +592,32 @@ def fit(
         ]
         values[place] = np.ones(shape, np.bool_)
     return values, sizes
+
+
+_NARROW = {
+    np.dtype(wide): narrow
+    for wide, narrow in (
+        *(("float64", "float32"), ("complex128", "complex64")),
+        *(("int64", "int32"), ("uint64", "uint32")),
+    )
+}
+"""The dtypes that jax takes for those of 64 bits where jax_enable_x64 is off."""
+
+
+def narrows(program: ProgramEntry) -> bool:
+    """Return whether arguments of 64 bits become those of 32, as in the trace of a program."""
+    return program.settings is not None and "jax_enable_x64" not in program.settings
+
+
+def _narrowed(value: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None:
+    """Return an array with half the bits; None: integers would wrap, or numbers become infinite."""
+    with np.errstate(over="ignore"):
+        narrow = value.astype(dtype)
+    if dtype.kind in "iu":
+        same = narrow == value
+    else:
+        same = np.isfinite(narrow) == np.isfinite(value)
+    return narrow if same.all() else None
 
 
 def _matches(

@@ -139,6 +139,7 @@ def lower_function(
         symbolic=symbolic,
         traced=jaxpr,
         settings=settings,
+        narrowed=user.narrowed(spec.bucket, f"{section}: args"),
     )
 
 
