@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -292,12 +293,15 @@ def lower_own_decoder(
         BuildError: its code raises.
     """
     from prejit.compiler.lowering.decoder import lower_decoder
+    from prejit.compiler.lowering.user.chance import refusing_chance
     from prejit.compiler.lowering.user.models import CHECK_MODEL
 
     manifest, model = plan.manifest, code.model
     assert model is not None
     what = f"{manifest.where}: program {program.spec.name}: cannot lower {model.label}"
-    with model.modules.tracing(what, CHECK_MODEL):
+    assert manifest.model is not None
+    pure = contextlib.nullcontext() if manifest.model.impure else refusing_chance(what)
+    with model.modules.tracing(what, CHECK_MODEL), pure:
         return lower_decoder(
             model.stored.model,
             own_shape(manifest, model),

@@ -19,6 +19,7 @@ from prejit.compiler.lowering.export import abstract_mesh, export_program, shard
 from prejit.compiler.lowering.program import LoweredProgram
 from prejit.compiler.lowering.user.arrays import arrays_of, is_key, key_name
 from prejit.compiler.lowering.user.calls import CALLBACKS, PALLAS, find_calls, source_files
+from prejit.compiler.lowering.user.chance import refusing_chance
 from prejit.compiler.lowering.user.finding import UserFunction
 from prejit.compiler.lowering.user.padding import Shapes, Variables, variables_of
 from prejit.compiler.lowering.user.repeating import repeated
@@ -86,7 +87,8 @@ def lower_function(
 
     values = (user.weights, *_data_shapes(leaves))
     what = f"{at}: program {spec.name}: cannot lower {program.label}"
-    with user.modules.tracing(what), _on(mesh):
+    pure = contextlib.nullcontext() if program.impure else refusing_chance(what)
+    with user.modules.tracing(what), _on(mesh), pure:
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
         settings = jax_settings.to_record()
     user.modules.observer.note_executed(program.name, source_files(jaxpr))
