@@ -177,8 +177,8 @@ class Program:
             below that path are split so. All others are whole on every device.
         reads: files that the function reads by other means than Python's own `open`, relative to the
             manifest: paths, glob patterns, directories. It is traced again when one of them changes.
-        impure: whether the function may read the clock or draw random numbers without a seed while it is traced,
-            because the program does not depend on them. Otherwise that is an error.
+        impure: whether the function may read the clock or draw random numbers without a seed while it is
+            traced, because the program does not depend on them. Otherwise that is an error.
     """
 
     name: str

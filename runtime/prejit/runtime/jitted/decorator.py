@@ -357,7 +357,10 @@ class _Jitted:
         executable, device = on_jax.executable(name), on_jax.device
         results = on_jax.programs.results(name)
         given = [device.sharding(array.sharding) for array in on_jax.programs.arguments(name)]
-        if {jax.config.jax_transfer_guard, jax.config.jax_transfer_guard_host_to_device} - _UNGUARDED:
+        if {
+            jax.config.jax_transfer_guard,
+            jax.config.jax_transfer_guard_host_to_device,
+        } - _UNGUARDED:
             for value in fit.arrays:  # `device_put` is explicit, and jax.jit's transfers are not
                 jnp.asarray(value)
         inputs = [

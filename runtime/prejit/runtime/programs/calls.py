@@ -160,7 +160,9 @@ class Calls:
             for name, buckets in self._buckets.items()
         }
         self._exact: dict[Any, ProgramEntry] = {}  # the buckets of calls so far, by `_signature`
-        self._agreed: dict[str, Any] = {}  # the last key of jax's traces that each program agreed with
+        self._agreed: dict[
+            str, Any
+        ] = {}  # the last key of jax's traces that each program agreed with
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a program on nested arguments. Arguments, results and errors as `Bundle.call`."""
@@ -613,11 +615,9 @@ def _narrowed(value: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[A
     """Return an array with half the bits; None: integers would wrap, or numbers become infinite."""
     with np.errstate(over="ignore"):
         narrow = value.astype(dtype)
-    if dtype.kind in "iu":
-        same = narrow == value
-    else:
-        same = np.isfinite(narrow) == np.isfinite(value)
-    return narrow if same.all() else None
+    is_whole = dtype.kind in "iu"
+    kept = narrow == value if is_whole else np.isfinite(narrow) == np.isfinite(value)
+    return narrow if kept.all() else None
 
 
 def _matches(

@@ -1,4 +1,4 @@
-"""Clocks and random numbers in a traced function are refused by name, and only those of the user's own code."""
+"""Clocks and random numbers in a traced function are refused by name: those of the user's own code alone."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def test_each_is_refused_by_name_and_line(call: Callable[[], Any], name: str) ->
     "call", [lambda: np.random.rand(), lambda: np.random.shuffle(np.arange(9)), np.random.seed]
 )
 def test_numpys_global_generator_is_refused(call: Callable[[], Any]) -> None:
-    with pytest.raises(BuildError, match=r"global generator of np\.random"), refusing_chance("here"):
+    with (
+        pytest.raises(BuildError, match=r"global generator of np\.random"),
+        refusing_chance("here"),
+    ):
         call()
 
 

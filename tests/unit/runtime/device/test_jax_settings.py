@@ -28,7 +28,9 @@ def noisy(x: Any) -> Any:
 def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
     programs = [
         Program("noisy", fn=noisy, args={"x": "float32[4]"}),
-        Program("placed", fn=noisy, args=["float32[4]"], donate=[0]),  # C++ dispatches none of its calls
+        Program(
+            "placed", fn=noisy, args=["float32[4]"], donate=[0]
+        ),  # C++ dispatches none of its calls
     ]
     output = tmp_path_factory.mktemp("settings")
     return build(programs, output, name="s", cache=build_cache, quiet=True).path
@@ -113,18 +115,18 @@ def test_the_build_decides_which_settings_a_call_needs(tmp_path: Path, build_cac
 @pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
 def test_guards_refuse_the_transfers_that_jax_refuses(path: Path, guard: str) -> None:
     """Also at the first call. Arrays that are on the device pass, and so does what prejit puts there."""
+    bundle = load(path)
+    jitted = jit(noisy, bundle=bundle, on_miss="error")
     for _ in range(2):
-        bundle = load(path)
-        jitted = jit(noisy, bundle=bundle, on_miss="error")
-        for _ in range(2):
-            with jax.transfer_guard(guard):
-                for call in (jax.jit(noisy), jitted, lambda x: bundle.call("noisy", x=x)):
-                    with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
-                        call(HOST)
-            with jax.transfer_guard_host_to_device(guard):
-                jitted(ON_DEVICE), bundle.call("noisy", x=ON_DEVICE)
-            jitted(HOST), bundle.call("noisy", x=HOST)
-        bundle.close()
+        with jax.transfer_guard(guard):
+            for call in (jax.jit(noisy), jitted, lambda x: bundle.call("noisy", x=x)):
+                with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+                    call(HOST)
+        with jax.transfer_guard_host_to_device(guard):
+            jitted(ON_DEVICE)
+            bundle.call("noisy", x=ON_DEVICE)
+        jitted(HOST)
+        bundle.call("noisy", x=HOST)
 
 
 def test_settings_that_change_no_value_are_not_compared(bundle: Bundle) -> None:

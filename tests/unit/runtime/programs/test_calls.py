@@ -49,7 +49,9 @@ PROGRAMS = [
         pad=["batch"],
     ),
     Program("step", fn=step, args={"state": np.zeros(2), "x": X[0]}),
-    Program("same", fn=lambda *each: each, args=[np.zeros(1, t) for t in ("i8", "u8", "f8", "c16")]),
+    Program(
+        "same", fn=lambda *each: each, args=[np.zeros(1, t) for t in ("i8", "u8", "f8", "c16")]
+    ),
 ]
 NOTE = "is built with ['labels'] as int32 and not int64, ['x'] as float32 and not float64: jax_enable_x64"
 
@@ -79,7 +81,9 @@ def test_the_build_says_once_for_a_program_what_is_narrower(
 @pytest.mark.parametrize("name", ["loss", "made", "shaped", "padded"])
 @pytest.mark.parametrize("x", [X, X.astype("f")])
 @pytest.mark.parametrize("labels", [LABELS, LABELS.astype(np.int32)])
-def test_arrays_of_64_bits_give_what_jax_gives(bundle: Bundle, name: str, x: Any, labels: Any) -> None:
+def test_arrays_of_64_bits_give_what_jax_gives(
+    bundle: Bundle, name: str, x: Any, labels: Any
+) -> None:
     """Again and again, and by all ways: no way remembers that a program takes them as they are."""
     if name == "padded":
         x, labels = x[:3], labels[:3]
@@ -108,14 +112,18 @@ def test_state_of_64_bits_is_kept_as_32(bundle: Bundle) -> None:
     np.testing.assert_allclose(bound.read()["state"], expected, rtol=1e-6)
 
 
-SAME = [np.array([each], dtype) for each, dtype in ((-5, "i8"), (7, "u8"), (0.1, "f8"), (1j, "c16"))]
+SAME = [
+    np.array([each], dtype) for each, dtype in ((-5, "i8"), (7, "u8"), (0.1, "f8"), (1j, "c16"))
+]
 
 
 @pytest.mark.parametrize(
     ("place", "value"),
     [(0, 2**31), (0, -(2**31) - 1), (1, 2**32), (2, 1e300), (3, 1e300j)],
 )
-def test_values_that_32_bits_do_not_hold_are_refused(bundle: Bundle, place: int, value: Any) -> None:
+def test_values_that_32_bits_do_not_hold_are_refused(
+    bundle: Bundle, place: int, value: Any
+) -> None:
     """jax wraps integers and makes numbers infinite, without an error."""
     given = list(SAME)
     for _ in range(2):

@@ -50,8 +50,9 @@ _NAMES = {*(name.__name__ for name in _READERS if name is not None), *_DRAWS, "s
 _GENERATORS = {module.__file__: module.__name__ for module in (random, secrets, uuid)}
 """Modules whose calls are those of their callers, by file."""
 _SEEDED_LATER = re.compile(r"RandomState\(\s*[^)\s]")
-"""A line that makes a generator of NumPy's older kind with a seed. NumPy first draws one that it does not use."""
+"""A line that makes an older generator of NumPy with a seed. NumPy first draws one that it does not use."""
 _SHOWN = 3
+"""Maximum number of calls that an error names."""
 
 
 @contextmanager
@@ -83,9 +84,9 @@ def refusing_chance(what: str) -> Iterator[None]:
         raise BuildError(
             f"{what}: expected a function that gives the same program each time, found "
             f"{', '.join(found[:_SHOWN])}{more}",
-            hint="its value would be a constant of the program: take it as an argument, use jax.random with a key, "
-            "or give a generator a seed, as np.random.default_rng(0); if the program does not depend on it, "
-            "set `impure = true`",
+            hint="its value would be a constant of the program: take it as an argument, use jax.random with a "
+            "key, or give a generator a seed, as np.random.default_rng(0); if the program does not depend on "
+            "it, set `impure = true`",
         )
 
 
