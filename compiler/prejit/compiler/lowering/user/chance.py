@@ -84,9 +84,9 @@ def refusing_chance(what: str) -> Iterator[None]:
         raise BuildError(
             f"{what}: expected a function that gives the same program each time, found "
             f"{', '.join(found[:_SHOWN])}{more}",
-            hint="its value would be a constant of the program: take it as an argument, use jax.random with a "
-            "key, or give a generator a seed, as np.random.default_rng(0); if the program does not depend on "
-            "it, set `impure = true`",
+            hint="its value would be a constant of the program: take it as an argument, use jax.random with "
+            "a key, or give a generator a seed, as np.random.default_rng(0); if the program does not depend "
+            "on it, set `impure = true`",
         )
 
 
