@@ -51,7 +51,7 @@ TRACED: Mapping[str, bool | int | float | str | None] = {
     "jax_use_shardy_partitioner": True,
     "jax_use_simplified_jaxpr_constants": False,
 }
-"""Settings that a trace depends on, with their defaults in jax 0.10 to 0.12. Bundles hold other values alone."""
+"""Settings that a trace depends on, with their defaults in jax 0.10 to 0.12. Bundles hold only others."""
 _CONTEXTS: Mapping[str, str] = {
     "compute_on_context_manager": "None",
     "jax_no_collectives": "frozenset",
