@@ -772,7 +772,8 @@ class Bundle(OneProcess):
             *args: positional arguments, if the manifest has a list of them.
             **kwargs: keyword arguments, if the manifest has a table, and static arguments. Arguments are
                 nested as the function takes them, of arrays that NumPy or DLPack reads and of numbers. Their
-                shapes and the static arguments choose the bucket. Donated ones are copied first.
+                shapes and the static arguments choose the bucket. Donated ones are copied first. Those of 64
+                bits become 32, unless the build had jax_enable_x64 on.
 
         Returns:
             The results, nested as the function returned them: jax.Arrays if an argument was one, else NumPy
@@ -780,7 +781,8 @@ class Bundle(OneProcess):
             one with the same fields. A random key is a key of jax, or its data as a NumPy array.
 
         Raises:
-            UsageError: there is no such program, or no bucket of it takes these arguments.
+            UsageError: there is no such program, no bucket of it takes these arguments, or jax's settings are
+                not those of its trace.
             RejectError: the program is damaged.
         """
         self._programs.ask()

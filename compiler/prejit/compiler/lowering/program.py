@@ -33,6 +33,9 @@ class LoweredProgram:
         estimated_microseconds: estimated duration on a CPU, for targets that cannot be measured; 0 means no
             estimate.
         traced: the operations of a function of the user; None for other programs.
+        settings: jax's settings that the trace depended on, where they were not jax's defaults; None: it was
+            not traced here.
+        narrowed: the arguments that jax takes for narrower ones than the manifest gives, in words.
     """
 
     portable: bytes
@@ -48,3 +51,5 @@ class LoweredProgram:
     symbolic: bytes | None = None
     decoder: Mapping[str, Any] = field(default_factory=dict)
     traced: ClosedJaxpr | None = None
+    settings: dict[str, str] | None = None
+    narrowed: tuple[str, ...] = ()

@@ -1,14 +1,14 @@
 """A manifest as a value: what to compile and for which machines.
 
     [bundle]      BundleTable        name, license
-    [model]       Model              source, or module, params and reads; dtype,
+    [model]       Model              source, or module, params, reads and impure; dtype,
                                      accuracy, evaluation; it needs one of the next two
     [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source
     [encode]      Encode             shapes
     [mesh]        Mesh               data, tensor: several devices run one program
     [[program]]   Program            name, function, args, buckets, params, static, donate,
                                      pad, mask, open_sizes, repeat,
-                                     carry, shardings, reads
+                                     carry, shardings, reads, impure
     [[library]]   Library            path, handlers, targets: native code that programs call
     [[target]]    Target             name, jax, ...: see target_table.TargetTable
 
@@ -75,6 +75,8 @@ class Model:
         reads: files that the code of `module` reads by other means than Python's own `open`, relative to the
             manifest: paths, glob patterns, directories. It is traced again when one of them changes.
         accuracy: whether the build measures what the dtypes cost in accuracy.
+        impure: whether `module` may read the clock or draw random numbers without a seed while it is traced,
+            because the program does not depend on them. Otherwise that is an error.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -86,6 +88,7 @@ class Model:
     params: Any = None
     reads: tuple[str, ...] = ()
     accuracy: bool = True
+    impure: bool = False
 
     @property
     def label(self) -> str:
@@ -174,6 +177,8 @@ class Program:
             below that path are split so. All others are whole on every device.
         reads: files that the function reads by other means than Python's own `open`, relative to the
             manifest: paths, glob patterns, directories. It is traced again when one of them changes.
+        impure: whether the function may read the clock or draw random numbers without a seed while it is
+            traced, because the program does not depend on them. Otherwise that is an error.
     """
 
     name: str
@@ -190,6 +195,7 @@ class Program:
     carry: Sequence[str | int] = ()
     shardings: Mapping[str, Sequence[str]] = field(default_factory=dict)
     reads: Sequence[str] = ()
+    impure: bool = False
 
     @property
     def is_file(self) -> bool:

@@ -110,6 +110,7 @@ def _program(table: ProgramTable) -> Program:
         table.carry,
         table.shardings,
         table.reads,
+        table.impure,
     )
 
 
@@ -131,6 +132,7 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
             "carry": program.carry,
             "shardings": program.shardings,
             "reads": program.reads,
+            "impure": program.impure,
         }
         if not isinstance(program.fn, str) and not callable(program.fn):
             table["function"] = repr(program.fn)

@@ -65,6 +65,8 @@ class ProgramTable:
             by the dotted path of an argument, of params, or of result, or of a part of them.
         reads: files that the function reads by other means than Python's own `open`, relative to the
             manifest: paths, glob patterns, directories. It is traced again when one of them changes.
+        impure: whether the function may read the clock or draw random numbers without a seed while it is
+            traced, because the program does not depend on them. Otherwise that is an error.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -83,6 +85,7 @@ class ProgramTable:
     carry: tuple[str | int, ...] = ()
     shardings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     reads: tuple[str, ...] = ()
+    impure: bool = False
 
 
 SECTIONS: dict[str, tuple[type[Any], bool]] = {

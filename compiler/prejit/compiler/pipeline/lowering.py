@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 _ZSTD_LEVEL = 10
 """Compression level of portable programs."""
+_SHOWN = 3
+"""Maximum number of arguments that a note names."""
 
 
 def lower(
@@ -76,6 +79,10 @@ def lower(
             started = time.process_time()
             made = lower_function(plan, program, code())
             code().seconds[program.spec.name] = time.process_time() - started
+            section = program.spec.section
+            first = next(each for each in plan.programs if each.spec.section == section)
+            if made.narrowed and program.spec.name == first.spec.name:
+                progress.note(_narrowed(section, made.narrowed))
             return put_lowered(made, store)
     with progress.phase(f"lowering {program.spec.name}"), store.making(program.key):
         if (found := find_lowered(program.key, store)) is not None:
@@ -105,6 +112,13 @@ def has_lost_native(program: PlannedProgram, store: Store) -> bool:
 def lowered_again(name: str) -> str:
     """Return what people read when the store has lost a program."""
     return f"{name} was damaged or deleted in the build cache and is lowered again"
+
+
+def _narrowed(section: str, arguments: Sequence[str]) -> str:
+    """Return what people read of arguments that jax takes for narrower ones."""
+    more = f", and {len(arguments) - _SHOWN} more" if len(arguments) > _SHOWN else ""
+    shown = ", ".join(arguments[:_SHOWN])
+    return f"{section} is built with {shown}{more}: jax_enable_x64 is off, and calls convert alike"
 
 
 def _is_whole(lowered: Lowered, store: Store) -> bool:
@@ -279,12 +293,15 @@ def lower_own_decoder(
         BuildError: its code raises.
     """
     from prejit.compiler.lowering.decoder import lower_decoder
+    from prejit.compiler.lowering.user.chance import refusing_chance
     from prejit.compiler.lowering.user.models import CHECK_MODEL
 
     manifest, model = plan.manifest, code.model
     assert model is not None
     what = f"{manifest.where}: program {program.spec.name}: cannot lower {model.label}"
-    with model.modules.tracing(what, CHECK_MODEL):
+    assert manifest.model is not None
+    pure = contextlib.nullcontext() if manifest.model.impure else refusing_chance(what)
+    with model.modules.tracing(what, CHECK_MODEL), pure:
         return lower_decoder(
             model.stored.model,
             own_shape(manifest, model),
@@ -345,6 +362,7 @@ def put_lowered(program: LoweredProgram, store: Store) -> Lowered:
         arguments_tree=program.arguments_tree,
         results_tree=program.results_tree,
         symbolic=None if program.symbolic is None else _put_frame(program.symbolic, store),
+        settings=program.settings,
     )
 
 

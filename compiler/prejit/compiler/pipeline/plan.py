@@ -84,6 +84,7 @@ class Lowered:
         estimated_microseconds: estimated time of a run, for machines that cannot measure it; 0: unknown.
         arguments_tree, results_tree: how arguments and results of a user's function are nested.
         symbolic: the zstd frame of a user's function for any size of some variables; None: there is none.
+        settings: as `schema.ProgramEntry` has them.
     """
 
     portable: Segment
@@ -100,6 +101,7 @@ class Lowered:
     arguments_tree: str | None = None
     results_tree: str | None = None
     symbolic: Segment | None = None
+    settings: dict[str, str] | None = None
 
     @classmethod
     def from_json(cls, result: Mapping[str, Any]) -> Lowered:
@@ -119,6 +121,7 @@ class Lowered:
             result.get("arguments_tree"),
             result.get("results_tree"),
             Segment(**symbolic) if (symbolic := result.get("symbolic")) else None,
+            result.get("settings"),
         )
 
     @property

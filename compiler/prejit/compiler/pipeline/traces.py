@@ -167,6 +167,7 @@ def decoder_section(
 def _files(section: Program | Model, present: Present) -> Ingredients:
     named = [] if section.params is None else [str(section.params)]
     return (
+        ("impure", str(section.impure)),
         ("reads", _as_text(section.reads)),
         *((f"params {name}", digest) for name, digest in present.files(named)),
         *((f"reads {name}", digest) for name, digest in present.files(section.reads)),

@@ -7,87 +7,48 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
+from prejit.runtime.device.jax_settings import TRACED, plain
+
 COUNTED: Mapping[str, bool | int | float | str | None] = {
-    "check_vma": False,
-    "eager_constant_folding": False,
+    **TRACED,
     "jax2tf_associative_scan_reductions": False,
     "jax2tf_default_native_serialization": True,
-    "jax_accurate_erf_inv": False,
-    "jax_allow_f16_reductions": True,
-    "jax_auto_pcast": True,
     "jax_bcoo_cusparse_lowering": False,
-    "jax_check_static_indices": False,
     "jax_compiler_enable_remat_pass": True,
-    "jax_custom_jvp3": False,
-    "jax_custom_vjp3": False,
     "jax_debug_infs": False,
-    "jax_debug_key_reuse": False,
     "jax_debug_nans": False,
-    "jax_default_matmul_precision": None,
-    "jax_default_prng_impl": "threefry2x32",
     "jax_disable_bwd_checks": False,
     "jax_disable_jit": False,
     "jax_disable_most_optimizations": False,
     "jax_disable_vmap_shmap_error": False,
     "jax_disallow_mesh_context_manager": False,
-    "jax_embedded_constants_max_bytes": 32,
     "jax_enable_checks": False,
-    "jax_enable_custom_prng": False,
-    "jax_enable_x64": False,
-    "jax_error_checking_behavior_divide": "ignore",
-    "jax_error_checking_behavior_nan": "ignore",
-    "jax_error_checking_behavior_oob": "ignore",
     "jax_exec_time_optimization_effort": 0.0,
     "jax_experimental_unsafe_xla_runtime_errors": False,
-    "jax_explicit_x64_dtypes": "warn",
     "jax_export_calling_convention_version": 10,
     "jax_export_deserialize_expired_versions": False,
     "jax_export_ignore_forward_compatibility": False,
-    "jax_high_dynamic_range_gumbel": False,
     "jax_hlo_source_file_canonicalization_regex": None,
     "jax_include_full_tracebacks_in_locations": True,
-    "jax_legacy_prng_key": "allow",
     "jax_memory_fitting_effort": 0.0,
     "jax_memory_fitting_level": "O2",
     "jax_mosaic_allow_hlo": False,
     "jax_mosaic_unzip_debug_locations": True,
-    "jax_mutable_array_checks": True,
-    "jax_no_execution": False,
     "jax_no_tracing": False,
     "jax_num_cpu_devices": -1,
-    "jax_numpy_dtype_promotion": "standard",
-    "jax_numpy_rank_promotion": "allow",
     "jax_optimization_level": "UNKNOWN",
     "jax_pallas_auto_assign_collective_ids": "no",
     "jax_pallas_auto_assign_collective_ids_limit": 25,
-    "jax_pallas_enable_debug_checks": False,
     "jax_pallas_poison_buffers": False,
-    "jax_pallas_use_mosaic_gpu": True,
-    "jax_ragged_dot_use_gpu_pallas_triton_lowering": False,
     "jax_ragged_dot_use_ragged_dot_instruction": True,
-    "jax_raise_on_ppermute_sort_diff": True,
-    "jax_random_seed_offset": 0,
     "jax_refs_to_pins": False,
-    "jax_remat3": False,
-    "jax_remat_barrier_no_cotangents": False,
-    "jax_remove_size_one_mesh_axis_from_type": False,
-    "jax_scan3": False,
     "jax_serialization_version": 0,
-    "jax_softmax_custom_jvp": False,
     "jax_sort_devices_by_process_index": True,
     "jax_source_url_schema": None,
-    "jax_threefry_gpu_kernel_lowering": False,
-    "jax_threefry_partitionable": True,
-    "jax_use_direct_linearize": True,
-    "jax_use_emit_pipeline_primitive": False,
-    "jax_use_hlo_logistic_lowering": None,
     "jax_use_magma": "auto",
     "jax_use_rgv3": True,
-    "jax_use_shardy_partitioner": True,
-    "jax_use_simplified_jaxpr_constants": False,
 }
 """The settings that count, with their defaults in jax 0.10 to 0.12. Only other values are in keys."""
 HARMLESS = frozenset(
@@ -144,7 +105,7 @@ def jax_configuration(environ: Mapping[str, str]) -> str:
     """
     jax: Any = sys.modules.get("jax")
     if jax is not None:
-        found = {name: _plain(value) for name, value in jax.config.values.items()}
+        found = {name: plain(value) for name, value in jax.config.values.items()}
     else:
         found = {
             name: _parsed(environ[variable], default)
@@ -162,10 +123,6 @@ def jax_configuration(environ: Mapping[str, str]) -> str:
         for name, value in sorted(found.items())
         if name not in HARMLESS and not (name in COUNTED and COUNTED[name] == value)
     )
-
-
-def _plain(value: Any) -> Any:
-    return value.name.lower() if isinstance(value, Enum) else value
 
 
 def _parsed(text: str, default: bool | int | float | str | None) -> bool | int | float | str:

@@ -8,6 +8,7 @@ version of jax that prejit supports.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import io
@@ -257,6 +258,42 @@ def _jax_types() -> tuple[Any, Any]:
         from jax._src import config, core
 
         return config.enable_x64, core.ShapedArray
+
+
+# Settings of jax
+
+
+_UNKEYED = ("jax_default_prng_impl", "jax_enable_custom_prng", "jax_legacy_prng_key")
+"""Settings that traces depend on, although jax does not key them by these."""
+
+
+def trace_context() -> Any:
+    """Return jax's key of traces for this thread, to be compared; None: the process has not imported jax."""
+    config = sys.modules.get("jax._src.config")
+    read = getattr(config, "trace_context", None)  # None: another thread is importing it just now
+    return None if read is None else (read(), config.default_prng_impl.value)  # type: ignore[union-attr]
+
+
+def trace_settings() -> dict[str, Any]:
+    """Return the settings that traces of this thread depend on, by name; jax must be imported.
+
+    Several contexts of the user are `user_context`, `user_context 2` and so on.
+    """
+    from jax._src import config
+
+    found: dict[str, Any] = {}
+    for name, value in zip(config.trace_context_names(), config.trace_context(), strict=True):
+        same = sum(each.partition(" ")[0] == name for each in found)
+        found[f"{name} {same + 1}" if same else name] = value
+    values = config.config.values
+    return found | {name: values[name] for name in _UNKEYED}
+
+
+def unguarded() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which jax's transfer guards let pass what is not the caller's transfer."""
+    jax = sys.modules.get("jax")
+    guard = getattr(jax, "transfer_guard", None)  # None: another thread is importing it just now
+    return contextlib.nullcontext() if guard is None else guard("allow")
 
 
 # Calls of a jitted function, dispatched by jaxlib

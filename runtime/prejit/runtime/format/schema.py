@@ -198,6 +198,8 @@ class ProgramEntry:
             caller may leave it out. None: there is none.
         calls: the names by which it calls handlers of `Config.libraries`, sorted; None: it calls none.
         golden: its golden answer; None: it has none.
+        settings: jax's settings that its trace depended on, where they were not jax's defaults; None: not
+            known.
     """
 
     name: str
@@ -222,6 +224,7 @@ class ProgramEntry:
     open_sizes: tuple[str, ...] | None = None
     calls: tuple[str, ...] | None = None
     golden: Golden | None = None
+    settings: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
 
 Places = int | str | Sequence[int | str] | None
+_UNGUARDED = {None, "allow"}
+"""Values of jax_transfer_guard that neither refuse nor log transfers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,12 +351,19 @@ class _Jitted(OneProcess):
 
     def _run(self, bundle: Bundle, fit: Fit, returned: Returned) -> _jaxlib.Missed:
         import jax
+        import jax.numpy as jnp
 
         on_jax, name = bundle.on_jax, fit.program.name
         on_jax.programs.ask()
         executable, device = on_jax.executable(name), on_jax.device
         results = on_jax.programs.results(name)
         given = [device.sharding(array.sharding) for array in on_jax.programs.arguments(name)]
+        if {
+            jax.config.jax_transfer_guard,
+            jax.config.jax_transfer_guard_host_to_device,
+        } - _UNGUARDED:
+            for value in fit.arrays:  # `device_put` is explicit, and jax.jit's transfers are not
+                jnp.asarray(value)
         inputs = [
             value
             if is_jax_array(value) and (device.mesh is None or value.committed)

@@ -8,6 +8,7 @@ from typing import Any
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.device import jax_settings
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DELETED, is_jax_array
 from prejit.runtime.format import trees
@@ -16,7 +17,7 @@ from prejit.runtime.jitted.calls import JittedCall
 from prejit.runtime.programs.on_jax import JaxPrograms
 from prejit.runtime.programs.pytree import spell
 
-AXES = ("weights", "structure", "static", "dtype", "shape", "donation", "device")
+AXES = ("settings", "weights", "structure", "static", "dtype", "shape", "donation", "device")
 """What a call and a program may differ in, in the order in which they are compared."""
 _SHOWN = 3
 """Maximum number of programs whose difference a message shows."""
@@ -112,6 +113,8 @@ def _fit(
     import jax
 
     table = programs.programs
+    if differing := jax_settings.differing(program.settings):
+        raise MissError("settings", f"{program.name}: of jax's settings, {differing}")
     if program.weights is not None:
         raise MissError(
             "weights",

@@ -19,7 +19,7 @@ from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.branches import Branch, branches, whole
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs import pytree
-from prejit.runtime.programs.calls import Calls, ChosenBucket, Held, Pending, fit
+from prejit.runtime.programs.calls import Calls, ChosenBucket, Held, Pending, fit, narrows
 
 
 @final
@@ -228,7 +228,8 @@ class Bound(OneProcess):
                 leaves = pytree.flatten(branch.tree, value, (key,))
             except pytree.MisfitError as misfit:
                 raise UsageError(f"state of {self._name!r}: {misfit}") from None
-            fitted = fit(branch.arrays, list(trees.leaves(branch.tree)), leaves)
+            narrow = narrows(self._calls.buckets(self._name)[0])
+            fitted = fit(branch.arrays, list(trees.leaves(branch.tree)), leaves, narrows=narrow)
             if isinstance(fitted, str):
                 raise UsageError(f"state of {self._name!r}: {fitted}")
             values, smaller = fitted

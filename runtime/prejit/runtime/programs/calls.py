@@ -6,12 +6,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.device import _jaxlib, jax_settings
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import (
@@ -160,6 +162,9 @@ class Calls:
             for name, buckets in self._buckets.items()
         }
         self._exact: dict[Any, ProgramEntry] = {}  # the buckets of calls so far, by `_signature`
+        self._agreed: dict[
+            str, Any
+        ] = {}  # the last key of jax's traces that each program agreed with
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a program on nested arguments. Arguments, results and errors as `Bundle.call`."""
@@ -249,6 +254,7 @@ class Calls:
             UsageError: there is no such program, or none of its buckets takes them.
         """
         buckets = self.buckets(name)
+        self.check_settings(name)
         first = self._leaves(buckets[0], flatten)
         signature = _signature(name, static, first)
         if signature is not None and (program := self._exact.get(signature)) is not None:
@@ -266,14 +272,15 @@ class Calls:
                 continue
             arrays = self.programs.arguments(program.name)
             leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
-            fitted = fit(arrays, leaves, given, program.pad or ())
+            fitted = fit(arrays, leaves, given, program.pad or (), narrows=narrows(program))
             if isinstance(fitted, str):
                 complaints.append(f"{program.name}: {fitted}")
                 continue
             values, sizes = fitted
             chosen = ChosenBucket(program, values, converter(given), sizes)
             if not sizes:
-                if signature is not None and given is first and len(self._exact) < _MOST_SIGNATURES:
+                as_given = signature is not None and given is first and all(map(is_, values, first))
+                if as_given and len(self._exact) < _MOST_SIGNATURES:
                     self._exact[signature] = program
                 return chosen
             larger.append(chosen)
@@ -327,7 +334,9 @@ class Calls:
                 continue
             arrays = self.programs.arguments(program.name)
             leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
-            fitted = fit(arrays, leaves, given, program.open_sizes, any_size=True)
+            fitted = fit(
+                arrays, leaves, given, program.open_sizes, any_size=True, narrows=narrows(program)
+            )
             if isinstance(fitted, str):
                 continue
             values, sizes = fitted
@@ -441,6 +450,22 @@ class Calls:
         """Return the bucket of a program that takes nested arguments. Errors as `choose`."""
         return self.choose(name, *self._given(name, args, kwargs))
 
+    def check_settings(self, name: str) -> None:
+        """Compare the settings of the host program's jax, if it has imported it, with those of a trace.
+
+        Raises:
+            UsageError: they differ, and so jax.jit would not give what the program gives; or as `buckets`.
+        """
+        context = _jaxlib.trace_context()
+        if context is None or context == self._agreed.get(name):
+            return
+        if differing := jax_settings.differing(self.buckets(name)[0].settings):
+            raise UsageError(
+                f"{self.programs.bundle}: {name} was built with other settings of jax: {differing}",
+                hint="set them as they were at the build, or build with these settings",
+            )
+        self._agreed[name] = context
+
     def fitted(
         self, program: ProgramEntry, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Fitted | None:
@@ -448,13 +473,16 @@ class Calls:
 
         The sizes of variables in `pad` may be smaller or larger than those of the bucket.
         """
-        static, flatten = self._given(program.name.partition("/")[0], args, kwargs)
+        name = program.name.partition("/")[0]
+        self.check_settings(name)
+        static, flatten = self._given(name, args, kwargs)
         given = self._leaves(program, flatten)
         if isinstance(given, str) or self._static_misfit(program, static):
             return None
         arrays = self.programs.arguments(program.name)
         leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
-        found = fit(arrays, leaves, given, program.pad or (), any_size=True)
+        pad = program.pad or ()
+        found = fit(arrays, leaves, given, pad, any_size=True, narrows=narrows(program))
         if isinstance(found, str):
             return None
         values, sizes = found
@@ -541,11 +569,13 @@ def fit(
     open_sizes: Sequence[str] = (),
     *,
     any_size: bool = False,
+    narrows: bool = False,
 ) -> tuple[list[Value], dict[str, int]] | str:
     """Return values as a program takes them, or why they are not its arguments.
 
     Where dimensions are variables in `open_sizes`, the values may have less, or any size. Then the sizes of
-    these variables are returned too, and the values are still to be `padded`.
+    these variables are returned too, and the values are still to be `padded`. If `narrows`, 64 bits become 32
+    where the program takes 32 and holds the values.
     """
     values: list[Value] = []
     sizes: dict[str, int] = {}
@@ -555,6 +585,15 @@ def fit(
             values.append(np.ones(array.shape, np.bool_))
             continue
         found = value if isinstance(value, Held | OnDevice) else _as_numpy(array, leaf, value)
+        is_wide = array.dtype == _NARROW.get(found.dtype) and isinstance(found, np.ndarray)
+        if narrows and is_wide and not is_jax_array(value):
+            narrow = _narrowed(np.asarray(found), dtype_of(array.dtype))
+            if narrow is None:
+                return (
+                    f"{pytree.spell(array.path)}: expected {found.dtype} whose values are in the range of "
+                    f"{array.dtype}, found others"
+                )
+            found = narrow
         if found.dtype != dtype_of(array.dtype) or not _matches(
             array, found.shape, sizes, open_sizes, any_size
         ):
@@ -597,6 +636,30 @@ def _differ_in_size(arrays: Sequence[Array], given: Sequence[Any]) -> bool:
         and getattr(value, "dtype", None) in (None, dtype_of(array.dtype))
         for array, value in pairs
     )
+
+
+_NARROW = {
+    np.dtype(wide): narrow
+    for wide, narrow in (
+        *(("float64", "float32"), ("complex128", "complex64")),
+        *(("int64", "int32"), ("uint64", "uint32")),
+    )
+}
+"""The dtypes that jax takes for those of 64 bits where jax_enable_x64 is off."""
+
+
+def narrows(program: ProgramEntry) -> bool:
+    """Return whether arguments of 64 bits become those of 32, as in the trace of a program."""
+    return program.settings is not None and "jax_enable_x64" not in program.settings
+
+
+def _narrowed(value: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None:
+    """Return an array with half the bits; None: integers would wrap, or numbers become infinite."""
+    with np.errstate(over="ignore"):
+        narrow = value.astype(dtype)
+    is_whole = dtype.kind in "iu"
+    kept = narrow == value if is_whole else np.isfinite(narrow) == np.isfinite(value)
+    return narrow if kept.all() else None
 
 
 def _matches(

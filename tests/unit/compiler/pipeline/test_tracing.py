@@ -964,7 +964,7 @@ IMPURE = {
 def test_a_function_that_is_not_pure_is_refused_with_the_operation(
     tmp_path: Path, module: str
 ) -> None:
-    made = Project(tmp_path / "p", {"p": "model:f"}, model=module)
+    made = Project(tmp_path / "p", {"p": "model:f\nimpure = true"}, model=module)
     line = next(n for n, text in enumerate(module.splitlines(), 1) if "*" in text)
     for _ in range(2):  # it is in no cache
         with pytest.raises(BuildError) as caught:

@@ -62,7 +62,7 @@ def _shape_of(leaf: Any, bucket: Mapping[str, int], where: str) -> Any:
         value = jnp.asarray(leaf)
         return jax.ShapeDtypeStruct((), value.dtype, weak_type=type(leaf) is not bool)
     if isinstance(leaf, np.ndarray | np.generic):
-        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+        return jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf))
     if isinstance(leaf, jax.Ref):
         raise ManifestError(
             f"{where}: expected an array, found a Ref, which a function changes in place",
@@ -71,11 +71,25 @@ def _shape_of(leaf: Any, bucket: Mapping[str, int], where: str) -> Any:
         )
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         weak = bool(getattr(leaf, "weak_type", False))
-        return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype, weak_type=weak)
+        return jax.ShapeDtypeStruct(tuple(leaf.shape), _canonical(leaf), weak_type=weak)
     raise ManifestError(
         f"{where}: expected a shape string, an array or a number, found {type(leaf).__name__}",
         hint="give what is no array as `static`, or leave it out of the pytree",
     )
+
+
+def narrowed(args: Any) -> tuple[str, ...]:
+    """Return, in words, the arrays of args that jax takes for narrower ones: jax_enable_x64 is off."""
+    return tuple(
+        f"{jax.tree_util.keystr(path)} as {_canonical(leaf)} and not {leaf.dtype}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args)
+        if hasattr(leaf, "dtype") and _canonical(leaf) != leaf.dtype
+    )
+
+
+def _canonical(leaf: Any) -> Any:
+    """Return the dtype that jax gives an argument."""
+    return leaf.dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from prejit.compiler.lowering.program import LoweredProgram, Shapes
-from prejit.compiler.lowering.user.arrays import example_of
+from prejit.compiler.lowering.user.arrays import example_of, narrowed
 from prejit.compiler.lowering.user.files import read_file
 from prejit.compiler.lowering.user.pytrees import arrays_in, differing_names
 from prejit.runtime.errors import ManifestError
@@ -52,6 +52,14 @@ class UserFunction:
             with self.modules.tracing(where):
                 args = jax.eval_shape(lambda: self.args(**bucket))
         return example_of(args, bucket, where)
+
+    def narrowed(self, bucket: Mapping[str, int], where: str) -> tuple[str, ...]:
+        """Return, in words, the arguments at a bucket that jax takes for narrower ones than they are."""
+        given = [self.args]
+        if callable(self.args):
+            with self.modules.tracing(where):
+                jax.eval_shape(lambda: given.append(self.args(**bucket)))
+        return narrowed(given[-1])
 
 
 def find_function(

@@ -19,12 +19,14 @@ from prejit.compiler.lowering.export import abstract_mesh, export_program, shard
 from prejit.compiler.lowering.program import LoweredProgram
 from prejit.compiler.lowering.user.arrays import arrays_of, is_key, key_name
 from prejit.compiler.lowering.user.calls import CALLBACKS, PALLAS, find_calls, source_files
+from prejit.compiler.lowering.user.chance import refusing_chance
 from prejit.compiler.lowering.user.finding import UserFunction
 from prejit.compiler.lowering.user.padding import Shapes, Variables, variables_of
 from prejit.compiler.lowering.user.repeating import repeated
 from prejit.compiler.lowering.user.shardings import Shardings, split_results
 from prejit.compiler.manifest.manifest import REPEAT
 from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.runtime.device import jax_settings
 from prejit.runtime.device.portable import refine_shapes
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import trees
@@ -85,8 +87,10 @@ def lower_function(
 
     values = (user.weights, *_data_shapes(leaves))
     what = f"{at}: program {spec.name}: cannot lower {program.label}"
-    with user.modules.tracing(what), _on(mesh):
+    pure = contextlib.nullcontext() if program.impure else refusing_chance(what)
+    with user.modules.tracing(what), _on(mesh), pure:
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
+        settings = jax_settings.to_record()
     user.modules.observer.note_executed(program.name, source_files(jaxpr))
     _refuse_callbacks(jaxpr, what)
     if any(isinstance(value, jax.Ref) for value in jaxpr.consts):
@@ -141,6 +145,8 @@ def lower_function(
         results_tree=trees.to_text(given.tree),
         symbolic=symbolic,
         traced=jaxpr,
+        settings=settings,
+        narrowed=user.narrowed(spec.bucket, f"{section}: args"),
     )
 
 

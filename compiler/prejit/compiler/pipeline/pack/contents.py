@@ -175,6 +175,7 @@ def _program(
         symbolic=portables.get(_symbolic(spec.name)),
         open_sizes=spec.open_sizes or None,
         calls=tuple(name for name, _ in executable.job.source.calls) or None,
+        settings=lowered.settings,
     )
 
 

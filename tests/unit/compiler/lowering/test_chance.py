@@ -1,0 +1,169 @@
+"""Clocks and random numbers in a traced function are refused by name: those of the user's own code alone."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import random
+import secrets
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from random import random as drawn
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prejit.compiler import Manifest, Program, build
+from prejit.compiler.lowering.user.chance import refusing_chance
+from prejit.compiler.manifest.reading import read_manifest
+from prejit.runtime import load
+from prejit.runtime.errors import BuildError
+
+SEEDED, ARRAYS = random.Random(0), np.random.default_rng(0)
+NOW = datetime.datetime.now
+
+
+def seeded_here() -> Any:
+    random.seed(3)
+    return random.random(), random.Random(4).gauss(0, 1), np.random.default_rng(5).normal()
+
+
+def logged() -> Any:
+    logging.getLogger("prejit.test").warning("its record has a time")
+    with tempfile.TemporaryDirectory() as directory:
+        return directory
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: time.time(), "time.time"),
+        (lambda: time.perf_counter_ns(), "time.perf_counter_ns"),
+        (lambda: max(map(lambda _: time.monotonic(), range(2))), "time.monotonic"),
+        (lambda: NOW(), "datetime.now"),
+        (lambda: datetime.datetime.now(datetime.UTC), "datetime.now"),
+        (lambda: datetime.date.today(), "date.today"),
+        (lambda: random.random(), "random.random"),
+        (lambda: drawn(), "random.random"),
+        (lambda: random.randint(0, 9), "random.randint"),
+        (lambda: random.shuffle([1, 2, 3]), "random.shuffle"),
+        (lambda: random.Random(), "random.Random"),
+        (lambda: random.seed(), "random.seed"),
+        (lambda: random.SystemRandom().random(), "random.SystemRandom.random"),
+        (lambda: os.urandom(4), "os.urandom"),
+        (lambda: secrets.token_hex(), "secrets.token_hex"),
+        (lambda: uuid.uuid4(), "uuid.uuid4"),
+        (lambda: uuid.uuid1(), "uuid.uuid1"),
+        (lambda: np.random.default_rng().normal(), "random.SystemRandom.getrandbits"),
+    ],
+)
+def test_each_is_refused_by_name_and_line(call: Callable[[], Any], name: str) -> None:
+    with pytest.raises(BuildError) as caught, refusing_chance("here"):
+        call()
+    line = call.__code__.co_firstlineno
+    assert str(caught.value).startswith("here: expected a function that gives the same program")
+    assert f"found {name}() at {__file__}:{line}" in str(caught.value)
+    assert "impure = true" in str(caught.value.hint)
+    assert sys.getprofile() is None
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: np.random.rand(), lambda: np.random.shuffle(np.arange(9)), np.random.seed]
+)
+def test_numpys_global_generator_is_refused(call: Callable[[], Any]) -> None:
+    with (
+        pytest.raises(BuildError, match=r"global generator of np\.random"),
+        refusing_chance("here"),
+    ):
+        call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: SEEDED.random() + SEEDED.randint(0, 3),
+        lambda: ARRAYS.normal(size=3),
+        lambda: np.random.RandomState(3).rand(),
+        lambda: uuid.UUID(int=5),
+        lambda: uuid.uuid5(uuid.NAMESPACE_DNS, "prejit"),
+        lambda: time.sleep(0),
+        lambda: datetime.datetime(2026, 1, 1).isoformat(),
+        seeded_here,
+        logged,
+        lambda: jax.jit(lambda x: jax.random.normal(jax.random.key(0), x.shape))(jnp.ones(3)),
+    ],
+)
+def test_what_is_the_same_each_time_is_allowed(call: Callable[[], Any]) -> None:
+    with refusing_chance("here"):
+        call()
+
+
+def test_an_error_of_the_code_itself_comes_first() -> None:
+    with pytest.raises(ZeroDivisionError), refusing_chance("here"):
+        1 / (time.time() * 0)
+    assert sys.getprofile() is None
+
+
+def test_another_profiler_keeps_its_place() -> None:
+    def profile(*_: Any) -> None:
+        pass
+
+    sys.setprofile(profile)
+    try:
+        with refusing_chance("here"):
+            time.time()
+        assert sys.getprofile() is profile
+    finally:
+        sys.setprofile(None)
+
+
+def stamped(x: Any) -> Any:
+    return x * round(time.time() / 1e12)  # the same number at each trace
+
+
+def test_a_build_refuses_what_two_traces_do_not_show(tmp_path: Path, build_cache: Path) -> None:
+    """Also inside of jitted functions, which jax traces once."""
+    options: dict[str, Any] = {"name": "stamped", "cache": build_cache, "quiet": True}
+    inner = jax.jit(stamped)
+    for function in (stamped, lambda x: inner(x) + 1):
+        program = Program("stamped", fn=function, args=["float32[3]"])
+        with pytest.raises(BuildError, match=rf"time\.time\(\) at .*{Path(__file__).name}:\d+"):
+            build(program, tmp_path, **options)
+    program = Program("stamped", fn=stamped, args=["float32[3]"], impure=True)
+    built = build(program, tmp_path, **options)
+    assert load(built.path).call("stamped", np.ones(3, np.float32)).tolist() == [0, 0, 0]
+
+
+MODULE = """
+import time
+
+def f(x):
+    started = time.perf_counter()
+    y = x + 1
+    print(time.perf_counter() - started)
+    return y
+"""
+
+
+def test_a_manifest_allows_it_and_forbids_it_again(tmp_path: Path, build_cache: Path) -> None:
+    """A trace that was kept while it was allowed is no reason to allow it."""
+    (tmp_path / "timed.py").write_text(MODULE)
+
+    def manifest(impure: str) -> Manifest:
+        (tmp_path / "m.toml").write_text(
+            '[bundle]\nname = "timed"\n[[program]]\nname = "f"\nfunction = "timed:f"\n'
+            f'args = ["float32[2]"]\n{impure}\n[[target]]\nname = "cpu-host"\n'
+        )
+        return read_manifest(tmp_path / "m.toml")
+
+    build(manifest("impure = true"), tmp_path / "out", cache=build_cache, quiet=True)
+    with pytest.raises(BuildError, match=r"time\.perf_counter\(\) at .*timed\.py:5, .*timed\.py:7"):
+        build(manifest(""), tmp_path / "out", cache=build_cache, quiet=True)

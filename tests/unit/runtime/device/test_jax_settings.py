@@ -1,0 +1,183 @@
+"""Programs of a user run under the settings of jax that their traces depended on, and under no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prejit.compiler import Program, build
+from prejit.runtime import Bundle, UsageError, jit, load
+from prejit.runtime.device import _jaxlib, jax_settings
+
+HOST, ON_DEVICE = np.arange(4, dtype=np.float32), jnp.arange(4.0)
+Setting = Callable[[], AbstractContextManager[Any]]
+
+
+def noisy(x: Any) -> Any:
+    return {"x": x * jnp.arange(4), "noise": jax.random.normal(jax.random.key(0), x.shape)}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+    programs = [
+        Program("noisy", fn=noisy, args={"x": "float32[4]"}),
+        Program(
+            "placed", fn=noisy, args=["float32[4]"], donate=[0]
+        ),  # C++ dispatches none of its calls
+    ]
+    output = tmp_path_factory.mktemp("settings")
+    return build(programs, output, name="s", cache=build_cache, quiet=True).path
+
+
+@pytest.fixture
+def bundle(path: Path) -> Bundle:
+    return load(path, on_mismatch="error")
+
+
+SETTINGS: dict[str, Setting] = {
+    "jax_enable_x64": lambda: jax.enable_x64(True),
+    "jax_default_matmul_precision": lambda: jax.default_matmul_precision("highest"),
+    "jax_numpy_dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "jax_numpy_rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "jax_threefry_partitionable": lambda: jax.threefry_partitionable(False),
+    "jax_default_prng_impl": lambda: jax.default_prng_impl("rbg"),
+}
+WAYS: dict[str, Callable[[Bundle], Any]] = {
+    "call": lambda bundle: bundle.call("noisy", x=HOST),
+    "call on jax's arrays": lambda bundle: bundle.call("noisy", x=ON_DEVICE),
+    "call in Python": lambda bundle: bundle.call("placed", HOST),
+    "call_async": lambda bundle: bundle.call_async("noisy", x=HOST).result(),
+    "call_by_path": lambda bundle: bundle.call_by_path("noisy", {("x",): HOST}),
+    "bind": lambda bundle: bundle.bind("noisy", x=HOST)(),
+    "jit": lambda bundle: jit(noisy, bundle=bundle, on_miss="error")(HOST),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_other_settings_than_those_of_the_trace_are_refused(bundle: Bundle, name: str) -> None:
+    """At the first call, after calls that fit, and again and again; not when they are as before."""
+    changed = SETTINGS[name]
+    for way, call in WAYS.items():
+        for _ in range(2):
+            with changed(), pytest.raises(UsageError, match=f"{name}: expected .*, found "):
+                call(bundle)
+            call(bundle)
+            call(bundle)
+            assert way
+
+
+def test_a_function_that_is_called_again_sees_that_settings_changed(bundle: Bundle) -> None:
+    jitted, state = jit(noisy, bundle=bundle), bundle.bind("noisy", x=HOST)
+    for _ in range(3):
+        jitted(HOST), state()
+    with jax.threefry_partitionable(False):
+        with pytest.warns(match="jax_threefry_partitionable: expected True, found False"):
+            found = jitted(HOST)
+        expected = jax.jit(noisy)(HOST)
+        np.testing.assert_array_equal(found["noise"], expected["noise"])
+        with pytest.raises(UsageError, match="jax_threefry_partitionable"):
+            state()
+    assert not np.array_equal(jitted(HOST)["noise"], expected["noise"])
+
+
+def test_the_build_decides_which_settings_a_call_needs(tmp_path: Path, build_cache: Path) -> None:
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        built = build(
+            [Program("noisy", fn=noisy, args={"x": "float32[4]"})],
+            tmp_path / "x64",
+            name="x64",
+            cache=build_cache,
+            quiet=True,
+        )
+    bundle = load(built.path)
+    assert bundle.config.programs[0].settings == {
+        "jax_default_matmul_precision": "highest",
+        "jax_enable_x64": "True",
+    }
+    with pytest.raises(UsageError, match="jax_enable_x64: expected True, found False"):
+        bundle.call("noisy", x=HOST)
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        expected = jax.jit(noisy)(HOST)
+        for x in (HOST, ON_DEVICE, HOST, ON_DEVICE):
+            found = bundle.call("noisy", x=x)
+            for key, value in expected.items():
+                assert found[key].dtype == value.dtype
+                np.testing.assert_allclose(found[key], value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
+def test_guards_refuse_the_transfers_that_jax_refuses(path: Path, guard: str) -> None:
+    """Also at the first call. Arrays that are on the device pass, and so does what prejit puts there."""
+    bundle = load(path)
+    jitted = jit(noisy, bundle=bundle, on_miss="error")
+    for _ in range(2):
+        with jax.transfer_guard(guard):
+            for call in (jax.jit(noisy), jitted, lambda x: bundle.call("noisy", x=x)):
+                with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+                    call(HOST)
+        with jax.transfer_guard_host_to_device(guard):
+            jitted(ON_DEVICE)
+            bundle.call("noisy", x=ON_DEVICE)
+        jitted(HOST)
+        bundle.call("noisy", x=HOST)
+
+
+def test_settings_that_change_no_value_are_not_compared(bundle: Bundle) -> None:
+    for setting in (
+        jax.disable_jit(True),
+        jax.default_device(jax.devices()[0]),
+        jax.set_mesh(jax.make_mesh((1,), ("x",))),
+    ):
+        with setting:
+            for _ in range(2):
+                bundle.call("noisy", x=HOST)
+
+
+def test_the_defaults_are_those_of_this_jax(run_python: Any) -> None:
+    """A setting that a new jax adds, or whose default it changes, must be listed."""
+    run_python(
+        "import jax; from prejit.runtime.device import jax_settings\n"
+        "assert jax_settings.to_record() == {}, jax_settings.to_record()\n"
+        "assert jax_settings.differing({}) == jax_settings.differing(None) == ''\n"
+    )
+
+
+def test_settings_of_another_version_of_jax_are_not_compared() -> None:
+    assert jax_settings.differing({"jax_of_tomorrow": "True"}) == ""
+    assert jax_settings.differing({"jax_enable_x64": "True"})
+
+
+def test_a_process_without_jax_has_no_settings(path: Path, run_python: Any) -> None:
+    run_python(
+        "import os, sys, numpy as np\n"
+        "from prejit.runtime import UsageError, load\n"
+        "bundle, x = load(sys.argv[1], on_mismatch='error'), np.ones(4, 'f')\n"
+        "for _ in range(2): bundle.call('noisy', x=x)\n"
+        "assert 'jax' not in sys.modules\n"
+        "import jax\n"
+        "for _ in range(2): bundle.call('noisy', x=x)\n"
+        "jax.config.update('jax_enable_x64', True)\n"
+        "try: bundle.call('noisy', x=x)\n"
+        "except UsageError: sys.exit()\n"
+        "assert False\n",
+        path,
+    )
+
+
+def test_each_context_of_the_user_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import config
+
+    names, values = ("user_context", "jax_enable_x64", "user_context"), (None, False, 7)
+    monkeypatch.setattr(config, "trace_context_names", lambda: names)
+    monkeypatch.setattr(config, "trace_context", lambda: values)
+    found = _jaxlib.trace_settings()
+    assert (found["user_context"], found["user_context 2"]) == (None, 7)
+    assert jax_settings.to_record() == {"user_context 2": "7"}
+    assert jax_settings.differing({"user_context 2": "5"}) == "user_context 2: expected 5, found 7"
