@@ -342,8 +342,6 @@ class _Jitted:
         returned = from_trace(shapes, tree, programs.results(name))
         with self._lock:
             self._traced[name] = None
-        if bundle.config.mesh is not None and any(returned.weak):
-            raise MissError("results", "a result has a weak type, which a mesh does not keep")
         return returned
 
     def _run(self, bundle: Bundle, fit: Fit, returned: Returned) -> _jaxlib.Missed:
@@ -361,8 +359,8 @@ class _Jitted:
             for value, sharding in zip(fit.arrays, given, strict=True)
         ]
         if device.mesh is None:
-            avals = [(array.shape, dtype_of(array.dtype)) for array in results]
-            assemble = _jaxlib.assembler_for_jax(avals, returned.weak, device.first, fit.committed)
+            avals = [(array.shape, dtype_of(array.dtype), array.weak) for array in results]
+            assemble = _jaxlib.assembler_for_jax(avals, device.first, fit.committed)
             arrays = assemble(executable.loaded.execute_sharded(inputs))
         else:
             arrays = executable.run(inputs)

@@ -44,8 +44,8 @@ class Fit:
         arrays: the arguments in the program's order, random keys as their data.
         order: the names of the call's arguments in the order that the program takes.
         committed: whether an argument is committed to its device, and so the results are.
-        is_exact: whether the bundle tells all of the results: no argument has a weak type, and none is of a
-            class like dict, which the results could be of too.
+        is_exact: whether the bundle tells all of the results: no argument is of a class like dict, which the
+            results could be of too.
         constants: jax's structure of the arguments, where they have constants that the bundle does not tell,
             such as functions; else None.
     """
@@ -129,7 +129,7 @@ def _fit(
     types = [_type_of(at, value) for at, value in zip(places, values, strict=True)]
     committed = False
     for at, array, is_type in zip(places, expected, types, strict=True):
-        if is_type.dtype != dtype_of(array.dtype):
+        if (is_type.dtype, is_type.weak_type) != (dtype_of(array.dtype), array.weak):
             raise MissError("dtype", _differs(at, array, is_type))
     for at, array, is_type in zip(places, expected, types, strict=True):
         if is_type.shape != array.shape:
@@ -150,7 +150,7 @@ def _fit(
         raise MissError(
             "device", f"expected {programs.device.first} as jax's device, found {default}"
         )
-    is_exact = not leaves.has_likes and not any(is_type.weak_type for is_type in types)
+    is_exact = not leaves.has_likes
     given = [call.arrays[name] for name in order]
     constants = jax.tree.structure(given) if leaves.has_constants else None
     return Fit(program, tuple(values), order, committed, is_exact, constants)
@@ -321,8 +321,8 @@ def _default_device() -> Any:
 
 def _differs(at: trees.Path, expected: Any, found: Any) -> str:
     return (
-        f"{spell(at)}: expected {expected.dtype}{list(expected.shape)}, "
-        f"found {found.dtype}{list(found.shape)}"
+        f"{spell(at)}: expected {'weak ' * expected.weak}{expected.dtype}{list(expected.shape)}, "
+        f"found {'weak ' * found.weak_type}{found.dtype}{list(found.shape)}"
     )
 
 

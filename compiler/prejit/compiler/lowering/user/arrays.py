@@ -58,11 +58,15 @@ def _shape_of(leaf: Any, bucket: Mapping[str, int], where: str) -> Any:
                 hint="set JAX_ENABLE_X64=1 in the environment of the build",
             )
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    if isinstance(leaf, bool | int | float | complex):
-        value = jnp.asarray(leaf)
-        return jax.ShapeDtypeStruct((), value.dtype, weak_type=type(leaf) is not bool)
+    # First NumPy's scalars, some of whose classes are subclasses of Python's numbers.
     if isinstance(leaf, np.ndarray | np.generic):
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    if isinstance(leaf, bool | int | float | complex):
+        try:
+            value = jnp.asarray(leaf)
+        except OverflowError as error:
+            raise ManifestError(f"{where}: expected a number that jax takes: {error}") from None
+        return jax.ShapeDtypeStruct((), value.dtype, weak_type=value.weak_type)
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         weak = bool(getattr(leaf, "weak_type", False))
         return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype, weak_type=weak)
@@ -112,7 +116,8 @@ def arrays_of(example: Any, what: str, donated: tuple[Any, ...] = ()) -> Arrays:
                 hint="reshape it: NumPy has no arrays of more dimensions",
             )
         is_donated = bool(path) and path[0] in donated
-        arrays.append(Array(path, str(shape.dtype), tuple(shape.shape), is_donated))
+        weak = bool(getattr(shape, "weak_type", False))
+        arrays.append(Array(path, str(shape.dtype), tuple(shape.shape), is_donated, weak=weak))
     named = [tuple(map(str, array.path)) for array in arrays]
     for array, name in zip(arrays, named, strict=True):
         if named.count(name) > 1:

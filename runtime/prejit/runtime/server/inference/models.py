@@ -15,6 +15,7 @@ from typing import Any, final
 import numpy as np
 
 from prejit.runtime.base.once import once
+from prejit.runtime.device.transfer import weakened
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
@@ -194,6 +195,8 @@ def _names(tree: trees.Tree) -> frozenset[str]:
 
 def _nested(form: _Form, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments as the function takes them."""
+    weak = {pytree.dotted(array.path) for array in form.inputs[0] if array.weak}
+    given = {name: weakened(value) if name in weak else value for name, value in given.items()}
     values: dict[trees.Key, Any] = {}
     for key, child in zip(form.arguments.keys, form.arguments.children, strict=True):
         names = [pytree.dotted((key, *path)) for path in trees.paths(child)]
