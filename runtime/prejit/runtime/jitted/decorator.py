@@ -202,8 +202,6 @@ class _Jitted:
         self._by_name: set[tuple[int | str, ...]] = set()
         """Forms of calls whose arrays come in another order than by name, in which the program takes them:
         the number of arguments by position, and the names of the others."""
-        self._constants: dict[str, Any] = {}
-        """Jax's structures of the arguments of first calls, by the text of the program's tree."""
         self._loaded: dict[str, None] = {}
         self._traced: dict[str, None] = {}
         self._compiled: dict[str, None] = {}
@@ -235,7 +233,6 @@ class _Jitted:
         try:
             self._check_settings(bundle)
             fit = find(bundle.on_jax, self._name, call, self._parameters.defaults)
-            self._check_constants(fit)
             if fit.order != call.order:
                 # jaxlib passes arrays in the call's order. The same call in the program's order is another
                 # signature.
@@ -301,23 +298,6 @@ class _Jitted:
         for setting in ("jax_debug_nans", "jax_debug_infs"):
             if getattr(jax.config, setting):
                 raise MissError("settings", f"{setting} is on, which executables cannot obey")
-
-    def _check_constants(self, fit: Fit) -> None:
-        """Compare constants of the arguments that the bundle does not tell with those of the first call.
-
-        Raises:
-            MissError: they differ.
-        """
-        if fit.constants is None:
-            return
-        with self._lock:
-            first = self._constants.setdefault(fit.program.arguments_tree or "", fit.constants)
-        if first != fit.constants:
-            raise MissError(
-                "structure",
-                "the constant fields of its arguments are not those of the first call, which stand for "
-                f"those of the build: expected {first}, found {fit.constants}",
-            )
 
     def _check_answer(self, bundle: Bundle, fit: Fit) -> None:
         """Load the executable of a call, which must not be known to compute wrong numbers.

@@ -13,7 +13,7 @@ from prejit.runtime.format import trees
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.jitted.calls import JittedCall
 from prejit.runtime.programs.on_jax import JaxPrograms
-from prejit.runtime.programs.pytree import spell
+from prejit.runtime.programs.pytree import constants_misfit, spell
 
 AXES = ("weights", "structure", "static", "dtype", "shape", "donation", "device")
 """What a call and a program may differ in, in the order in which they are compared."""
@@ -46,8 +46,6 @@ class Fit:
         committed: whether an argument is committed to its device, and so the results are.
         is_exact: whether the bundle tells all of the results: no argument is of a class like dict, which the
             results could be of too.
-        constants: jax's structure of the arguments, where they have constants that the bundle does not tell,
-            such as functions; else None.
     """
 
     program: ProgramEntry
@@ -55,7 +53,6 @@ class Fit:
     order: tuple[str, ...]
     committed: bool
     is_exact: bool
-    constants: Any
 
 
 @dataclass(slots=True)
@@ -65,12 +62,10 @@ class _Leaves:
     Attributes:
         found: each leaf, with the program's.
         has_likes: whether there is something of a class like dict that is not dict.
-        has_constants: whether there is something with constants that the bundle does not tell.
     """
 
     found: list[tuple[trees.Leaf, Any]] = field(default_factory=list)
     has_likes: bool = False
-    has_constants: bool = False
 
 
 def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[str, Any]) -> Fit:
@@ -104,7 +99,6 @@ def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[s
 def _fit(
     programs: JaxPrograms, program: ProgramEntry, call: JittedCall, defaults: Mapping[str, Any]
 ) -> Fit:
-    import jax
 
     table = programs.programs
     if program.weights is not None:
@@ -151,9 +145,7 @@ def _fit(
             "device", f"expected {programs.device.first} as jax's device, found {default}"
         )
     is_exact = not leaves.has_likes
-    given = [call.arrays[name] for name in order]
-    constants = jax.tree.structure(given) if leaves.has_constants else None
-    return Fit(program, tuple(values), order, committed, is_exact, constants)
+    return Fit(program, tuple(values), order, committed, is_exact)
 
 
 def _order(program: str, root: trees.Node, call: JittedCall) -> tuple[str, ...]:
@@ -208,17 +200,15 @@ def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> N
     keys = tuple(key for key, _ in parts)
     if tree.kind in ("dict", "record", "namedtuple") and keys != tree.keys:
         raise _misfit(at, f"the keys {_listed(tree.keys)}", _listed(keys))
-    for name, constant in tree.constants:
-        if type(kept := getattr(value, name, None)) is not type(constant) or kept != constant:
-            raise _misfit((*at, name), repr(constant), arguments.described(kept))
-    match tree.kind:
-        case "dict":
-            leaves.has_likes |= type(value) is not dict
-        case "record":
-            known = {*tree.keys, *(name for name, _ in tree.constants)}
-            leaves.has_constants |= getattr(value, "__dataclass_fields__", {}).keys() != known
-        case "node":
-            leaves.has_constants = True
+    if misfit := constants_misfit(tree, value, at):
+        raise MissError("structure", misfit)
+    if tree.kind == "record" and tree.aux is None:
+        fields = {*tree.keys, *(name for name, _ in tree.constants)}
+        found = getattr(value, "__dataclass_fields__", {}).keys()
+        if found != fields:
+            raise _misfit(at, f"the fields {_listed((*fields,))}", _listed((*found,)))
+    if tree.kind == "dict":
+        leaves.has_likes |= type(value) is not dict
     for place, child, (_, part) in zip(tree.keys, tree.children, parts, strict=True):
         _collect(child, part, (*at, place), leaves)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.constants import decode, imported
 from prejit.runtime.jitted.fitting import MissError
 
 
@@ -77,12 +77,17 @@ def _value(tree: trees.Tree, leaves: Iterator[Any]) -> Any:
             return children
         case "tuple":
             return tuple(children)
-        case "dict":
+        case "dict" if tree.aux is None:
             return dict(zip(tree.keys, children, strict=True))
         case "namedtuple":
             return _imported(tree.type)(*children)
         case "record":
-            known = dict(zip(map(str, tree.keys), children, strict=True)) | dict(tree.constants)
+            known = dict(zip(map(str, tree.keys), children, strict=True))
+            for name, constant in tree.constants:
+                try:
+                    known[name] = decode(constant)
+                except LookupError:
+                    raise _UnknownError from None
             class_ = _imported(tree.type)
             fields = getattr(class_, "__dataclass_fields__", {})
             if fields.keys() != known.keys():  # other constant fields, or no dataclass
@@ -94,10 +99,7 @@ def _value(tree: trees.Tree, leaves: Iterator[Any]) -> Any:
 
 def _imported(type_: str) -> Any:
     """Return the class `module:Name` if the application has imported it. This imports nothing."""
-    module, _, name = type_.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    found = imported(type_)
     if not isinstance(found, type) or f"{found.__module__}:{found.__qualname__}" != type_:
         raise _UnknownError
     return found

@@ -633,7 +633,7 @@ _NUMBERS = {
 def _scalar(value: complex, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Return a Python number as an array of the dtype in which jax takes it."""
     kind = next(kind for kind in _NUMBERS if isinstance(value, kind))
-    return np.asarray(kind(value), dtype if dtype.name in _NUMBERS[kind] else _NUMBERS[kind][0])  # type: ignore[call-overload]
+    return np.asarray(kind(value), dtype if dtype.name in _NUMBERS[kind] else _NUMBERS[kind][0])
 
 
 def _key_name(value: Any) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import enum
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +151,126 @@ def test_results_on_the_device_keep_their_types(bundle: Bundle) -> None:
     assert found["doubles"]["b"][0] == 2
     with pytest.raises(UsageError, match=r"expected float32\[\], found weak float32\[\]"):
         bundle.call(f"p{PROGRAMS}", {**again, "a": held["number"]})
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+def tripled(x: Any) -> Any:
+    return x * 3
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["k"])
+@dataclasses.dataclass
+class Record:
+    w: Any
+    k: Any = "default"
+
+
+class Plain:
+    """A class that is no dataclass."""
+
+    def __init__(self, w: Any, k: Any) -> None:
+        self.w, self.k = w, k
+
+
+class Attributes(Plain):
+    """Its part has the name of an attribute."""
+
+
+class Mapped(Plain):
+    """Its part has a key, as one of a dict."""
+
+    def keys(self) -> list[str]:
+        return ["w"]
+
+    def __getitem__(self, key: str) -> Any:
+        return {"w": self.w}[key]
+
+
+def rebuilt(kind: type[Any]) -> Any:
+    return lambda k, parts: kind(parts[0], k)
+
+
+jax.tree_util.register_pytree_node(Plain, lambda v: ((v.w,), v.k), rebuilt(Plain))
+for kind, key in (
+    (Attributes, jax.tree_util.GetAttrKey("w")),
+    (Mapped, jax.tree_util.DictKey("w")),
+):
+    jax.tree_util.register_pytree_with_keys(
+        kind, lambda v, key=key: (((key, v.w),), v.k), rebuilt(kind)
+    )
+
+KINDS = (Record, Plain, Attributes, Mapped)
+CONSTANTS: list[Any] = [
+    *(None, 2, 50, True, 1, 1.0, 0.0, -0.0, 2.5, float("inf"), "a", b"a", 1j),
+    *((1, 2), (1, 2.0), (), frozenset({1}), Color.RED, Color.BLUE, Level.LOW),
+    *(tripled, len, Color, np.float32(1), partial(tripled, 2)),
+]
+
+
+def spelled(constant: Any) -> str:
+    """Return a text that only equal constants of one type have."""
+    return f"{type(constant).__name__} {constant!r}"
+
+
+def by_constant(given: Any) -> Any:
+    """Return another value for each constant, and an object that has the constant."""
+    factor = [spelled(each) for each in CONSTANTS].index(spelled(given.k))
+    return given.w * factor, Record(given.w, given.k)
+
+
+def fresh() -> Any:
+    """Return a function that jax has not traced: it takes 1 for True once it has traced one of them."""
+    return lambda given: by_constant(given)
+
+
+def built_constants() -> list[tuple[Any, Any]]:
+    """Return the class and the constant of each program."""
+    rng = random.Random(SEED)
+    return [(kind, k) for kind in KINDS for k in rng.sample(CONSTANTS, 4)] + [(Plain, None)]
+
+
+@pytest.fixture(scope="module")
+def constants_bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
+    programs = [
+        Program(f"p{number}", fn=by_constant, args=[kind(jnp.ones(2), k)])
+        for number, (kind, k) in enumerate(built_constants())
+    ]
+    output = tmp_path_factory.mktemp("constants")
+    path = build(programs, output, name="c", cache=build_cache, quiet=True).path
+    return load(path, types=[Record])
+
+
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+def test_auxiliary_data_is_part_of_the_signature(constants_bundle: Bundle, of: Any) -> None:
+    """Every class with every constant: as jax.jit, or a refusal where jax.jit traces again."""
+    w = of(np.arange(2, dtype="f"))
+    for number, (kind, k) in enumerate(built_constants()):
+        name = f"p{number}"
+        jitted = jit(fresh(), bundle=constants_bundle, name=name, on_miss="error")
+        for constant in sorted(CONSTANTS, key=lambda each: spelled(each) != spelled(k)):
+            given = kind(w, copy.deepcopy(constant))
+            if spelled(constant) != spelled(k):
+                with pytest.raises(UsageError, match=r"expected .*, found"):
+                    constants_bundle.call(name, given)
+                with pytest.raises(UsageError, match=r"expected .*, found"):
+                    jit(fresh(), bundle=constants_bundle, name=name, on_miss="error")(given)
+                continue
+            expected, kept = jax.jit(fresh())(given)
+            for found, record in (jitted(given), jitted(given)):
+                np.testing.assert_array_equal(found, expected)
+                assert (type(record), spelled(record.k)) == (Record, spelled(kept.k))
+            if type(k) in (partial, np.float32):  # JSON holds no value of such a class
+                with pytest.raises(UsageError, match="does not hold the value of k"):
+                    constants_bundle.call(name, given)
+                continue
+            found, record = constants_bundle.call(name, given)
+            np.testing.assert_array_equal(found, expected)
+            assert (type(record), spelled(record.k)) == (Record, spelled(kept.k))

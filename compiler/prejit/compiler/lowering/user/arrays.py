@@ -21,7 +21,9 @@ from prejit.compiler.manifest.shape_string import KEY, parse_shape
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import DTYPES, Array
+from prejit.runtime.format.constants import Constant, encode
 from prejit.runtime.format.limits import MAX_DIMENSIONS
+from prejit.runtime.programs.pytree import auxiliary
 
 
 def example_of(args: Any, bucket: Mapping[str, int], where: str) -> Any:
@@ -162,10 +164,13 @@ def _tree(value: Any, what: str) -> trees.Tree:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return trees.Node("namedtuple", tuple(value._fields), children, name)
     if isinstance(value, dict) or (keys and all(isinstance(key, DictKey) for key in keys)):
-        return trees.Node("dict", tuple(_dict_key(key, what) for key in keys), children)
+        names = tuple(_dict_key(key, what) for key in keys)
+        return trees.Node("dict", names, children, aux=auxiliary(value))
     if (keys or dataclasses.is_dataclass(value)) and all(isinstance(k, GetAttrKey) for k in keys):
         fields = tuple(key.name for key in keys if isinstance(key, GetAttrKey))
-        return trees.Node("record", fields, children, name, _constants(value, fields))
+        if dataclasses.is_dataclass(value):
+            return trees.Node("record", fields, children, name, _constants(value, fields))
+        return trees.Node("record", fields, children, name, aux=auxiliary(value))
     places = [
         key.key if isinstance(key, FlattenedIndexKey) else place for place, key in enumerate(keys)
     ]
@@ -173,7 +178,7 @@ def _tree(value: Any, what: str) -> trees.Tree:
         key.idx if isinstance(key, SequenceKey) else place
         for place, key in zip(places, keys, strict=True)
     ]
-    return trees.Node("node", tuple(map(int, places)), children, name)
+    return trees.Node("node", tuple(map(int, places)), children, name, aux=auxiliary(value))
 
 
 def _dict_key(key: Any, what: str) -> trees.Key:
@@ -186,16 +191,10 @@ def _dict_key(key: Any, what: str) -> trees.Key:
     return found
 
 
-def _constants(value: Any, fields: tuple[str, ...]) -> tuple[tuple[str, trees.Constant], ...]:
-    """Return the fields of a dataclass that are no part of the pytree, where JSON can hold their values."""
-    if not dataclasses.is_dataclass(value):
-        return ()
-    found = ((f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value))
-    return tuple(
-        (name, constant)
-        for name, constant in found
-        if name not in fields and (constant is None or type(constant) in (str, int, bool))
-    )
+def _constants(value: Any, fields: tuple[str, ...]) -> tuple[tuple[str, Constant], ...]:
+    """Return the fields of a dataclass that are no part of the pytree."""
+    names = (field.name for field in dataclasses.fields(value) if field.name not in fields)
+    return tuple((name, encode(getattr(value, name, None))) for name in names)
 
 
 def _spelled(path: trees.Path) -> str:

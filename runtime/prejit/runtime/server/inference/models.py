@@ -20,6 +20,7 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.checks.config import check_arrays, check_static, check_tree
+from prejit.runtime.format.constants import Constant
 from prejit.runtime.format.schema import Config, ProgramEntry
 from prejit.runtime.programs import pytree
 from prejit.runtime.server.inference.schema import TensorMetadata
@@ -156,9 +157,9 @@ def functions_of(config: Config) -> dict[str, list[ProgramEntry]]:
     return buckets
 
 
-def static_values(buckets: Sequence[ProgramEntry]) -> dict[str, list[trees.Constant]]:
+def static_values(buckets: Sequence[ProgramEntry]) -> dict[str, list[Constant]]:
     """Return the values that buckets have for each static argument, by its name."""
-    found: dict[str, list[trees.Constant]] = {}
+    found: dict[str, list[Constant]] = {}
     for bucket in buckets:
         for name, value in check_static(bucket, bucket.name).items():
             known = found.setdefault(name, [])

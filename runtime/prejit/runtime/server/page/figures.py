@@ -10,7 +10,7 @@ from prejit.runtime.server.inference.models import functions_of, static_values
 
 if TYPE_CHECKING:
     from prejit.runtime.engine.metrics import EngineMetrics, HistogramValue
-    from prejit.runtime.format.trees import Constant
+    from prejit.runtime.format.constants import Constant
     from prejit.runtime.server.served import Models, Served
 
 
