@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from prejit.runtime.base.digests import digest_of
 
@@ -31,6 +32,9 @@ _MAX_CHARACTERS = 4096
 """Maximum length of the text of a constant. A longer one becomes a digest."""
 _MAX_OBJECTS = 100_000
 """Maximum number of objects that a constant is made of; one of more is unknown."""
+_functions: WeakKeyDictionary[types.FunctionType, list[Any]] = WeakKeyDictionary()
+"""The digests of functions. A call may change the values that a function closes over, and it stays the same
+function for jax."""
 _CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "list": list,
@@ -40,7 +44,7 @@ _CONTAINERS: dict[str, Callable[[Any], Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedConstant:
     """A constant that JSON has no value for.
 
     Attributes:
@@ -50,7 +54,16 @@ class Encoded:
     text: str
 
     def __str__(self) -> str:
-        return self.text if len(self.text) <= 80 else f"{self.text[:76]} ..."
+        match json.loads(self.text):
+            case ["digest", name, digest]:
+                return f"{name} ({digest[7:15]})"
+            case ["unknown", name]:
+                return str(name)
+        try:
+            text = repr(decode(self))
+        except LookupError:
+            text = self.text
+        return text if len(text) <= 80 else f"{text[:76]} ..."
 
     @property
     def is_unknown(self) -> bool:
@@ -58,7 +71,7 @@ class Encoded:
         return '["unknown",' in self.text
 
 
-Constant = str | int | bool | None | Encoded
+Constant = str | int | bool | None | EncodedConstant
 
 
 def encode(value: object) -> Constant:
@@ -69,20 +82,20 @@ def encode(value: object) -> Constant:
     return described(value)
 
 
-def described(value: object) -> Encoded:
+def described(value: object) -> EncodedConstant:
     """Return any object as JSON, also one that JSON has a value for."""
     try:
         text = _dumps(found := _plain(value, (), count()))
-        if len(text) > _MAX_CHARACTERS and not Encoded(text).is_unknown:
+        if len(text) > _MAX_CHARACTERS and not EncodedConstant(text).is_unknown:
             text = _dumps(_digest(type(value), [found]))
     except Exception:  # whatever the code of an object raises that describes it
         text = _dumps(["unknown", _name_of(type(value))])
-    return Encoded(text)
+    return EncodedConstant(text)
 
 
 def same(one: Constant, other: Constant) -> bool:
     """Return whether two constants are equal for sure. True is not 1."""
-    is_unknown = isinstance(one, Encoded) and one.is_unknown
+    is_unknown = isinstance(one, EncodedConstant) and one.is_unknown
     return type(one) is type(other) and one == other and not is_unknown
 
 
@@ -92,12 +105,12 @@ def decode(constant: Constant) -> Any:
     Raises:
         LookupError: the constant does not hold it, or the application has not imported its class.
     """
-    return _value(json.loads(constant.text)) if isinstance(constant, Encoded) else constant
+    return _value(json.loads(constant.text)) if isinstance(constant, EncodedConstant) else constant
 
 
 def plain(constant: Constant) -> Any:
     """Return a constant as JSON."""
-    return json.loads(constant.text) if isinstance(constant, Encoded) else constant
+    return json.loads(constant.text) if isinstance(constant, EncodedConstant) else constant
 
 
 def parse(plain: Any) -> Constant:
@@ -110,11 +123,11 @@ def parse(plain: Any) -> Constant:
     return found if isinstance(plain, list) else plain
 
 
-def parse_described(plain: Any) -> Encoded:
+def parse_described(plain: Any) -> EncodedConstant:
     """Return what `described` gave from its JSON. Raises ValueError as `parse`."""
     if not _is_valid(plain):
         raise ValueError(f"expected a constant, found {plain!r:.80}")
-    return Encoded(_dumps(plain))
+    return EncodedConstant(_dumps(plain))
 
 
 def _dumps(plain: Any) -> str:
@@ -230,10 +243,14 @@ def _plain(value: Any, inside: tuple[int, ...], visits: Iterator[int]) -> Any:
         return ["enum", _name_of(kind), value.name]
     if hasattr(value, "__qualname__") and imported(_name_of(value)) is value:
         return ["name", _name_of(value)]
+    if isinstance(value, types.FunctionType) and (known := _functions.get(value)) is not None:
+        return known
     parts = [_plain(part, inside, visits) for part in _parts(value)]
     if '["unknown",' in _dumps(parts):
         return ["unknown", _name_of(kind)]
-    return _digest(value if isinstance(value, types.FunctionType) else kind, parts)
+    if not isinstance(value, types.FunctionType):
+        return _digest(kind, parts)
+    return _functions.setdefault(value, _digest(value, parts))
 
 
 def _parts(value: Any) -> list[Any]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from prejit.runtime.format import constants
-from prejit.runtime.format.constants import Constant, Encoded
+from prejit.runtime.format.constants import Constant, EncodedConstant
 
 MAX_DEPTH = 256
 """Maximum depth of a tree; code walks a tree by recursion."""
@@ -68,7 +68,7 @@ class Node:
     children: tuple[Tree, ...] = ()
     type: str = ""
     constants: tuple[tuple[str, Constant], ...] = ()
-    aux: Encoded | None = None
+    aux: EncodedConstant | None = None
 
 
 Tree = Leaf | Node
@@ -225,7 +225,7 @@ def _type(text: str) -> str:
     return text
 
 
-def _aux(found: list[Any]) -> Encoded | None:
+def _aux(found: list[Any]) -> EncodedConstant | None:
     """Return the auxiliary data of a node from the elements behind its parts."""
     if not found:
         return None

@@ -122,14 +122,12 @@ def jit(
     fits, jax compiles the function, with one FallbackWarning that says what differs; `fallback_counts` counts
     it. Inside other transformations of jax (`grad`, `vmap`, `jit`, `scan`) it is the jitted function alone.
 
-    The function is traced, not compiled, where the bundle does not tell all of its results: an argument has a
-    weak type, such as a Python number; or arguments or results have classes other than list, tuple, dict,
-    named tuples and dataclasses whose constant fields are texts, integers and booleans. In all other cases
-    results have no weak type.
+    The function is traced, not compiled, where the bundle does not hold all of the results: arguments or
+    results have classes other than list, tuple, dict, named tuples and dataclasses, or constant fields
+    that a bundle cannot hold, such as functions without a name.
 
-    The bundle runs the function as it was when it was built: build again after a change. Constants in the
-    arguments that a bundle does not tell, such as a function in a field of a dataclass, are taken to be those
-    of the build; a call with others than the first call's does not fit.
+    The bundle runs the function as it was when it was built: build again after a change. A call does not
+    fit if constants in its arguments, such as static fields of dataclasses, are not those of the build.
 
     Args:
         fun: the function; None: return a decorator.

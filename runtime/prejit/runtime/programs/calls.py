@@ -291,7 +291,7 @@ class Calls:
         raise UsageError(
             f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
             hint="pass arrays of these shapes and dtypes, or add a bucket to the manifest"
-            + "; Python numbers are weak, and np.float32(2) is not"
+            + "; Python numbers are weak, np.float32(2) is not"
             * any("weak" in each for each in complaints),
         )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import constants, trees
-from prejit.runtime.format.constants import Constant, Encoded
+from prejit.runtime.format.constants import Constant, EncodedConstant
 from prejit.runtime.format.trees import Key, Leaf, Node, Path, Tree
 
 
@@ -41,16 +41,67 @@ def flatten(tree: Tree, value: Any, at: Path = ()) -> list[Any]:
     Raises:
         MisfitError: a part is missing, or there is one too many.
     """
-    found: list[Any] = []
-    _collect(tree, value, at, found)
-    return found
+    seen, structure, fitted = _seen(tree), None, False
+    if seen is not None:
+        with contextlib.suppress(Exception):  # of the code of a constant that is hashed or compared
+            structure = _structure(value)
+            fitted = structure in seen
+    walk = _Walk([], compares=not fitted)
+    _collect(tree, value, at, walk)
+    if seen is not None and structure is not None and walk.is_registered and not fitted:
+        with contextlib.suppress(Exception):
+            seen.add(structure)
+    return walk.found
 
 
-def _collect(tree: Tree, value: Any, at: Path, found: list[Any]) -> None:
+@dataclasses.dataclass(slots=True)
+class _Walk:
+    """A walk through a value beside a tree.
+
+    Attributes:
+        found: the leaves so far.
+        compares: whether constants are compared.
+        is_registered: whether all that has constants so far is of classes that are registered with jax, whose
+            structure holds these constants.
+    """
+
+    found: list[Any]
+    compares: bool
+    is_registered: bool = True
+
+
+_trees: dict[int, tuple[Tree, set[Any] | None]] = {}
+"""Trees by identity, with the structures of jax whose constants fitted them; None: a tree has no constants.
+To compare constants takes milliseconds, to compare structures microseconds."""
+_MOST_TREES = 10_000
+
+
+def _seen(tree: Tree) -> set[Any] | None:
+    known = _trees.get(id(tree))
+    if known is None or known[0] is not tree:
+        if len(_trees) >= _MOST_TREES:
+            _trees.clear()
+        known = _trees[id(tree)] = tree, set() if _has_constants(tree) else None
+    return known[1]
+
+
+def _has_constants(tree: Tree) -> bool:
+    return isinstance(tree, Node) and (
+        bool(tree.constants) or tree.aux is not None or any(map(_has_constants, tree.children))
+    )
+
+
+def _structure(value: Any) -> Any:
+    """Return jax's structure of a value; None: the process has not imported jax."""
+    registry = _registry()
+    return None if registry is None else registry.flatten(value)[1]
+
+
+def _collect(tree: Tree, value: Any, at: Path, walk: _Walk) -> None:
     if isinstance(tree, Leaf):
         if value is None or isinstance(value, Mapping):
             raise MisfitError(f"{spell(at)} is missing")
-        found.append(value)
+        walk.found.append(value)
         return
     if tree.kind == "none":
         if value is not None:
@@ -59,8 +110,10 @@ def _collect(tree: Tree, value: Any, at: Path, found: list[Any]) -> None:
     if tree.kind == "dict" and not (hasattr(value, "keys") or _fields(value)):
         found_instead = type(value).__name__
         raise MisfitError(f"expected {spell(at)} as a mapping, found {found_instead}")
-    if misfit := constants_misfit(tree, value, at):
-        raise MisfitError(misfit)
+    if walk.compares and (tree.constants or tree.aux is not None):
+        if misfit := constants_misfit(tree, value, at):
+            raise MisfitError(misfit)
+        walk.is_registered = walk.is_registered and _one_level(value) is not None
     part_of = _parts(tree, value)
     for key, child in zip(tree.keys, tree.children, strict=True):
         try:
@@ -70,7 +123,7 @@ def _collect(tree: Tree, value: Any, at: Path, found: list[Any]) -> None:
                 continue
             missing = next(_first_leaf(child, (*at, key)), (*at, key))
             raise MisfitError(f"{spell(missing)} is missing") from None
-        _collect(child, part, (*at, key), found)
+        _collect(child, part, (*at, key), walk)
     for key in _more_keys(tree, value):
         raise MisfitError(f"unexpected {spell((*at, key))}")
 
@@ -112,7 +165,7 @@ _OF_JAX = (list, tuple, dict, OrderedDict, defaultdict)
 """Classes that jax takes apart itself."""
 
 
-def auxiliary(value: Any) -> Encoded | None:
+def auxiliary(value: Any) -> EncodedConstant | None:
     """Return the auxiliary data of a value whose class is registered with jax; None: its class is not."""
     if type(value) in _OF_JAX or hasattr(value, "_fields"):
         return None
@@ -135,21 +188,23 @@ def constants_misfit(tree: Node, value: Any, at: Path) -> str:
     for place, kept, found in pairs:
         if not constants.same(kept, found):
             cause = ", which only the process that made it can compare"
-            unknown = cause * (isinstance(found, Encoded) and found.is_unknown)
+            unknown = cause * (isinstance(found, EncodedConstant) and found.is_unknown)
             return f"{spell(place)}: expected {_shown(kept)}, found {_shown(found)}{unknown}"
     return ""
 
 
 def _one_level(value: Any) -> tuple[Sequence[Any], Any] | None:
     """Return the parts and auxiliary data of a value whose class is registered with jax; None: it is not."""
-    # A process that has not imported jax has registered no class with it.
-    jax = sys.modules.get("jax")
-    registry = getattr(getattr(jax, "tree_util", None), "default_registry", None)
-    if registry is not None:
+    if (registry := _registry()) is not None:
         with contextlib.suppress(ValueError):  # not registered
             found: tuple[Sequence[Any], Any] | None = registry.flatten_one_level(value)
             return found
     return None
+
+
+def _registry() -> Any:
+    """Return jax's registry of pytrees; None: a process without jax has registered no class with it."""
+    return getattr(getattr(sys.modules.get("jax"), "tree_util", None), "default_registry", None)
 
 
 def _first_leaf(tree: Tree, at: Path) -> Iterator[Path]:
@@ -211,7 +266,7 @@ def _decoded(tree: Node, known: type[Any] | None) -> dict[str, Any]:
 
 
 def _shown(constant: Constant) -> str:
-    return str(constant) if isinstance(constant, Encoded) else repr(constant)
+    return str(constant) if isinstance(constant, EncodedConstant) else repr(constant)
 
 
 @functools.lru_cache(maxsize=4096)

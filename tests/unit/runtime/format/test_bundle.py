@@ -299,7 +299,7 @@ def test_the_notation_of_an_array_stays_as_documented() -> None:
     text = '["x"] float32[8,128] @data, ~batch,'
     assert Array.parse(text).variables == ("batch", "")
     assert str(Array.parse(text)) == text
-    text = '["rate"] float32[] weak donated'
+    text = '["rate"] weak float32[] donated'
     assert Array.parse(text) == Array(("rate",), "float32", (), True, weak=True)
     assert str(Array.parse(text)) == text
 
@@ -324,7 +324,8 @@ def test_the_notation_of_an_array_stays_as_documented() -> None:
         "[] Float32[1]",
         "[]  float32[1]",
         "[] float32[1] donated ",
-        "[] float32[1] donated weak",
+        "[] float32[1] weak",
+        "[] weak",
         "[] float32[1] given",
         "[] float32[1]\n",
         "[ ] float32[1]",

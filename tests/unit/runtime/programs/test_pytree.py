@@ -203,7 +203,7 @@ def test_constants_that_nobody_can_compare_are_refused() -> None:
     tree = dataclasses.replace(CIRCLE, constants=(("name", unknown),))
     assert trees.parse(trees.to_text(tree)) == tree
     for name in (threading.Lock(), "round"):
-        with pytest.raises(MisfitError, match=r"name: expected \[\"unknown\",.*, found"):
+        with pytest.raises(MisfitError, match=r"name: expected _thread:lock, found"):
             pytree.flatten(tree, Circle(Point(1, 2), 3, name))
     assert pytree.flatten(tree, {"centre": [1, 2], "radius": 3}) == [1, 2, 3]
     with pytest.raises(UsageError, match="the bundle does not hold the value of name"):

@@ -51,7 +51,7 @@ def example_of(args: Any, bucket: Mapping[str, int], where: str) -> Any:
 
 def _shape_of(leaf: Any, bucket: Mapping[str, int], where: str) -> Any:
     if isinstance(leaf, str):
-        dtype, shape = parse_shape(leaf, dict(bucket))
+        dtype, shape, weak = parse_shape(leaf, dict(bucket))
         if dtype == KEY:
             return jax.eval_shape(lambda: jnp.broadcast_to(jax.random.key(0), shape))
         if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
@@ -59,7 +59,7 @@ def _shape_of(leaf: Any, bucket: Mapping[str, int], where: str) -> Any:
                 f"{where}: expected a dtype of at most 32 bits, found {leaf!r}",
                 hint="set JAX_ENABLE_X64=1 in the environment of the build",
             )
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), weak_type=weak)
     # First NumPy's scalars, some of whose classes are subclasses of Python's numbers.
     if isinstance(leaf, np.ndarray | np.generic):
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
