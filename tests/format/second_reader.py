@@ -522,7 +522,7 @@ def check_requirement(needs: dict[str, Any]) -> None:
 def parse_argument(text: str, mesh: dict[str, int]) -> Argument:
     path, end = json.JSONDecoder().raw_decode(text)
     found = re.fullmatch(
-        r" (\w+)\[([\d,]*)\]( donated)?(?: @([a-z,]+))?(?: ~([\w,]+))?", text[end:]
+        r" (?:weak )?(\w+)\[([\d,]*)\]( donated)?(?: @([a-z,]+))?(?: ~([\w,]+))?", text[end:]
     )
     assert found
     shape = [int(size) for size in found[2].split(",") if size]

@@ -672,7 +672,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for batch, width in ((4, 3), (7, 2), (7, 2), (1, 1)):
         x = np.random.default_rng(batch).standard_normal((batch, width), np.float32)
-        found = bundle.call("open_rows", x=x, scale=2.0)
+        found = bundle.call("open_rows", x=x, scale=np.float32(2))
         np.testing.assert_array_equal(found["scaled"], x * 2)
         np.testing.assert_array_equal(found["order"], np.argsort(x, 0))
         np.testing.assert_allclose(found["flat"], np.cumsum(x), rtol=1e-5, atol=1e-5)
@@ -695,4 +695,4 @@ def test_open_sizes_are_compiled_from_the_bundle_once(python: Run, path: Path) -
 
 def test_open_sizes_are_an_error_where_nothing_may_compile(bundle: Bundle) -> None:
     with pytest.raises(UsageError, match=r"x: expected float32\[4, 3\], found float32\[7, 2\]"):
-        bundle.call("open_rows", x=np.ones((7, 2), np.float32), scale=1.0)
+        bundle.call("open_rows", x=np.ones((7, 2), np.float32), scale=np.float32(1))

@@ -772,8 +772,9 @@ class Bundle(OneProcess):
             *args: positional arguments, if the manifest has a list of them.
             **kwargs: keyword arguments, if the manifest has a table, and static arguments. Arguments are
                 nested as the function takes them, of arrays that NumPy or DLPack reads and of numbers. Their
-                shapes and the static arguments choose the bucket. Donated ones are copied first. Those of 64
-                bits become 32, unless the build had jax_enable_x64 on.
+                shapes and the static arguments choose the bucket. Dtypes, weak types and constants, such as
+                static fields of dataclasses, must be those of the build. Donated ones are copied first. NumPy
+                arrays of 64 bits become 32, unless the build had jax_enable_x64 on.
 
         Returns:
             The results, nested as the function returned them: jax.Arrays if an argument was one, else NumPy

@@ -394,7 +394,7 @@ def _args_problems(args: Any, buckets: Any) -> Problems:
             yield where, f"expected {expected('program[].args.*')}; found {shown(leaf)}"
             continue
         try:
-            _, extents = split_shape(leaf)
+            _, extents, _ = split_shape(leaf)
         except ValueError as error:
             understood = False
             yield where, str(error)

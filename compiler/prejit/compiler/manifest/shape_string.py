@@ -20,8 +20,8 @@ SIZE = f"an integer from 1 to {MAX_SIZE}"
 _EXTENT = re.compile(r"\s*(?:([0-9]{1,10})|\{([A-Za-z_][A-Za-z0-9_]*)\})\s*", re.ASCII)
 
 
-def parse_shape(text: str, buckets: Mapping[str, int]) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and shape of a shape string: `float32[{batch}, 128]`, `int32[]`.
+def parse_shape(text: str, buckets: Mapping[str, int]) -> tuple[str, tuple[int, ...], bool]:
+    """Return the dtype and shape of a shape string (`float32[{batch}, 128]`), and whether it is weak.
 
     Args:
         text: the shape string.
@@ -32,25 +32,28 @@ def parse_shape(text: str, buckets: Mapping[str, int]) -> tuple[str, tuple[int, 
             without a size.
     """
     try:
-        dtype, extents = split_shape(text)
+        dtype, extents, weak = split_shape(text)
     except ValueError as error:
         raise ManifestError(str(error)) from None
     unknown = [name for name in extents if isinstance(name, str) and name not in buckets]
     if unknown:
         raise ManifestError(undefined(unknown[0], buckets))
-    return dtype, tuple(buckets[size] if isinstance(size, str) else size for size in extents)
+    shape = tuple(buckets[size] if isinstance(size, str) else size for size in extents)
+    return dtype, shape, weak
 
 
-def split_shape(text: str) -> tuple[str, tuple[int | str, ...]]:
-    """Return the dtype and the extents of a shape string; a variable stands as its name.
+def split_shape(text: str) -> tuple[str, tuple[int | str, ...], bool]:
+    """Return the dtype and the extents of a shape string, and whether it is weak.
+
+    A variable stands as its name.
 
     Raises:
         ValueError: the text has another form, an unknown dtype, or too many dimensions.
     """
-    match = re.fullmatch(r"\s*([^\[\]\s]+)\s*\[([^\[\]]*)\]\s*", text)
+    match = re.fullmatch(r"\s*(weak\s+)?([^\[\]\s]+)\s*\[([^\[\]]*)\]\s*", text)
     if match is None:
         raise ValueError(f"expected {EXAMPLE}; found {shown(text)}")
-    dtype, inside = match.groups()
+    weak, dtype, inside = match.groups()
     if dtype not in (*DTYPES, KEY):
         raise ValueError(
             f"expected a dtype{did_you_mean(dtype, DTYPES)}, one of {', '.join(DTYPES)};"
@@ -67,7 +70,7 @@ def split_shape(text: str) -> tuple[str, tuple[int | str, ...]]:
         extents.append(extent[2] or int(extent[1]))
     if len(extents) > MAX_DIMENSIONS:
         raise ValueError(f"expected at most {MAX_DIMENSIONS} dimensions; found {len(extents)}")
-    return dtype, tuple(extents)
+    return dtype, tuple(extents), weak is not None
 
 
 def undefined(variable: str, defined: Iterable[str]) -> str:

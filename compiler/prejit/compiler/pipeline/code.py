@@ -13,6 +13,7 @@ import numpy as np
 from prejit.compiler.checkpoint.tensor_files import read_parameters
 from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.manifest.manifest import Manifest
+from prejit.runtime.device.transfer import is_weak, weakened
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import DTYPES
 
@@ -133,7 +134,8 @@ def _parameters(
                 hint="give a pytree of JAX or NumPy arrays",
             )
         # As jax.jit takes it: 64 bits become 32 unless jax_enable_x64 is set.
-        values[name] = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
+        value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
+        values[name] = weakened(value) if is_weak(leaf) else value
 
     def nested(weights: Mapping[str, Any]) -> Any:
         return jax.tree_util.tree_unflatten(structure, [weights[name] for name in names])

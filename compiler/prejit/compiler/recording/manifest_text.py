@@ -207,7 +207,7 @@ class _Writer:
 
     def _array(self, shape: str, *, is_weak: bool) -> str:
         self._imports.add("jax.numpy")
-        dtype, extents = split_shape(shape)
+        dtype, extents, _ = split_shape(shape)
         sizes = _tuple([*map(str, extents)])
         if dtype == KEY:
             self._imports.add("jax")

@@ -90,7 +90,7 @@ def _section(rows: _Rows) -> ProgramSection:
     numbered = iter(columns)
 
     def shape(text: str) -> str:
-        dtype, extents = split_shape(text)
+        dtype, extents, _ = split_shape(text)
         found = []
         for extent in extents:
             column, axis = next(numbered), next(axes)
@@ -129,7 +129,7 @@ def shapes_in(items: Items) -> list[str]:
 
 
 def _rank(shape: str) -> str:
-    dtype, extents = split_shape(shape)
+    dtype, extents, _ = split_shape(shape)
     return f"{dtype}[{len(extents)}]"
 
 

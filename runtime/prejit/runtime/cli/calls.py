@@ -65,7 +65,7 @@ def _described(tree: trees.Tree, arrays: Iterator[Array]) -> str:
         extents = ", ".join(
             name or str(extent) for name, extent in zip(names, array.shape, strict=True)
         )
-        return f"{array.dtype}[{extents}]"
+        return f"{'weak ' * array.weak}{array.dtype}[{extents}]"
     parts = [_described(child, arrays) for child in tree.children]
     pairs = zip(tree.keys, parts, strict=True)
     match tree.kind:

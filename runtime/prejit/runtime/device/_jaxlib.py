@@ -27,8 +27,8 @@ from prejit.runtime.errors import KernelError
 _Array = Any
 """A `jaxlib._jax.ArrayImpl`; `transfer.DeviceArray` says more about it."""
 
-Avals = Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
-"""Shape and dtype of several arrays."""
+Avals = Sequence[tuple[tuple[int, ...], np.dtype[Any], bool]]
+"""Shape and dtype of several arrays, and whether their types are weak."""
 
 importing = threading.RLock()
 """Held while modules of jax or of jaxlib's MLIR are imported. Two threads that import
@@ -174,7 +174,7 @@ def copy_to_cpu(array: np.ndarray[Any, Any], sharding: Any, device: Any) -> _Arr
 
 def cpu_assembler(avals: Avals, sharding: Any) -> Callable[[Any], list[_Array]]:
     """Return a function that makes arrays of what `execute_sharded` gives on one CPU device."""
-    handlers = [_result_handler(_Aval(shape, dtype), sharding) for shape, dtype in avals]
+    handlers = [_result_handler(_Aval(*aval), sharding) for aval in avals]
 
     def assemble(ran: Any) -> list[_Array]:
         arrays: list[_Array] = ran.consume_with_handlers(handlers)
@@ -231,6 +231,16 @@ def put_with_jax(
     enable_x64, shaped_array = _jax_types()
     with enable_x64(True):  # or 64-bit values become 32-bit ones
         return _jax.batched_device_put(shaped_array(shape, dtype), sharding, shards, devices)
+
+
+def weakly_typed(array: _Array) -> _Array:
+    """Return an array of jax's client as one of a weak type, in the same memory."""
+    _, _jax = import_jaxlib()
+    _, shaped_array = _jax_types()
+    aval = shaped_array(array.shape, array.dtype, weak_type=True)
+    return _jax.ArrayImpl(
+        aval, array.sharding, array._arrays, committed=array._committed, _skip_checks=True
+    )
 
 
 def mesh_assembler(avals: Avals, shardings: Sequence[Any]) -> Callable[[Any], list[_Array]]:
@@ -306,23 +316,17 @@ def is_tracing() -> bool:
     return not core.trace_state_clean()
 
 
-def assembler_for_jax(
-    avals: Avals, weak: Sequence[bool], device: Any, committed: bool
-) -> Callable[[Any], list[_Array]]:
+def assembler_for_jax(avals: Avals, device: Any, committed: bool) -> Callable[[Any], list[_Array]]:
     """Return a function that makes jax's arrays of what `execute_sharded` gives on one device.
 
     Args:
-        avals: shape and dtype of each.
-        weak: whether the type of each is weak.
+        avals: the type of each.
         device: of jax's client.
         committed: whether they are committed to the device.
     """
     sharding = single_sharding(device)
     _, shaped_array = _jax_types()
-    handlers = [
-        _result_handler(shaped_array(shape, dtype, weak_type=is_weak), sharding, committed)
-        for (shape, dtype), is_weak in zip(avals, weak, strict=True)
-    ]
+    handlers = [_result_handler(shaped_array(*aval), sharding, committed) for aval in avals]
 
     def assemble(ran: Any) -> list[_Array]:
         arrays: list[_Array] = ran.consume_with_handlers(handlers)
@@ -498,7 +502,7 @@ def cpu_path(
         loaded: jaxlib's executable.
         constants: its first arguments, the weights.
         argument_count: how many others there are.
-        results: shape and dtype of each.
+        results: the type of each.
         sharding: as `cpu_sharding`.
         nest: makes what the caller gets of the arrays.
     """
@@ -509,7 +513,7 @@ def cpu_path(
         out_pytree_def=structure,
         in_shardings=[sharding] * count,
         out_shardings=[sharding] * len(results),
-        out_avals=[_Aval(shape, dtype) for shape, dtype in results],
+        out_avals=[_Aval(*aval) for aval in results],
         out_committed=[True] * len(results),
         kept_var_bitvec=[True] * count,
         in_device_local_layouts=[None] * count,

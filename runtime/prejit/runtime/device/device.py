@@ -236,13 +236,13 @@ class Device:
 
     def _executable(self, loaded: Any, results: Sequence[Array]) -> Executable:
         if self._cpu_sharding is not None and results:
-            avals = [(array.shape, dtype_of(array.dtype)) for array in results]
+            avals = [(array.shape, dtype_of(array.dtype), array.weak) for array in results]
             return Executable(loaded, _jaxlib.cpu_assembler(avals, self._cpu_sharding))
         if not self._begun:
             _jaxlib.uninterrupted(self._begin)
         if self.mesh is None:
             return Executable(loaded, None)
-        avals = [(array.shape, dtype_of(array.dtype)) for array in results]
+        avals = [(array.shape, dtype_of(array.dtype), array.weak) for array in results]
         shardings = [self.sharding(array.sharding) for array in results]
         return Executable(loaded, _jaxlib.mesh_assembler(avals, shardings))
 

@@ -47,8 +47,37 @@ class OnDevice:
     sharding: tuple[str, ...]
     owner: object
 
+    @property
+    def weak_type(self) -> bool:
+        """Whether jax's type of it is weak."""
+        return bool(self.array.aval.weak_type)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(to_numpy(self.array), dtype, copy=copy)
+
+
+class _WeakArray(np.ndarray[Any, Any]):
+    """A NumPy array that counts as weakly typed."""
+
+    weak_type = True
+
+
+def weakened(value: Any) -> Any:
+    """Return a NumPy array as one that counts as weakly typed: requests and files hold no Python numbers."""
+    return value.view(_WeakArray) if type(value) is np.ndarray else value
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a Python number, which jax takes as weakly typed.
+
+    bool is a subclass of int, and some classes of NumPy's scalars are subclasses of Python's.
+    """
+    return isinstance(value, int | float | complex) and not isinstance(value, bool | np.generic)
+
+
+def is_weak(value: Any) -> bool:
+    """Return whether jax's type of an argument is weak."""
+    return is_number(value) or bool(getattr(value, "weak_type", False))
 
 
 @functools.lru_cache(maxsize=4)
@@ -159,5 +188,14 @@ def to_jax(array: DeviceArray) -> Any:
 
     ours = _jaxlib.is_on_cpu(array)
     if array.dtype.kind == "V" or not (ours or _jaxlib.device_count(array) == 1):
-        return jax.device_put(to_numpy(array))
-    return jax.dlpack.from_dlpack(_OnCpu(array) if ours else array)
+        return put_on_jax(to_numpy(array), weak=array.aval.weak_type)
+    found = jax.dlpack.from_dlpack(_OnCpu(array) if ours else array)
+    return _jaxlib.weakly_typed(found) if array.aval.weak_type else found
+
+
+def put_on_jax(value: np.ndarray[Any, Any], *, weak: bool) -> Any:
+    """Return a NumPy array as one of the host program's jax client."""
+    import jax
+
+    found = jax.device_put(value)
+    return _jaxlib.weakly_typed(found) if weak else found

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import aligned_zeros, to_numpy
+from prejit.runtime.device.transfer import aligned_zeros, put_on_jax, to_numpy
 from prejit.runtime.engine.microbatch import Lane
 from prejit.runtime.engine.recorder import Cost, RequestRecorder
 from prejit.runtime.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
@@ -354,21 +354,14 @@ class Calling:
             for axis, parts in zip(family.result_axes, zip(*returned, strict=True), strict=True)
         ]
         tree = self._calls.programs.results_tree(family.programs[-1].name)
-        return self._calls.nested(tree, values, _as_it_is if convert is to_numpy else _on_jax)
+        if convert is not to_numpy:
+            gives = self._calls.programs.results(family.programs[-1].name)
+            values = [put_on_jax(each, weak=a.weak) for each, a in zip(values, gives, strict=True)]
+        return self._calls.nested(tree, values)
 
 
 def _only(returned: Sequence[Any]) -> Any:
     return returned[0]
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def _on_jax(value: Any) -> Any:
-    import jax
-
-    return jax.device_put(value)
 
 
 def _axis(array: Array) -> int | None:

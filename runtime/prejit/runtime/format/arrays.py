@@ -31,6 +31,7 @@ class Array:
 
         ["cache",0,1] float32[1,12,128,64] donated @data,tensor,,
         ["tokens"] int32[8,128] ~batch,length
+        ["rate"] weak float32[]
 
     A table of hundreds of programs is read in milliseconds, because only the texts of programs that run are
     parsed.
@@ -43,6 +44,8 @@ class Array:
         sharding: the mesh axis that splits each dimension, `""` for none; empty: no dimension is split.
         variables: the bucket variable that each dimension follows, `""` for none. A caller's array may have
             another size there. Empty: every dimension is fixed.
+        weak: whether jax's type of it is weak, as that of a Python number: it does not decide the dtype of a
+            result.
     """
 
     path: tuple[str | int, ...]
@@ -51,13 +54,15 @@ class Array:
     donated: bool = False
     sharding: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
+    weak: bool = False
 
     def __str__(self) -> str:
         path = json.dumps(self.path, separators=(",", ":"), ensure_ascii=True)
         shape = ",".join(map(str, self.shape))
         split = f" @{','.join(self.sharding)}" if self.sharding else ""
         padded = f" ~{','.join(self.variables)}" if self.variables else ""
-        return f"{path} {self.dtype}[{shape}]{' donated' if self.donated else ''}{split}{padded}"
+        weak, donated = "weak " * self.weak, " donated" * self.donated
+        return f"{path} {weak}{self.dtype}[{shape}]{donated}{split}{padded}"
 
     @classmethod
     def parse(cls, text: str) -> Array:
@@ -70,23 +75,23 @@ class Array:
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             path, end = json.JSONDecoder().raw_decode(text)
             match = re.fullmatch(
-                r" ([a-z0-9_]+)\[((?:\d{1,10}(?:,\d{1,10})*)?)\]( donated)?(?: @([a-z,]+))?"
+                r" (weak )?([a-z0-9_]+)\[((?:\d{1,10}(?:,\d{1,10})*)?)\]( donated)?(?: @([a-z,]+))?"
                 r"(?: ~([A-Za-z0-9_,]+))?",
                 text[end:],
             )
             if match is not None and all(type(key) in (str, int) for key in path):
-                shape = tuple(map(int, match[2].split(","))) if match[2] else ()
-                split = parse_sharding(match[4] or "", len(shape))
-                padded = tuple(match[5].split(",")) if match[5] else ()
+                shape = tuple(map(int, match[3].split(","))) if match[3] else ()
+                split = parse_sharding(match[5] or "", len(shape))
+                padded = tuple(match[6].split(",")) if match[6] else ()
                 if (
-                    match[1] in DTYPES
+                    match[2] in DTYPES
                     and max(shape, default=0) <= MAX_SIZE
                     and len(shape) <= MAX_DIMENSIONS
                     and len(padded) in (0, len(shape))
                     and (not padded or any(padded))
                 ):
-                    donated = match[3] is not None
-                    array = cls(tuple(path), match[1], shape, donated, split, padded)
+                    weak, donated = match[1] is not None, match[4] is not None
+                    array = cls(tuple(path), match[2], shape, donated, split, padded, weak)
         if array is None or str(array) != text:  # an array has only one spelling
             raise ValueError(f"expected '[path] dtype[shape]', found {text[:80]!r:.80}")
         return array

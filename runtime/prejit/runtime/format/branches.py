@@ -33,9 +33,9 @@ class Branch:
         return list(values[self.start : self.start + len(self.arrays)])
 
     def holds_what(self, other: Branch) -> bool:
-        """Return whether another branch has the same structure, shapes and dtypes."""
-        return self.tree == other.tree and [(a.dtype, a.shape) for a in self.arrays] == [
-            (a.dtype, a.shape) for a in other.arrays
+        """Return whether another branch has the same structure, shapes and types."""
+        return self.tree == other.tree and [(a.dtype, a.weak, a.shape) for a in self.arrays] == [
+            (a.dtype, a.weak, a.shape) for a in other.arrays
         ]
 
 

@@ -11,7 +11,9 @@ A tree is canonical JSON. Its leaves, in order, are the arguments or results of 
     ["record","module:Name",[[FIELD,TREE],...],[[FIELD,VALUE],...]]
     ["node","module:Name",[TREE,...]]                  any other type, whose parts have no names
 
-A record is a dataclass, or another type whose parts are attributes; the second list has its constant fields.
+A record is a dataclass, or another type whose parts are attributes; the second list has the constant fields
+of a dataclass. A dict, record or node of any other class that is registered with jax has one more element,
+its auxiliary data. `constants` describes both.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ import json
 import keyword
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from prejit.runtime.format import constants
+from prejit.runtime.format.constants import Constant, EncodedConstant
 
 MAX_DEPTH = 256
 """Maximum depth of a tree; code walks a tree by recursion."""
@@ -29,7 +34,6 @@ MAX_DEPTH = 256
 Key = str | int
 Path = tuple[Key, ...]
 """The place of a leaf in a tree, outermost key first; an integer is a place in a sequence or a dict's key."""
-Constant = str | int | bool | None
 Kind = Literal["none", "list", "tuple", "dict", "namedtuple", "record", "node"]
 
 _TYPE = re.compile(r"[\w.<>]{1,512}:[\w.<>]{1,512}")
@@ -55,7 +59,8 @@ class Node:
         keys: keys, fields or places of its children, in order.
         children: its parts, in order.
         type: `module:Name` of a named tuple, record or node; else empty.
-        constants: names and values of a record's constant fields.
+        constants: names and values of a dataclass's constant fields.
+        aux: the auxiliary data of a class that is registered with jax; None: it is jax's own, or a dataclass.
     """
 
     kind: Kind
@@ -63,6 +68,7 @@ class Node:
     children: tuple[Tree, ...] = ()
     type: str = ""
     constants: tuple[tuple[str, Constant], ...] = ()
+    aux: EncodedConstant | None = None
 
 
 Tree = Leaf | Node
@@ -135,19 +141,21 @@ def _plain(tree: Tree) -> Any:
         return f"key:{tree.key}" if tree.key else "*"
     children = [_plain(child) for child in tree.children]
     pairs = [list(pair) for pair in zip(tree.keys, children, strict=True)]
+    aux = [] if tree.aux is None else [constants.plain(tree.aux)]
     match tree.kind:
         case "none":
             return None
         case "list" | "tuple":
             return [tree.kind, children]
         case "dict":
-            return ["dict", pairs]
+            return ["dict", pairs, *aux]
         case "namedtuple":
             return ["namedtuple", tree.type, pairs]
         case "record":
-            return ["record", tree.type, pairs, [list(pair) for pair in tree.constants]]
+            fields = [[name, constants.plain(value)] for name, value in tree.constants]
+            return ["record", tree.type, pairs, fields, *aux]
         case "node":
-            return ["node", tree.type, children]
+            return ["node", tree.type, children, *aux]
 
 
 def _tree(plain: Any, depth: int) -> Tree:
@@ -164,15 +172,15 @@ def _tree(plain: Any, depth: int) -> Tree:
     match plain:
         case ["list" | "tuple" as kind, list(items)]:
             return _sequence(kind, "", items, depth)
-        case ["node", str(type_), list(items)]:
-            return _sequence("node", _type(type_), items, depth)
-        case ["dict", list(pairs)]:
-            return _named("dict", "", pairs, depth, ())
+        case ["node", str(type_), list(items), *aux]:
+            return replace(_sequence("node", _type(type_), items, depth), aux=_aux(aux))
+        case ["dict", list(pairs), *aux]:
+            return replace(_named("dict", "", pairs, depth, ()), aux=_aux(aux))
         case ["namedtuple", str(type_), list(pairs)]:
             return _named("namedtuple", _type(type_), pairs, depth, ())
-        case ["record", str(type_), list(pairs), list(constants)]:
-            kept = tuple((name, _constant(value)) for name, value in constants)
-            return _named("record", _type(type_), pairs, depth, kept)
+        case ["record", str(type_), list(pairs), list(fields), *aux]:
+            kept = tuple((name, constants.parse(value)) for name, value in fields)
+            return replace(_named("record", _type(type_), pairs, depth, kept), aux=_aux(aux))
         case _:
             raise ValueError(f"expected a node of a tree, found {plain!r:.80}")
 
@@ -187,10 +195,10 @@ def _named(
     type_: str,
     pairs: list[Any],
     depth: int,
-    constants: tuple[tuple[str, Constant], ...],
+    fixed: tuple[tuple[str, Constant], ...],
 ) -> Node:
     keys = [key for key, _ in pairs]
-    fields = [*keys, *(name for name, _ in constants)]
+    fields = [*keys, *(name for name, _ in fixed)]
     for place, key in enumerate(fields):
         if kind == "dict":
             allowed = type(key) in (str, int)
@@ -205,7 +213,7 @@ def _named(
     if len(set(map(str, fields))) != len(fields):
         raise ValueError(f"expected each key of a {kind} once, found one twice")
     children = tuple(_tree(item, depth + 1) for _, item in pairs)
-    return Node(kind, tuple(keys), children, type_, constants)
+    return Node(kind, tuple(keys), children, type_, fixed)
 
 
 def _is_name(text: str) -> bool:
@@ -219,8 +227,10 @@ def _type(text: str) -> str:
     return text
 
 
-def _constant(value: Any) -> Constant:
-    if value is None or type(value) in (str, int, bool):
-        kept: Constant = value
-        return kept
-    raise ValueError(f"expected a constant, found {value!r:.80}")
+def _aux(found: list[Any]) -> EncodedConstant | None:
+    """Return the auxiliary data of a node from the elements behind its parts."""
+    if not found:
+        return None
+    if len(found) > 1:
+        raise ValueError(f"expected auxiliary data once, found {found!r:.80}")
+    return constants.parse_described(found[0])

@@ -125,14 +125,12 @@ def jit(
     fits, jax compiles the function, with one FallbackWarning that says what differs; `fallback_counts` counts
     it. Inside other transformations of jax (`grad`, `vmap`, `jit`, `scan`) it is the jitted function alone.
 
-    The function is traced, not compiled, where the bundle does not tell all of its results: an argument has a
-    weak type, such as a Python number; or arguments or results have classes other than list, tuple, dict,
-    named tuples and dataclasses whose constant fields are texts, integers and booleans. In all other cases
-    results have no weak type.
+    The function is traced, not compiled, where the bundle does not hold all of the results: arguments or
+    results have classes other than list, tuple, dict, named tuples and dataclasses, or constant fields
+    that a bundle cannot hold, such as functions without a name.
 
-    The bundle runs the function as it was when it was built: build again after a change. Constants in the
-    arguments that a bundle does not tell, such as a function in a field of a dataclass, are taken to be those
-    of the build; a call with others than the first call's does not fit.
+    The bundle runs the function as it was when it was built: build again after a change. A call does not
+    fit if constants in its arguments, such as static fields of dataclasses, are not those of the build.
 
     Args:
         fun: the function; None: return a decorator.
@@ -205,8 +203,6 @@ class _Jitted(OneProcess):
         self._by_name: set[tuple[int | str, ...]] = set()
         """Forms of calls whose arrays come in another order than by name, in which the program takes them:
         the number of arguments by position, and the names of the others."""
-        self._constants: dict[str, Any] = {}
-        """Jax's structures of the arguments of first calls, by the text of the program's tree."""
         self._loaded: dict[str, None] = {}
         self._traced: dict[str, None] = {}
         self._compiled: dict[str, None] = {}
@@ -238,7 +234,6 @@ class _Jitted(OneProcess):
         try:
             self._check_settings(bundle)
             fit = find(bundle.on_jax, self._name, call, self._parameters.defaults)
-            self._check_constants(fit)
             if fit.order != call.order:
                 # jaxlib passes arrays in the call's order. The same call in the program's order is another
                 # signature.
@@ -305,23 +300,6 @@ class _Jitted(OneProcess):
             if getattr(jax.config, setting):
                 raise MissError("settings", f"{setting} is on, which executables cannot obey")
 
-    def _check_constants(self, fit: Fit) -> None:
-        """Compare constants of the arguments that the bundle does not tell with those of the first call.
-
-        Raises:
-            MissError: they differ.
-        """
-        if fit.constants is None:
-            return
-        with self._lock:
-            first = self._constants.setdefault(fit.program.arguments_tree or "", fit.constants)
-        if first != fit.constants:
-            raise MissError(
-                "structure",
-                "the constant fields of its arguments are not those of the first call, which stand for "
-                f"those of the build: expected {first}, found {fit.constants}",
-            )
-
     def _check_answer(self, bundle: Bundle, fit: Fit) -> None:
         """Load the executable of a call, which must not be known to compute wrong numbers.
 
@@ -345,8 +323,6 @@ class _Jitted(OneProcess):
         returned = from_trace(shapes, tree, programs.results(name))
         with self._lock:
             self._traced[name] = None
-        if bundle.config.mesh is not None and any(returned.weak):
-            raise MissError("results", "a result has a weak type, which a mesh does not keep")
         return returned
 
     def _run(self, bundle: Bundle, fit: Fit, returned: Returned) -> _jaxlib.Missed:
@@ -371,8 +347,8 @@ class _Jitted(OneProcess):
             for value, sharding in zip(fit.arrays, given, strict=True)
         ]
         if device.mesh is None:
-            avals = [(array.shape, dtype_of(array.dtype)) for array in results]
-            assemble = _jaxlib.assembler_for_jax(avals, returned.weak, device.first, fit.committed)
+            avals = [(array.shape, dtype_of(array.dtype), array.weak) for array in results]
+            assemble = _jaxlib.assembler_for_jax(avals, device.first, fit.committed)
             arrays = assemble(executable.loaded.execute_sharded(inputs))
         else:
             arrays = executable.run(inputs)

@@ -15,7 +15,7 @@ from prejit.runtime.format import trees
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.jitted.calls import JittedCall
 from prejit.runtime.programs.on_jax import JaxPrograms
-from prejit.runtime.programs.pytree import spell
+from prejit.runtime.programs.pytree import constants_misfit, spell
 
 AXES = ("settings", "weights", "structure", "static", "dtype", "shape", "donation", "device")
 """What a call and a program may differ in, in the order in which they are compared."""
@@ -46,10 +46,8 @@ class Fit:
         arrays: the arguments in the program's order, random keys as their data.
         order: the names of the call's arguments in the order that the program takes.
         committed: whether an argument is committed to its device, and so the results are.
-        is_exact: whether the bundle tells all of the results: no argument has a weak type, and none is of a
-            class like dict, which the results could be of too.
-        constants: jax's structure of the arguments, where they have constants that the bundle does not tell,
-            such as functions; else None.
+        is_exact: whether the bundle tells all of the results: no argument is of a class like dict, which the
+            results could be of too.
     """
 
     program: ProgramEntry
@@ -57,7 +55,6 @@ class Fit:
     order: tuple[str, ...]
     committed: bool
     is_exact: bool
-    constants: Any
 
 
 @dataclass(slots=True)
@@ -67,12 +64,10 @@ class _Leaves:
     Attributes:
         found: each leaf, with the program's.
         has_likes: whether there is something of a class like dict that is not dict.
-        has_constants: whether there is something with constants that the bundle does not tell.
     """
 
     found: list[tuple[trees.Leaf, Any]] = field(default_factory=list)
     has_likes: bool = False
-    has_constants: bool = False
 
 
 def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[str, Any]) -> Fit:
@@ -110,7 +105,6 @@ def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[s
 def _fit(
     programs: JaxPrograms, program: ProgramEntry, call: JittedCall, defaults: Mapping[str, Any]
 ) -> Fit:
-    import jax
 
     table = programs.programs
     if differing := jax_settings.differing(program.settings):
@@ -137,7 +131,7 @@ def _fit(
     types = [_type_of(at, value) for at, value in zip(places, values, strict=True)]
     committed = False
     for at, array, is_type in zip(places, expected, types, strict=True):
-        if is_type.dtype != dtype_of(array.dtype):
+        if (is_type.dtype, is_type.weak_type) != (dtype_of(array.dtype), array.weak):
             raise MissError("dtype", _differs(at, array, is_type))
     for at, array, is_type in zip(places, expected, types, strict=True):
         if is_type.shape != array.shape:
@@ -160,10 +154,8 @@ def _fit(
         raise MissError(
             "device", f"expected {programs.device.first} as jax's device, found {default}"
         )
-    is_exact = not leaves.has_likes and not any(is_type.weak_type for is_type in types)
-    given = [call.arrays[name] for name in order]
-    constants = jax.tree.structure(given) if leaves.has_constants else None
-    return Fit(program, tuple(values), order, committed, is_exact, constants)
+    is_exact = not leaves.has_likes
+    return Fit(program, tuple(values), order, committed, is_exact)
 
 
 def _order(program: str, root: trees.Node, call: JittedCall) -> tuple[str, ...]:
@@ -220,17 +212,15 @@ def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> N
     keys = tuple(key for key, _ in parts)
     if tree.kind in ("dict", "record", "namedtuple") and keys != tree.keys:
         raise _misfit(at, f"the keys {_listed(tree.keys)}", _listed(keys))
-    for name, constant in tree.constants:
-        if type(kept := getattr(value, name, None)) is not type(constant) or kept != constant:
-            raise _misfit((*at, name), repr(constant), arguments.described(kept))
-    match tree.kind:
-        case "dict":
-            leaves.has_likes |= type(value) is not dict
-        case "record":
-            known = {*tree.keys, *(name for name, _ in tree.constants)}
-            leaves.has_constants |= getattr(value, "__dataclass_fields__", {}).keys() != known
-        case "node":
-            leaves.has_constants = True
+    if misfit := constants_misfit(tree, value, at):
+        raise MissError("structure", misfit)
+    if tree.kind == "record" and tree.aux is None:
+        fields = {*tree.keys, *(name for name, _ in tree.constants)}
+        found = getattr(value, "__dataclass_fields__", {}).keys()
+        if found != fields:
+            raise _misfit(at, f"the fields {_listed((*fields,))}", _listed((*found,)))
+    if tree.kind == "dict":
+        leaves.has_likes |= type(value) is not dict
     for place, child, (_, part) in zip(tree.keys, tree.children, parts, strict=True):
         _collect(child, part, (*at, place), leaves)
 
@@ -342,8 +332,8 @@ def _default_device() -> Any:
 
 def _differs(at: trees.Path, expected: Any, found: Any) -> str:
     return (
-        f"{spell(at)}: expected {expected.dtype}{list(expected.shape)}, "
-        f"found {found.dtype}{list(found.shape)}"
+        f"{spell(at)}: expected {'weak ' * expected.weak}{expected.dtype}{list(expected.shape)}, "
+        f"found {'weak ' * found.weak_type}{found.dtype}{list(found.shape)}"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.constants import decode, imported
 from prejit.runtime.jitted.fitting import MissError
 
 
@@ -20,12 +20,10 @@ class Returned:
     Attributes:
         structure: jax's PyTreeDef.
         keys: for each leaf jax's implementation of random keys; empty: it is no key.
-        weak: for each leaf whether its type is weak.
     """
 
     structure: Any
     keys: tuple[str, ...]
-    weak: tuple[bool, ...]
 
     def value(self, arrays: Sequence[Any]) -> Any:
         """Return what the function returns, of the arrays of a program's results."""
@@ -61,7 +59,7 @@ def from_bundle(tree: trees.Tree) -> Returned | None:
     except Exception:  # a class of the application that does not take stand-ins
         return None
     same = len(leaves) == len(stand_ins) and all(map(_is, leaves, stand_ins))
-    return Returned(structure, keys, (False,) * len(keys)) if same else None
+    return Returned(structure, keys) if same else None
 
 
 def _is(one: object, other: object) -> bool:
@@ -79,12 +77,17 @@ def _value(tree: trees.Tree, leaves: Iterator[Any]) -> Any:
             return children
         case "tuple":
             return tuple(children)
-        case "dict":
+        case "dict" if tree.aux is None:
             return dict(zip(tree.keys, children, strict=True))
         case "namedtuple":
             return _imported(tree.type)(*children)
         case "record":
-            known = dict(zip(map(str, tree.keys), children, strict=True)) | dict(tree.constants)
+            known = dict(zip(map(str, tree.keys), children, strict=True))
+            for name, constant in tree.constants:
+                try:
+                    known[name] = decode(constant)
+                except LookupError:
+                    raise _UnknownError from None
             class_ = _imported(tree.type)
             fields = getattr(class_, "__dataclass_fields__", {})
             if fields.keys() != known.keys():  # other constant fields, or no dataclass
@@ -96,10 +99,7 @@ def _value(tree: trees.Tree, leaves: Iterator[Any]) -> Any:
 
 def _imported(type_: str) -> Any:
     """Return the class `module:Name` if the application has imported it. This imports nothing."""
-    module, _, name = type_.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    found = imported(type_)
     if not isinstance(found, type) or f"{found.__module__}:{found.__qualname__}" != type_:
         raise _UnknownError
     return found
@@ -121,7 +121,7 @@ def from_trace(shapes: Any, tree: trees.Tree, arrays: Sequence[Array]) -> Return
 
     leaves, structure = jax.tree.flatten(shapes)
     expected = [
-        (leaf.key, dtype_of(array.dtype), array.shape)
+        (leaf.key, dtype_of(array.dtype), array.weak, array.shape)
         for leaf, array in zip(trees.leaves(tree), arrays, strict=True)
     ]
     found = []
@@ -129,18 +129,19 @@ def from_trace(shapes: Any, tree: trees.Tree, arrays: Sequence[Array]) -> Return
         key = ""
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             key, leaf = _key_name(leaf), jax.eval_shape(jax.random.key_data, leaf)
-        found.append((key, leaf.dtype, leaf.shape))
+        found.append((key, leaf.dtype, leaf.weak_type, leaf.shape))
     if found != expected:
         sides = [
-            ", ".join(f"{d}{list(s)}" for _, d, s in side) or "none" for side in (expected, found)
+            ", ".join(f"{'weak ' * weak}{dtype}{list(shape)}" for _, dtype, weak, shape in side)
+            or "none"
+            for side in (expected, found)
         ]
         raise MissError(
             "results",
             f"expected a function that returns {sides[0]}, found one that returns {sides[1]}: it has "
             "changed since the build",
         )
-    weak = tuple(bool(getattr(leaf, "weak_type", False)) for leaf in leaves)
-    return Returned(structure, tuple(key for key, _, _ in found), weak)
+    return Returned(structure, tuple(key for key, *_ in found))
 
 
 def _key_name(shape: Any) -> str:

@@ -57,7 +57,7 @@ class Bound(OneProcess):
                 )
         self._state = {key: taken[key] for key in given}
         self._placeholders = {
-            key: [Held(dtype_of(array.dtype), array.shape) for array in branch.arrays]
+            key: [Held(dtype_of(array.dtype), array.shape, array.weak) for array in branch.arrays]
             for key, branch in self._state.items()
         }
         self._slots = {p.name: self._slots_of(p) for p in calls.buckets(name)}
@@ -108,7 +108,7 @@ class Bound(OneProcess):
         rest = [branch for branch in self._results(chosen.program) if branch.start not in kept]
 
         def value(branch: Branch) -> Any:
-            return self._calls.nested(branch.tree, branch.of(results), chosen.convert)
+            return self._calls.nested(branch.tree, list(map(chosen.convert, branch.of(results))))
 
         def rebuild() -> Any:
             if not rest:
@@ -132,7 +132,7 @@ class Bound(OneProcess):
         self._calls.finish()
         with self._lock:
             return {
-                key: self._calls.nested(branch.tree, self._alive(key), _copied)
+                key: self._calls.nested(branch.tree, list(map(_copied, self._alive(key))))
                 for key, branch in self._state.items()
             }
 

@@ -22,8 +22,12 @@ from prejit.runtime.device.transfer import (
     aligned_zeros,
     check_alive,
     is_jax_array,
+    is_number,
+    is_weak,
+    put_on_jax,
     to_jax,
     to_numpy,
+    weakened,
 )
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
@@ -43,10 +47,12 @@ class Held:
     Attributes:
         dtype: its dtype.
         shape: the shape of the whole array.
+        weak_type: whether jax's type of it is weak.
     """
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
+    weak_type: bool
 
 
 EVERYTHING: Final = object()
@@ -201,7 +207,7 @@ class Calls:
             for array, result in zip(arrays, results, strict=True)
         ]
         self.finish()
-        return self._nested(self.programs.results_tree(chosen.program.name), kept)
+        return self.nested(self.programs.results_tree(chosen.program.name), kept)
 
     def call_by_path(
         self, name: str, given: Mapping[trees.Path, Any], static: Mapping[str, Any]
@@ -211,6 +217,8 @@ class Calls:
             arguments.refuse("given", "a mapping of paths to arrays", given)
         if not isinstance(static, Mapping):
             arguments.refuse("static", "a mapping of names to values", static)
+        weak = {a.path for a in self.programs.arguments(self.buckets(name)[0].name) if a.weak}
+        given = {path: weakened(value) if path in weak else value for path, value in given.items()}
         chosen = self.choose(name, static, lambda tree: pytree.by_path(tree, given))
         results = self.run(chosen.program, self.put(chosen))
         arrays = self.programs.results(chosen.program.name)
@@ -292,7 +300,9 @@ class Calls:
             return specialized
         raise UsageError(
             f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
-            hint=self._hint(buckets, known),
+            hint=self._hint(buckets, known)
+            + "; Python numbers are weak, np.float32(2) is not"
+            * any("weak" in each for each in complaints),
         )
 
     def _hint(self, buckets: Sequence[ProgramEntry], known: Mapping[str, list[Any] | str]) -> str:
@@ -377,7 +387,7 @@ class Calls:
         arrays = self.programs.results(chosen.program.name)
         tree = self.programs.results_tree(chosen.program.name)
         values = list(map(self._cutter(chosen), arrays, results))
-        return self._nested(tree, values)
+        return self.nested(tree, values)
 
     @staticmethod
     def _cutter(chosen: ChosenBucket) -> Callable[[Array, DeviceArray], Any]:
@@ -390,22 +400,12 @@ class Calls:
             value = to_numpy(result)[within]
             if chosen.convert is to_numpy:
                 return value
-            import jax
-
-            return jax.device_put(value)
+            return put_on_jax(value, weak=array.weak)
 
         return cut
 
-    def nested(
-        self,
-        tree: trees.Tree,
-        arrays: Sequence[DeviceArray],
-        convert: Callable[[DeviceArray], Any],
-    ) -> Any:
-        """Return arrays of the device, nested as a tree says."""
-        return self._nested(tree, list(map(convert, arrays)))
-
-    def _nested(self, tree: trees.Tree, values: Sequence[Any]) -> Any:
+    def nested(self, tree: trees.Tree, values: Sequence[Any]) -> Any:
+        """Return values, nested as a tree says."""
         leaves = trees.leaves(tree)
         keyed = (_as_key(value, leaf) for leaf, value in zip(leaves, values, strict=True))
         return pytree.unflatten(tree, keyed, self.types)
@@ -554,7 +554,7 @@ def _signature(name: str, static: Mapping[str, Any], leaves: list[Any] | str) ->
     for leaf in leaves:
         if type(leaf) not in (np.ndarray, Held, OnDevice):
             return None
-        shapes += [leaf.shape, leaf.dtype]
+        shapes += [leaf.shape, leaf.dtype, type(leaf) is not np.ndarray and leaf.weak_type]
     if not static:
         return name, *shapes
     values = [(key, type(value), value) for key, value in static.items()]
@@ -594,16 +594,16 @@ def fit(
                     f"{array.dtype}, found others"
                 )
             found = narrow
-        if found.dtype != dtype_of(array.dtype) or not _matches(
-            array, found.shape, sizes, open_sizes, any_size
-        ):
+        is_type = found.dtype == dtype_of(array.dtype) and is_weak(value) == array.weak
+        if not is_type or not _matches(array, found.shape, sizes, open_sizes, any_size):
             extents = ", ".join(
                 f"<={extent}" if name and name in open_sizes else str(extent)
                 for name, extent in itertools.zip_longest(array.variables, array.shape)
             )
+            weak, found_weak = "weak " * array.weak, "weak " * is_weak(value)
             return (
-                f"{pytree.spell(array.path)}: expected {array.dtype}[{extents}], "
-                f"found {found.dtype}{list(found.shape)}"
+                f"{pytree.spell(array.path)}: expected {weak}{array.dtype}[{extents}], "
+                f"found {found_weak}{found.dtype}{list(found.shape)}"
             )
         values.append(found)
     largest = {
@@ -715,7 +715,7 @@ def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any
             )
         value = jax.random.key_data(value)
     try:
-        if type(value) in (int, float, complex):
+        if is_number(value):
             return _scalar(value, dtype_of(array.dtype))
         if is_jax_array(value) or hasattr(value, "__array__") or not hasattr(value, "__dlpack__"):
             return np.asarray(value)
@@ -729,14 +729,18 @@ def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any
         ) from error
 
 
-_KINDS = {int: "iuf", float: "f", complex: "c"}
-"""Kinds of dtypes, as NumPy names them, that a number of Python is converted to, as jax.jit converts it."""
+_NUMBERS = {
+    int: ("int32", "int64"),
+    float: ("float32", "float64"),
+    complex: ("complex64", "complex128"),
+}
+"""The dtypes in which jax takes a Python number: the second one where jax_enable_x64 is set."""
 
 
 def _scalar(value: complex, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return a number of Python as an array of the dtype that a program takes, if it is of its kind."""
-    kind = "f" if "float" in dtype.name else dtype.kind  # those of ml_dtypes are of kind V
-    return np.asarray(value, dtype if kind in _KINDS[type(value)] else None)
+    """Return a Python number as an array of the dtype in which jax takes it."""
+    kind = next(kind for kind in _NUMBERS if isinstance(value, kind))
+    return np.asarray(kind(value), dtype if dtype.name in _NUMBERS[kind] else _NUMBERS[kind][0])
 
 
 def _key_name(value: Any) -> str:

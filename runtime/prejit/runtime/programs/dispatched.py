@@ -130,7 +130,7 @@ class DispatchedCalls:
         tree = programs.results_tree(program.name)
 
         def nest(arrays: list[DeviceArray]) -> Any:
-            return self._calls.nested(tree, arrays, to_numpy)
+            return self._calls.nested(tree, list(map(to_numpy, arrays)))
 
         def single(arrays: list[DeviceArray]) -> Any:
             return to_numpy(arrays[0])
@@ -139,7 +139,7 @@ class DispatchedCalls:
             programs[program.name].loaded,
             programs.weights(program.weights),
             len(chosen.values),
-            [(array.shape, dtype_of(array.dtype)) for array in results],
+            [(array.shape, dtype_of(array.dtype), array.weak) for array in results],
             self._calls.device.cpu_sharding,
             single if isinstance(tree, trees.Leaf) else nest,
         )

@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
-import numpy as np
-
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.errors import AnswerError
 from prejit.runtime.format import trees
-from prejit.runtime.programs.calls import Calls
+from prejit.runtime.programs.calls import Calls, Held
 from prejit.runtime.programs.on_jax import JaxPrograms
 
 _PLAIN = ("list", "tuple", "dict", "none")
@@ -75,8 +73,7 @@ class JaxDispatchedCalls:
         results = on_jax.programs.results(program)
         inputs = jax.tree.leaves((args, kwargs))
         assemble = _jaxlib.assembler_for_jax(
-            [(array.shape, dtype_of(array.dtype)) for array in results],
-            [False] * len(results),
+            [(array.shape, dtype_of(array.dtype), array.weak) for array in results],
             device,
             any(array.committed for array in inputs),
         )
@@ -96,8 +93,8 @@ class JaxDispatchedCalls:
         of_jax = _jaxlib.imported_array_class()
         if not all(type(array) is of_jax and _is_on(array, device) for array in leaves):
             return None
-        # NumPy arrays of the same shapes stand for them: `Calls` would copy the arrays to look at them.
-        stand_ins = [np.broadcast_to(np.zeros((), array.dtype), array.shape) for array in leaves]
+        # Their types stand for them: `Calls` would copy the arrays to look at them.
+        stand_ins = [Held(array.dtype, array.shape, array.weak_type) for array in leaves]
         like, named = structure.unflatten(stand_ins)
         chosen = self._calls.choose_for(name, like, named)
         program = chosen.program

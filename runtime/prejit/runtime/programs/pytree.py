@@ -12,11 +12,13 @@ import dataclasses
 import functools
 import re
 import sys
-from collections import namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from prejit.runtime.format import trees
+from prejit.runtime.errors import UsageError
+from prejit.runtime.format import constants, trees
+from prejit.runtime.format.constants import Constant, EncodedConstant
 from prejit.runtime.format.trees import Key, Leaf, Node, Path, Tree
 
 
@@ -39,16 +41,67 @@ def flatten(tree: Tree, value: Any, at: Path = ()) -> list[Any]:
     Raises:
         MisfitError: a part is missing, or there is one too many.
     """
-    found: list[Any] = []
-    _collect(tree, value, at, found)
-    return found
+    seen, structure, fitted = _seen(tree), None, False
+    if seen is not None:
+        with contextlib.suppress(Exception):  # of the code of a constant that is hashed or compared
+            structure = _structure(value)
+            fitted = structure in seen
+    walk = _Walk([], compares=not fitted)
+    _collect(tree, value, at, walk)
+    if seen is not None and structure is not None and walk.is_registered and not fitted:
+        with contextlib.suppress(Exception):
+            seen.add(structure)
+    return walk.found
 
 
-def _collect(tree: Tree, value: Any, at: Path, found: list[Any]) -> None:
+@dataclasses.dataclass(slots=True)
+class _Walk:
+    """A walk through a value beside a tree.
+
+    Attributes:
+        found: the leaves so far.
+        compares: whether constants are compared.
+        is_registered: whether all that has constants so far is of classes that are registered with jax, whose
+            structure holds these constants.
+    """
+
+    found: list[Any]
+    compares: bool
+    is_registered: bool = True
+
+
+_trees: dict[int, tuple[Tree, set[Any] | None]] = {}
+"""Trees by identity, with the structures of jax whose constants fitted them; None: a tree has no constants.
+To compare constants takes milliseconds, to compare structures microseconds."""
+_MOST_TREES = 10_000
+
+
+def _seen(tree: Tree) -> set[Any] | None:
+    known = _trees.get(id(tree))
+    if known is None or known[0] is not tree:
+        if len(_trees) >= _MOST_TREES:
+            _trees.clear()
+        known = _trees[id(tree)] = tree, set() if _has_constants(tree) else None
+    return known[1]
+
+
+def _has_constants(tree: Tree) -> bool:
+    return isinstance(tree, Node) and (
+        bool(tree.constants) or tree.aux is not None or any(map(_has_constants, tree.children))
+    )
+
+
+def _structure(value: Any) -> Any:
+    """Return jax's structure of a value; None: the process has not imported jax."""
+    registry = _registry()
+    return None if registry is None else registry.flatten(value)[1]
+
+
+def _collect(tree: Tree, value: Any, at: Path, walk: _Walk) -> None:
     if isinstance(tree, Leaf):
         if value is None or isinstance(value, Mapping):
             raise MisfitError(f"{spell(at)} is missing")
-        found.append(value)
+        walk.found.append(value)
         return
     if tree.kind == "none":
         if value is not None:
@@ -57,6 +110,10 @@ def _collect(tree: Tree, value: Any, at: Path, found: list[Any]) -> None:
     if tree.kind == "dict" and not (hasattr(value, "keys") or _fields(value)):
         found_instead = type(value).__name__
         raise MisfitError(f"expected {spell(at)} as a mapping, found {found_instead}")
+    if walk.compares and (tree.constants or tree.aux is not None):
+        if misfit := constants_misfit(tree, value, at):
+            raise MisfitError(misfit)
+        walk.is_registered = walk.is_registered and _one_level(value) is not None
     part_of = _parts(tree, value)
     for key, child in zip(tree.keys, tree.children, strict=True):
         try:
@@ -66,7 +123,7 @@ def _collect(tree: Tree, value: Any, at: Path, found: list[Any]) -> None:
                 continue
             missing = next(_first_leaf(child, (*at, key)), (*at, key))
             raise MisfitError(f"{spell(missing)} is missing") from None
-        _collect(child, part, (*at, key), found)
+        _collect(child, part, (*at, key), walk)
     for key in _more_keys(tree, value):
         raise MisfitError(f"unexpected {spell((*at, key))}")
 
@@ -81,7 +138,7 @@ def _parts(tree: Node, value: Any) -> Callable[[Key], Any]:
         return lambda key: getattr(value, str(key))
     if isinstance(value, list | tuple):
         return lambda key: value[tree.keys.index(key)]
-    parts = _registered_parts(value)
+    parts = [*(_one_level(value) or ((), None))[0]]
     return lambda key: parts[tree.keys.index(key)]
 
 
@@ -104,16 +161,50 @@ def _fields(value: Any) -> tuple[str, ...]:
     return getattr(value, "_fields", ()) if isinstance(value, tuple) else ()
 
 
-def _registered_parts(value: Any) -> Sequence[Any]:
-    """Return the parts of a value whose class is registered with jax; none if it is not."""
-    # A process that has not imported jax has registered no class with it.
-    jax = sys.modules.get("jax")
-    registry = getattr(getattr(jax, "tree_util", None), "default_registry", None)
-    if registry is None:
-        return ()
-    with contextlib.suppress(ValueError):  # not registered
-        return tuple((registry.flatten_one_level(value) or ((),))[0])
-    return ()
+_OF_JAX = (list, tuple, dict, OrderedDict, defaultdict)
+"""Classes that jax takes apart itself."""
+
+
+def auxiliary(value: Any) -> EncodedConstant | None:
+    """Return the auxiliary data of a value whose class is registered with jax; None: its class is not."""
+    if type(value) in _OF_JAX or hasattr(value, "_fields"):
+        return None
+    level = _one_level(value)
+    return None if level is None else constants.described(level[1])
+
+
+def constants_misfit(tree: Node, value: Any, at: Path) -> str:
+    """Return why constants of a value are not those of a tree; empty if they are.
+
+    A value of another class than the build's, such as a dict for a dataclass, may have no constants.
+    """
+    pairs = [
+        ((*at, name), kept, constants.encode(getattr(value, name)))
+        for name, kept in tree.constants
+        if hasattr(value, name)
+    ]
+    if tree.aux is not None and (aux := auxiliary(value)) is not None:
+        pairs.append((at, tree.aux, aux))
+    for place, kept, found in pairs:
+        if not constants.same(kept, found):
+            cause = ", which only the process that made it can compare"
+            unknown = cause * (isinstance(found, EncodedConstant) and found.is_unknown)
+            return f"{spell(place)}: expected {_shown(kept)}, found {_shown(found)}{unknown}"
+    return ""
+
+
+def _one_level(value: Any) -> tuple[Sequence[Any], Any] | None:
+    """Return the parts and auxiliary data of a value whose class is registered with jax; None: it is not."""
+    if (registry := _registry()) is not None:
+        with contextlib.suppress(ValueError):  # not registered
+            found: tuple[Sequence[Any], Any] | None = registry.flatten_one_level(value)
+            return found
+    return None
+
+
+def _registry() -> Any:
+    """Return jax's registry of pytrees; None: a process without jax has registered no class with it."""
+    return getattr(getattr(sys.modules.get("jax"), "tree_util", None), "default_registry", None)
 
 
 def _first_leaf(tree: Tree, at: Path) -> Iterator[Path]:
@@ -146,11 +237,36 @@ def unflatten(
             return dict(zip(tree.keys, children, strict=True))
         case "namedtuple" | "record":
             fields = dict(zip(map(str, tree.keys), children, strict=True))
-            fields |= dict(tree.constants)
             known = (types or {}).get(tree.type)
+            fields |= _decoded(tree, known)
             return (known or _substitute(tree.kind, tree.type, tuple(fields)))(**fields)
         case _:
             return tuple(children)
+
+
+def _decoded(tree: Node, known: type[Any] | None) -> dict[str, Any]:
+    """Return the constant fields of a record that its class takes.
+
+    Raises:
+        UsageError: the bundle does not hold one of them. A class of our own goes without it.
+    """
+    found = {}
+    taken = {name: field.init for name, field in getattr(known, "__dataclass_fields__", {}).items()}
+    for name, kept in tree.constants:
+        try:
+            if taken.get(name, True):
+                found[name] = constants.decode(kept)
+        except LookupError:
+            if known is not None:
+                raise UsageError(
+                    f"result {tree.type}: the bundle does not hold the value of {name}: {_shown(kept)}",
+                    hint=f"leave {tree.type} out of types: the result is then a class with its other fields",
+                ) from None
+    return found
+
+
+def _shown(constant: Constant) -> str:
+    return str(constant) if isinstance(constant, EncodedConstant) else repr(constant)
 
 
 @functools.lru_cache(maxsize=4096)

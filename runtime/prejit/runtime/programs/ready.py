@@ -21,8 +21,9 @@ from prejit.runtime.format.arrays import Array, parse_sharding
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.checks.config import check_arrays, check_static, check_tree
 from prejit.runtime.format.checks.layers import check_signature
+from prejit.runtime.format.constants import Constant
 from prejit.runtime.format.schema import Config, ProgramEntry
-from prejit.runtime.format.trees import Constant, Tree
+from prejit.runtime.format.trees import Tree
 from prejit.runtime.format.verification import VERIFIED, Verification
 
 if TYPE_CHECKING:

@@ -227,5 +227,5 @@ def f(x):
         "[1,0] float32[]",
         '[2,"b"] float32[]',
         '[2,"a"] float32[]',
-        "[3] float32[]",
+        "[3] weak float32[]",
     ]

@@ -525,9 +525,10 @@ def test_a_hexadecimal_number_without_end_is_no_crash(directory: Path) -> None:
 
 
 def test_shapes_are_parsed() -> None:
-    assert parse_shape("float32[{batch}, 128]", {"batch": 8}) == ("float32", (8, 128))
-    assert parse_shape("int32[]", {}) == ("int32", ())
-    assert parse_shape(" bfloat16 [ 2 ]", {}) == ("bfloat16", (2,))
+    assert parse_shape("float32[{batch}, 128]", {"batch": 8}) == ("float32", (8, 128), False)
+    assert parse_shape("int32[]", {}) == ("int32", (), False)
+    assert parse_shape(" bfloat16 [ 2 ]", {}) == ("bfloat16", (2,), False)
+    assert parse_shape("weak float32[]", {}) == ("float32", (), True)
 
 
 @pytest.mark.parametrize(

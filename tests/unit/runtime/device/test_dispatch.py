@@ -39,7 +39,7 @@ class Doubling:
         self.misses += 1
         x = jnp.asarray(x)
         assemble = _jaxlib.assembler_for_jax(
-            [((4,), np.dtype("float32"))], [n == 1], self.device, committed=bool(x.committed)
+            [((4,), np.dtype("float32"), n == 1)], self.device, committed=bool(x.committed)
         )
         (result,) = assemble(self.loaded.execute_sharded([x]))
         whole = [_jaxlib.single_sharding(self.device)]

@@ -279,6 +279,7 @@ def arrays(draw: st.DrawFn) -> Array:
         draw(st.booleans()),
         tuple(axes) if any(axes) else (),
         variables if any(variables) else (),
+        draw(st.booleans()),
     )
 
 
@@ -297,6 +298,9 @@ def test_the_notation_of_an_array_stays_as_documented() -> None:
     assert str(Array.parse(text)) == text
     text = '["x"] float32[8,128] @data, ~batch,'
     assert Array.parse(text).variables == ("batch", "")
+    assert str(Array.parse(text)) == text
+    text = '["rate"] weak float32[] donated'
+    assert Array.parse(text) == Array(("rate",), "float32", (), True, weak=True)
     assert str(Array.parse(text)) == text
 
 
@@ -320,6 +324,8 @@ def test_the_notation_of_an_array_stays_as_documented() -> None:
         "[] Float32[1]",
         "[]  float32[1]",
         "[] float32[1] donated ",
+        "[] float32[1] weak",
+        "[] weak",
         "[] float32[1] given",
         "[] float32[1]\n",
         "[ ] float32[1]",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import namedtuple
 from typing import Any, NamedTuple
 
@@ -12,14 +13,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.runtime.format import trees
+from prejit.runtime import UsageError
+from prejit.runtime.format import constants, trees
 from prejit.runtime.format.trees import NONE, Leaf, Node, Tree
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.pytree import MisfitError
 
 names = st.from_regex(r"[a-z][a-z0-9]{0,3}x", fullmatch=True)
 types = st.from_regex(r"[a-z.]{1,6}:([A-Z]{1,3}\.)?[A-Z][a-z]{1,6}", fullmatch=True)
-constants = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3)
+plain = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3)
+inner = (
+    plain | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False) | st.binary(max_size=3)
+)
+kept = st.recursive(
+    inner,
+    lambda parts: (
+        st.lists(parts, max_size=3)
+        | st.lists(parts, max_size=3).map(tuple)
+        | st.frozensets(inner, max_size=3)
+        | st.dictionaries(inner, parts, max_size=3)
+    ),
+    max_leaves=6,
+)
 
 
 def named(kind: trees.Kind, type_: str, fields: dict[Any, Tree], kept: dict[str, Any]) -> Node:
@@ -49,13 +64,24 @@ def nodes(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
             ),
             types,
             fields,
-            st.dictionaries(names, constants, max_size=2),
+            st.dictionaries(names, kept.map(constants.encode), max_size=2),
         ),
     )
 
 
 leaves = st.just(Leaf()) | st.just(Leaf("threefry2x32")) | st.just(NONE)
 any_tree = st.recursive(leaves, nodes, max_leaves=12)
+
+
+@settings(max_examples=examples(100, 1000), deadline=None)
+@given(one=kept, other=kept)
+def test_constants_are_equal_if_their_values_and_types_are(one: Any, other: Any) -> None:
+    """repr tells True from 1, 0.0 from -0.0, and lists from tuples."""
+    encoded = constants.encode(one)
+    assert repr(constants.decode(encoded)) == repr(one)
+    assert constants.parse(constants.plain(encoded)) == encoded
+    assert constants.same(encoded, encoded)
+    assert constants.same(encoded, constants.encode(other)) == (repr(one) == repr(other))
 
 
 @settings(max_examples=examples(50, 200), deadline=None)
@@ -102,6 +128,16 @@ def test_other_texts_are_refused_with_one_error(text: str) -> None:
         '["namedtuple","m:class",[]]',
         '["record","m:N",[["a","*"]],[["a",1]]]',
         '["record","m:N",[],[["a",[1]]]]',
+        '["record","m:N",[],[["a",["float","1.5"]]]]',
+        '["record","m:N",[],[["a",["float",1.5]]]]',
+        '["record","m:N",[],[["a",["tuple",[1.5]]]]]',
+        '["record","m:N",[],[["a",["dict",[[1]]]]]]',
+        '["record","m:N",[],[["a",["bytes","0"]]]]',
+        '["record","m:N",[],[["a",["enum","Color","RED"]]]]',
+        '["record","m:N",[],[["a",["digest","m:N","sha256:0"]]]]',
+        '["node","m:N",["*"],2,3]',
+        '["node","m:N",["*"],2.5]',
+        '["list",["*"],null]',
         '["record","m:N",[],[["a",NaN]]]',
         '["list", ["*"]]',
         '["list",["*"],1]',
@@ -138,7 +174,7 @@ class Point(NamedTuple):
 class Circle:
     centre: Any
     radius: Any
-    name: str = "circle"
+    name: Any = "round"
 
 
 POINT = Node("namedtuple", ("x", "y"), (Leaf(), Leaf()), "shapes:Point")
@@ -159,6 +195,27 @@ CIRCLE = Node(
 )
 def test_a_record_is_anything_with_its_fields(value: Any) -> None:
     assert pytree.flatten(CIRCLE, value) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "value", [Circle(Point(1, 2), 3, "circle"), Circle(Point(1, 2), 3, object())]
+)
+def test_a_record_with_other_constants_is_refused(value: Any) -> None:
+    with pytest.raises(MisfitError, match=r"name: expected 'round', found"):
+        pytree.flatten(CIRCLE, value)
+
+
+def test_constants_that_nobody_can_compare_are_refused() -> None:
+    unknown = constants.encode(threading.Lock())
+    tree = dataclasses.replace(CIRCLE, constants=(("name", unknown),))
+    assert trees.parse(trees.to_text(tree)) == tree
+    for name in (threading.Lock(), "round"):
+        with pytest.raises(MisfitError, match=r"name: expected _thread:lock, found"):
+            pytree.flatten(tree, Circle(Point(1, 2), 3, name))
+    assert pytree.flatten(tree, {"centre": [1, 2], "radius": 3}) == [1, 2, 3]
+    with pytest.raises(UsageError, match="the bundle does not hold the value of name"):
+        pytree.unflatten(tree, iter([1, 2, 3]), {"shapes:Circle": Circle})
+    assert not hasattr(pytree.unflatten(tree, iter([1, 2, 3])), "name")
 
 
 def test_known_classes_come_back_and_others_get_a_substitute() -> None:

@@ -21,7 +21,9 @@ from prejit.compiler.manifest.shape_string import KEY, MAX_SIZE, parse_shape
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import DTYPES, Array
+from prejit.runtime.format.constants import Constant, encode
 from prejit.runtime.format.limits import MAX_DIMENSIONS
+from prejit.runtime.programs.pytree import auxiliary
 
 
 def example_of(args: Any, bucket: Mapping[str, int], where: str) -> Any:
@@ -49,7 +51,7 @@ def example_of(args: Any, bucket: Mapping[str, int], where: str) -> Any:
 
 def _shape_of(leaf: Any, bucket: Mapping[str, int], where: str) -> Any:
     if isinstance(leaf, str):
-        dtype, shape = parse_shape(leaf, dict(bucket))
+        dtype, shape, weak = parse_shape(leaf, dict(bucket))
         if dtype == KEY:
             return jax.eval_shape(lambda: jnp.broadcast_to(jax.random.key(0), shape))
         if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
@@ -57,12 +59,16 @@ def _shape_of(leaf: Any, bucket: Mapping[str, int], where: str) -> Any:
                 f"{where}: expected a dtype of at most 32 bits, found {leaf!r}",
                 hint="set JAX_ENABLE_X64=1 in the environment of the build",
             )
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    if isinstance(leaf, bool | int | float | complex):
-        value = jnp.asarray(leaf)
-        return jax.ShapeDtypeStruct((), value.dtype, weak_type=type(leaf) is not bool)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), weak_type=weak)
+    # First NumPy's scalars, some of whose classes are subclasses of Python's numbers.
     if isinstance(leaf, np.ndarray | np.generic):
         return jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf))
+    if isinstance(leaf, bool | int | float | complex):
+        try:
+            value = jnp.asarray(leaf)
+        except OverflowError as error:
+            raise ManifestError(f"{where}: expected a number that jax takes: {error}") from None
+        return jax.ShapeDtypeStruct((), value.dtype, weak_type=value.weak_type)
     if isinstance(leaf, jax.Ref):
         raise ManifestError(
             f"{where}: expected an array, found a Ref, which a function changes in place",
@@ -138,7 +144,8 @@ def arrays_of(example: Any, what: str, donated: tuple[Any, ...] = ()) -> Arrays:
                 hint="reshape it to more dimensions: XLA uses 32-bit indexes in places",
             )
         is_donated = bool(path) and path[0] in donated
-        arrays.append(Array(path, str(shape.dtype), tuple(shape.shape), is_donated))
+        weak = bool(getattr(shape, "weak_type", False))
+        arrays.append(Array(path, str(shape.dtype), tuple(shape.shape), is_donated, weak=weak))
     named = [tuple(map(str, array.path)) for array in arrays]
     for array, name in zip(arrays, named, strict=True):
         if named.count(name) > 1:
@@ -191,10 +198,13 @@ def _tree(value: Any, what: str) -> trees.Tree:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return trees.Node("namedtuple", tuple(value._fields), children, name)
     if isinstance(value, dict) or (keys and all(isinstance(key, DictKey) for key in keys)):
-        return trees.Node("dict", tuple(_dict_key(key, what) for key in keys), children)
+        names = tuple(_dict_key(key, what) for key in keys)
+        return trees.Node("dict", names, children, aux=auxiliary(value))
     if (keys or dataclasses.is_dataclass(value)) and all(isinstance(k, GetAttrKey) for k in keys):
         fields = tuple(key.name for key in keys if isinstance(key, GetAttrKey))
-        return trees.Node("record", fields, children, name, _constants(value, fields))
+        if dataclasses.is_dataclass(value):
+            return trees.Node("record", fields, children, name, _constants(value, fields))
+        return trees.Node("record", fields, children, name, aux=auxiliary(value))
     places = [
         key.key if isinstance(key, FlattenedIndexKey) else place for place, key in enumerate(keys)
     ]
@@ -202,7 +212,7 @@ def _tree(value: Any, what: str) -> trees.Tree:
         key.idx if isinstance(key, SequenceKey) else place
         for place, key in zip(places, keys, strict=True)
     ]
-    return trees.Node("node", tuple(map(int, places)), children, name)
+    return trees.Node("node", tuple(map(int, places)), children, name, aux=auxiliary(value))
 
 
 def _dict_key(key: Any, what: str) -> trees.Key:
@@ -215,16 +225,10 @@ def _dict_key(key: Any, what: str) -> trees.Key:
     return found
 
 
-def _constants(value: Any, fields: tuple[str, ...]) -> tuple[tuple[str, trees.Constant], ...]:
-    """Return the fields of a dataclass that are no part of the pytree, where JSON can hold their values."""
-    if not dataclasses.is_dataclass(value):
-        return ()
-    found = ((f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value))
-    return tuple(
-        (name, constant)
-        for name, constant in found
-        if name not in fields and (constant is None or type(constant) in (str, int, bool))
-    )
+def _constants(value: Any, fields: tuple[str, ...]) -> tuple[tuple[str, Constant], ...]:
+    """Return the fields of a dataclass that are no part of the pytree."""
+    names = (field.name for field in dataclasses.fields(value) if field.name not in fields)
+    return tuple((name, encode(getattr(value, name, None))) for name in names)
 
 
 def _spelled(path: trees.Path) -> str:

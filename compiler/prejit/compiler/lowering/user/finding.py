@@ -15,6 +15,7 @@ from prejit.compiler.lowering.program import LoweredProgram, Shapes
 from prejit.compiler.lowering.user.arrays import example_of, narrowed
 from prejit.compiler.lowering.user.files import read_file
 from prejit.compiler.lowering.user.pytrees import arrays_in, differing_names
+from prejit.runtime.device.transfer import is_weak, weakened
 from prejit.runtime.errors import ManifestError
 
 if TYPE_CHECKING:
@@ -127,7 +128,10 @@ def find_function(
             f"{where}: function: expected something to call, found "
             f"{type(found).__name__} {program.label!r}"
         )
-    shapes = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in weights.items()}
+    shapes = {
+        name: jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=is_weak(value))
+        for name, value in weights.items()
+    }
     return UserFunction(function, args, shapes, weights, modules)
 
 
@@ -154,7 +158,10 @@ def _of_pytree(
     def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         return bind(weights)(*args, **kwargs)
 
-    values = parameters or {name: np.asarray(leaf) for name, leaf in own.items()}
+    values = parameters or {
+        name: weakened(np.asarray(leaf)) if is_weak(leaf) else np.asarray(leaf)
+        for name, leaf in own.items()
+    }
     return function, dict(sorted(values.items()))
 
 

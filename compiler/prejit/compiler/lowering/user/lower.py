@@ -211,7 +211,7 @@ def _as_given(data: Any, leaf: Any) -> Any:
 
 
 def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=jax.typeof(array).weak_type)
 
 
 def _as_data(leaf: Any) -> Any:

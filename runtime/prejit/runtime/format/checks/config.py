@@ -24,6 +24,7 @@ from prejit.runtime.format.checks.signatures import (
     difference,
     kinds_of,
 )
+from prejit.runtime.format.constants import Constant
 from prejit.runtime.format.names import (
     CACHES_SINCE,
     CHUNKS_SINCE,
@@ -656,9 +657,9 @@ def check_programs(config: Config, path: str) -> None:
         check_static(program, where)
 
 
-def check_static(program: ProgramEntry, path: str) -> dict[str, trees.Constant]:
+def check_static(program: ProgramEntry, path: str) -> dict[str, Constant]:
     """7. Return the values of a program's static arguments by name."""
-    values: dict[str, trees.Constant] = {}
+    values: dict[str, Constant] = {}
     for name, text in (program.static or {}).items():
         value = None
         with contextlib.suppress(ValueError, RecursionError):

@@ -289,8 +289,9 @@ def _conditions(flags: list[str]) -> dict[str, str]:
 
 
 def _spelled(aval: Any) -> str:
-    """Return an argument as `float32[8,128]`."""
-    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+    """Return an argument as `float32[8,128]`, or `weak float32[]` as a Python number."""
+    weak = "weak " * bool(getattr(aval, "weak_type", False))
+    return f"{weak}{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
 def _frames() -> list[Any]:

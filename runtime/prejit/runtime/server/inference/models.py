@@ -16,10 +16,12 @@ import numpy as np
 
 from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.base.once import once
+from prejit.runtime.device.transfer import weakened
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.checks.config import check_arrays, check_static, check_tree
+from prejit.runtime.format.constants import Constant
 from prejit.runtime.format.schema import Config, ProgramEntry
 from prejit.runtime.programs import pytree
 from prejit.runtime.server.inference.schema import TensorMetadata
@@ -163,9 +165,9 @@ def functions_of(config: Config) -> dict[str, list[ProgramEntry]]:
     return buckets
 
 
-def static_values(buckets: Sequence[ProgramEntry]) -> dict[str, list[trees.Constant]]:
+def static_values(buckets: Sequence[ProgramEntry]) -> dict[str, list[Constant]]:
     """Return the values that buckets have for each static argument, by its name."""
-    found: dict[str, list[trees.Constant]] = {}
+    found: dict[str, list[Constant]] = {}
     for bucket in buckets:
         for name, value in check_static(bucket, bucket.name).items():
             known = found.setdefault(name, [])
@@ -202,6 +204,8 @@ def _names(tree: trees.Tree) -> frozenset[str]:
 
 def _nested(form: _Form, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments as the function takes them."""
+    weak = {pytree.dotted(array.path) for array in form.inputs[0] if array.weak}
+    given = {name: weakened(value) if name in weak else value for name, value in given.items()}
     values: dict[trees.Key, Any] = {}
     for key, child in zip(form.arguments.keys, form.arguments.children, strict=True):
         names = [pytree.dotted((key, *path)) for path in trees.paths(child)]

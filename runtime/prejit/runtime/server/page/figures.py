@@ -11,7 +11,7 @@ from prejit.runtime.server.inference.models import functions_of, static_values
 if TYPE_CHECKING:
     from prejit.runtime.engine.histograms import HistogramValue
     from prejit.runtime.engine.metrics import EngineMetrics, RequestMetrics
-    from prejit.runtime.format.trees import Constant
+    from prejit.runtime.format.constants import Constant
     from prejit.runtime.server.served import Models, Served
 
 

@@ -1,0 +1,332 @@
+"""Types of arguments are part of the signature: a call is answered as jax.jit answers it, or refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import random
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.extent import examples
+
+from prejit.compiler import Program, build
+from prejit.runtime import Bundle, UsageError, jit, load
+
+
+def weak(value: complex, *shape: int) -> jax.Array:
+    found = jnp.broadcast_to(value, shape)
+    assert found.weak_type
+    return found
+
+
+LEAVES: list[Any] = [
+    *(3, 0.5, 2j, True),
+    *(weak(0.5), weak(3), weak(0.5, 2)),
+    *(jnp.float32(0.5), jnp.int32(3), jnp.ones(2), jnp.full(2, 0.5, jnp.bfloat16)),
+    *(np.float32(0.5), np.asarray(3, "i4"), np.ones(2, "f"), np.asarray(True)),
+]
+"""Leaves of arguments: Python numbers, weak and strong arrays of jax, and NumPy arrays."""
+
+
+def mixed(given: Any) -> Any:
+    """The type of each leaf decides the dtype of a product with it, and whether a result is weak."""
+    narrow = jnp.ones(2, jnp.bfloat16)
+    return {
+        "products": jax.tree.map(lambda leaf: leaf * narrow, given),
+        "doubles": jax.tree.map(lambda leaf: leaf + leaf, given),
+        "number": 3.0,
+    }
+
+
+def tree_of(rng: random.Random) -> Any:
+    """Return a function that makes an argument from one leaf for each of its places, and their number."""
+    kinds = [
+        lambda a, b, c: {"a": a, "b": [b, c]},
+        lambda a, b, c: (a, {"z": b}, c),
+        lambda a, b, c: [a, (b, (c,))],
+    ]
+    return rng.choice(kinds)
+
+
+def signature(value: Any) -> Any:
+    types = [(t.shape, t.dtype, t.weak_type) for t in map(jax.typeof, jax.tree.leaves(value))]
+    return types, jax.tree.structure(value)
+
+
+def is_all_numpy(value: Any) -> bool:
+    return not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+
+
+def same(found: Any, expected: Any, *, numpy: bool = False) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert numpy or mine.weak_type == theirs.weak_type
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+
+
+SEED = 11
+PROGRAMS = 8
+
+
+def built() -> list[Any]:
+    """Return the argument that each program is built with."""
+    rng = random.Random(SEED)
+    found = [tree_of(rng)(*rng.choices(LEAVES, k=3)) for _ in range(PROGRAMS)]
+    return [*found, {"a": np.float64(2), "b": [0.5, np.int64(3)]}]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
+    programs = [
+        Program(f"p{number}", fn=mixed, args=[given]) for number, given in enumerate(built())
+    ]
+    output = tmp_path_factory.mktemp("signatures")
+    return load(build(programs, output, name="s", cache=build_cache, quiet=True).path)
+
+
+def varied(rng: random.Random, value: Any) -> Any:
+    """Return an argument in which some leaves are others, often of another type but of equal value."""
+    leaves, structure = jax.tree.flatten(value)
+    others = [rng.choice([leaf, leaf, leaf, rng.choice(LEAVES)]) for leaf in leaves]
+    return jax.tree.unflatten(structure, others)
+
+
+def test_weak_types_are_part_of_the_signature(bundle: Bundle) -> None:
+    """Random trees of weak and strong leaves: as jax.jit, or a refusal where jax.jit traces again."""
+    rng, answered, refused = random.Random(SEED), 0, 0
+    for _ in range(examples(200, 2000)):
+        number = rng.randrange(PROGRAMS)
+        example = built()[number]
+        given, name = varied(rng, example), f"p{number}"
+        jitted = jit(mixed, bundle=bundle, name=name, on_miss="error")
+        if signature(given) != signature(example):
+            for call in (bundle.call, bundle.call_async):
+                with pytest.raises(UsageError, match=f"no bucket of '{name}' takes these"):
+                    call(name, given)
+            with pytest.raises(UsageError, match="expected"):
+                jitted(given)
+            refused += 1
+            continue
+        expected, numpy = jax.jit(mixed)(given), is_all_numpy(given)
+        for _ in range(2):
+            same(bundle.call(name, given), expected, numpy=numpy)
+            same(jitted(given), expected)
+        same(bundle.call_async(name, given).result(), expected, numpy=numpy)
+        answered += 1
+    assert min(answered, refused) > 20
+
+
+def test_scalars_of_numpy_are_no_python_numbers(bundle: Bundle) -> None:
+    """The class of np.float64 is a subclass of float's."""
+    name, given = f"p{PROGRAMS}", {"a": np.float32(2), "b": [0.5, np.int32(3)]}
+    same(bundle.call(name, given), jax.jit(mixed)(given), numpy=True)
+    with pytest.raises(UsageError, match=r"expected float32\[\], found weak float32\[\]"):
+        bundle.call(name, {**given, "a": 2.0})
+    with pytest.raises(UsageError, match=r"expected weak float32\[\], found float32\[\]") as error:
+        bundle.call(name, {**given, "b": [np.float32(0.5), np.int32(3)]})
+    assert "Python numbers are weak" in str(error.value.hint)
+
+
+def test_arrays_of_requests_and_files_have_no_weak_types(bundle: Bundle) -> None:
+    given = {(0, "a"): np.float32(2), (0, "b", 0): np.asarray(0.5, "f"), (0, "b", 1): np.int32(3)}
+    for _ in range(2):
+        found = bundle.call_by_path(f"p{PROGRAMS}", given)[1]
+        assert found["products", "b", 0].dtype == jnp.bfloat16
+        with pytest.raises(UsageError, match="weak"):  # it leaves nothing that later calls find
+            bundle.call(f"p{PROGRAMS}", {"a": np.float32(2), "b": [np.float32(0.5), np.int32(3)]})
+
+
+def test_results_on_the_device_keep_their_types(bundle: Bundle) -> None:
+    held = bundle.call_on_device(f"p{PROGRAMS}", {"a": np.float32(2), "b": [0.5, np.int32(3)]})
+    again = {"a": held["doubles"]["a"], "b": held["doubles"]["b"]}
+    found = bundle.call(f"p{PROGRAMS}", again)
+    assert found["doubles"]["b"][0] == 2
+    with pytest.raises(UsageError, match=r"expected float32\[\], found weak float32\[\]"):
+        bundle.call(f"p{PROGRAMS}", {**again, "a": held["number"]})
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+def tripled(x: Any) -> Any:
+    return x * 3
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["k"])
+@dataclasses.dataclass
+class Record:
+    w: Any
+    k: Any = "default"
+
+
+class Plain:
+    """A class that is no dataclass."""
+
+    def __init__(self, w: Any, k: Any) -> None:
+        self.w, self.k = w, k
+
+
+class Attributes(Plain):
+    """Its part has the name of an attribute."""
+
+
+class Mapped(Plain):
+    """Its part has a key, as one of a dict."""
+
+    def keys(self) -> list[str]:
+        return ["w"]
+
+    def __getitem__(self, key: str) -> Any:
+        return {"w": self.w}[key]
+
+
+def rebuilt(kind: type[Any]) -> Any:
+    return lambda k, parts: kind(parts[0], k)
+
+
+jax.tree_util.register_pytree_node(Plain, lambda v: ((v.w,), v.k), rebuilt(Plain))
+for kind, key in (
+    (Attributes, jax.tree_util.GetAttrKey("w")),
+    (Mapped, jax.tree_util.DictKey("w")),
+):
+    jax.tree_util.register_pytree_with_keys(
+        kind, lambda v, key=key: (((key, v.w),), v.k), rebuilt(kind)
+    )
+
+KINDS = (Record, Plain, Attributes, Mapped)
+CONSTANTS: list[Any] = [
+    *(None, 2, 50, True, 1, 1.0, 0.0, -0.0, 2.5, float("inf"), "a", b"a", 1j),
+    *((1, 2), (1, 2.0), (), frozenset({1}), Color.RED, Color.BLUE, Level.LOW),
+    *(tripled, len, Color, Fraction(1, 3), partial(tripled, 2)),
+]
+
+
+def spelled(constant: Any) -> str:
+    """Return a text that only equal constants of one type have."""
+    return f"{type(constant).__name__} {constant!r}"
+
+
+def by_constant(given: Any) -> Any:
+    """Return another value for each constant, and an object that has the constant."""
+    factor = [spelled(each) for each in CONSTANTS].index(spelled(given.k))
+    return given.w * factor, Record(given.w, given.k)
+
+
+def fresh() -> Any:
+    """Return a function that jax has not traced: it takes 1 for True once it has traced one of them."""
+    return lambda given: by_constant(given)
+
+
+def in_turn(k: Any) -> list[Any]:
+    """Return all constants: that of the build before others, but after those that equal it, as 1 equals True.
+
+    Once jax.jit has traced one of these it takes it for the other, and so does a call that fitted.
+    """
+    return sorted(CONSTANTS, key=lambda each: (hash(each) != hash(k), spelled(each) == spelled(k)))
+
+
+def built_constants() -> list[tuple[Any, Any]]:
+    """Return the class and the constant of each program."""
+    rng = random.Random(SEED)
+    return [(kind, k) for kind in KINDS for k in rng.sample(CONSTANTS, 4)] + [(Plain, None)]
+
+
+@pytest.fixture(scope="module")
+def constants_path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+    programs = [
+        Program(f"p{number}", fn=by_constant, args=[kind(jnp.ones(2), k)])
+        for number, (kind, k) in enumerate(built_constants())
+    ]
+    output = tmp_path_factory.mktemp("constants")
+    return build(programs, output, name="c", cache=build_cache, quiet=True).path
+
+
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+def test_auxiliary_data_is_part_of_the_signature(constants_path: Path, of: Any) -> None:
+    """Every class with every constant: as jax.jit, or a refusal where jax.jit traces again."""
+    w, bundle = of(np.arange(2, dtype="f")), load(constants_path, types=[Record])
+    for number, (kind, k) in enumerate(built_constants()):
+        name = f"p{number}"
+        jitted = jit(fresh(), bundle=bundle, name=name, on_miss="error")
+        for constant in in_turn(k):
+            given = kind(w, copy.deepcopy(constant))
+            if spelled(constant) != spelled(k):
+                with pytest.raises(UsageError, match=r"expected .*, found"):
+                    bundle.call(name, given)
+                with pytest.raises(UsageError, match=r"expected .*, found"):
+                    jit(fresh(), bundle=bundle, name=name, on_miss="error")(given)
+                continue
+            expected, kept = jax.jit(fresh())(given)
+            for found, record in (jitted(given), jitted(given)):
+                np.testing.assert_array_equal(found, expected)
+                assert (type(record), spelled(record.k)) == (Record, spelled(kept.k))
+            if type(k) in (partial, Fraction):  # JSON holds no value of such a class
+                with pytest.raises(UsageError, match="does not hold the value of k"):
+                    bundle.call(name, given)
+                continue
+            found, record = bundle.call(name, given)
+            np.testing.assert_array_equal(found, expected)
+            assert (type(record), spelled(record.k)) == (Record, spelled(kept.k))
+
+
+def scaled(params: Any, x: Any) -> Any:
+    return x * params["scale"] + params["shift"]
+
+
+def counted(state: Any, x: Any) -> Any:
+    return {"step": state["step"] + 1, "total": state["total"] + x}, x * state["step"]
+
+
+@pytest.fixture(scope="module")
+def kept_bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
+    narrow = "bfloat16[2]"
+    state = {"step": 0, "total": jnp.zeros(2)}
+    programs = [
+        Program("weak", fn=scaled, args=[narrow], params={"scale": 2.0, "shift": weak(1)}),
+        Program("strong", fn=scaled, args=[narrow], params={"scale": np.float32(2), "shift": 1}),
+        Program("counted", fn=counted, args={"state": state, "x": "float32[2]"}),
+        Program("named", fn=lambda x, r: x * r, args=[narrow, "weak float32[]"]),
+    ]
+    output = tmp_path_factory.mktemp("kept")
+    return load(build(programs, output, name="k", cache=build_cache, quiet=True).path)
+
+
+def test_parameters_are_as_weak_as_those_of_the_build(kept_bundle: Bundle) -> None:
+    x = jnp.ones(2, jnp.bfloat16)
+    assert kept_bundle.call("weak", x).dtype == jnp.bfloat16
+    assert kept_bundle.call("strong", x).dtype == jnp.float32
+
+
+def test_a_manifest_says_weak(kept_bundle: Bundle) -> None:
+    x = jnp.ones(2, jnp.bfloat16)
+    assert kept_bundle.call("named", x, 0.5).dtype == jnp.bfloat16
+    with pytest.raises(UsageError, match=r"expected weak float32\[\], found float32\[\]"):
+        kept_bundle.call("named", x, np.float32(0.5))
+
+
+def test_a_bound_state_keeps_its_types(kept_bundle: Bundle) -> None:
+    x, state = np.ones(2, "f"), {"step": 0, "total": np.zeros(2, "f")}
+    bound = kept_bundle.bind("counted", state=state)
+    for number in range(3):
+        np.testing.assert_array_equal(bound(x=x), x * number)
+    assert bound.read()["state"]["step"] == 3
+    for wrong in (np.int32(0), 0.0):
+        with pytest.raises(UsageError, match=r"expected weak int32\[\], found"):
+            kept_bundle.bind("counted", state={**state, "step": wrong})
+        with pytest.raises(UsageError, match=r"expected weak int32\[\], found"):
+            bound.write(state={**state, "step": wrong})
