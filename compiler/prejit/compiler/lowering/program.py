@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,21 @@ from prejit.runtime.format.arrays import Array
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 """Shapes and dtypes of weights, by name."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A function of the user at other sizes than a bucket's, to compare the program with.
+
+    Attributes:
+        sizes: the size of each variable that differs.
+        padded: whether the bucket's program is padded to them; if not, the one with symbolic sizes has them.
+        portable: the function at these sizes as StableHLO for CPUs.
+    """
+
+    sizes: Mapping[str, int]
+    padded: bool
+    portable: bytes
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,7 @@ class LoweredProgram:
         estimated_microseconds: estimated duration on a CPU, for targets that cannot be measured; 0 means no
             estimate.
         traced: the operations of a function of the user; None for other programs.
+        trials: lowers the function at other sizes; empty: it has none, or they are not to be compared.
     """
 
     portable: bytes
@@ -48,3 +64,4 @@ class LoweredProgram:
     symbolic: bytes | None = None
     decoder: Mapping[str, Any] = field(default_factory=dict)
     traced: ClosedJaxpr | None = None
+    trials: Callable[[], tuple[Trial, ...]] = tuple

@@ -29,6 +29,7 @@ from prejit.compiler.pipeline.plan import (
     OwnFacts,
     Plan,
     PlannedProgram,
+    StoredTrial,
     TargetKernels,
     calls_kernels,
     choose_source,
@@ -345,6 +346,10 @@ def put_lowered(program: LoweredProgram, store: Store) -> Lowered:
         arguments_tree=program.arguments_tree,
         results_tree=program.results_tree,
         symbolic=None if program.symbolic is None else _put_frame(program.symbolic, store),
+        trials=tuple(
+            StoredTrial({**each.sizes}, each.padded, store.put_blob(each.portable))
+            for each in program.trials()
+        ),
     )
 
 

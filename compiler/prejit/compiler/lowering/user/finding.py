@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +35,7 @@ class UserFunction:
         weights: shapes of the weights by flat name, sorted.
         values: values of the weights, from the manifest's params or the flax.nnx module.
         modules: the modules that it was found in.
+        file: the file of its code; empty: it has none in Python.
     """
 
     function: Callable[..., Any]
@@ -39,6 +43,7 @@ class UserFunction:
     weights: Shapes
     values: Mapping[str, np.ndarray[Any, Any]]
     modules: UserModules
+    file: str = ""
 
     def example(self, bucket: Mapping[str, int], where: str) -> Any:
         """Return the arguments at a bucket as a pytree of jax.ShapeDtypeStruct.
@@ -120,7 +125,17 @@ def find_function(
             f"{type(found).__name__} {program.label!r}"
         )
     shapes = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in weights.items()}
-    return UserFunction(function, args, shapes, weights, modules)
+    return UserFunction(function, args, shapes, weights, modules, _file_of(found))
+
+
+def _file_of(found: Any) -> str:
+    """Return the source file of a function, or of an object's class; empty: it has none in Python."""
+    while isinstance(found, functools.partial):
+        found = found.func
+    found = inspect.unwrap(found)
+    with suppress(TypeError):  # code in C
+        return inspect.getfile(found if inspect.isroutine(found) else type(found))
+    return ""
 
 
 def _refuse_settings(program: manifest.Program, where: str) -> None:
