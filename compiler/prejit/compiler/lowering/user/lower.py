@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from prejit.compiler.manifest import manifest
 
 _MANY_OPERATIONS = 1000
-"""A function with more operations than this is compared at few sizes, because each is compiled once more."""
-_FEW_TRIALS = 2
+"""A function with more operations than this is compared at one size, which takes as long as lowering it."""
 
 
 def lower_function(
@@ -178,7 +177,7 @@ def _trial_sizes(
         [(sizes, True) for sizes in padded_sizes(spec.bucket, pad, numbers)],
         [(sizes, False) for sizes in open_sizes(spec.bucket, opened, numbers)],
     ]
-    most = _FEW_TRIALS if count_operations(traced) > _MANY_OPERATIONS else None
+    most = 1 if count_operations(traced) > _MANY_OPERATIONS else None
     return [each for kind in found for each in kind[:most]]
 
 

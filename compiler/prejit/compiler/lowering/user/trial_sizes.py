@@ -6,7 +6,7 @@ import ast
 import linecache
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-_MOST_NUMBERS = 12
+_MOST_NUMBERS = 16
 """Maximum number of sizes that are tried because the user's code mentions them."""
 _LARGEST = 4096
 """The largest size that is tried because the user's code mentions it."""

@@ -43,7 +43,7 @@ def ask(
             check=False,
         )
         output = done.stdout
-        if done.returncode != -signal.SIGALRM:  # a limit that it gave itself
+        if done.returncode != -signal.SIGPROF:  # a limit that it gave itself
             last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
             ended = f"its process ended with {done.returncode}: {last:.300}"
     except subprocess.TimeoutExpired as error:

@@ -73,35 +73,41 @@ def check_sizes(
     Raises:
         BuildError: results differ; the error names all of them.
     """
-    unknown: dict[str, tuple[Key, Compared]] = {}
+    compared: dict[str, Compared] = {}
+    keys: dict[str, Key] = {}
     for program in plan.programs:
-        made = lowered[program.spec.name]
-        if not made.trials:
-            if reason := _untried(plan, program, made):
-                _note(program.spec.name, reason, progress)
-            continue
-        parameters = user.get(program.spec.section, {})
-        compared = _compared(program, made, parameters)
-        name = f"{plan.manifest.bundle.name}/{program.spec.name}"
-        key = sizes_key(name, digest_of(to_json(compared)), parameters)
-        if (known := store.get(key)) is None:
-            unknown[program.spec.name] = key, compared
-        elif known["unchecked"]:
-            _note(program.spec.name, known["unchecked"], progress)
-    if not unknown:
-        return
-    lock = measuring_key("sizes", *((name, key.digest) for name, (key, _) in unknown.items()))
-    with progress.phase("comparing programs at other sizes"), store.making(lock):
-        asked = [compared for _, compared in unknown.values()]
-        layer = weights() if any(each.weights for each in asked) else None
-        reasons, differences = _ask(asked, layer, store, timeout_seconds)
-    for name, (key, _) in unknown.items():
-        if not differences.get(name):
-            store.put(key, {"unchecked": reasons.get(name, "")})
-        if name in reasons:
-            _note(name, reasons[name], progress)
+        name, made = program.spec.name, lowered[program.spec.name]
+        if made.trials:
+            parameters = user.get(program.spec.section, {})
+            compared[name] = _compared(program, made, parameters)
+            label = f"{plan.manifest.bundle.name}/{name}"
+            keys[name] = sizes_key(label, digest_of(to_json(compared[name])), parameters)
+        elif reason := _untried(plan, program, made):
+            _note(name, reason, progress)
+    known = _known(store, keys)
+    differences: dict[str, list[Difference]] = {}
+    if missing := {name: key.digest for name, key in keys.items() if name not in known}:
+        lock = measuring_key("sizes", *missing.items())
+        with progress.phase("comparing programs at other sizes"), store.making(lock):
+            known = _known(store, keys)
+            asked = [each for name, each in compared.items() if name not in known]
+            layer = weights() if any(each.weights for each in asked) else None
+            reasons, differences = _ask(asked, layer, store, timeout_seconds)
+            for each in asked:
+                if each.name not in differences:
+                    known[each.name] = reasons.get(each.name, "")
+                    store.put(keys[each.name], {"unchecked": known[each.name]})
+    for name, reason in known.items():
+        if reason:
+            _note(name, reason, progress)
     if differences:
         raise _error(plan, differences)
+
+
+def _known(store: Store, keys: Mapping[str, Key]) -> dict[str, str]:
+    """Return why programs were not compared, empty for those that were, by the name of the program."""
+    found = {name: store.get(key) for name, key in keys.items()}
+    return {name: str(stored["unchecked"]) for name, stored in found.items() if stored is not None}
 
 
 def _untried(plan: Plan, program: PlannedProgram, lowered: Lowered) -> str:
