@@ -181,10 +181,10 @@ def _compare(
                 continue
             again = run(at_size, [_nudged(value) for value in values])
             for (array, one, other), moved in zip(pairs, again, strict=True):
-                share, *shown = _share(one, other, moved, program.tolerance)
+                share, wanted, given = _share(one, other, moved, program.tolerance)
                 key = spell(array.path), trial.padded
                 if share > 1 and (key not in worst or share > worst[key].share):
-                    worst[key] = Difference(key[0], trial.sizes, trial.padded, *shown, share)
+                    worst[key] = Difference(key[0], trial.sizes, trial.padded, wanted, given, share)
     return list(worst.values())
 
 
@@ -276,32 +276,32 @@ def _share(
         tolerance: exponent of one half; whole numbers and booleans must be equal.
     """
     if expected.shape != found.shape or expected.dtype != found.dtype:
-        shown = (f"{each.dtype}{list(each.shape)}" for each in (expected, found))
-        return (np.inf, *shown)
+        one, other = (f"{each.dtype}{list(each.shape)}" for each in (expected, found))
+        return np.inf, one, other
     if not expected.size:
         return 0.0, "", ""
-    one, other, third = map(_as_doubles, (expected, found, moved))
+    first, second, third = map(_as_doubles, (expected, found, moved))
     with np.errstate(all="ignore"):
         if _is_exact(expected.dtype):
-            allowed = np.where(one == third, 0.0, np.inf)
-            other = np.where((expected == found).reshape(-1), one, other)  # beyond 2**53
+            allowed = np.where(first == third, 0.0, np.inf)
+            second = np.where((expected == found).reshape(-1), first, second)  # beyond 2**53
         else:
-            finite = np.abs(one[np.isfinite(one)])
+            finite = np.abs(first[np.isfinite(first)])
             scale = finite.mean() if finite.size else 0.0
-            allowed = 2.0**-tolerance * (scale + np.abs(one)) + np.abs(third - one)
-        distance = np.abs(other - one)
+            allowed = 2.0**-tolerance * (scale + np.abs(first)) + np.abs(third - first)
+        distance = np.abs(second - first)
         # Of a NaN or an infinity, the other must be the same, unless rounding decides whether there is one.
-        odd = ~np.isfinite(one) | ~np.isfinite(other)
+        odd = ~np.isfinite(first) | ~np.isfinite(second)
         same = (
-            (one == other)
-            | (np.isnan(one) & np.isnan(other))
-            | (np.isfinite(one) != np.isfinite(third))
+            (first == second)
+            | (np.isnan(first) & np.isnan(second))
+            | (np.isfinite(first) != np.isfinite(third))
         )
         distance = np.where(odd, np.where(same, 0.0, np.inf), distance)
         shares = np.where(distance > allowed, distance / allowed, 0.0)
         shares = np.where(odd & ~same, np.inf, shares)
     at = int(shares.argmax())
-    return float(shares[at]), f"{one[at]:.6g}", f"{other[at]:.6g}"
+    return float(shares[at]), f"{first[at]:.6g}", f"{second[at]:.6g}"
 
 
 def _is_exact(dtype: np.dtype[Any]) -> bool:
