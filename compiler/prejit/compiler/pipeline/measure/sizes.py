@@ -160,9 +160,16 @@ def _ask(
         if (need := _bytes(program)) > _MOST_BYTES or 4 * need > free_memory_bytes():
             reasons[program.name] = "it is too large for this machine"
     left = [program for program in programs if program.name not in reasons]
+    blobs = {
+        digest
+        for each in left
+        for digest in (each.portable, each.symbolic, *(trial.portable for trial in each.trials))
+        if digest is not None
+    }
+    files = {digest: str(store.blob_path(digest)) for digest in blobs}
     while left:
         path = None if weights is None else str(weights.content)
-        request = SizesRequest(str(store.root), path, tuple(left))
+        request = SizesRequest(files, path, tuple(left))
         answers, ended = ask(_CHILD, json.dumps(asdict(request)).encode() + b"\n", seconds)
         for answer in answers:
             name = answer["program"]
