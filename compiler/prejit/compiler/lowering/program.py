@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,21 @@ from prejit.runtime.format.arrays import Array
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 """Shapes and dtypes of weights, by name."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A function of the user at other sizes than a bucket's, to compare the program with.
+
+    Attributes:
+        sizes: the size of each variable that differs.
+        padded: whether the bucket's program is padded to them; if not, the one with symbolic sizes has them.
+        portable: the function at these sizes as StableHLO for CPUs.
+    """
+
+    sizes: Mapping[str, int]
+    padded: bool
+    portable: bytes
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,7 @@ class LoweredProgram:
         settings: jax's settings that the trace depended on, where they were not jax's defaults; None: it was
             not traced here.
         narrowed: the arguments that jax takes for narrower ones than the manifest gives, in words.
+        trials: lowers the function at other sizes; empty: it has none, or they are not to be compared.
     """
 
     portable: bytes
@@ -53,3 +69,4 @@ class LoweredProgram:
     traced: ClosedJaxpr | None = None
     settings: dict[str, str] | None = None
     narrowed: tuple[str, ...] = ()
+    trials: Callable[[], tuple[Trial, ...]] = tuple

@@ -26,7 +26,7 @@ from prejit.compiler.manifest.expected import (
     expected,
     no_such_path,
 )
-from prejit.compiler.manifest.manifest import REPEAT, names_object
+from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED, names_object
 from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
 from prejit.compiler.manifest.toml_lines import KeyPath
 from prejit.runtime.format.arrays import MESH_AXES
@@ -312,8 +312,12 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
     buckets = _table(program.get("buckets"))
     for key in ("pad", "open_sizes"):
         named = program.get(key)
+        if (
+            isinstance(named, str) and named != UNCHECKED
+        ):  # of Python; pydantic reports it in a file
+            yield (key,), f"expected {expected(f'program[].{key}')}; found {shown(named)}"
         for index, variable in enumerate(named if isinstance(named, list) else ()):
-            if variable not in buckets:
+            if variable not in (*buckets, UNCHECKED):
                 yield (key, index), undefined(str(variable), buckets)
     mask = program.get("mask")
     if mask is not None and not program.get("pad"):

@@ -33,6 +33,8 @@ from prejit.runtime.machine.targets import Target
 
 REPEAT = "repeat"
 """The static argument that says how many steps a call runs."""
+UNCHECKED = "unchecked"
+"""In `pad` and `open_sizes`: the build does not compare what other sizes give with the function itself."""
 Static = str | int | bool
 """The value of a static argument."""
 
@@ -164,11 +166,14 @@ class Program:
             by name, as Python values, and there is a program for each.
         donate: names or positions of arguments whose memory the results may reuse.
         pad: variables of `buckets` that a call may have less of: arrays are padded with zeros, and results
-            are cut. What the function returns for a row must not depend on padding, or it must take a mask.
+            are cut. What the function returns for a row must not depend on padding, or it must take a mask:
+            the build tries some sizes, and refuses what differs. "unchecked" in place of the list means all
+            variables, and among them in the list those beside it, without this check.
         mask: name or position of a boolean argument that is true for what the caller gave and false for
             padding. Callers may leave it out.
         open_sizes: variables of `buckets` that a call may give other sizes. The server compiles a new size
-            once, from a program with symbolic sizes in the bundle. For other variables it is an error.
+            once, from a program with symbolic sizes in the bundle. For other variables it is an error. The
+            build tries some sizes; "unchecked" as in `pad`.
         repeat: numbers of steps that one call runs, each on what the step before returned of the arguments in
             `carry`. A call chooses one by the static argument `repeat`; each has a program of its own.
         carry: names or positions of the arguments that a repeated function returns anew.
@@ -188,9 +193,9 @@ class Program:
     params: Any = None
     static: Mapping[str, Sequence[Static]] = field(default_factory=dict)
     donate: Sequence[str | int] = ()
-    pad: Sequence[str] = ()
+    pad: Sequence[str] | str = ()
     mask: str | int | None = None
-    open_sizes: Sequence[str] = ()
+    open_sizes: Sequence[str] | str = ()
     repeat: Sequence[int] = ()
     carry: Sequence[str | int] = ()
     shardings: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -206,6 +211,20 @@ class Program:
     def label(self) -> str:
         """The name of the function, for messages."""
         return self.fn if isinstance(self.fn, str) else getattr(self.fn, "__qualname__", self.name)
+
+    @property
+    def padded(self) -> tuple[str, ...]:
+        """The variables that `pad` names."""
+        return self._variables(self.pad)
+
+    @property
+    def opened(self) -> tuple[str, ...]:
+        """The variables that `open_sizes` names."""
+        return self._variables(self.open_sizes)
+
+    def _variables(self, named: Sequence[str] | str) -> tuple[str, ...]:
+        every = self.buckets if named == UNCHECKED else named
+        return tuple(name for name in every if name != UNCHECKED)
 
     def expand(self) -> tuple[tuple[dict[str, int], dict[str, Static]], ...]:
         """Return every combination of bucket sizes and static values, first variable outermost."""

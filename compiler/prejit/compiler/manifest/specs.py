@@ -67,8 +67,8 @@ def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
                     program.name,
                     static,
                     mask,
-                    tuple(program.pad),
-                    tuple(program.open_sizes),
+                    program.padded,
+                    program.opened,
                 )
             )
     return tuple(specs)

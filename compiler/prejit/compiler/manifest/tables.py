@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from prejit.compiler.base.wording import shown
 from prejit.compiler.manifest.checks import Problems, is_int_list
@@ -55,9 +55,12 @@ class ProgramTable:
             program for each combination.
         donate: names or positions of arguments whose memory the results may reuse.
         pad: variables of buckets that a call may have less of; arrays are padded with zeros, results are cut.
+            The build tries some sizes, and refuses a program that gives other results than its function.
+            "unchecked" means all variables, without this check; in the list, those beside it.
         mask: name or position of a boolean argument that is true for what the caller gave and false for
             padding; callers may leave it out.
         open_sizes: variables of buckets that a call may give other sizes; the server compiles for them, once.
+            The build tries some sizes; "unchecked" as in pad.
         repeat: numbers of steps that one call runs, each on what the step before returned of the arguments in
             carry. Callers give one of them as `repeat`.
         carry: names or positions of the arguments that a repeated function returns anew.
@@ -78,9 +81,9 @@ class ProgramTable:
     params: str | None = None
     static: dict[str, tuple[str | int | bool, ...]] = field(default_factory=dict)
     donate: tuple[str | int, ...] = ()
-    pad: tuple[str, ...] = ()
+    pad: tuple[str, ...] | Literal["unchecked"] = ()
     mask: str | int | None = None
-    open_sizes: tuple[str, ...] = ()
+    open_sizes: tuple[str, ...] | Literal["unchecked"] = ()
     repeat: tuple[int, ...] = ()
     carry: tuple[str | int, ...] = ()
     shardings: dict[str, tuple[str, ...]] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from prejit.compiler.pipeline.code import ReadCode, find_code
 from prejit.compiler.pipeline.executables import Submitted
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.lowerers.crew import open_crew
+from prejit.compiler.pipeline.measure.sizes import check_sizes
 from prejit.compiler.pipeline.model import ReadModel, stores_out_in
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.pack.model_layers import read_layers
@@ -125,6 +126,7 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
     if service.shard is None:
         packed = weights()  # while workers compile
         weights = cache(lambda: packed)
+    check_sizes(plan, lowered, user, weights, store, progress, service.timeout_seconds)
     return Begun(
         plan,
         model,

@@ -11,6 +11,8 @@ tokenizer a check that passed                      tokenizer.json, config.json
 chunks    digests of a layer's chunks and of its   digest of the layer, hash function, size, size of
           fs-verity tree                           the tree's blocks
 cost      microseconds of an encoder's program     as compile, and the machine
+sizes     that a program was compared with its     the portable programs, parameters, our code
+          function at other sizes
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from prejit.compiler.store.code import (
     OWN_ACCURACY,
     OWN_WEIGHTS,
     PACKING,
+    SIZES,
     TOKENIZER,
     WEIGHTS,
     code_digest,
@@ -294,6 +297,23 @@ def golden_key(
         *versions("jaxlib", "numpy").items(),
     )
     return Key("golden", name, ingredients)
+
+
+def sizes_key(name: str, compared: str, parameters: Contents) -> Key:
+    """Return the key of a program that was compared with its function at other sizes.
+
+    Args:
+        name: of the bundle and the program, for people.
+        compared: digest of what is compared, which names the programs by their digests.
+        parameters: the parameters of the function.
+    """
+    ingredients = (
+        ("compared", compared),
+        *((f"parameter {name}", content) for name, content in parameters.items()),
+        ("our code", code_digest(*SIZES)),
+        *versions("jaxlib", "numpy").items(),
+    )
+    return Key("sizes", name, ingredients)
 
 
 def measuring_key(what: str, *ingredients: tuple[str, str]) -> Key:

@@ -30,6 +30,7 @@ from prejit.compiler.pipeline.plan import (
     OwnFacts,
     Plan,
     PlannedProgram,
+    StoredTrial,
     TargetKernels,
     calls_kernels,
     choose_source,
@@ -363,6 +364,10 @@ def put_lowered(program: LoweredProgram, store: Store) -> Lowered:
         results_tree=program.results_tree,
         symbolic=None if program.symbolic is None else _put_frame(program.symbolic, store),
         settings=program.settings,
+        trials=tuple(
+            StoredTrial({**each.sizes}, each.padded, store.put_blob(each.portable))
+            for each in program.trials()
+        ),
     )
 
 

@@ -68,6 +68,21 @@ _WITHOUT_KERNELS = ("copy", "embed", "call")
 
 
 @dataclass(frozen=True, slots=True)
+class StoredTrial:
+    """A function at other sizes than a bucket's, in the store: see `lowering.program.Trial`.
+
+    Attributes:
+        sizes: the size of each variable that differs.
+        padded: whether the bucket's program is padded to them.
+        portable: the blob of its StableHLO.
+    """
+
+    sizes: dict[str, int]
+    padded: bool
+    portable: str
+
+
+@dataclass(frozen=True, slots=True)
 class Lowered:
     """A portable program in the store.
 
@@ -85,6 +100,7 @@ class Lowered:
         arguments_tree, results_tree: how arguments and results of a user's function are nested.
         symbolic: the zstd frame of a user's function for any size of some variables; None: there is none.
         settings: as `schema.ProgramEntry` has them.
+        trials: the user's function at sizes for which the program is compared with it.
     """
 
     portable: Segment
@@ -102,6 +118,7 @@ class Lowered:
     results_tree: str | None = None
     symbolic: Segment | None = None
     settings: dict[str, str] | None = None
+    trials: tuple[StoredTrial, ...] = ()
 
     @classmethod
     def from_json(cls, result: Mapping[str, Any]) -> Lowered:
@@ -122,13 +139,15 @@ class Lowered:
             result.get("results_tree"),
             Segment(**symbolic) if (symbolic := result.get("symbolic")) else None,
             result.get("settings"),
+            tuple(StoredTrial(**each) for each in result.get("trials", ())),
         )
 
     @property
     def blobs(self) -> tuple[str, ...]:
         """The digests of its contents in the store."""
         segments = (self.portable, self.symbolic)
-        return tuple(d for s in segments if s for d in (s.digest, s.raw_digest))
+        frames = (d for s in segments if s for d in (s.digest, s.raw_digest))
+        return (*frames, *(each.portable for each in self.trials))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@
     lower         trace programs to StableHLO                    lowering; lowerers: in processes, if many
     compile       StableHLO to executables, in workers           executables
     weights       round or quantize, and pack                    pack.weights
+    sizes         compare programs of open sizes with functions  measure.sizes
     accuracy      measure what the dtypes cost                   measure.accuracy
     costs         measure an encoder's programs                  measure.costs
     pack          tables and layers                              pack.contents

@@ -88,6 +88,8 @@ OWN_ACCURACY = (
 """The code that measures what stored dtypes cost a decoder of the user."""
 GOLDEN = ("prejit.compiler.pipeline.measure.golden_child",)
 """The code that asks programs for golden answers."""
+SIZES = ("prejit.compiler.pipeline.measure.sizes_child:_compare",)
+"""The code that compares programs with their functions at other sizes."""
 TOKENIZER = ("prejit.compiler.checkpoint.tokenizer_check",)
 """The code that tries a tokenizer."""
 KERNELS = (

@@ -59,7 +59,8 @@ def golden_inputs(
         seed: the seed.
     """
     if program.kind == "call":
-        return [_any(program, array, seed, place) for place, array in enumerate(arguments)]
+        mask = program.mask or ""
+        return [call_input(array, seed, place, mask) for place, array in enumerate(arguments)]
     known = _known(program, vocabulary, seed)
     found = []
     for place, array in enumerate(arguments):
@@ -115,10 +116,16 @@ def _pattern(array: Array, seed: int, place: int, vocabulary: int) -> Values:
     return _numbers(pattern)
 
 
-def _any(program: ProgramEntry, array: Array, seed: int, place: int) -> Values:
-    """Return an argument of a user's program: numbers between -1 and 1, and 0 to 2 of whole numbers."""
-    name = program.mask
-    if name is not None and tuple(map(str, array.path)) == (name,):
+def call_input(array: Array, seed: int, place: int, mask: str) -> Values:
+    """Return an argument of a user's program: numbers between -1 and 1, and 0 to 2 of whole numbers.
+
+    Args:
+        array: the argument.
+        seed: the seed.
+        place: its number.
+        mask: name or position of the argument that masks padding; empty: there is none.
+    """
+    if mask and tuple(map(str, array.path)) == (mask,):
         return _shaped(np.array([True]), array)  # a caller that fills the bucket
     pattern = words(seed, place)
     if array.dtype == "bool" or array.dtype.endswith(("int2", "int4")):

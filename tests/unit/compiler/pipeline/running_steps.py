@@ -27,7 +27,7 @@ from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline import checks, lowering, run
 from prejit.compiler.pipeline.code import UserCode
 from prejit.compiler.pipeline.lowering import lower_native
-from prejit.compiler.pipeline.measure import accuracy, golden, golden_child
+from prejit.compiler.pipeline.measure import accuracy, child_process, golden_child
 from prejit.compiler.pipeline.pack import bundle_files, weights
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.progress import Quiet
@@ -99,7 +99,7 @@ def main(manifest_file: Path, output: Path) -> None:
         setattr(place, name, watched(step, getattr(place, name)))
     worker_process.WorkerProcess._ask = compile_twice  # type: ignore[method-assign]
     watched_run = SimpleNamespace(run=answer_twice, TimeoutExpired=subprocess.TimeoutExpired)
-    golden.subprocess = watched_run  # type: ignore[attr-defined]
+    child_process.subprocess = watched_run  # type: ignore[attr-defined]
     manifest, store = read_manifest(manifest_file), DirectoryStore.open(output / "cache")
     pool = WorkerPool(store, workers=1)
     run.build(manifest, output, store=store, executor=pool, progress=Quiet())

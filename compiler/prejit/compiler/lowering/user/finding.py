@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +36,7 @@ class UserFunction:
         weights: shapes of the weights by flat name, sorted.
         values: values of the weights, from the manifest's params or the flax.nnx module.
         modules: the modules that it was found in.
+        file: the file of its code; empty: it has none in Python.
     """
 
     function: Callable[..., Any]
@@ -40,6 +44,7 @@ class UserFunction:
     weights: Shapes
     values: Mapping[str, np.ndarray[Any, Any]]
     modules: UserModules
+    file: str = ""
 
     def example(self, bucket: Mapping[str, int], where: str) -> Any:
         """Return the arguments at a bucket as a pytree of jax.ShapeDtypeStruct.
@@ -132,7 +137,17 @@ def find_function(
         name: jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=is_weak(value))
         for name, value in weights.items()
     }
-    return UserFunction(function, args, shapes, weights, modules)
+    return UserFunction(function, args, shapes, weights, modules, _file_of(found))
+
+
+def _file_of(found: Any) -> str:
+    """Return the source file of a function, or of an object's class; empty: it has none in Python."""
+    while isinstance(found, functools.partial):
+        found = found.func
+    found = inspect.unwrap(found)
+    with suppress(TypeError):  # code in C
+        return inspect.getfile(found if inspect.isroutine(found) else type(found))
+    return ""
 
 
 def _refuse_settings(program: manifest.Program, where: str) -> None:

@@ -16,25 +16,36 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import use_abstract_mesh
 
 from prejit.compiler.lowering.export import abstract_mesh, export_program, sharding_on
-from prejit.compiler.lowering.program import LoweredProgram
+from prejit.compiler.lowering.program import LoweredProgram, Trial
 from prejit.compiler.lowering.user.arrays import arrays_of, is_key, key_name
-from prejit.compiler.lowering.user.calls import CALLBACKS, PALLAS, find_calls, source_files
+from prejit.compiler.lowering.user.calls import (
+    CALLBACKS,
+    PALLAS,
+    count_operations,
+    find_calls,
+    source_files,
+)
 from prejit.compiler.lowering.user.chance import refusing_chance
 from prejit.compiler.lowering.user.finding import UserFunction
+from prejit.compiler.lowering.user.inputs import is_installed
 from prejit.compiler.lowering.user.padding import Shapes, Variables, variables_of
 from prejit.compiler.lowering.user.repeating import repeated
 from prejit.compiler.lowering.user.shardings import Shardings, split_results
-from prejit.compiler.manifest.manifest import REPEAT
+from prejit.compiler.lowering.user.trial_sizes import numbers_in, open_sizes, padded_sizes
+from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.runtime.device import jax_settings
 from prejit.runtime.device.portable import refine_shapes
-from prejit.runtime.errors import BuildError, ManifestError
+from prejit.runtime.errors import BuildError, ManifestError, PrejitError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.machine.requirement import PLATFORMS
 
 if TYPE_CHECKING:
     from prejit.compiler.manifest import manifest
+
+_MANY_OPERATIONS = 1000
+"""A function with more operations than this is compared at one size, which takes as long as lowering it."""
 
 
 def lower_function(
@@ -111,7 +122,7 @@ def lower_function(
         return [shape.shape for shape in data], [shape.shape for shape in outputs]
 
     with user.modules.in_use(), _on(mesh):
-        variables = variables_of(shapes_at, spec.bucket, program.pad, program.open_sizes, section)
+        variables = variables_of(shapes_at, spec.bucket, spec.pad, spec.open_sizes, section)
     arguments = _with_variables(arguments, variables[0])
     results = _with_variables(results, variables[1])
     options = {**_options(weights, arguments, results, mesh), "calls": calls}
@@ -123,17 +134,28 @@ def lower_function(
     with user.modules.tracing(what):
         portable = refine_shapes(exported.mlir_module_serialized)
     symbolic = None
-    if program.open_sizes:
+    if spec.open_sizes:
         if mesh is not None:
             raise ManifestError(f"{section}: open_sizes: expected no [mesh] beside them")
-        sizes = jax.export.symbolic_shape(",".join(program.open_sizes))
-        bucket = {**spec.bucket, **dict(zip(program.open_sizes, sizes, strict=True))}
+        sizes = jax.export.symbolic_shape(",".join(spec.open_sizes))
+        bucket = {**spec.bucket, **dict(zip(spec.open_sizes, sizes, strict=True))}
         with user.modules.tracing(
             f"{section}: open_sizes: cannot lower {program.label} for any size"
         ):
             values = (user.weights, *data_at(bucket))
             of_any_size = export_program(function, values, exported.platforms, **options)
         symbolic = of_any_size.mlir_module_serialized
+
+    def trials() -> tuple[Trial, ...]:
+        """Return the function at other sizes. Where it raises an error there is nothing to compare."""
+        found = []
+        for sizes, padded in _trial_sizes(user, program, spec, jaxpr):
+            with contextlib.suppress(PrejitError), user.modules.tracing(what):
+                values = (user.weights, *data_at({**spec.bucket, **sizes}))
+                at_size = export_program(function, values, ("cpu",), calls=calls)
+                found.append(Trial(sizes, padded, at_size.mlir_module_serialized))
+        return tuple(found)
+
     return LoweredProgram(
         portable,
         exported.platforms,
@@ -147,7 +169,27 @@ def lower_function(
         traced=jaxpr,
         settings=settings,
         narrowed=user.narrowed(spec.bucket, f"{section}: args"),
+        trials=trials if mesh is None and "cpu" in exported.platforms else tuple,
     )
+
+
+def _trial_sizes(
+    user: UserFunction, program: manifest.Program, spec: ProgramSpec, traced: ClosedJaxpr
+) -> list[tuple[dict[str, int], bool]]:
+    """Return sizes at which to compare a program with its function, and whether it is padded for them."""
+    pad = () if UNCHECKED in program.pad else spec.pad
+    opened = () if UNCHECKED in program.open_sizes else spec.open_sizes
+    if not (pad or opened):
+        return []
+    numbers = numbers_in(
+        file for file in {user.file, *source_files(traced)} if not is_installed(file)
+    )
+    found = [
+        [(sizes, True) for sizes in padded_sizes(spec.bucket, pad, numbers)],
+        [(sizes, False) for sizes in open_sizes(spec.bucket, opened, numbers)],
+    ]
+    most = 1 if count_operations(traced) > _MANY_OPERATIONS else None
+    return [each for kind in found for each in kind[:most]]
 
 
 def _options(

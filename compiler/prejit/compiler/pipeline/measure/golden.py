@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from prejit.compiler.pipeline.keys import golden_key, measuring_key
+from prejit.compiler.pipeline.measure.child_process import ask
 from prejit.compiler.pipeline.measure.golden_child import GoldenRequest
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
 from prejit.runtime.base.digests import digest_of
-from prejit.runtime.base.process import THREADS, free_memory_bytes
+from prejit.runtime.base.process import free_memory_bytes
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.checks.safetensors import check_weights
 from prejit.runtime.format.golden import RECIPE
@@ -44,11 +43,12 @@ SEED = 1
 _EXACT, _ROUNDED, _ELSEWHERE = 8, 5, 4
 """Tolerances, as exponents of one half: of programs of float32 on CPUs, of other programs on CPUs, and of all
 on accelerators."""
-_NARROW = ("bfloat16", "float16", "float8", "float4", "int8", "int4", "uint8", "uint4")
+NARROW = ("bfloat16", "float16", "float8", "float4", "int8", "int4", "uint8", "uint4")
 """How the names of dtypes begin that have fewer bits than float32."""
 _MOST_WORK = 1 << 42
 """A program that reads more bytes than this for all its tokens together is not asked: it takes too long."""
 _PORTABLE = "portable"
+_CHILD = "prejit.compiler.pipeline.measure.golden_child"
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _tolerance(config: Config, program: ProgramEntry, dtypes: Mapping[str, str])
     own = {dtypes[name] for name in config.weight_sets.get(program.weights or "", ())}
     for text in (*program.arguments, *program.results):
         own.add(text.partition("] ")[2].partition("[")[0])
-    return _ROUNDED if any(name.startswith(_NARROW) for name in own) else _EXACT
+    return _ROUNDED if any(name.startswith(NARROW) for name in own) else _EXACT
 
 
 def _key(
@@ -222,48 +222,19 @@ def _ask(
     )
     given = (each for each in layers if isinstance(each, bytes))
     content = b"".join([json.dumps(asdict(request)).encode(), b"\n", *given])
-    # One thread, so that sums have one order on every build host; devices of a mesh wait for each other, and
-    # need one each. Nothing of it is kept.
     mesh = answering.target.config.mesh
-    threads = "1" if mesh is None else str(mesh.size)
-    environment = {
-        **os.environ,
-        "NPROC": threads,
-        "PJRT_NPROC": threads,
-        THREADS: "1",
-        "PREJIT_COMPILE_CACHE_BYTES": "0",
-    }
-    command = (sys.executable, "-m", "prejit.compiler.pipeline.measure.golden_child")
-    output, ended = b"", "its process took too long"
-    try:
-        done = subprocess.run(
-            command,
-            input=content,
-            capture_output=True,
-            env=environment,
-            timeout=timeout_seconds,
-            check=False,
-        )
-        output = done.stdout
-        last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        ended = f"its process ended with {done.returncode}: {last:.300}"
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout or b""
-    except OSError as error:
-        ended = f"its process cannot be started: {error.strerror}"
-    return _read(output, asked, ended, progress)
+    threads = 1 if mesh is None else mesh.size  # devices of a mesh wait for each other
+    answers, ended = ask(_CHILD, content, timeout_seconds, threads=threads)
+    return _read(answers, asked, ended, progress)
 
 
 def _read(
-    output: bytes, asked: Sequence[str], ended: str, progress: Progress
+    answers: Sequence[Mapping[str, Any]], asked: Sequence[str], ended: str, progress: Progress
 ) -> dict[tuple[str, int], str]:
-    """Return the answers in the output of the process, and say which programs have none."""
+    """Return the answers of the process, and say which programs have none."""
     found: dict[tuple[str, int], str] = {}
     errors: dict[str, str] = {}
-    for line in output.splitlines(keepends=True):
-        if not line.endswith(b"\n"):  # it ended within this line
-            continue
-        answer = json.loads(line)
+    for answer in answers:
         name, tolerance = answer["program"], answer["tolerance"]
         if "results" in answer:
             found[name, tolerance] = answer["results"]

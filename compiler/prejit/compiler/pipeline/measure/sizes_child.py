@@ -1,0 +1,324 @@
+"""The process that compares programs of varying sizes with their functions: `python -m` this module.
+
+Stdin is a request, `SizesRequest` as JSON. Each line of stdout is one program:
+`{"program": ..., "differences": [...]}`, or `"error"` in place of differences.
+
+A program is served as `runtime.programs` serves it: the arguments are padded to the bucket and the results
+cut, or the program with symbolic sizes gets those of the arguments. The function itself was lowered for these
+very sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prejit.compiler.pipeline.plan import StoredTrial
+from prejit.runtime.base.typed_json import from_plain
+from prejit.runtime.device.device import Device
+from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.device.executable import Executable
+from prejit.runtime.device.portable import specialize
+from prejit.runtime.device.transfer import DeviceArray, to_numpy
+from prejit.runtime.errors import PrejitError
+from prejit.runtime.format import trees
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.blobs import Layer
+from prejit.runtime.programs.calls import fit, padded
+from prejit.runtime.programs.golden_inputs import Values, call_input
+from prejit.runtime.programs.pytree import spell
+from prejit.runtime.programs.weights import open_weights
+
+SEED = 1
+"""The seed of the arguments."""
+
+_PROGRAM_SECONDS = 30
+"""CPU time limit of one program. A loop may never end with arguments that mean nothing."""
+_ENOUGH_SECONDS = 3
+"""CPU time of one program after which nothing more is tried, once padding and open sizes both were."""
+_NUDGE = 2.0**-16
+"""Where a result differs, the function is asked again, with arguments that differ by this share. A result
+that moves as far says more about rounding than about sizes."""
+_SIGNS = (0, 1, -1)
+"""Each size is tried with numbers of both signs, with positive ones, and with negative ones: zeros of padding
+are the least, or the greatest, of some."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A program to compare.
+
+    Attributes:
+        name: of the program.
+        portable, symbolic: the blobs of its StableHLO, for the bucket and for any size.
+        platforms: the platforms that it was lowered for.
+        weights: names of the tensors that come first among its arguments.
+        arguments, results: the others, and the results, as `Array` prints them.
+        mask: as in the program table; empty: there is none.
+        pad: the variables that are padded.
+        tolerance: exponent of one half.
+        trials: the sizes, with the function at each.
+    """
+
+    name: str
+    portable: str
+    symbolic: str | None
+    platforms: tuple[str, ...]
+    weights: tuple[str, ...]
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+    mask: str
+    pad: tuple[str, ...]
+    tolerance: int
+    trials: tuple[StoredTrial, ...]
+
+
+@dataclass(frozen=True)
+class SizesRequest:
+    """The request to this process.
+
+    Attributes:
+        files: the file of each blob that the programs name.
+        weights: file of the weights layer; None: no program has any.
+        programs: the programs.
+    """
+
+    files: dict[str, str]
+    weights: str | None
+    programs: tuple[Compared, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A result that differs from the function's.
+
+    Attributes:
+        result: its path.
+        sizes: the sizes at which it differs most.
+        padded: whether the program was padded.
+        expected, found: where it differs most, the function's value and the program's.
+        share: the difference as a share of the tolerance.
+    """
+
+    result: str
+    sizes: dict[str, int]
+    padded: bool
+    expected: str
+    found: str
+    share: float
+
+
+def main() -> None:
+    """Answer the request on stdin."""
+    request = from_plain(SizesRequest, json.loads(sys.stdin.buffer.readline()))
+    device = Device("cpu")
+    weights: Mapping[str, Values] = {}
+    if request.weights is not None:
+        with open(request.weights, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        weights = open_weights(Layer(mapped, request.weights)).values
+
+    def read(digest: str) -> bytes:
+        return Path(request.files[digest]).read_bytes()
+
+    for program in request.programs:
+        answer: dict[str, Any] = {"program": program.name}
+        signal.setitimer(signal.ITIMER_PROF, _PROGRAM_SECONDS)  # SIGPROF ends this process
+        try:
+            values = [device.put(weights[name]) for name in program.weights]
+            answer["differences"] = list(map(asdict, _compare(program, read, device, values)))
+        except PrejitError as error:
+            answer["error"] = str(error)
+        except Exception as error:  # XLA raises errors of many kinds
+            answer["error"] = f"{type(error).__name__}: {error}"
+        print(json.dumps(answer), flush=True)
+
+
+def _compare(
+    program: Compared,
+    read: Callable[[str], bytes],
+    device: Device,
+    weights: Sequence[DeviceArray],
+) -> list[Difference]:
+    """Return each result that differs, where it differs most."""
+    arguments = [Array.parse(text) for text in program.arguments]
+    results = [Array.parse(text) for text in program.results]
+    bucket = cache(lambda: device.compile(read(program.portable), program.platforms))
+    worst: dict[tuple[str, bool], Difference] = {}
+    tried = set[bool]()
+    started = time.process_time()
+
+    def is_enough(trial: StoredTrial) -> bool:
+        return trial.padded in tried and time.process_time() - started > _ENOUGH_SECONDS
+
+    def run(executable: Executable, values: Sequence[Any]) -> list[Values]:
+        placed = [device.copy(np.asarray(value)) for value in values]
+        return [to_numpy(result) for result in executable.run([*weights, *placed])]
+
+    for trial in program.trials:
+        if is_enough(trial):
+            continue
+        at_size = device.compile(read(trial.portable), ("cpu",))
+        if trial.padded:
+            serve = _padding(arguments, results, program.pad, bucket(), run)
+        else:
+            assert program.symbolic is not None
+            shapes = [array.shape for array in (*weights, *_resized(arguments, trial.sizes))]
+            portable, _ = specialize(read(program.symbolic), program.platforms, "cpu", shapes)
+            serve = _plain(device.compile(portable, ("cpu",)), run)
+        for values in _inputs(arguments, trial.sizes, program.mask):
+            if is_enough(trial):
+                break
+            tried.add(trial.padded)
+            expected, found = run(at_size, values), serve(values)
+            pairs = list(zip(results, expected, found, strict=True))
+            if all(_share(e, f, e, program.tolerance)[0] <= 1 for _, e, f in pairs):
+                continue
+            again = run(at_size, [_nudged(value) for value in values])
+            for (array, one, other), moved in zip(pairs, again, strict=True):
+                share, wanted, given = _share(one, other, moved, program.tolerance)
+                key = spell(array.path), trial.padded
+                if share > 1 and (key not in worst or share > worst[key].share):
+                    worst[key] = Difference(key[0], trial.sizes, trial.padded, wanted, given, share)
+    return list(worst.values())
+
+
+def _padding(
+    arguments: Sequence[Array],
+    results: Sequence[Array],
+    pad: Sequence[str],
+    executable: Executable,
+    run: Callable[[Executable, Sequence[Any]], list[Values]],
+) -> Callable[[Sequence[Values]], list[Values]]:
+    """Return what a bucket gives for smaller sizes: see `runtime.programs.calls`."""
+
+    def serve(values: Sequence[Values]) -> list[Values]:
+        fitted = fit(arguments, [trees.Leaf()] * len(arguments), values, pad)
+        if isinstance(fitted, str):
+            raise ValueError(fitted)
+        sizes = fitted[1]
+        whole = run(executable, list(map(padded, arguments, fitted[0])))
+        return [
+            value[tuple(slice(sizes.get(name)) for name in array.variables)]
+            for array, value in zip(results, whole, strict=True)
+        ]
+
+    return serve
+
+
+def _plain(
+    executable: Executable, run: Callable[[Executable, Sequence[Any]], list[Values]]
+) -> Callable[[Sequence[Values]], list[Values]]:
+    return lambda values: run(executable, values)
+
+
+def _resized(arrays: Sequence[Array], sizes: Mapping[str, int]) -> list[Array]:
+    """Return arguments at other sizes."""
+    return [
+        replace(
+            array,
+            shape=tuple(
+                sizes.get(name, extent)
+                for name, extent in zip(array.variables, array.shape, strict=True)
+            ),
+        )
+        if array.variables
+        else array
+        for array in arrays
+    ]
+
+
+def _inputs(
+    arguments: Sequence[Array], sizes: Mapping[str, int], mask: str
+) -> Iterator[list[Values]]:
+    """Yield arguments of several signs. Whole numbers are below every size: they may be places or lengths."""
+    arrays = _resized(arguments, sizes)
+    values = [call_input(array, SEED, place, mask) for place, array in enumerate(arrays)]
+    for sign in _SIGNS:
+        yield [
+            _of_sign(value, sign, min(sizes.values())) if array.dtype != "bool" else value
+            for array, value in zip(arrays, values, strict=True)
+        ]
+
+
+def _of_sign(value: Values, sign: int, below: int) -> Values:
+    """Return a value with numbers of one sign; 0: of both."""
+    dtype = value.dtype
+    if dtype.kind in "iu" or dtype.name.startswith(("int", "uint")):
+        most = max(0, min(2, below - 1))
+        return np.clip(value.astype(np.int64), min(1, most) if sign else 0, most).astype(dtype)
+    if not sign or dtype.kind == "c" or dtype == dtype_of("float8_e8m0fnu"):
+        return value
+    return (sign * np.abs(value.astype(np.float64))).astype(dtype)
+
+
+def _nudged(value: Values) -> Values:
+    """Return a value with its numbers changed a little; whole numbers stay."""
+    if value.dtype.kind in "biu" or value.dtype.name.startswith(("int", "uint")):
+        return value
+    return (value * (1 + _NUDGE)).astype(value.dtype)
+
+
+def _share(
+    expected: Values, found: Values, moved: Values, tolerance: int
+) -> tuple[float, str, str]:
+    """Return the largest difference of a result as a share of what is allowed, and its two values.
+
+    Args:
+        expected: what the function returns.
+        found: what the program returns.
+        moved: what the function returns for slightly different arguments.
+        tolerance: exponent of one half; whole numbers and booleans must be equal.
+    """
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        one, other = (f"{each.dtype}{list(each.shape)}" for each in (expected, found))
+        return np.inf, one, other
+    if not expected.size:
+        return 0.0, "", ""
+    first, second, third = map(_as_doubles, (expected, found, moved))
+    with np.errstate(all="ignore"):
+        if _is_exact(expected.dtype):
+            allowed = np.where(first == third, 0.0, np.inf)
+            second = np.where((expected == found).reshape(-1), first, second)  # beyond 2**53
+        else:
+            finite = np.abs(first[np.isfinite(first)])
+            scale = finite.mean() if finite.size else 0.0
+            allowed = 2.0**-tolerance * (scale + np.abs(first)) + np.abs(third - first)
+        distance = np.abs(second - first)
+        # Of a NaN or an infinity, the other must be the same, unless rounding decides whether there is one.
+        odd = ~np.isfinite(first) | ~np.isfinite(second)
+        same = (
+            (first == second)
+            | (np.isnan(first) & np.isnan(second))
+            | (np.isfinite(first) != np.isfinite(third))
+        )
+        distance = np.where(odd, np.where(same, 0.0, np.inf), distance)
+        shares = np.where(distance > allowed, distance / allowed, 0.0)
+        shares = np.where(odd & ~same, np.inf, shares)
+    at = int(shares.argmax())
+    return float(shares[at]), f"{first[at]:.6g}", f"{second[at]:.6g}"
+
+
+def _is_exact(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "biu" or dtype.name.startswith(("int", "uint"))
+
+
+def _as_doubles(value: Values) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return a result as a flat array of float64, of complex numbers both parts."""
+    if value.dtype.kind == "c":
+        value = np.stack([value.real, value.imag])
+    return value.astype(np.float64).reshape(-1)
+
+
+if __name__ == "__main__":
+    main()
