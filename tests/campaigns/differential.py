@@ -92,16 +92,18 @@ def compare(found: Any, wanted: Any) -> None:
 
 
 def plain(tree: Any) -> Any:
-    """Return a tree with dicts in place of ordered ones, and tuples in place of lists.
+    """Return a tree with dicts in place of records with names, and tuples in place of lists.
 
-    Calls of a bundle return dicts for ordered ones. They take lists for tuples and return what was built.
+    Calls of a bundle return dicts for ordered ones. They take one for the other, and return what was built.
     """
 
     def is_other(node: Any) -> bool:
-        return isinstance(node, OrderedDict) or type(node) in (list, tuple)
+        return isinstance(node, OrderedDict | tuple | list)
 
     def change(node: Any) -> Any:
-        if isinstance(node, OrderedDict):
+        if isinstance(node, Pair | Turned):
+            node = node._asdict()
+        if isinstance(node, dict):
             return {name: plain(part) for name, part in node.items()}
         return tuple(map(plain, node)) if is_other(node) else node
 
