@@ -20,14 +20,13 @@ from prejit.runtime.format.audit import audit
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
-    BUNDLE_FORMAT,
     MANIFEST_MEDIA_TYPE,
     REF_NAME,
 )
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.loader import load
 
-GOLDEN = Path(__file__).parents[3] / "format"
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 ZEROS = "sha256:" + "0" * 64
 
 
@@ -62,28 +61,13 @@ def test_a_bundle_is_named_by_the_digest_of_its_index(bundle_dir: Path) -> None:
     assert root.others == ()
 
 
-@pytest.mark.parametrize("name", ["v1/call", "v2/fleet", "v3/decoder", "v4/kernels"])
-def test_up_to_format_4_index_json_is_the_index(name: str) -> None:
-    root = root_of(GOLDEN / name)
-    assert root.digest == digest_of((GOLDEN / name / "index.json").read_bytes())
-    assert root.subject is None
-    assert root.bundle.annotations[BUNDLE_FORMAT] == name[1]
-
-
-def test_an_index_of_format_5_is_no_index_json(bundle_dir: Path) -> None:
+def test_an_index_json_with_the_bytes_of_the_index_is_a_copy_of_all_targets(
+    bundle_dir: Path,
+) -> None:
     content = index_file(bundle_dir).read_bytes()
     (bundle_dir / "index.json").write_bytes(content)
-    rejected(bundle_dir, "expected no index of format 5 in index.json")
-
-
-def test_an_index_of_format_4_is_no_blob(tmp_path: Path) -> None:
-    content = (GOLDEN / "v4" / "kernels" / "index.json").read_bytes()
-    (tmp_path / "blobs" / "sha256").mkdir(parents=True)
-    (tmp_path / "oci-layout").write_bytes(b'{"imageLayoutVersion":"1.0.0"}')
-    blob(tmp_path, digest_of(content)).write_bytes(content)
-    at = {"mediaType": INDEX, "digest": digest_of(content), "size": len(content)}
-    write_root(tmp_path, [at])
-    rejected(tmp_path, "expected no index of format 4 in a blob")
+    root = root_of(bundle_dir)
+    assert (root.digest, root.subject) == (digest_of(content), None)
 
 
 def without_artifact_types(path: Path) -> None:
