@@ -150,6 +150,8 @@ class _Comparison:
             }
             for each in (self._old, self._new)
         )
+        if not self._old.kernels.get(target):  # its build did not have the compiler that made them
+            now = {"compiler": _compiler(self._new.targets[target].config)}
         return _changes(before, now, short=_LONG)
 
     def _programs(self) -> Iterator[ComparedPart]:
