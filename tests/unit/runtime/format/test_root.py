@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,13 @@ def test_an_index_json_with_the_bytes_of_the_index_is_a_copy_of_all_targets(
     (bundle_dir / "index.json").write_bytes(content)
     root = root_of(bundle_dir)
     assert (root.digest, root.subject) == (digest_of(content), None)
+
+
+def test_a_copy_of_a_target_of_another_format_says_so(recipe: Any, tmp_path: Path) -> None:
+    newer = recipe.only("cpu-host").configured(lambda config: replace(config, format=2))
+    path = newer.write(tmp_path / "b")
+    write_root(path, entries(path)[1:])
+    assert "upgrade" in (rejected(path, "expected bundle format 1, found '2'").hint or "")
 
 
 def without_artifact_types(path: Path) -> None:
