@@ -14,7 +14,7 @@ from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.branches import Branch, branches, whole
+from prejit.runtime.format.branches import Branch, branches, candidates, how_to_name, whole
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.calls import Calls, ChosenBucket, Held, Pending, fit
@@ -258,13 +258,12 @@ class Bound:
     def _slots_of(self, program: ProgramEntry) -> dict[trees.Key, Branch]:
         """Return the results that take the place of the state, by argument.
 
-        It is the result of the same name, or else the first one with the same structure, shapes and dtypes
-        that no other argument takes.
+        It is the result of the same name, or else the only one with the same structure, shapes and dtypes.
 
         Raises:
-            UsageError: there is none.
+            UsageError: there is none, or several may be meant.
         """
-        results = list(self._results(program))
+        results = {branch.key: branch for branch in self._results(program)}
         slots: dict[trees.Key, Branch] = {}
         taken = {branch.key: branch for branch in self._arguments(program)}
         for key, branch in self._state.items():
@@ -273,15 +272,20 @@ class Bound:
                     f"bind: expected {key!r} to have the same structure, shapes and dtypes in all buckets "
                     f"of {self._name!r}, found others in {program.name}"
                 )
-            same = [result for result in results if branch.holds_what(result)]
-            named = [result for result in same if result.key == key and isinstance(key, str)]
-            if not same:
+            alike = [each for each, result in results.items() if branch.holds_what(result)]
+            found = candidates(key, alike, taken)
+            if not found:
                 raise UsageError(
                     f"bind: {program.name} returns nothing with the structure, shapes and dtypes of {key!r}",
                     hint="keep an argument that the function returns anew",
                 )
-            slots[key] = (named or same)[0]
-            results.remove(slots[key])
+            if len(found) > 1:
+                raise UsageError(
+                    f"bind: expected one result of {program.name} that can be the next {key!r}, found "
+                    f"{', '.join(map(repr, found))} with the same structure, shapes and dtypes",
+                    hint=how_to_name(key),
+                )
+            slots[key] = results.pop(found[0])
         return slots
 
     def _arguments(self, program: ProgramEntry) -> list[Branch]:
