@@ -232,6 +232,14 @@ def put_with_jax(
         return _jax.batched_device_put(shaped_array(shape, dtype), sharding, shards, devices)
 
 
+def uncommitted(array: _Array) -> _Array:
+    """Return an array of jax on one device as one that is not committed to it."""
+    _, _jax = import_jaxlib()
+    return _jax.ArrayImpl(
+        array.aval, array.sharding, [array], committed=False, _skip_checks=True
+    )
+
+
 def mesh_assembler(avals: Avals, shardings: Sequence[Any]) -> Callable[[Any], list[_Array]]:
     """Return a function that makes arrays over a mesh of what `execute_sharded` gives."""
     _, _jax = import_jaxlib()

@@ -133,14 +133,36 @@ def is_jax_array(value: Any) -> bool:
     return array_class is not None and isinstance(value, array_class)
 
 
-def to_jax(array: DeviceArray) -> Any:
+def to_jax(array: DeviceArray | np.ndarray[Any, Any], device: Any = None) -> Any:
     """Return the array as one of the host program's jax client, which is another client than ours.
 
-    Only arrays that a mesh holds and dtypes that DLPack does not know are copied.
+    Only arrays of NumPy, arrays that a mesh holds and dtypes that DLPack does not know are copied, and those
+    that go to another device.
+
+    Args:
+        array: of a device, or of NumPy.
+        device: the device of jax that the result is committed to; None: it is on jax's default device and
+            committed to none, as a result of `jax.jit` whose arguments are.
     """
     import jax
 
+    if isinstance(array, np.ndarray):
+        return jax.device_put(array, device)
     ours = _jaxlib.is_on_cpu(array)
     if array.dtype.kind == "V" or not (ours or _jaxlib.device_count(array) == 1):
-        return jax.device_put(to_numpy(array))
-    return jax.dlpack.from_dlpack(_OnCpu(array) if ours else array)
+        return jax.device_put(to_numpy(array), device)
+    found = jax.dlpack.from_dlpack(_OnCpu(array) if ours else array)
+    place = default_device() if device is None else device
+    if found.sharding.device_set != {place}:
+        found = jax.device_put(found, place)
+    return _jaxlib.uncommitted(found) if device is None else found
+
+
+def default_device() -> Any:
+    """Return the device on which jax runs what is committed to none."""
+    import jax
+
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.local_devices()[0]
+    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device

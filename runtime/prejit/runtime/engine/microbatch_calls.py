@@ -343,7 +343,7 @@ class Calling:
             for axis, parts in zip(family.result_axes, zip(*returned, strict=True), strict=True)
         ]
         tree = self._calls.programs.results_tree(family.programs[-1].name)
-        return self._calls.nested(tree, values, _as_it_is if convert is to_numpy else _on_jax)
+        return self._calls.nested(tree, values, _as_it_is if convert is to_numpy else convert)
 
 
 def _only(returned: Sequence[Any]) -> Any:
@@ -352,12 +352,6 @@ def _only(returned: Sequence[Any]) -> Any:
 
 def _as_it_is(value: Any) -> Any:
     return value
-
-
-def _on_jax(value: Any) -> Any:
-    import jax
-
-    return jax.device_put(value)
 
 
 def _axis(array: Array) -> int | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, final
 
@@ -18,7 +19,6 @@ from prejit.runtime.device.transfer import (
     OnDevice,
     aligned_zeros,
     is_jax_array,
-    to_jax,
     to_numpy,
 )
 from prejit.runtime.errors import UsageError
@@ -26,6 +26,7 @@ from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs import pytree
+from prejit.runtime.programs.placing import Convert, converter, key_name
 from prejit.runtime.programs.ready import Programs
 
 Flatten = Callable[[trees.Tree], list[Any]]
@@ -64,7 +65,7 @@ class ChosenBucket:
 
     program: ProgramEntry
     values: list[Value]
-    convert: Callable[[DeviceArray], Any]
+    convert: Convert
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -85,7 +86,7 @@ class Fitted(NamedTuple):
 
     values: list[Value]
     sizes: Mapping[str, int]
-    convert: Callable[[DeviceArray], Any]
+    convert: Convert
 
 
 @final
@@ -168,7 +169,9 @@ class Calls:
     ) -> tuple[ChosenBucket, Any]:
         """Run a program as `call` does; return its bucket and its results."""
         chosen = self.choose_for(name, args, kwargs)
-        results = self.run(chosen.program, self.put(chosen))
+        # Reading a NumPy array waits for the program; an array of jax may be there before it is computed.
+        copy = chosen.convert is not to_numpy
+        results = self.run(chosen.program, self.put(chosen, copy=copy))
         result = self.rebuild(chosen, results)
         self.finish()
         return chosen, result
@@ -180,9 +183,9 @@ class Calls:
         return self.pending(chosen, results, lambda: self.rebuild(chosen, results))
 
     def call_on_device(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a program as `call` does, and leave its results on the device."""
+        """Run a program as `call` does, and leave its results on the device. The arguments are copied."""
         chosen = self.choose_for(name, args, kwargs)
-        results = self.run(chosen.program, self.put(chosen))
+        results = self.run(chosen.program, self.put(chosen, copy=True))
         arrays = self.programs.results(chosen.program.name)
         if chosen.sizes and any(array.variables for array in arrays):
             raise UsageError(
@@ -268,7 +271,7 @@ class Calls:
                 complaints.append(f"{program.name}: {fitted}")
                 continue
             values, sizes = fitted
-            chosen = ChosenBucket(program, values, converter(given), sizes)
+            chosen = ChosenBucket(program, values, converter(arrays, given), sizes)
             if not sizes:
                 if signature is not None and given is first and len(self._exact) < _MOST_SIGNATURES:
                     self._exact[signature] = program
@@ -305,7 +308,7 @@ class Calls:
             values, sizes = fitted
             entry = self.programs.specialize(program, sizes)
             self._buckets[name] = [*self._buckets[name], entry]
-            return ChosenBucket(entry, values, converter(given))
+            return ChosenBucket(entry, values, converter(arrays, given))
         return None
 
     def put(self, chosen: ChosenBucket, *, copy: bool = False) -> list[DeviceArray]:
@@ -351,11 +354,7 @@ class Calls:
                 return chosen.convert(result)
             within = tuple(slice(chosen.sizes.get(name)) for name in array.variables)
             value = to_numpy(result)[within]
-            if chosen.convert is to_numpy:
-                return value
-            import jax
-
-            return jax.device_put(value)
+            return value if chosen.convert is to_numpy else chosen.convert(value)
 
         return cut
 
@@ -431,7 +430,7 @@ class Calls:
             return None
         values, sizes = found
         padded_sizes = {name: program.bucket[name] for name in program.pad or ()}
-        return Fitted(values, padded_sizes | sizes, converter(given))
+        return Fitted(values, padded_sizes | sizes, converter(arrays, given))
 
     def _given(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -586,19 +585,13 @@ def padded(array: Array, value: Value) -> Value:
     return whole
 
 
-def converter(given: Iterable[Any]) -> Callable[[DeviceArray], Any]:
-    """Return what makes results of the kind that a caller uses: jax.Arrays if an argument is one."""
-    uses_jax = any(is_jax_array(value) or _key_name(value) for value in given)
-    return to_jax if uses_jax else to_numpy
-
-
 def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any]:
     """Return a value as a NumPy array, and a random key as its data.
 
     Raises:
         UsageError: neither NumPy nor DLPack reads it, or it is a random key that the program does not take.
     """
-    if _key_name(value):
+    if key_name(value):
         import jax
 
         if (found := str(jax.random.key_impl(value))) != leaf.key:
@@ -609,6 +602,12 @@ def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any
                 f"{pytree.spell(array.path)}: expected {wanted}, found a random key of {found}"
             )
         value = jax.random.key_data(value)
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(value, masked.MaskedArray):
+        raise UsageError(
+            f"{pytree.spell(array.path)}: expected an array without a mask, found a masked array of NumPy",
+            hint="pass `.filled()`, or `.data` and `.mask` as two arguments",
+        )
     try:
         if type(value) in (int, float, complex):
             return _scalar(value, dtype_of(array.dtype))
@@ -630,14 +629,6 @@ def _scalar(value: complex, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Return a number of Python as an array of the dtype that a program takes, if it is of its kind."""
     kind = "f" if "float" in dtype.name else dtype.kind  # those of ml_dtypes are of kind V
     return np.asarray(value, dtype if kind in _KINDS[type(value)] else None)
-
-
-def _key_name(value: Any) -> str:
-    """Return the name of the dtype of a random key of jax; empty for any other value."""
-    if isinstance(value, np.ndarray):  # the usual case; to spell a dtype of NumPy takes 3 us
-        return ""
-    name = str(getattr(value, "dtype", ""))
-    return name if name.startswith("key<") else ""
 
 
 def _as_key(value: Any, leaf: trees.Leaf) -> Any:
