@@ -235,9 +235,7 @@ def put_with_jax(
 def uncommitted(array: _Array) -> _Array:
     """Return an array of jax on one device as one that is not committed to it."""
     _, _jax = import_jaxlib()
-    return _jax.ArrayImpl(
-        array.aval, array.sharding, [array], committed=False, _skip_checks=True
-    )
+    return _jax.ArrayImpl(array.aval, array.sharding, [array], committed=False, _skip_checks=True)
 
 
 def mesh_assembler(avals: Avals, shardings: Sequence[Any]) -> Callable[[Any], list[_Array]]:
@@ -488,17 +486,21 @@ def cpu_path(
     )
 
 
-def leaves_for_dispatch(values: Any) -> list[Any]:
-    """Return the leaves of a call's arguments in the order in which `cpu_function` passes them.
+def flattened(values: Any) -> tuple[list[Any], Any] | None:
+    """Return the leaves of arguments, in the order in which `cpu_function` passes them, and their structure.
 
-    Raises:
-        RecursionError: they are nested too deeply.
+    None: jaxlib cannot flatten them, such as a dict whose keys have no order, or what is nested too deeply.
     """
     try:
-        leaves: list[Any] = _registry().flatten(values, None)[0]
-    except SystemError as error:  # how nanobind reports the RecursionError of some calls
-        raise RecursionError(str(error)) from error
-    return leaves
+        found: tuple[list[Any], Any] = _registry().flatten(values, None)
+    except (
+        RecursionError,
+        SystemError,
+        ValueError,
+        Warning,
+    ):  # nanobind turns the first into the second
+        return None
+    return found
 
 
 _SIGNATURES = 4096

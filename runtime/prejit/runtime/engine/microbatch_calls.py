@@ -11,7 +11,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -24,8 +24,9 @@ from prejit.runtime.engine.shared_jobs import Ran, Share, SharedJob, deadline_af
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.format.trees import Path
-from prejit.runtime.programs.calls import Calls, ChosenBucket, Fitted
+from prejit.runtime.programs.calls import Calls, Fitted
 from prejit.runtime.programs.dispatched import DispatchedCalls
+from prejit.runtime.programs.signatures import ChosenBucket
 
 BATCH = "batch"
 """The variable in `pad` that declares a batch axis."""
@@ -291,7 +292,7 @@ class Calling:
         if not candidates:
             chosen = self._calls.choose_for(name, args, kwargs)
             if copy:
-                chosen = replace(chosen, values=list(map(_copied, chosen.values)))
+                chosen = chosen._replace(values=list(map(_copied, chosen.values)))
             return SharedJob(chosen, 1, 0, object(), _only, deadline)
         _, _, family, fitted = min(candidates)
         if copy:
@@ -343,15 +344,13 @@ class Calling:
             for axis, parts in zip(family.result_axes, zip(*returned, strict=True), strict=True)
         ]
         tree = self._calls.programs.results_tree(family.programs[-1].name)
-        return self._calls.nested(tree, values, _as_it_is if convert is to_numpy else convert)
+        return self._calls.nested(
+            tree, values if convert is to_numpy else list(map(convert, values))
+        )
 
 
 def _only(returned: Sequence[Any]) -> Any:
     return returned[0]
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _axis(array: Array) -> int | None:

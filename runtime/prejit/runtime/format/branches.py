@@ -28,9 +28,14 @@ class Branch:
     arrays: tuple[Array, ...]
     start: int
 
+    @property
+    def end(self) -> int:
+        """The place after the last one."""
+        return self.start + len(self.arrays)
+
     def of(self, values: Sequence[_T]) -> list[_T]:
         """Return the branch's part of a list with a value for each argument or result."""
-        return list(values[self.start : self.start + len(self.arrays)])
+        return list(values[self.start : self.end])
 
     def holds_what(self, other: Branch) -> bool:
         """Return whether another branch has the same structure, shapes and dtypes."""

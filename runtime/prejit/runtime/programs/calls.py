@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -28,6 +28,7 @@ from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.placing import Convert, converter, key_name
 from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.signatures import ChosenBucket, Signatures
 
 Flatten = Callable[[trees.Tree], list[Any]]
 """Returns the leaves that a caller gave for a tree, or raises `pytree.MisfitError`."""
@@ -50,29 +51,6 @@ EVERYTHING: Final = object()
 """In place of a mask that the caller leaves out: true for all that the caller gave."""
 
 Value = np.ndarray[Any, Any] | OnDevice | Held
-
-
-@dataclass(frozen=True)
-class ChosenBucket:
-    """A bucket that takes what a caller gave.
-
-    Attributes:
-        program: its row of the program table.
-        values: the given arguments in order, padded if necessary.
-        convert: makes a result of the kind that the caller uses: jax.Array or NumPy array.
-        sizes: the caller's size of each variable of the bucket that was padded; empty: none was.
-    """
-
-    program: ProgramEntry
-    values: list[Value]
-    convert: Convert
-    sizes: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def padding(self) -> float:
-        """The share of the bucket that is padding, from 0 to 1."""
-        sizes = self.program.bucket
-        return 1 - math.prod(given / sizes[name] for name, given in self.sizes.items())
 
 
 class Fitted(NamedTuple):
@@ -158,7 +136,7 @@ class Calls:
             name: frozenset(key for program in buckets for key in program.static or ())
             for name, buckets in self._buckets.items()
         }
-        self._exact: dict[Any, ProgramEntry] = {}  # the buckets of calls so far, by `_signature`
+        self._signatures = Signatures()
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a program on nested arguments. Arguments, results and errors as `Bundle.call`."""
@@ -197,7 +175,7 @@ class Calls:
             for array, result in zip(arrays, results, strict=True)
         ]
         self.finish()
-        return self._nested(self.programs.results_tree(chosen.program.name), kept)
+        return self.nested(self.programs.results_tree(chosen.program.name), kept)
 
     def call_by_path(
         self, name: str, given: Mapping[trees.Path, Any], static: Mapping[str, Any]
@@ -207,10 +185,14 @@ class Calls:
             arguments.refuse("given", "a mapping of paths to arrays", given)
         if not isinstance(static, Mapping):
             arguments.refuse("static", "a mapping of names to values", static)
-        chosen = self.choose(name, static, lambda tree: pytree.by_path(tree, given))
+
+        def choose(given: Any) -> ChosenBucket:
+            return self.choose(name, given[2], lambda tree: pytree.by_path(tree, given[1]))
+
+        chosen = self._signatures.choose((name, given, static), choose, has_static=bool(static))
         results = self.run(chosen.program, self.put(chosen))
         arrays = self.programs.results(chosen.program.name)
-        convert = self._cutter(chosen)
+        convert = self.cutter(chosen)
         values = {
             array.path: convert(array, result)
             for array, result in zip(arrays, results, strict=True)
@@ -250,9 +232,6 @@ class Calls:
         """
         buckets = self.buckets(name)
         first = self._leaves(buckets[0], flatten)
-        signature = _signature(name, static, first)
-        if signature is not None and (program := self._exact.get(signature)) is not None:
-            return ChosenBucket(program, [*first], to_numpy)
         known = {buckets[0].arguments_tree or buckets[0].name: first}  # by the text of the tree
         complaints = []
         larger: list[ChosenBucket] = []
@@ -273,14 +252,12 @@ class Calls:
             values, sizes = fitted
             chosen = ChosenBucket(program, values, converter(arrays, given), sizes)
             if not sizes:
-                if signature is not None and given is first and len(self._exact) < _MOST_SIGNATURES:
-                    self._exact[signature] = program
                 return chosen
             larger.append(chosen)
         if larger:
             best = min(larger, key=lambda chosen: math.prod(chosen.program.bucket.values()))
             arrays = self.programs.arguments(best.program.name)
-            return replace(best, values=list(map(padded, arrays, best.values)))
+            return best._replace(values=list(map(padded, arrays, best.values)))
         if (specialized := self._specialized(name, static, known)) is not None:
             return specialized
         raise UsageError(
@@ -342,11 +319,11 @@ class Calls:
         """Return the results of a program, nested as the function returned them."""
         arrays = self.programs.results(chosen.program.name)
         tree = self.programs.results_tree(chosen.program.name)
-        values = list(map(self._cutter(chosen), arrays, results))
-        return self._nested(tree, values)
+        values = list(map(self.cutter(chosen), arrays, results))
+        return self.nested(tree, values)
 
     @staticmethod
-    def _cutter(chosen: ChosenBucket) -> Callable[[Array, DeviceArray], Any]:
+    def cutter(chosen: ChosenBucket) -> Callable[[Array, DeviceArray], Any]:
         """Return a function that converts a result and cuts what belongs to padding."""
 
         def cut(array: Array, result: DeviceArray) -> Any:
@@ -358,16 +335,8 @@ class Calls:
 
         return cut
 
-    def nested(
-        self,
-        tree: trees.Tree,
-        arrays: Sequence[DeviceArray],
-        convert: Callable[[DeviceArray], Any],
-    ) -> Any:
-        """Return arrays of the device, nested as a tree says."""
-        return self._nested(tree, list(map(convert, arrays)))
-
-    def _nested(self, tree: trees.Tree, values: Sequence[Any]) -> Any:
+    def nested(self, tree: trees.Tree, values: Sequence[Any]) -> Any:
+        """Return values, nested as a tree says."""
         leaves = trees.leaves(tree)
         keyed = (_as_key(value, leaf) for leaf, value in zip(leaves, values, strict=True))
         return pytree.unflatten(tree, keyed, self.types)
@@ -410,7 +379,13 @@ class Calls:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> ChosenBucket:
         """Return the bucket of a program that takes nested arguments. Errors as `choose`."""
-        return self.choose(name, *self._given(name, args, kwargs))
+
+        def choose(given: Any) -> ChosenBucket:
+            return self.choose(name, *self._given(*given))
+
+        return self._signatures.choose(
+            (name, args, kwargs), choose, has_static=bool(self.static_names(name))
+        )
 
     def fitted(
         self, program: ProgramEntry, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -484,25 +459,7 @@ class Calls:
         return ""
 
 
-_MOST_SIGNATURES = 10_000
-"""Maximum number of signatures that are remembered; as many as a manifest may have programs."""
 _NO_STATIC: Mapping[str, Any] = {}
-
-
-def _signature(name: str, static: Mapping[str, Any], leaves: list[Any] | str) -> Any:
-    """Return what decides the bucket of a call, to be hashed; None if that takes more than a look."""
-    if isinstance(leaves, str):
-        return None
-    shapes = []
-    for leaf in leaves:
-        if type(leaf) not in (np.ndarray, Held, OnDevice):
-            return None
-        shapes += [leaf.shape, leaf.dtype]
-    if not static:
-        return name, *shapes
-    values = [(key, type(value), value) for key, value in static.items()]
-    # A value that is none of these types may not be hashable; no program has it.
-    return (name, *values, *shapes) if all(v[1] in (str, int, bool) for v in values) else None
 
 
 def fit(

@@ -1,0 +1,223 @@
+"""Steps of a program on a state that stays on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, final
+
+from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.device.transfer import DeviceArray
+from prejit.runtime.errors import UsageError
+from prejit.runtime.format import trees
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.branches import Branch, branches, candidates, how_to_name, whole
+from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.programs import pytree
+from prejit.runtime.programs.calls import Calls, Held
+from prejit.runtime.programs.signatures import ChosenBucket, Signatures
+
+State = dict[trees.Key, list[DeviceArray]]
+"""The arrays of each argument that is kept."""
+Stepped = tuple[State, list[DeviceArray], ChosenBucket]
+"""What a step gives: the next state, the arrays of all other results, and the bucket that ran."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the arguments of a bucket come from and its results go.
+
+    Attributes:
+        arguments: in order, each argument that is kept; None and a count: as many arrays of the caller.
+        others: the arrays of the caller.
+        slots: each argument that is kept, and the places of its next value among all results.
+        rest: the other results.
+        places: the places of their arrays among all results.
+        has_names: whether the function returns its results by name.
+    """
+
+    arguments: tuple[tuple[trees.Key | None, int], ...]
+    others: tuple[Array, ...]
+    slots: tuple[tuple[trees.Key, slice], ...]
+    rest: tuple[Branch, ...]
+    places: tuple[int, ...]
+    has_names: bool
+
+
+@final
+class Steps:
+    """Steps of a program that keeps some of its arguments. It holds no state.
+
+    Attributes:
+        state: the arguments that are kept.
+    """
+
+    def __init__(
+        self, calls: Calls, name: str, kept: Sequence[trees.Key], static: Mapping[str, Any]
+    ) -> None:
+        """Find the results that take the place of the state.
+
+        Args:
+            calls: how to call a program.
+            name: of the program.
+            kept: names or places of the arguments that are kept.
+            static: values of static arguments.
+
+        Raises:
+            UsageError: there is no such argument, or it is unclear which result takes its place.
+        """
+        self._calls = calls
+        self._name = name
+        buckets = calls.buckets(name)
+        first = self._arguments(buckets[0])
+        for key in kept:
+            if key not in first:
+                raise UsageError(
+                    f"bind: {name!r} has no argument {key!r}",
+                    hint=f"its arguments are: {', '.join(map(str, first)) or 'none'}",
+                )
+        self.state = {key: first[key] for key in kept}
+        self._placeholders = {
+            key: [Held(dtype_of(array.dtype), array.shape) for array in branch.arrays]
+            for key, branch in self.state.items()
+        }
+        self._layouts: dict[str, _Layout] = {}
+        for program in buckets:
+            self._layout(program)
+        self._static = static
+        self._has_static = bool(calls.static_names(name))
+        self._signatures = Signatures()
+
+    def run(self, state: State, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Stepped:
+        """Run a step. Arrays of the state that the program donates are deleted.
+
+        Args:
+            state: the arrays that are kept, by argument.
+            args: arguments by place, without those that are kept.
+            kwargs: arguments by name, and static ones.
+
+        Raises:
+            UsageError, RejectError: as `Bundle.call`.
+        """
+        chosen = self._signatures.choose((args, kwargs), self._choose, has_static=self._has_static)
+        layout = self._layout(chosen.program)
+        inputs: list[DeviceArray] = []
+        others = map(self._copied, layout.others, chosen.values)
+        for key, count in layout.arguments:
+            inputs += islice(others, count) if key is None else state[key]
+        results = self._calls.run(chosen.program, inputs)
+        return (
+            {key: results[slot] for key, slot in layout.slots},
+            [results[place] for place in layout.places],
+            chosen,
+        )
+
+    def rebuild(self, rest: Sequence[DeviceArray], chosen: ChosenBucket) -> Any:
+        """Return the results that are no state, as `Bound.__call__` returns them."""
+        layout = self._layouts[chosen.program.name]
+        if not layout.rest:
+            return None
+        cut = self._calls.cutter(chosen)
+        arrays = iter(rest)
+        values = {
+            branch.key: self._calls.nested(
+                branch.tree, [cut(array, next(arrays)) for array in branch.arrays]
+            )
+            for branch in layout.rest
+        }
+        if len(values) > 1:
+            return values if layout.has_names else tuple(values.values())
+        return next(iter(values.values()))
+
+    def _copied(self, array: Array, value: Any) -> DeviceArray:
+        return self._calls.placed(array, value, copy=True)
+
+    def _choose(self, given: tuple[tuple[Any, ...], Mapping[str, Any]]) -> ChosenBucket:
+        """Return the bucket that takes these arguments beside the state, whose values are left out."""
+        args, kwargs = given
+        static, named = {**self._static}, {**kwargs}
+        for key in self._calls.static_names(self._name) & kwargs.keys():
+            static[key] = named.pop(key)
+
+        def flatten(tree: trees.Tree) -> list[Any]:
+            assert isinstance(tree, trees.Node)
+            others = [key for key in tree.keys if key not in self.state]
+            given: dict[trees.Key, Any] = dict(zip(others, args, strict=False))
+            if tree.kind == "dict":
+                given = dict(named)
+            found: list[Any] = []
+            for key, child in zip(tree.keys, tree.children, strict=True):
+                if key in self.state:
+                    found += self._placeholders[key]
+                elif key in given:
+                    found += pytree.flatten(child, given.pop(key), (key,))
+                else:
+                    raise pytree.MisfitError(f"{pytree.spell((key,))} is missing")
+            more = args if tree.kind == "dict" else (*args[len(others) :], *named)
+            for key in (*given, *range(len(more))):
+                raise pytree.MisfitError(f"unexpected {pytree.spell((key,))}")
+            return found
+
+        chosen = self._calls.choose(self._name, static, flatten)
+        return chosen._replace(values=[v for v in chosen.values if not isinstance(v, Held)])
+
+    def _layout(self, program: ProgramEntry) -> _Layout:
+        """Return where the results of a program go.
+
+        The next value of an argument is the result of the same name, or else the only one with the same
+        structure, shapes and dtypes.
+
+        Raises:
+            UsageError: there is none, or several may be meant.
+        """
+        if (known := self._layouts.get(program.name)) is not None:
+            return known
+        results = {branch.key: branch for branch in self._results(program)}
+        slots: dict[trees.Key, Branch] = {}
+        taken = self._arguments(program)
+        for key, branch in self.state.items():
+            if key not in taken or not branch.holds_what(taken[key]):
+                raise UsageError(
+                    f"bind: expected {key!r} to have the same structure, shapes and dtypes in all buckets "
+                    f"of {self._name!r}, found others in {program.name}"
+                )
+            alike = [each for each, result in results.items() if branch.holds_what(result)]
+            found = candidates(key, alike, taken)
+            if not found:
+                raise UsageError(
+                    f"bind: {program.name} returns nothing with the structure, shapes and dtypes of {key!r}",
+                    hint="keep an argument that the function returns anew",
+                )
+            if len(found) > 1:
+                raise UsageError(
+                    f"bind: expected one result of {program.name} that can be the next {key!r}, found "
+                    f"{', '.join(map(repr, found))} with the same structure, shapes and dtypes",
+                    hint=how_to_name(key),
+                )
+            slots[key] = results.pop(found[0])
+        rest = tuple(results.values())
+        tree = self._calls.programs.results_tree(program.name)
+        layout = self._layouts[program.name] = _Layout(
+            tuple((key if key in slots else None, len(b.arrays)) for key, b in taken.items()),
+            tuple(array for key, b in taken.items() if key not in slots for array in b.arrays),
+            tuple((key, slice(slot.start, slot.end)) for key, slot in slots.items()),
+            rest,
+            tuple(place for branch in rest for place in range(branch.start, branch.end)),
+            isinstance(tree, trees.Node) and tree.kind not in ("list", "tuple", "node"),
+        )
+        return layout
+
+    def _arguments(self, program: ProgramEntry) -> dict[trees.Key, Branch]:
+        """Return the arguments of a program."""
+        programs = self._calls.programs
+        tree, arrays = programs.arguments_tree(program.name), programs.arguments(program.name)
+        return {branch.key: branch for branch in branches(tree, arrays)}
+
+    def _results(self, program: ProgramEntry) -> list[Branch]:
+        """Return the results of a program; all of them as one, if together they can be the state."""
+        programs = self._calls.programs
+        tree, arrays = programs.results_tree(program.name), programs.results(program.name)
+        together = whole(tree, arrays)
+        alone = any(map(together.holds_what, self.state.values()))
+        return [together] if alone else branches(tree, arrays)
