@@ -161,7 +161,7 @@ def copy_to_cpu(array: np.ndarray[Any, Any], sharding: Any, device: Any) -> _Arr
     """Return a copy of an array on a CPU device, in memory of the device's own."""
     _, _jax = import_jaxlib()
     return _jax.batched_device_put(
-        _Aval(array.shape, array.dtype),
+        _aval(array.shape, array.dtype),
         sharding,
         [array],
         [device],

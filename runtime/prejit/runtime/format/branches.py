@@ -29,13 +29,13 @@ class Branch:
     start: int
 
     @property
-    def end(self) -> int:
-        """The place after the last one."""
-        return self.start + len(self.arrays)
+    def places(self) -> range:
+        """The places of its arrays."""
+        return range(self.start, self.start + len(self.arrays))
 
     def of(self, values: Sequence[_T]) -> list[_T]:
         """Return the branch's part of a list with a value for each argument or result."""
-        return list(values[self.start : self.end])
+        return list(values[self.start : self.places.stop])
 
     def holds_what(self, other: Branch) -> bool:
         """Return whether another branch has the same structure, shapes and dtypes."""

@@ -16,8 +16,7 @@ from prejit.runtime.format import trees
 from prejit.runtime.format.branches import Branch
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.calls import Calls, Held, Pending, fit
-from prejit.runtime.programs.signatures import ChosenBucket
-from prejit.runtime.programs.steps import State, Steps
+from prejit.runtime.programs.steps import Rest, State, Steps
 
 
 @final
@@ -44,8 +43,8 @@ class Bound:
                 hint=f"bundle.bind({name!r}, state=...)",
             )
         self._steps = Steps(calls, name, tuple(given), static)
-        self._held: State = {}
         self._has_failed = False
+        self._held: State = []
         self._put(given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,30 +61,27 @@ class Bound:
         Raises:
             UsageError, RejectError: as `Bundle.call`.
         """
-        rest, chosen = self._step(args, kwargs)
-        result = self._steps.rebuild(rest, chosen)
+        result = self._steps.rebuild(*self._step(args, kwargs))
         self._calls.finish()
         return result
 
     def call_async(self, *args: Any, **kwargs: Any) -> Pending:
         """Run the program once without waiting for it. The next call may follow at once."""
-        rest, chosen = self._step(args, kwargs)
-        return self._calls.pending(chosen, rest, partial(self._steps.rebuild, rest, chosen))
+        layout, rest, chosen = self._step(args, kwargs)
+        return self._calls.pending(chosen, rest, partial(self._steps.rebuild, layout, rest, chosen))
 
-    def _step(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[list[DeviceArray], ChosenBucket]:
-        """Run the program on the state and keep the next one; return the other results and the bucket."""
+    def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rest:
+        """Run the program on the state, keep the next one, and return the rest."""
         with self._lock:
             if self._has_failed:
-                for key in self._held:
+                for key in self._steps.state:
                     self._alive(key)
             try:
-                self._held, rest, chosen = self._steps.run(self._held, args, kwargs)
+                self._held, rest = self._steps.run(self._held, args, kwargs)
             except BaseException:
                 self._has_failed = True
                 raise
-        return rest, chosen
+        return rest
 
     def read(self) -> dict[trees.Key, Any]:
         """Return a copy of the state on the host, by the name of the argument.
@@ -144,15 +140,14 @@ class Bound:
         }
         found = read_state(path, expected)
         with self._lock:
-            for key, branch in self._steps.state.items():
-                self._held[key] = [
-                    self._calls.device.copy(found[at], array.sharding)
-                    for at, array in zip(_paths(branch), branch.arrays, strict=True)
-                ]
+            self._held = [
+                self._calls.device.copy(found[path], array.sharding)
+                for path, array in expected.items()
+            ]
 
     def _put(self, state: Mapping[trees.Key, Any]) -> None:
         """Copy values of the state to the device."""
-        held = {}
+        held = [*self._held]
         for key, value in state.items():
             if (branch := self._steps.state.get(key)) is None:
                 raise UsageError(
@@ -171,20 +166,20 @@ class Bound:
                 raise UsageError(
                     f"state of {self._name!r}: expected the sizes of its bucket, found {smaller}"
                 )
-            held[key] = [
+            held[self._steps.places[key]] = [
                 self._calls.placed(array, one, copy=True)
                 for one, array in zip(values, branch.arrays, strict=True)
                 if not isinstance(one, Held)
             ]
-        self._held |= held
+        self._held = held
 
-    def _alive(self, key: trees.Key) -> list[DeviceArray]:
+    def _alive(self, key: trees.Key) -> State:
         """Return a part of the state on the device.
 
         Raises:
             UsageError: a program that failed has deleted it.
         """
-        held = self._held[key]
+        held = self._held[self._steps.places[key]]
         if any(array.is_deleted() for array in held):
             raise UsageError(
                 f"the state {key!r} of {self._name!r} was donated to a call that failed",

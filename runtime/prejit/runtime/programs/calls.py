@@ -137,6 +137,7 @@ class Calls:
             for name, buckets in self._buckets.items()
         }
         self._signatures = Signatures()
+        self._has_finished = False
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a program on nested arguments. Arguments, results and errors as `Bundle.call`."""
@@ -312,8 +313,9 @@ class Calls:
 
     def run(self, program: ProgramEntry, inputs: Sequence[DeviceArray]) -> list[DeviceArray]:
         """Run a program on arrays of its device. Donated ones are deleted."""
-        weights = self.programs.weights(program.weights)
-        return self.programs[program.name].run([*weights, *inputs])
+        if program.weights is not None:
+            inputs = [*self.programs.weights(program.weights), *inputs]
+        return self.programs[program.name].run(inputs)
 
     def rebuild(self, chosen: ChosenBucket, results: Sequence[DeviceArray]) -> Any:
         """Return the results of a program, nested as the function returned them."""
@@ -435,8 +437,10 @@ class Calls:
         Raises:
             RejectError: the bundle is damaged.
         """
-        self.programs.verification.finish()
-        self.programs.answer()
+        if not self._has_finished:
+            self.programs.verification.finish()
+            self.programs.answer()
+            self._has_finished = True
 
     def _leaves(self, program: ProgramEntry, flatten: Flatten) -> list[Any] | str:
         """Return the leaves that a caller gave, or why they do not have the program's structure."""

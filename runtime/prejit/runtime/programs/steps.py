@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any, final
 
 from prejit.runtime.device.dtypes import dtype_of
@@ -18,31 +19,42 @@ from prejit.runtime.programs import pytree
 from prejit.runtime.programs.calls import Calls, Held
 from prejit.runtime.programs.signatures import ChosenBucket, Signatures
 
-State = dict[trees.Key, list[DeviceArray]]
-"""The arrays of each argument that is kept."""
-Stepped = tuple[State, list[DeviceArray], ChosenBucket]
-"""What a step gives: the next state, the arrays of all other results, and the bucket that ran."""
+State = Sequence[DeviceArray]
+"""The arrays of all arguments that are kept."""
+_Pick = Callable[[Sequence[DeviceArray]], Sequence[DeviceArray]]
 
 
-@dataclass(frozen=True)
-class _Layout:
+@dataclass(frozen=True, slots=True)
+class Layout:
     """Where the arguments of a bucket come from and its results go.
 
     Attributes:
-        arguments: in order, each argument that is kept; None and a count: as many arrays of the caller.
-        others: the arrays of the caller.
-        slots: each argument that is kept, and the places of its next value among all results.
-        rest: the other results.
-        places: the places of their arrays among all results.
+        others: the arrays of arguments that are not kept.
+        arguments: returns all arguments in order, of the state and the others.
+        state: returns the next state, of all results.
+        rest: returns the arrays of the other results.
+        returned: the other results.
         has_names: whether the function returns its results by name.
     """
 
-    arguments: tuple[tuple[trees.Key | None, int], ...]
     others: tuple[Array, ...]
-    slots: tuple[tuple[trees.Key, slice], ...]
-    rest: tuple[Branch, ...]
-    places: tuple[int, ...]
+    arguments: _Pick
+    state: _Pick
+    rest: _Pick
+    returned: tuple[Branch, ...]
     has_names: bool
+
+
+def _picker(places: Sequence[int]) -> _Pick:
+    """Return a function that returns the items at some places of a list."""
+    first = places[0] if places else 0
+    if list(places) == list(range(first, first + len(places))):
+        return itemgetter(slice(first, first + len(places)))
+    return itemgetter(*places)
+
+
+Rest = tuple[Layout, Sequence[DeviceArray], ChosenBucket]
+"""What `Steps.rebuild` takes: the layout, the arrays of results that are no state, the bucket that ran."""
 
 
 @final
@@ -51,6 +63,7 @@ class Steps:
 
     Attributes:
         state: the arguments that are kept.
+        places: the places of their arrays in a `State`.
     """
 
     def __init__(
@@ -78,45 +91,51 @@ class Steps:
                     hint=f"its arguments are: {', '.join(map(str, first)) or 'none'}",
                 )
         self.state = {key: first[key] for key in kept}
+        ends = [*accumulate(len(branch.arrays) for branch in self.state.values())]
+        self.places = dict(zip(kept, map(slice, [0, *ends], ends), strict=False))
         self._placeholders = {
             key: [Held(dtype_of(array.dtype), array.shape) for array in branch.arrays]
             for key, branch in self.state.items()
         }
-        self._layouts: dict[str, _Layout] = {}
+        self._layouts: dict[str, Layout] = {}
         for program in buckets:
             self._layout(program)
         self._static = static
         self._has_static = bool(calls.static_names(name))
         self._signatures = Signatures()
+        self._alone: tuple[ChosenBucket, Layout] | None = None
+        """The bucket of steps without other arguments."""
 
-    def run(self, state: State, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Stepped:
-        """Run a step. Arrays of the state that the program donates are deleted.
+    def run(
+        self, state: State, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[State, Rest]:
+        """Run a step, and return the next state and the rest. What the program donates is deleted.
 
         Args:
-            state: the arrays that are kept, by argument.
+            state: the arrays that are kept.
             args: arguments by place, without those that are kept.
             kwargs: arguments by name, and static ones.
 
         Raises:
             UsageError, RejectError: as `Bundle.call`.
         """
-        chosen = self._signatures.choose((args, kwargs), self._choose, has_static=self._has_static)
-        layout = self._layout(chosen.program)
-        inputs: list[DeviceArray] = []
-        others = map(self._copied, layout.others, chosen.values)
-        for key, count in layout.arguments:
-            inputs += islice(others, count) if key is None else state[key]
-        results = self._calls.run(chosen.program, inputs)
-        return (
-            {key: results[slot] for key, slot in layout.slots},
-            [results[place] for place in layout.places],
-            chosen,
-        )
+        if args or kwargs or self._alone is None:
+            chosen = self._signatures.choose(
+                (args, kwargs), self._choose, has_static=self._has_static
+            )
+            layout = self._layouts.get(chosen.program.name) or self._layout(chosen.program)
+            if not (args or kwargs):
+                self._alone = chosen, layout
+        else:
+            chosen, layout = self._alone
+        if chosen.values:
+            state = [*state, *map(self._copied, layout.others, chosen.values)]
+        results = self._calls.run(chosen.program, layout.arguments(state))
+        return layout.state(results), (layout, layout.rest(results), chosen)
 
-    def rebuild(self, rest: Sequence[DeviceArray], chosen: ChosenBucket) -> Any:
+    def rebuild(self, layout: Layout, rest: Sequence[DeviceArray], chosen: ChosenBucket) -> Any:
         """Return the results that are no state, as `Bound.__call__` returns them."""
-        layout = self._layouts[chosen.program.name]
-        if not layout.rest:
+        if not layout.returned:
             return None
         cut = self._calls.cutter(chosen)
         arrays = iter(rest)
@@ -124,7 +143,7 @@ class Steps:
             branch.key: self._calls.nested(
                 branch.tree, [cut(array, next(arrays)) for array in branch.arrays]
             )
-            for branch in layout.rest
+            for branch in layout.returned
         }
         if len(values) > 1:
             return values if layout.has_names else tuple(values.values())
@@ -162,8 +181,8 @@ class Steps:
         chosen = self._calls.choose(self._name, static, flatten)
         return chosen._replace(values=[v for v in chosen.values if not isinstance(v, Held)])
 
-    def _layout(self, program: ProgramEntry) -> _Layout:
-        """Return where the results of a program go.
+    def _layout(self, program: ProgramEntry) -> Layout:
+        """Find and keep where the results of a program go.
 
         The next value of an argument is the result of the same name, or else the only one with the same
         structure, shapes and dtypes.
@@ -171,8 +190,6 @@ class Steps:
         Raises:
             UsageError: there is none, or several may be meant.
         """
-        if (known := self._layouts.get(program.name)) is not None:
-            return known
         results = {branch.key: branch for branch in self._results(program)}
         slots: dict[trees.Key, Branch] = {}
         taken = self._arguments(program)
@@ -196,14 +213,17 @@ class Steps:
                     hint=how_to_name(key),
                 )
             slots[key] = results.pop(found[0])
-        rest = tuple(results.values())
+        others = [branch for key, branch in taken.items() if key not in slots]
+        order = [taken[key] for key in self.state] + others
+        given = [place for branch in order for place in branch.places]
+        returned = tuple(results.values())
         tree = self._calls.programs.results_tree(program.name)
-        layout = self._layouts[program.name] = _Layout(
-            tuple((key if key in slots else None, len(b.arrays)) for key, b in taken.items()),
-            tuple(array for key, b in taken.items() if key not in slots for array in b.arrays),
-            tuple((key, slice(slot.start, slot.end)) for key, slot in slots.items()),
-            rest,
-            tuple(place for branch in rest for place in range(branch.start, branch.end)),
+        layout = self._layouts[program.name] = Layout(
+            tuple(array for branch in others for array in branch.arrays),
+            _picker([given.index(place) for place in range(len(given))]),
+            _picker([place for slot in slots.values() for place in slot.places]),
+            _picker([place for branch in returned for place in branch.places]),
+            returned,
             isinstance(tree, trees.Node) and tree.kind not in ("list", "tuple", "node"),
         )
         return layout
