@@ -60,10 +60,11 @@ if TYPE_CHECKING:
     from prejit.runtime.grammar.grammars import Grammars
     from prejit.runtime.machine.fingerprint import Fingerprint
     from prejit.runtime.programs.bound import Bound
-    from prejit.runtime.programs.calls import Calls, ChosenBucket, Pending
+    from prejit.runtime.programs.calls import Calls, Pending
     from prejit.runtime.programs.canary import CheckedAnswer, Checks
     from prejit.runtime.programs.dispatched import DispatchedCalls
     from prejit.runtime.programs.on_jax import JaxPrograms
+    from prejit.runtime.programs.signatures import ChosenBucket
     from prejit.runtime.session import Session
     from prejit.runtime.start.report import StartReport
     from prejit.runtime.text.tokenizer import Tokenizer
