@@ -30,7 +30,7 @@ TESTS ?= tests
 # What the newer interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo graphs artifacts test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos evaluation soak hostile-clients differential docs clean
+.PHONY: help demo graphs artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos evaluation soak hostile-clients differential docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -143,10 +143,14 @@ hostile-clients: $(READY) ## an honest client beside hostile ones and 10,000 con
 differential: $(READY) ## 100,000 calls of random functions beside jax.jit (30 minutes); writes its figures
 	PREJIT_DIFFERENTIAL_CHECKS=100000 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_differential.py
 
-docs: $(READY) $(DOCS_READY) ## build the documentation site into site/ and check its links
+docs: $(READY) $(DOCS_READY) ## generate the reference pages, build the documentation site into site/ and check its links
+	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/generate.py .site-source
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 	$(BIN)/python docs/check_site.py site
+
+dist: $(READY) ## build a wheel into dist/
+	$(BIN)/python -m build --wheel --outdir dist .
 
 demo-model: $(READY) ## train the demo model again
 	$(BIN)/python -m pip install --quiet --group demo-model

@@ -1,8 +1,9 @@
-"""Assemble the source of the documentation site: `python docs/generate.py DIRECTORY`.
+"""Generate pages from the code, and assemble the source of the documentation site.
 
-The directory gets the pages of docs/, the pages that are generated from the code (the manifest, the command
-line, the errors), and the figures and result pages that other pages link to. `make docs` calls this script
-and then mkdocs. Nothing generated is kept in the repository, so nothing generated can be out of date.
+    python docs/generate.py              writes the pages of docs/reference that are generated from the code
+    python docs/generate.py DIRECTORY    the pages of docs/, with the figures and results that they link to
+
+`make docs` does both, and then calls mkdocs. A test compares the generated pages with the code.
 """
 
 from __future__ import annotations
@@ -81,21 +82,28 @@ with ctrl-C has status 130, and one whose reader has gone has status 141.
 """
 
 
+def reference_pages() -> dict[Path, str]:
+    """Return the pages that are generated from the code, by their files."""
+    pages = {
+        "manifest.md": manifest_page(manifest_schema()),
+        "command-line.md": command_line_page(),
+        "errors.md": errors_page(),
+        "metrics.md": metrics_page(),
+    }
+    return {DOCS / "reference" / name: text for name, text in pages.items()}
+
+
 def assemble(directory: Path) -> None:
     """Write every page of the site to a directory, which is made anew."""
     shutil.rmtree(directory, ignore_errors=True)
     shutil.copytree(DOCS, directory, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    reference = directory / "reference"
-    (reference / "manifest.md").write_text(manifest_page(manifest_schema()))
-    (reference / "command-line.md").write_text(command_line_page())
-    (reference / "errors.md").write_text(errors_page())
-    (reference / "metrics.md").write_text(metrics_page())
     overview = directory / "architecture" / "index.md"
     overview.write_text(overview.read_text().replace("<!-- rooms -->", rooms()))
     for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
         text = (ROOT / name).read_text().replace("](docs/", "](")
         (directory / name.lower()).write_text(text)
-    for page in directory.rglob("*.md"):
+    for page in [*directory.rglob("*.md")]:
+        page.write_text(page.read_text().replace("](../../benchmarks/results/", "](results/"))
         _copy_results(page)
 
 
@@ -309,6 +317,10 @@ def _first_line(value: type) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(f"usage: {sys.argv[0]} DIRECTORY")
-    assemble(Path(sys.argv[1]))
+    if len(sys.argv) > 2:
+        sys.exit(f"usage: {sys.argv[0]} [DIRECTORY]")
+    if sys.argv[1:]:
+        assemble(Path(sys.argv[1]))
+    else:
+        for file, text in reference_pages().items():
+            file.write_text(text)
