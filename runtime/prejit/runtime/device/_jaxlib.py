@@ -528,13 +528,8 @@ def flattened(values: Any) -> tuple[list[Any], Any] | None:
     """
     try:
         found: tuple[list[Any], Any] = _registry().flatten(values, None)
-    except (
-        RecursionError,
-        SystemError,
-        ValueError,
-        Warning,
-    ):  # nanobind turns the first into the second
-        return None
+    except (RecursionError, SystemError, ValueError, Warning):
+        return None  # nanobind turns the first into the second
     return found
 
 

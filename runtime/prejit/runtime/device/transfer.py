@@ -179,7 +179,9 @@ def check_alive(name: str, value: Any) -> None:
         )
 
 
-def to_jax(array: DeviceArray | np.ndarray[Any, Any], device: Any = None) -> Any:
+def to_jax(
+    array: DeviceArray | np.ndarray[Any, Any], device: Any = None, *, committed: bool = False
+) -> Any:
     """Return the array as one of the host program's jax client, which is another client than ours.
 
     Only arrays of NumPy, arrays that a mesh holds and dtypes that DLPack does not know are copied, and those
@@ -187,28 +189,24 @@ def to_jax(array: DeviceArray | np.ndarray[Any, Any], device: Any = None) -> Any
 
     Args:
         array: of a device, or of NumPy; one that is `weakened` becomes weakly typed.
-        device: the device of jax that the result is committed to; None: it is on jax's default device and
-            committed to none, as a result of `jax.jit` whose arguments are.
+        device: the device of jax where the result is; None: jax's default device.
+        committed: whether it is committed to it.
     """
     import jax
 
-    if isinstance(array, np.ndarray):
-        return _put_on_jax(np.asarray(array), device, weak=is_weak(array))
-    ours = _jaxlib.is_on_cpu(array)
-    if array.dtype.kind == "V" or not (ours or _jaxlib.device_count(array) == 1):
-        return _put_on_jax(to_numpy(array), device, weak=array.aval.weak_type)
-    found = jax.dlpack.from_dlpack(_OnCpu(array) if ours else array)
     place = default_device() if device is None else device
-    if found.sharding.device_set != {place}:
-        found = jax.device_put(found, place)
-    return _jaxlib.as_result(found, weak=array.aval.weak_type, committed=device is not None)
-
-
-def _put_on_jax(value: np.ndarray[Any, Any], device: Any, *, weak: bool) -> Any:
-    import jax
-
-    found = jax.device_put(value, device)
-    return _jaxlib.as_result(found, weak=weak, committed=device is not None)
+    weak = is_weak(array) if isinstance(array, np.ndarray) else array.aval.weak_type
+    if isinstance(array, np.ndarray):
+        found = jax.device_put(np.asarray(array), place)
+    elif array.dtype.kind == "V" or not (
+        _jaxlib.is_on_cpu(array) or _jaxlib.device_count(array) == 1
+    ):
+        found = jax.device_put(to_numpy(array), place)
+    else:
+        found = jax.dlpack.from_dlpack(_OnCpu(array) if _jaxlib.is_on_cpu(array) else array)
+        if found.sharding.device_set != {place}:
+            found = jax.device_put(found, place)
+    return _jaxlib.as_result(found, weak=weak, committed=committed)
 
 
 def default_device() -> Any:

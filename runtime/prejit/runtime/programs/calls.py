@@ -152,6 +152,7 @@ class Calls:
         """Run a program as `call` does, without waiting for it. The arguments are copied."""
         chosen = self.choose_for(name, args, kwargs)
         results = self.run(chosen.program, self.put(chosen, copy=True))
+        chosen = chosen.emptied()
         return self.pending(chosen, results, lambda: self.rebuild(chosen, results))
 
     def call_on_device(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

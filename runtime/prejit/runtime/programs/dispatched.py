@@ -15,6 +15,7 @@ from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.format import trees
 from prejit.runtime.programs.calls import Calls
 from prejit.runtime.programs.dispatched_on_jax import JaxDispatchedCalls
+from prejit.runtime.programs.pytree import has_registered_tuple
 from prejit.runtime.programs.signatures import ChosenBucket
 
 _DTYPES = frozenset(
@@ -106,7 +107,8 @@ class DispatchedCalls:
         """Run a call whose signature is new, and return its results and how jaxlib dispatches later calls."""
         chosen, result = self._calls.call_in_bucket(name, args, kwargs)
         flat = _jaxlib.flattened((args, kwargs))
-        plain = flat is not None and self._is_plain(chosen, flat[0])
+        plain = flat is not None and not has_registered_tuple((args, kwargs))
+        plain = plain and self._is_plain(chosen, flat[0])
         return result, self._path(chosen) if plain else None, False
 
     def _is_plain(self, chosen: ChosenBucket, given: Sequence[Any]) -> bool:

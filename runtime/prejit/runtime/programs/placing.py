@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from prejit.runtime.device.transfer import is_jax_array, to_jax, to_numpy
+from prejit.runtime.device.transfer import default_device, is_jax_array, to_jax, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.programs.pytree import spell
@@ -45,7 +45,9 @@ def converter(arrays: Sequence[Array], given: Sequence[Any]) -> Convert:
             f"expected arrays of jax that are committed to one device, found {found}",
             hint="put them on one device: `jax.device_put(array, device)`",
         )
-    return partial(to_jax, device=next(iter(places), None))
+    device = next(iter(places), None)
+    # The default is that of this call: results may be made later, in another thread.
+    return partial(to_jax, device=device or default_device(), committed=device is not None)
 
 
 def key_name(value: Any) -> str:

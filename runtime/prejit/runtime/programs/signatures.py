@@ -10,12 +10,14 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from prejit.runtime.device import _jaxlib
-from prejit.runtime.device.transfer import OnDevice
+from prejit.runtime.device.transfer import OnDevice, default_device
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs.placing import Convert
+from prejit.runtime.programs.pytree import has_registered_tuple
 
 _MOST = 10_000
-"""Maximum number of signatures that are remembered; as many as a manifest may have programs."""
+"""Maximum number of signatures that are remembered; as many as a manifest may have programs. The next one
+forgets them all: those in use soon come back, and those that never come again go."""
 _PLAIN = (str, int, bool)
 """Types of the name of a program and of static arguments."""
 _NO_SIZES: Mapping[str, int] = {}
@@ -57,6 +59,10 @@ class ChosenBucket(NamedTuple):
         sizes = self.program.bucket
         return 1 - math.prod(given / sizes[name] for name, given in self.sizes.items())
 
+    def emptied(self) -> ChosenBucket:
+        """Return it without arguments, which would live as long as it is kept."""
+        return ChosenBucket(self.program, (), self.convert, self.sizes)
+
 
 class _Known(NamedTuple):
     """The bucket of a signature.
@@ -94,6 +100,7 @@ class Signatures:
         leaves, structure = flat
         of_jax = _jaxlib.imported_array_class()
         key: list[Any] = [structure]
+        uses_jax = False
         for leaf in leaves:
             kind = type(leaf)
             if kind is np.ndarray:
@@ -102,17 +109,24 @@ class Signatures:
                 key += kind, leaf.dtype, leaf.shape, leaf.weak_type
             elif kind is of_jax:
                 key += kind, leaf.aval, leaf.sharding, leaf.committed
+                uses_jax = True
             elif kind is str or (has_static and kind in (int, bool)):
                 key += kind, leaf
             else:
                 return choose(given)
+        if uses_jax:
+            key.append(default_device())
         signature = tuple(key)
         try:
             known = self._known[signature]
         except KeyError:
             chosen = choose(given)
-            if len(self._known) < _MOST:
-                self._known[signature] = _known(chosen, leaves, structure, choose)
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            known = (
+                None if has_registered_tuple(given) else _known(chosen, leaves, structure, choose)
+            )
+            self._known[signature] = known
             return chosen
         if known is None:
             return choose(given)
@@ -143,7 +157,7 @@ def _known(
     order = [places.pop(id(value), None) for value in found.values]
     if places or None in order or found.program is not chosen.program:
         return None
-    return _Known(chosen._replace(values=()), tuple(order))
+    return _Known(chosen.emptied(), tuple(order))
 
 
 def _stand_in(array: Any) -> np.ndarray[Any, Any] | Held:

@@ -133,6 +133,7 @@ class Steps:
             chosen, layout = self._alone
         if chosen.values:
             state = [*state, *map(self._copied, layout.others, chosen.values)]
+            chosen = chosen.emptied()
         results = self._calls.run(chosen.program, layout.arguments(state))
         return layout.state(results), (layout, layout.rest(results), chosen)
 
