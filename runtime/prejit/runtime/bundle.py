@@ -780,8 +780,8 @@ class Bundle(OneProcess):
         Returns:
             The results, nested as the function returned them: jax.Arrays if an argument was one, on the
             device where jax.jit would leave them, else NumPy arrays. Named tuples and dataclasses have their
-            own class if it is one of `load`'s `types`, else one with the same fields. A random key is a key of
-            jax, or its data as a NumPy array.
+            own class if it is one of `load`'s `types`, else one with the same fields. A random key is a key
+            of jax, or its data as a NumPy array.
 
         Raises:
             UsageError: there is no such program, no bucket of it takes these arguments, jax's settings are

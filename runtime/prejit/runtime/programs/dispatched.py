@@ -107,8 +107,8 @@ class DispatchedCalls:
         """Run a call whose signature is new, and return its results and how jaxlib dispatches later calls."""
         chosen, result = self._calls.call_in_bucket(name, args, kwargs)
         flat = _jaxlib.flattened((args, kwargs))
-        plain = flat is not None and not has_registered_tuple((args, kwargs))
-        plain = plain and self._is_plain(chosen, flat[0])
+        plain = flat is not None and self._is_plain(chosen, flat[0])
+        plain = plain and not has_registered_tuple((args, kwargs))
         return result, self._path(chosen) if plain else None, False
 
     def _is_plain(self, chosen: ChosenBucket, given: Sequence[Any]) -> bool:

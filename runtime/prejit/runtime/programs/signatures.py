@@ -154,8 +154,8 @@ def _known(
         found = choose(structure.unflatten(stand_ins))
     except Exception:  # of the class of a named tuple
         return None
-    order = [places.pop(id(value), None) for value in found.values]
-    if places or None in order or found.program is not chosen.program:
+    order = [places.pop(id(value), -1) for value in found.values]
+    if places or -1 in order or found.program is not chosen.program:
         return None
     return _Known(chosen.emptied(), tuple(order))
 

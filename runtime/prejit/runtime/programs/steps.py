@@ -166,9 +166,11 @@ class Steps:
         def flatten(tree: trees.Tree) -> list[Any]:
             assert isinstance(tree, trees.Node)
             others = [key for key in tree.keys if key not in self.state]
-            given: dict[trees.Key, Any] = dict(zip(others, args, strict=False))
+            given: dict[trees.Key, Any] = {}
             if tree.kind == "dict":
-                given = dict(named)
+                given.update(named)
+            else:
+                given.update(zip(others, args, strict=False))
             found: list[Any] = []
             for key, child in zip(tree.keys, tree.children, strict=True):
                 if key in self.state:
