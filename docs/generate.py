@@ -48,6 +48,7 @@ jaxlib and Python. [Errors and exit statuses](errors.md) lists what a command en
 
 A shell completes commands, options and files. For bash, put this line into `~/.bashrc`:
 
+<!-- snippet: parsed only, because it is a line of a shell's own set-up -->
 ```sh
 eval "$(_PREJIT_COMPLETE=bash_source prejit)"
 ```

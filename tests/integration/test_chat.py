@@ -54,7 +54,9 @@ def test_a_message_goes_through_the_template_and_a_stop_string_ends_the_answer(
 
 def test_a_prompt_is_one_of_three_things(run: Run, chatting: Path) -> None:
     done = run("generate", chatting, "--chat", "a", "--prompt", "b", status=2)
-    assert "not allowed with argument" in done.stderr
+    assert (
+        "expected one of --prompt, --prompt-ids, --chat, found --prompt and --chat" in done.stderr
+    )
 
 
 def test_the_bundle_knows_its_template(run: Run, chatting: Path) -> None:

@@ -644,7 +644,7 @@ def test_responses_have_logprobs(client: openai.OpenAI) -> None:
 
 
 def test_embeddings_are_those_of_the_bundle(client: openai.OpenAI, encoder_bundle: Bundle) -> None:
-    texts = ["a b c", "d", ""]
+    texts = ["a b c", "d", "e f"]
     expected = encoder_bundle.encode(texts)
     packed = client.embeddings.create(model="tiny", input=texts)  # asks for base64
     plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
@@ -652,7 +652,7 @@ def test_embeddings_are_those_of_the_bundle(client: openai.OpenAI, encoder_bundl
         vectors = np.array([each.embedding for each in found.data], np.float32)
         assert np.abs(vectors - expected).max() <= 1e-5
         assert [each.index for each in found.data] == [0, 1, 2]
-        assert found.usage.prompt_tokens == 5 + 3 + 2
+        assert found.usage.prompt_tokens == 5 + 3 + 4
     width = expected.shape[1]
     same = client.embeddings.create(model="tiny", input="d", dimensions=width)
     assert len(same.data[0].embedding) == width

@@ -331,7 +331,7 @@ def test_two_bundles_have_two_names(
         (("{bundle}", "--keys", "{missing}"), 6, "cannot read the keys"),
         (("{bundle}", "--log", "{missing}/log"), 6, "cannot write the log"),
         (("{bundle}", "--host", "192.0.2.1"), 6, "cannot listen"),
-        (("{bundle}", "--slots", "0"), 2, "expected 1 or more"),
+        (("{bundle}", "--slots", "0"), 2, "Invalid value for '--slots': 0"),
         (("{bundle}", "--admin", "{missing}/admin"), 6, "cannot listen"),
         (("{bundle}", "--admin", "{bundle}"), 6, "give another --admin"),
         (("{bundle}", "--admin", "localhost"), 2, "expected the path of a socket"),

@@ -202,7 +202,7 @@ class Bundle(OneProcess):
             )
         if config.encoder is not None and matched:
             self.encoder.start_loading(lambda: text.tokenizer)
-        disown_in_forks(self._disown)
+        disown_in_forks(self, Bundle._disown)
         self._times = times
         self._loaded = span("loading", times.started)
         self.load_seconds = self._loaded.end - times.started

@@ -10,7 +10,6 @@ from datetime import date, timedelta
 from prejit.runtime.errors import MismatchError
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import OpenTarget
-from prejit.runtime.format.schema import Portable
 from prejit.runtime.verdict import Axis, Verdict
 
 NOTICE = timedelta(days=30)
@@ -52,22 +51,22 @@ def count_axis(name: str) -> None:
         _counts[name] += 1
 
 
-def expiry_notice(portable: Portable | None, jaxlib: str, today: date) -> str | None:
+def expiry_notice(jax: str, readable_until: str | None, today: date) -> str | None:
     """Return a notice about portable programs that soon cannot be read any more; None: there is no need.
 
     Args:
-        portable: the bundle's record of them; None: format 1, which has no such record.
-        jaxlib: the version that reads them. The version that wrote them always can.
+        jax: the version that lowered them, and always can read them.
+        readable_until: the last day on which later versions promise to, YYYY-MM-DD; None: not known.
         today: the date.
     """
-    if portable is None or portable.readable_until is None or jaxlib == portable.jax:
+    if readable_until is None:
         return None
-    until = date.fromisoformat(portable.readable_until)
+    until = date.fromisoformat(readable_until)
     if today + NOTICE < until:
         return None
     ends = "ended" if today > until else "ends"
     return (
-        f"its portable programs are of jax {portable.jax}, which later versions promise to read for six "
+        f"its portable programs are of jax {jax}, which later versions promise to read for six "
         f"months: that {ends} on {until}. Build it again with a newer jax"
     )
 

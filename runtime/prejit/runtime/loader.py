@@ -153,9 +153,11 @@ def load(
         count_fallback(choice.target.verdict, on_fallback)
         warning = fallback_warning(opened.layout, choice.target)
         warnings.warn(warning, FallbackWarning, stacklevel=_CALLER)
-        notice = expiry_notice(choice.config.portable, machine.jaxlib, date.today())
-        if notice is not None:
-            warnings.warn(f"{opened.layout.path}: {notice}", PrejitWarning, stacklevel=_CALLER)
+        portable = choice.config.portable
+        if portable is not None and portable.jax != machine.jaxlib:
+            notice = expiry_notice(portable.jax, portable.readable_until, date.today())
+            if notice is not None:
+                warnings.warn(f"{opened.layout.path}: {notice}", PrejitWarning, stacklevel=_CALLER)
     times = LoadTimes(
         started,
         is_first,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import prejit.runtime
 from prejit.compiler import Built, Generate, Manifest, Mesh, Model, Program, TargetTable
 from prejit.compiler.api import build_all
 from prejit.compiler.pipeline.built import Failed
+from prejit.compiler.pipeline.pack import compatibility
 from prejit.runtime import load
 from prejit.runtime.errors import BuildError, ManifestError, StoreError, UsageError
 
@@ -64,6 +66,22 @@ def test_a_function_with_a_pytree_builds_and_runs(tmp_path: Path, options: dict[
     np.testing.assert_allclose(found, score(tree(), x), rtol=1e-5, atol=1e-6)
     again = prejit.compiler.build(manifest, tmp_path / "out", **options)
     assert (again.compiled, again.written, again.digest) == (0, False, built.digest)
+
+
+@pytest.mark.parametrize(("days", "count"), [(100, 0), (170, 1)])
+def test_a_build_says_that_its_portable_programs_soon_cannot_be_read(
+    tmp_path: Path,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    days: int,
+    count: int,
+) -> None:
+    released = date.today() - timedelta(days=days)
+    monkeypatch.setitem(compatibility._RELEASED, jax.__version__, released)
+    manifest = Manifest("score", programs=[scoring()], targets=["cpu-host"])
+    prejit.compiler.build(manifest, tmp_path / "out", **{**options, "quiet": False})
+    assert capsys.readouterr().err.count("score: its portable programs are of jax") == count
 
 
 def test_python_and_toml_give_the_same_bundle(tmp_path: Path, options: dict[str, Any]) -> None:

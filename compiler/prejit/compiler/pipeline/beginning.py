@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cache, partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from prejit.compiler.pipeline.lowerers.crew import open_crew
 from prejit.compiler.pipeline.measure.sizes import check_sizes
 from prejit.compiler.pipeline.model import ReadModel, stores_out_in
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
+from prejit.compiler.pipeline.pack.compatibility import readable_until
 from prejit.compiler.pipeline.pack.model_layers import read_layers
 from prejit.compiler.pipeline.pack.weights import Published, find_published, pack_weights
 from prejit.compiler.pipeline.plan import Plan, find_toolchain, plan_build
@@ -33,6 +35,7 @@ from prejit.compiler.progress import Progress
 from prejit.compiler.targets.environments import spec_for
 from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.toolchain import Toolchain
+from prejit.runtime.fallback import expiry_notice
 from prejit.runtime.machine.targets import Target
 
 
@@ -115,6 +118,10 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
             plan = replace(plan, own=checked.own)
         toolchains = [_make_toolchain(target, progress) for target in plan.targets]
         _note_cpus(toolchains, progress)
+        jax = versions("jax")["jax"]
+        expiry = expiry_notice(jax, readable_until(jax), date.today())
+        if expiry is not None:
+            progress.note(f"{manifest.bundle.name}: {expiry}")
         submitting = Submitting(plan, model, code, None if checked is None else crew, service)
         submitting.run(toolchains)
     plan, tools, found = submitting.plan, submitting.tools, submitting.found

@@ -6,7 +6,9 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable
-from typing import NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex, TypeVar
+
+_T = TypeVar("_T")
 
 
 class OneProcess:
@@ -19,26 +21,26 @@ class OneProcess:
         )
 
 
-_disowning: set[weakref.WeakMethod[Callable[[], object]]] = set()
+_disowning: weakref.WeakKeyDictionary[object, Callable[[Any], object]] = weakref.WeakKeyDictionary()
 
 
-def disown_in_forks(disown: Callable[[], object]) -> None:
-    """Call a method in each process that is forked from this one while the method's object lives.
+def disown_in_forks(each: _T, disown: Callable[[_T], object]) -> None:
+    """Call a function with an object in each process that is forked from this one while the object lives.
 
     A fork has none of the threads that programs run in: a call would wait for them for ever.
 
     Args:
+        each: the object, which is hashable.
         disown: lets the object refuse all calls, without taking a lock, which another thread may have held.
             It returns what must never be freed: a client of XLA waits for its threads then, also when the
             interpreter ends.
     """
-    _disowning.add(weakref.WeakMethod(disown, _disowning.discard))
+    _disowning[each] = disown
 
 
 def _disown() -> None:
-    for method in list(_disowning):
-        if (disown := method()) is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(disown()))
+    for each, disown in list(_disowning.items()):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(disown(each)))
 
 
 os.register_at_fork(after_in_child=_disown)

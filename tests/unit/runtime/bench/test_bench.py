@@ -488,7 +488,7 @@ def test_options_out_of_range_are_told(
     options: tuple[object, ...], settled_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("bench", settled_dir, *options) == 2
-    assert f"error[usage]: {options[0]}" in capsys.readouterr().err
+    assert f"error[usage]: Invalid value for '{options[0]}'" in capsys.readouterr().err
 
 
 def test_a_failed_process_keeps_its_own_exit_status(bundle_dir: Path, tmp_path: Path) -> None:
