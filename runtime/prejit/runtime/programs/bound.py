@@ -69,8 +69,8 @@ class Bound(OneProcess):
 
     def call_async(self, *args: Any, **kwargs: Any) -> Pending:
         """Run the program once without waiting for it. The next call may follow at once."""
-        layout, rest, chosen = self._step(args, kwargs)
-        return self._calls.pending(chosen, rest, partial(self._steps.rebuild, layout, rest, chosen))
+        route, rest, chosen = self._step(args, kwargs)
+        return self._calls.pending(chosen, rest, partial(self._steps.rebuild, route, rest, chosen))
 
     def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rest:
         """Run the program on the state, keep the next one, and return the rest."""

@@ -33,7 +33,7 @@ from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.placing import Convert, converter, key_name
 from prejit.runtime.programs.ready import Programs
-from prejit.runtime.programs.signatures import ChosenBucket, Held, Signatures
+from prejit.runtime.programs.signatures import ChosenBucket, Held, KnownCalls
 
 Flatten = Callable[[trees.Tree], list[Any]]
 """Returns the leaves that a caller gave for a tree, or raises `pytree.MisfitError`."""
@@ -129,7 +129,7 @@ class Calls:
             for name, buckets in self._buckets.items()
         }
         self._agreed: dict[str, Any] = {}  # the last key of jax's traces that each program fitted
-        self._signatures = Signatures()
+        self._known_calls = KnownCalls()
         self._has_finished = False
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -187,7 +187,7 @@ class Calls:
         def choose(given: Any) -> ChosenBucket:
             return self.choose(name, given[2], lambda tree: pytree.by_path(tree, given[1]))
 
-        chosen = self._signatures.choose((name, given, static), choose, has_static=bool(static))
+        chosen = self._known_calls.choose((name, given, static), choose, has_static=bool(static))
         results = self.run(chosen.program, self.put(chosen))
         arrays = self.programs.results(chosen.program.name)
         convert = self.cutter(chosen)
@@ -416,7 +416,7 @@ class Calls:
 
         has_static = bool(self.static_names(name))
         self.check_settings(name)
-        return self._signatures.choose((name, args, kwargs), choose, has_static=has_static)
+        return self._known_calls.choose((name, args, kwargs), choose, has_static=has_static)
 
     def check_settings(self, name: str) -> None:
         """Compare the settings of the host program's jax, if it has imported it, with those of a trace.

@@ -77,7 +77,7 @@ class _Known(NamedTuple):
 
 
 @final
-class Signatures:
+class KnownCalls:
     """The signatures of calls so far. Safe to use from many threads."""
 
     def __init__(self) -> None:

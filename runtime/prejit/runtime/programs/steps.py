@@ -18,7 +18,7 @@ from prejit.runtime.format.branches import Branch, branches, candidates, how_to_
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.calls import Calls
-from prejit.runtime.programs.signatures import ChosenBucket, Held, Signatures
+from prejit.runtime.programs.signatures import ChosenBucket, Held, KnownCalls
 
 State = Sequence[DeviceArray]
 """The arrays of all arguments that are kept."""
@@ -26,7 +26,7 @@ _Pick = Callable[[Sequence[DeviceArray]], Sequence[DeviceArray]]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Route:
     """Where the arguments of a bucket come from and its results go.
 
     Attributes:
@@ -54,8 +54,8 @@ def _picker(places: Sequence[int]) -> _Pick:
     return itemgetter(*places)
 
 
-Rest = tuple[Layout, Sequence[DeviceArray], ChosenBucket]
-"""What `Steps.rebuild` takes: the layout, the arrays of results that are no state, the bucket that ran."""
+Rest = tuple[Route, Sequence[DeviceArray], ChosenBucket]
+"""What `Steps.rebuild` takes: the route, the arrays of results that are no state, the bucket that ran."""
 
 
 @final
@@ -99,13 +99,13 @@ class Steps:
             for key, branch in self.state.items()
         }
         self._placeholder_ids = {id(e) for held in self._placeholders.values() for e in held}
-        self._layouts: dict[str, Layout] = {}
+        self._routes: dict[str, Route] = {}
         for program in buckets:
-            self._layout(program)
+            self._route(program)
         self._static = static
         self._has_static = bool(calls.static_names(name))
-        self._signatures = Signatures()
-        self._alone: tuple[ChosenBucket, Layout] | None = None
+        self._known_calls = KnownCalls()
+        self._alone: tuple[ChosenBucket, Route] | None = None
         """The bucket of steps without other arguments."""
 
     def run(
@@ -123,23 +123,23 @@ class Steps:
         """
         self._calls.check_settings(self._name)
         if args or kwargs or self._alone is None:
-            chosen = self._signatures.choose(
+            chosen = self._known_calls.choose(
                 (args, kwargs), self._choose, has_static=self._has_static
             )
-            layout = self._layouts.get(chosen.program.name) or self._layout(chosen.program)
+            route = self._routes.get(chosen.program.name) or self._route(chosen.program)
             if not (args or kwargs):
-                self._alone = chosen, layout
+                self._alone = chosen, route
         else:
-            chosen, layout = self._alone
+            chosen, route = self._alone
         if chosen.values:
-            state = [*state, *map(self._copied, layout.others, chosen.values)]
+            state = [*state, *map(self._copied, route.others, chosen.values)]
             chosen = chosen.emptied()
-        results = self._calls.run(chosen.program, layout.arguments(state))
-        return layout.state(results), (layout, layout.rest(results), chosen)
+        results = self._calls.run(chosen.program, route.arguments(state))
+        return route.state(results), (route, route.rest(results), chosen)
 
-    def rebuild(self, layout: Layout, rest: Sequence[DeviceArray], chosen: ChosenBucket) -> Any:
+    def rebuild(self, route: Route, rest: Sequence[DeviceArray], chosen: ChosenBucket) -> Any:
         """Return the results that are no state, as `Bound.__call__` returns them."""
-        if not layout.returned:
+        if not route.returned:
             return None
         cut = self._calls.cutter(chosen)
         arrays = iter(rest)
@@ -147,10 +147,10 @@ class Steps:
             branch.key: self._calls.nested(
                 branch.tree, [cut(array, next(arrays)) for array in branch.arrays]
             )
-            for branch in layout.returned
+            for branch in route.returned
         }
         if len(values) > 1:
-            return values if layout.has_names else tuple(values.values())
+            return values if route.has_names else tuple(values.values())
         return next(iter(values.values()))
 
     def _copied(self, array: Array, value: Any) -> DeviceArray:
@@ -189,7 +189,7 @@ class Steps:
             values=[v for v in chosen.values if id(v) not in self._placeholder_ids]
         )
 
-    def _layout(self, program: ProgramEntry) -> Layout:
+    def _route(self, program: ProgramEntry) -> Route:
         """Find and keep where the results of a program go.
 
         The next value of an argument is the result of the same name, or else the only one with the same
@@ -226,7 +226,7 @@ class Steps:
         given = [place for branch in order for place in branch.places]
         returned = tuple(results.values())
         tree = self._calls.programs.results_tree(program.name)
-        layout = self._layouts[program.name] = Layout(
+        route = self._routes[program.name] = Route(
             tuple(array for branch in others for array in branch.arrays),
             _picker([given.index(place) for place in range(len(given))]),
             _picker([place for slot in slots.values() for place in slot.places]),
@@ -234,7 +234,7 @@ class Steps:
             returned,
             isinstance(tree, trees.Node) and tree.kind not in ("list", "tuple", "node"),
         )
-        return layout
+        return route
 
     def _arguments(self, program: ProgramEntry) -> dict[trees.Key, Branch]:
         """Return the arguments of a program."""
