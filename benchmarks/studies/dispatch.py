@@ -29,7 +29,7 @@ from benchmarks.harness.measure import machine, progress
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import save
 from benchmarks.harness.workspace import RESULTS, bench_directory
-from prejit.compiler import build, program
+from prejit.compiler import Program, build, program
 from prejit.runtime import jit, load
 from prejit.runtime.device import _jaxlib
 
@@ -81,6 +81,8 @@ PROGRAMS: Mapping[str, tuple[Callable[..., Any], Callable[..., tuple[Any, ...]]]
     ),
 }
 """Functions, each with a function that makes its arguments of NumPy arrays."""
+DONATED = ("tanh", "decay")
+"""Functions that are also measured as a step whose state is donated."""
 
 
 def ways(name: str, path: Path) -> dict[str, Callable[[], Any]]:
@@ -102,10 +104,18 @@ def ways(name: str, path: Path) -> dict[str, Callable[[], Any]]:
         "jit from a bundle, NumPy": lambda: ours(*host),
         "jax.jit, NumPy to NumPy": lambda: jax.tree.map(np.asarray, plain(*host)),
         "Bundle.call, NumPy to NumPy": lambda: bundle.call(name, *host),
+        "Bundle.call_async, NumPy to NumPy": lambda: bundle.call_async(name, *host).result(),
     }
-    if name == "decay":
-        bound = bundle.bind(name, *host)
-        found["Bundle.bind, the state stays"] = lambda: bound.call_async()
+    donating, state = jax.jit(function, donate_argnums=0), arguments(jnp.array)
+
+    def donated() -> Any:
+        nonlocal state
+        state = (donating(*state),)
+        return state
+
+    found["jax.jit, the state stays and is donated"] = donated
+    for program_name, how in ((name, ""), (f"{name}_donated", " and is donated")):
+        found[f"Bundle.bind, the state stays{how}"] = bundle.bind(program_name, *host)
     return found
 
 
@@ -114,8 +124,7 @@ def seconds_per_call(call: Callable[[], Any], calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         result = call()
-    if not hasattr(result, "result"):  # a Pending has nothing to wait for if all of it is state
-        jax.block_until_ready(result)
+    jax.block_until_ready(result)
     return (time.perf_counter() - start) / calls
 
 
@@ -140,6 +149,10 @@ def main() -> None:
     parser.add_argument("--name", default=f"{time.strftime('%Y-%m-%d')}-dispatch")
     given = parser.parse_args()
     programs = [program(f, *arguments(jnp.asarray)) for f, arguments in PROGRAMS.values()]
+    for name in DONATED:
+        function, arguments = PROGRAMS[name]
+        args = list(arguments(jnp.asarray))
+        programs.append(Program(f"{name}_donated", fn=function, args=args, donate=[0]))
     path = build(programs, bench_directory() / "dispatch", name="dispatch", quiet=True).path
     facts: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
@@ -151,7 +164,7 @@ def main() -> None:
         "first_call_seconds": {},
     }
     tables = []
-    for name in ("tanh", "decay"):
+    for name in DONATED:
         called = ways(name, path)
         times: dict[str, list[float]] = {way: [] for way in called}
         for number in range(given.rounds + 1):  # the first one warms up

@@ -135,6 +135,12 @@ args = ["float32[3]", "float32[3]"]
 donate = [0]
 
 [[program]]
+name = "named_walk"
+function = "users_code:walk"
+args = { position = "float32[3]", velocity = "float32[3]" }
+donate = ["position"]
+
+[[program]]
 name = "equinox"
 function = "users_code:mlp"
 args = ["float32[4]"]
@@ -316,13 +322,13 @@ def test_a_saved_state_goes_on_where_it_was(
     other = bundle.bind("train", state=users_code.first_state())
     other.restore(tmp_path / name)
     assert other(x=X[1], y=Y[1], mode="linear") == after
-    smaller = bundle.bind("walk", np.zeros(3, np.float32))
+    smaller = bundle.bind("named_walk", position=np.zeros(3, np.float32))
     with pytest.raises(
-        Exception, match=r"expected the state of this program, found no '0'"
+        Exception, match=r"expected the state of this program, found no 'position'"
     ) as caught:
         smaller.restore(tmp_path / name)
     assert type(caught.value).__name__ == "StoreError"
-    assert smaller.read() == {0: pytest.approx(np.zeros(3))}
+    assert smaller.read() == {"position": pytest.approx(np.zeros(3))}
 
 
 def test_a_call_leaves_donated_arguments_as_they_were(bundle: Bundle) -> None:
@@ -330,11 +336,10 @@ def test_a_call_leaves_donated_arguments_as_they_were(bundle: Bundle) -> None:
     moved = bundle.call("walk", position, np.full(3, 2, np.float32))
     assert moved["position"].tolist() == [3, 3, 3]
     assert position.tolist() == [1, 1, 1]
-    step = bundle.bind("walk", position, np.full(3, 2, np.float32))
+    step = bundle.bind("named_walk", position=position, velocity=np.full(3, 2, np.float32))
     assert [step() for _ in range(3)] == [None] * 3
-    # Both results fit both arguments and have no names of theirs: they take their places in order.
     state = {key: value.tolist() for key, value in step.read().items()}
-    assert state == {0: [4.5] * 3, 1: [0.25] * 3}
+    assert state == {"position": [4.5] * 3, "velocity": [0.25] * 3}
 
 
 def test_results_keep_every_container_and_key(bundle: Bundle) -> None:
@@ -450,12 +455,19 @@ def test_a_mask_says_what_is_padding(shape: tuple[int, ...], bundle: Bundle) -> 
         ),
         (lambda b: b.bind("normal", np.zeros(2, np.uint32)), "returns nothing with the structure"),
         (
-            lambda b: b.bind("walk", np.zeros(4, np.float32)),
-            r"0: expected float32\[3\], found float32\[4\]",
+            lambda b: b.bind("walk", np.zeros(3, np.float32)),
+            "one result of walk that can be the next 0, found 'position', 'velocity' with the same",
         ),
-        (lambda b: b.bind("walk", np.zeros(3, np.float32))(), "1 is missing"),
         (
-            lambda b: b.bind("walk", np.zeros(3, np.float32)).write(x=1),
+            lambda b: b.bind("named_walk", position=np.zeros(4, np.float32)),
+            r"position: expected float32\[3\], found float32\[4\]",
+        ),
+        (
+            lambda b: b.bind("named_walk", position=np.zeros(3, np.float32))(),
+            r"velocity is missing",
+        ),
+        (
+            lambda b: b.bind("named_walk", position=np.zeros(3, np.float32)).write(x=1),
             "'x' is no part of the state",
         ),
     ],

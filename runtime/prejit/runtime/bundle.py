@@ -60,10 +60,11 @@ if TYPE_CHECKING:
     from prejit.runtime.grammar.grammars import Grammars
     from prejit.runtime.machine.fingerprint import Fingerprint
     from prejit.runtime.programs.bound import Bound
-    from prejit.runtime.programs.calls import Calls, ChosenBucket, Pending
+    from prejit.runtime.programs.calls import Calls, Pending
     from prejit.runtime.programs.canary import CheckedAnswer, Checks
     from prejit.runtime.programs.dispatched import DispatchedCalls
     from prejit.runtime.programs.on_jax import JaxPrograms
+    from prejit.runtime.programs.signatures import ChosenBucket
     from prejit.runtime.session import Session
     from prejit.runtime.start.report import StartReport
     from prejit.runtime.text.tokenizer import Tokenizer
@@ -777,20 +778,24 @@ class Bundle(OneProcess):
                 arrays of 64 bits become 32, unless the build had jax_enable_x64 on.
 
         Returns:
-            The results, nested as the function returned them: jax.Arrays if an argument was one, else NumPy
-            arrays. Named tuples and dataclasses have their own class if it is one of `load`'s `types`, else
-            one with the same fields. A random key is a key of jax, or its data as a NumPy array.
+            The results, nested as the function returned them: jax.Arrays if an argument was one, on the
+            device where jax.jit would leave them, else NumPy arrays. Named tuples and dataclasses have their
+            own class if it is one of `load`'s `types`, else one with the same fields. A random key is a key
+            of jax, or its data as a NumPy array.
 
         Raises:
-            UsageError: there is no such program, no bucket of it takes these arguments, or jax's settings are
-                not those of its trace.
+            UsageError: there is no such program, no bucket of it takes these arguments, jax's settings are
+                not those of its trace, or arrays of jax are on several devices.
             RejectError: the program is damaged.
         """
         self._programs.ask()
         return self._dispatched.call(name, args, kwargs)
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> Pending:
-        """Run a program as `call` does, without waiting for it: `bundle.call_async(...).result()`."""
+        """Run a program as `call` does, without waiting for it: `bundle.call_async(...).result()`.
+
+        The arguments are copied.
+        """
         self._programs.ask()
         return self._calls.call_async(name, args, kwargs)
 
@@ -799,6 +804,8 @@ class Bundle(OneProcess):
 
             noise = bundle.call_on_device("encode", text)
             image = bundle.call("decode", noise)
+
+        Arguments that are not on the device yet are copied.
 
         Returns:
             The results, nested as the function returned them, whose arrays are `OnDevice`: any method of this
@@ -832,11 +839,13 @@ class Bundle(OneProcess):
         Args:
             name: the name of the program.
             *args: the first arguments, if the manifest has a list of them. They are copied.
-            **kwargs: arguments by name. Each must come back among the results, under the same name or with
-                the same structure. Static arguments hold for all calls.
+            **kwargs: arguments by name. Each must come back among the results: under the same name, or else
+                as the only result with the same structure, shapes and dtypes that has not the name of another
+                argument. Static arguments hold for all calls.
 
         Raises:
-            UsageError: there is no such program or argument, or no result can take an argument's place.
+            UsageError: there is no such program or argument, or no result can take an argument's place, or
+                several can.
         """
         from prejit.runtime.programs.bound import Bound
 

@@ -16,7 +16,7 @@ Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
 @dataclass(frozen=True)
-class Trial:
+class SizedTrial:
     """A function of the user at other sizes than a bucket's, to compare the program with.
 
     Attributes:
@@ -69,4 +69,4 @@ class LoweredProgram:
     traced: ClosedJaxpr | None = None
     settings: dict[str, str] | None = None
     narrowed: tuple[str, ...] = ()
-    trials: Callable[[], tuple[Trial, ...]] = tuple
+    trials: Callable[[], tuple[SizedTrial, ...]] = tuple

@@ -177,7 +177,7 @@ def _described(text: str) -> tuple[str, dict[str, str]]:
     described: dict[str, str] = {}
     names: list[str] = []
     for line in rest.splitlines():
-        if found := re.fullmatch(r"    ([\w, ]+): (.*)", line):
+        if found := re.fullmatch(r"    (\w[\w, ]*): (.*)", line):
             names = [name.strip() for name in found[1].split(",")]
             described |= dict.fromkeys(names, found[2])
         elif line.strip():

@@ -69,7 +69,7 @@ _WITHOUT_KERNELS = ("copy", "embed", "call")
 
 @dataclass(frozen=True, slots=True)
 class StoredTrial:
-    """A function at other sizes than a bucket's, in the store: see `lowering.program.Trial`.
+    """A function at other sizes than a bucket's, in the store: see `lowering.program.SizedTrial`.
 
     Attributes:
         sizes: the size of each variable that differs.

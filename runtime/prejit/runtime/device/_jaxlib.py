@@ -162,7 +162,7 @@ def copy_to_cpu(array: np.ndarray[Any, Any], sharding: Any, device: Any) -> _Arr
     """Return a copy of an array on a CPU device, in memory of the device's own."""
     _, _jax = import_jaxlib()
     return _jax.batched_device_put(
-        _Aval(array.shape, array.dtype),
+        _aval(array.shape, array.dtype),
         sharding,
         [array],
         [device],
@@ -233,14 +233,14 @@ def put_with_jax(
         return _jax.batched_device_put(shaped_array(shape, dtype), sharding, shards, devices)
 
 
-def weakly_typed(array: _Array) -> _Array:
-    """Return an array of jax's client as one of a weak type, in the same memory."""
+def as_result(array: _Array, *, weak: bool, committed: bool) -> _Array:
+    """Return an array of jax on one device with the type and place of a result, in the same memory."""
+    if array._committed == committed and array.aval.weak_type == weak:
+        return array
     _, _jax = import_jaxlib()
     _, shaped_array = _jax_types()
-    aval = shaped_array(array.shape, array.dtype, weak_type=True)
-    return _jax.ArrayImpl(
-        aval, array.sharding, array._arrays, committed=array._committed, _skip_checks=True
-    )
+    aval = shaped_array(array.shape, array.dtype, weak_type=weak)
+    return _jax.ArrayImpl(aval, array.sharding, [array], committed=committed, _skip_checks=True)
 
 
 def mesh_assembler(avals: Avals, shardings: Sequence[Any]) -> Callable[[Any], list[_Array]]:
@@ -521,17 +521,16 @@ def cpu_path(
     )
 
 
-def leaves_for_dispatch(values: Any) -> list[Any]:
-    """Return the leaves of a call's arguments in the order in which `cpu_function` passes them.
+def flattened(values: Any) -> tuple[list[Any], Any] | None:
+    """Return the leaves of arguments, in the order in which `cpu_function` passes them, and their structure.
 
-    Raises:
-        RecursionError: they are nested too deeply.
+    None: jaxlib cannot flatten them, such as a dict whose keys have no order, or what is nested too deeply.
     """
     try:
-        leaves: list[Any] = _registry().flatten(values, None)[0]
-    except SystemError as error:  # how nanobind reports the RecursionError of some calls
-        raise RecursionError(str(error)) from error
-    return leaves
+        found: tuple[list[Any], Any] = _registry().flatten(values, None)
+    except (RecursionError, SystemError, ValueError, Warning):
+        return None  # nanobind turns the first into the second
+    return found
 
 
 _SIGNATURES = 4096

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
 from prejit.runtime.device import _jaxlib
@@ -43,10 +42,10 @@ class Executable:
         """
         self.loaded = loaded
         # Not a method: an object that refers to itself would stay until Python's collector finds it.
-        self.run: Callable[[list[DeviceArray]], list[DeviceArray]] = (
-            loaded.execute if assemble is None else partial(_run_assembled, loaded, assemble)
+        self.run: Callable[[Sequence[DeviceArray]], list[DeviceArray]] = (
+            loaded.execute if assemble is None else _assembled(loaded.execute_sharded, assemble)
         )
-        """Run the program: `run(list of DeviceArray) -> list of DeviceArray`, asynchronously.
+        """Run the program: `run(sequence of DeviceArray) -> list of DeviceArray`, asynchronously.
 
         Donated arguments are deleted. The compiled program itself checks number and sizes.
         """
@@ -64,10 +63,13 @@ class Executable:
         return None if head is None else _parse_signature(head)
 
 
-def _run_assembled(
-    loaded: Any, assemble: Callable[[Any], list[DeviceArray]], arguments: list[DeviceArray]
-) -> list[DeviceArray]:
-    return assemble(loaded.execute_sharded(arguments))
+def _assembled(
+    execute: Callable[[Sequence[DeviceArray]], Any], assemble: Callable[[Any], list[DeviceArray]]
+) -> Callable[[Sequence[DeviceArray]], list[DeviceArray]]:
+    def run(arguments: Sequence[DeviceArray]) -> list[DeviceArray]:
+        return assemble(execute(arguments))
+
+    return run
 
 
 _TOKENS = re.compile(r"([a-z]\w*)\[((?:\d{1,19}(?:,\d{1,19})*)?)\]|[{}]|->", re.ASCII)

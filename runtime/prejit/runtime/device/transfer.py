@@ -179,23 +179,41 @@ def check_alive(name: str, value: Any) -> None:
         )
 
 
-def to_jax(array: DeviceArray) -> Any:
+def to_jax(
+    array: DeviceArray | np.ndarray[Any, Any], device: Any = None, *, committed: bool = False
+) -> Any:
     """Return the array as one of the host program's jax client, which is another client than ours.
 
-    Only arrays that a mesh holds and dtypes that DLPack does not know are copied.
+    Only arrays of NumPy, arrays that a mesh holds and dtypes that DLPack does not know are copied, and those
+    that go to another device.
+
+    Args:
+        array: of a device, or of NumPy; one that is `weakened` becomes weakly typed.
+        device: the device of jax where the result is; None: jax's default device.
+        committed: whether it is committed to it.
     """
     import jax
 
-    ours = _jaxlib.is_on_cpu(array)
-    if array.dtype.kind == "V" or not (ours or _jaxlib.device_count(array) == 1):
-        return put_on_jax(to_numpy(array), weak=array.aval.weak_type)
-    found = jax.dlpack.from_dlpack(_OnCpu(array) if ours else array)
-    return _jaxlib.weakly_typed(found) if array.aval.weak_type else found
+    place = default_device() if device is None else device
+    weak = is_weak(array) if isinstance(array, np.ndarray) else array.aval.weak_type
+    if isinstance(array, np.ndarray):
+        found = jax.device_put(np.asarray(array), place)
+    elif array.dtype.kind == "V" or not (
+        _jaxlib.is_on_cpu(array) or _jaxlib.device_count(array) == 1
+    ):
+        found = jax.device_put(to_numpy(array), place)
+    else:
+        found = jax.dlpack.from_dlpack(_OnCpu(array) if _jaxlib.is_on_cpu(array) else array)
+        if found.sharding.device_set != {place}:
+            found = jax.device_put(found, place)
+    return _jaxlib.as_result(found, weak=weak, committed=committed)
 
 
-def put_on_jax(value: np.ndarray[Any, Any], *, weak: bool) -> Any:
-    """Return a NumPy array as one of the host program's jax client."""
+def default_device() -> Any:
+    """Return the device on which jax runs what is committed to none."""
     import jax
 
-    found = jax.device_put(value)
-    return _jaxlib.weakly_typed(found) if weak else found
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.local_devices()[0]
+    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device

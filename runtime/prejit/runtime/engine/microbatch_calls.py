@@ -11,21 +11,22 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import aligned_zeros, put_on_jax, to_numpy
+from prejit.runtime.device.transfer import aligned_zeros, to_numpy, weakened
 from prejit.runtime.engine.microbatch import Lane
 from prejit.runtime.engine.recorder import Cost, RequestRecorder
 from prejit.runtime.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.format.trees import Path
-from prejit.runtime.programs.calls import Calls, ChosenBucket, Fitted
+from prejit.runtime.programs.calls import Calls, Fitted
 from prejit.runtime.programs.dispatched import DispatchedCalls
+from prejit.runtime.programs.signatures import ChosenBucket
 
 BATCH = "batch"
 """The variable in `pad` that declares a batch axis."""
@@ -302,7 +303,7 @@ class Calling:
         if not candidates:
             chosen = self._calls.choose_for(name, args, kwargs)
             if copy:
-                chosen = replace(chosen, values=list(map(_copied, chosen.values)))
+                chosen = chosen._replace(values=list(map(_copied, chosen.values)))
             return SharedJob(chosen, 1, 0, object(), _only, deadline)
         _, _, family, fitted = min(candidates)
         if copy:
@@ -356,7 +357,10 @@ class Calling:
         tree = self._calls.programs.results_tree(family.programs[-1].name)
         if convert is not to_numpy:
             gives = self._calls.programs.results(family.programs[-1].name)
-            values = [put_on_jax(each, weak=a.weak) for each, a in zip(values, gives, strict=True)]
+            values = [
+                convert(weakened(value) if array.weak else value)
+                for value, array in zip(values, gives, strict=True)
+            ]
         return self._calls.nested(tree, values)
 
 

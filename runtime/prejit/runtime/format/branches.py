@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -28,9 +28,14 @@ class Branch:
     arrays: tuple[Array, ...]
     start: int
 
+    @property
+    def places(self) -> range:
+        """The places of its arrays."""
+        return range(self.start, self.start + len(self.arrays))
+
     def of(self, values: Sequence[_T]) -> list[_T]:
         """Return the branch's part of a list with a value for each argument or result."""
-        return list(values[self.start : self.start + len(self.arrays)])
+        return list(values[self.start : self.places.stop])
 
     def holds_what(self, other: Branch) -> bool:
         """Return whether another branch has the same structure, shapes and types."""
@@ -54,3 +59,28 @@ def branches(tree: trees.Tree, arrays: tuple[Array, ...]) -> list[Branch]:
         found.append(Branch(key, child, arrays[start : start + count], start))
         start += count
     return found
+
+
+def candidates(
+    key: trees.Key, alike: Sequence[trees.Key], arguments: Collection[trees.Key]
+) -> list[trees.Key]:
+    """Return the results that may be the next value of an argument: one if there is no doubt.
+
+    Args:
+        key: the name or place of the argument.
+        alike: names or places of the results with its structure, shapes and dtypes.
+        arguments: names or places of all arguments. A result with the name of another one belongs to that.
+    """
+    if isinstance(key, str) and key in alike:
+        return [key]
+    return [each for each in alike if isinstance(each, int) or each not in arguments]
+
+
+def how_to_name(key: trees.Key) -> str:
+    """Return a hint that says how a function tells the next value of an argument from other results."""
+    if isinstance(key, str):
+        return f"let the function return a dict whose key {key!r} is the next value of {key!r}"
+    return (
+        "give the arguments names (`args` as a table, or keyword arguments), and let the function return a "
+        "dict whose key is the argument's name"
+    )

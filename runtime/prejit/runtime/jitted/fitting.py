@@ -10,7 +10,7 @@ from prejit.runtime.base import arguments
 from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.device import jax_settings
 from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import DELETED, is_jax_array
+from prejit.runtime.device.transfer import DELETED, default_device, is_jax_array
 from prejit.runtime.format import trees
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.jitted.calls import JittedCall
@@ -150,7 +150,7 @@ def _fit(
         else:
             _compare_sharding(at, value, programs.device.sharding(array.sharding))
     on_one = programs.device.mesh is None
-    if on_one and not committed and (default := _default_device()) != programs.device.first:
+    if on_one and not committed and (default := default_device()) != programs.device.first:
         raise MissError(
             "device", f"expected {programs.device.first} as jax's device, found {default}"
         )
@@ -318,16 +318,6 @@ def _compare_sharding(at: trees.Path, array: Any, wanted: Any) -> None:
         raise MissError(
             "device", f"{spell(at)}: expected it split as {wanted}, found {array.sharding}"
         )
-
-
-def _default_device() -> Any:
-    """Return the device on which jax runs what is committed to none."""
-    import jax
-
-    device = jax.config.jax_default_device
-    if device is None:
-        return jax.local_devices()[0]
-    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
 
 
 def _differs(at: trees.Path, expected: Any, found: Any) -> str:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from functools import partial
 from os import PathLike
 from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.base.one_process import OneProcess
-from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
-from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.branches import Branch, branches, whole
-from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.format.branches import Branch
 from prejit.runtime.programs import pytree
-from prejit.runtime.programs.calls import Calls, ChosenBucket, Held, Pending, fit, narrows
+from prejit.runtime.programs.calls import Calls, Pending, fit, narrows
+from prejit.runtime.programs.signatures import Held
+from prejit.runtime.programs.steps import Rest, State, Steps
 
 
 @final
@@ -37,31 +36,17 @@ class Bound(OneProcess):
         self._calls = calls
         self._name = name
         self._lock = threading.Lock()
-        self._taken: dict[str, list[Branch]] = {}
-        self._given: dict[str, list[Branch]] = {}
         given: dict[trees.Key, Any] = dict(enumerate(args))
         given.update(kwargs)
-        self._static = {str(key): given.pop(key) for key in calls.static_names(name) & given.keys()}
+        static = {str(key): given.pop(key) for key in calls.static_names(name) & given.keys()}
         if not given:
             raise UsageError(
                 f"bind: expected an argument of {name!r} to keep, found none",
                 hint=f"bundle.bind({name!r}, state=...)",
             )
-        first = calls.buckets(name)[0]
-        taken = {branch.key: branch for branch in self._arguments(first)}
-        for key in given:
-            if key not in taken:
-                raise UsageError(
-                    f"bind: {name!r} has no argument {key!r}{did_you_mean(str(key), map(str, taken))}",
-                    hint=f"its arguments are: {', '.join(map(str, taken)) or 'none'}",
-                )
-        self._state = {key: taken[key] for key in given}
-        self._placeholders = {
-            key: [Held(dtype_of(array.dtype), array.shape, array.weak) for array in branch.arrays]
-            for key, branch in self._state.items()
-        }
-        self._slots = {p.name: self._slots_of(p) for p in calls.buckets(name)}
-        self._held: dict[trees.Key, list[DeviceArray]] = {}
+        self._steps = Steps(calls, name, tuple(given), static)
+        self._has_failed = False
+        self._held: State = []
         self._put(given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,50 +63,27 @@ class Bound(OneProcess):
         Raises:
             UsageError, RejectError: as `Bundle.call`.
         """
-        return self.call_async(*args, **kwargs).result()
+        result = self._steps.rebuild(*self._step(args, kwargs))
+        self._calls.finish()
+        return result
 
     def call_async(self, *args: Any, **kwargs: Any) -> Pending:
         """Run the program once without waiting for it. The next call may follow at once."""
-        static = self._static
-        if names := self._calls.static_names(self._name):
-            static = {**static, **{key: kwargs.pop(key) for key in names & kwargs.keys()}}
+        route, rest, chosen = self._step(args, kwargs)
+        return self._calls.pending(chosen, rest, partial(self._steps.rebuild, route, rest, chosen))
+
+    def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rest:
+        """Run the program on the state, keep the next one, and return the rest."""
         with self._lock:
-            chosen = self._choose(static, args, kwargs)
-            inputs: list[DeviceArray] = []
-            arrays = self._calls.programs.arguments(chosen.program.name)
-            for branch in self._arguments(chosen.program):
-                if branch.key in self._state:
-                    inputs += self._alive(branch.key)
-                else:
-                    inputs += map(self._copy, branch.of(arrays), branch.of(chosen.values))
-            results = self._calls.run(chosen.program, inputs)
-            slots = self._slots[chosen.program.name]
-            for key, slot in slots.items():
-                self._held[key] = slot.of(results)
-        return self._pending(chosen, results, {slot.start for slot in slots.values()})
-
-    def _pending(
-        self, chosen: ChosenBucket, results: list[DeviceArray], kept: Collection[int]
-    ) -> Pending:
-        """Return those of the results that do not start at a place that is kept."""
-        tree = self._calls.programs.results_tree(chosen.program.name)
-        rest = [branch for branch in self._results(chosen.program) if branch.start not in kept]
-
-        def value(branch: Branch) -> Any:
-            return self._calls.nested(branch.tree, list(map(chosen.convert, branch.of(results))))
-
-        def rebuild() -> Any:
-            if not rest:
-                return None
-            if len(rest) == 1:
-                return value(rest[0])
-            if isinstance(tree, trees.Node) and tree.kind in ("list", "tuple", "node"):
-                return tuple(map(value, rest))
-            return {branch.key: value(branch) for branch in rest}
-
-        # The next call deletes the state.
-        arrays = [array for branch in rest for array in branch.of(results)]
-        return self._calls.pending(chosen, arrays, rebuild)
+            if self._has_failed:
+                for key in self._steps.state:
+                    self._alive(key)
+            try:
+                self._held, rest = self._steps.run(self._held, args, kwargs)
+            except BaseException:
+                self._has_failed = True
+                raise
+        return rest
 
     def read(self) -> dict[trees.Key, Any]:
         """Return a copy of the state on the host, by the name of the argument.
@@ -133,7 +95,7 @@ class Bound(OneProcess):
         with self._lock:
             return {
                 key: self._calls.nested(branch.tree, list(map(_copied, self._alive(key))))
-                for key, branch in self._state.items()
+                for key, branch in self._steps.state.items()
             }
 
     def write(self, **state: Any) -> None:
@@ -159,7 +121,7 @@ class Bound(OneProcess):
         with self._lock:
             arrays = {
                 path: _copied(array)
-                for key, branch in self._state.items()
+                for key, branch in self._steps.state.items()
                 for path, array in zip(_paths(branch), self._alive(key), strict=True)
             }
         write_state(path, arrays)
@@ -175,54 +137,24 @@ class Bound(OneProcess):
 
         expected = {
             path: array
-            for branch in self._state.values()
+            for branch in self._steps.state.values()
             for path, array in zip(_paths(branch), branch.arrays, strict=True)
         }
         found = read_state(path, expected)
         with self._lock:
-            for key, branch in self._state.items():
-                self._held[key] = [
-                    self._calls.device.copy(found[at], array.sharding)
-                    for at, array in zip(_paths(branch), branch.arrays, strict=True)
-                ]
-
-    def _choose(
-        self, static: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> ChosenBucket:
-        """Return the bucket that takes these arguments beside the state, whose values are placeholders."""
-
-        def flatten(tree: trees.Tree) -> list[Any]:
-            assert isinstance(tree, trees.Node)
-            others = [key for key in tree.keys if key not in self._state]
-            given: dict[trees.Key, Any] = dict(zip(others, args, strict=False))
-            if tree.kind == "dict":
-                given = {key: value for key, value in kwargs.items()}
-            found: list[Any] = []
-            for key, child in zip(tree.keys, tree.children, strict=True):
-                if key in self._state:
-                    found += self._placeholders[key]
-                elif key in given:
-                    found += pytree.flatten(child, given.pop(key), (key,))
-                else:
-                    raise pytree.MisfitError(f"{pytree.spell((key,))} is missing")
-            more = args if tree.kind == "dict" else (*args[len(others) :], *kwargs)
-            for key in (*given, *range(len(more))):
-                raise pytree.MisfitError(f"unexpected {pytree.spell((key,))}")
-            return found
-
-        return self._calls.choose(self._name, static, flatten)
-
-    def _copy(self, array: Array, value: Any) -> DeviceArray:
-        return self._calls.placed(array, value, copy=True)
+            self._held = [
+                self._calls.device.copy(found[path], array.sharding)
+                for path, array in expected.items()
+            ]
 
     def _put(self, state: Mapping[trees.Key, Any]) -> None:
         """Copy values of the state to the device."""
-        held = {}
+        held = [*self._held]
         for key, value in state.items():
-            if (branch := self._state.get(key)) is None:
+            if (branch := self._steps.state.get(key)) is None:
                 raise UsageError(
                     f"{key!r} is no part of the state of {self._name!r}",
-                    hint=f"its parts are: {', '.join(map(str, self._state))}",
+                    hint=f"its parts are: {', '.join(map(str, self._steps.state))}",
                 )
             try:
                 leaves = pytree.flatten(branch.tree, value, (key,))
@@ -237,73 +169,26 @@ class Bound(OneProcess):
                 raise UsageError(
                     f"state of {self._name!r}: expected the sizes of its bucket, found {smaller}"
                 )
-            held[key] = [
-                self._copy(array, one)
+            held[self._steps.places[key]] = [
+                self._calls.placed(array, one, copy=True)
                 for one, array in zip(values, branch.arrays, strict=True)
                 if not isinstance(one, Held)
             ]
-        self._held |= held
+        self._held = held
 
-    def _alive(self, key: trees.Key) -> list[DeviceArray]:
+    def _alive(self, key: trees.Key) -> State:
         """Return a part of the state on the device.
 
         Raises:
             UsageError: a program that failed has deleted it.
         """
-        held = self._held[key]
+        held = self._held[self._steps.places[key]]
         if any(array.is_deleted() for array in held):
             raise UsageError(
                 f"the state {key!r} of {self._name!r} was donated to a call that failed",
                 hint="set it again with `write` or `restore`",
             )
         return held
-
-    def _slots_of(self, program: ProgramEntry) -> dict[trees.Key, Branch]:
-        """Return the results that take the place of the state, by argument.
-
-        It is the result of the same name, or else the first one with the same structure, shapes and dtypes
-        that no other argument takes.
-
-        Raises:
-            UsageError: there is none.
-        """
-        results = list(self._results(program))
-        slots: dict[trees.Key, Branch] = {}
-        taken = {branch.key: branch for branch in self._arguments(program)}
-        for key, branch in self._state.items():
-            if key not in taken or not branch.holds_what(taken[key]):
-                raise UsageError(
-                    f"bind: expected {key!r} to have the same structure, shapes and dtypes in all buckets "
-                    f"of {self._name!r}, found others in {program.name}"
-                )
-            same = [result for result in results if branch.holds_what(result)]
-            named = [result for result in same if result.key == key and isinstance(key, str)]
-            if not same:
-                raise UsageError(
-                    f"bind: {program.name} returns nothing with the structure, shapes and dtypes of {key!r}",
-                    hint="keep an argument that the function returns anew",
-                )
-            slots[key] = (named or same)[0]
-            results.remove(slots[key])
-        return slots
-
-    def _arguments(self, program: ProgramEntry) -> list[Branch]:
-        """Return the arguments of a program."""
-        programs = self._calls.programs
-        if (known := self._taken.get(program.name)) is None:
-            tree = programs.arguments_tree(program.name)
-            known = self._taken[program.name] = branches(tree, programs.arguments(program.name))
-        return known
-
-    def _results(self, program: ProgramEntry) -> list[Branch]:
-        """Return the results of a program; all of them as one, if together they can be the state."""
-        programs = self._calls.programs
-        if (known := self._given.get(program.name)) is None:
-            tree, arrays = programs.results_tree(program.name), programs.results(program.name)
-            together = whole(tree, arrays)
-            alone = any(map(together.holds_what, self._state.values()))
-            known = self._given[program.name] = [together] if alone else branches(tree, arrays)
-        return known
 
 
 def _paths(branch: Branch) -> list[trees.Path]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from operator import is_
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -24,8 +23,6 @@ from prejit.runtime.device.transfer import (
     is_jax_array,
     is_number,
     is_weak,
-    put_on_jax,
-    to_jax,
     to_numpy,
     weakened,
 )
@@ -34,54 +31,18 @@ from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs import pytree
+from prejit.runtime.programs.placing import Convert, converter, key_name
 from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.signatures import ChosenBucket, Held, KnownCalls
 
 Flatten = Callable[[trees.Tree], list[Any]]
 """Returns the leaves that a caller gave for a tree, or raises `pytree.MisfitError`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """In place of an argument that is on the device already.
-
-    Attributes:
-        dtype: its dtype.
-        shape: the shape of the whole array.
-        weak_type: whether jax's type of it is weak.
-    """
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    weak_type: bool
 
 
 EVERYTHING: Final = object()
 """In place of a mask that the caller leaves out: true for all that the caller gave."""
 
 Value = np.ndarray[Any, Any] | OnDevice | Held
-
-
-@dataclass(frozen=True)
-class ChosenBucket:
-    """A bucket that takes what a caller gave.
-
-    Attributes:
-        program: its row of the program table.
-        values: the given arguments in order, padded if necessary.
-        convert: makes a result of the kind that the caller uses: jax.Array or NumPy array.
-        sizes: the caller's size of each variable of the bucket that was padded; empty: none was.
-    """
-
-    program: ProgramEntry
-    values: list[Value]
-    convert: Callable[[DeviceArray], Any]
-    sizes: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def padding(self) -> float:
-        """The share of the bucket that is padding, from 0 to 1."""
-        sizes = self.program.bucket
-        return 1 - math.prod(given / sizes[name] for name, given in self.sizes.items())
 
 
 class Fitted(NamedTuple):
@@ -95,7 +56,7 @@ class Fitted(NamedTuple):
 
     values: list[Value]
     sizes: Mapping[str, int]
-    convert: Callable[[DeviceArray], Any]
+    convert: Convert
 
 
 @final
@@ -167,10 +128,9 @@ class Calls:
             name: frozenset(key for program in buckets for key in program.static or ())
             for name, buckets in self._buckets.items()
         }
-        self._exact: dict[Any, ProgramEntry] = {}  # the buckets of calls so far, by `_signature`
-        self._agreed: dict[
-            str, Any
-        ] = {}  # the last key of jax's traces that each program agreed with
+        self._agreed: dict[str, Any] = {}  # the last key of jax's traces that each program fitted
+        self._known_calls = KnownCalls()
+        self._has_finished = False
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a program on nested arguments. Arguments, results and errors as `Bundle.call`."""
@@ -181,7 +141,9 @@ class Calls:
     ) -> tuple[ChosenBucket, Any]:
         """Run a program as `call` does; return its bucket and its results."""
         chosen = self.choose_for(name, args, kwargs)
-        results = self.run(chosen.program, self.put(chosen))
+        # Reading a NumPy array waits for the program; an array of jax may be there before it is computed.
+        copy = chosen.convert is not to_numpy
+        results = self.run(chosen.program, self.put(chosen, copy=copy))
         result = self.rebuild(chosen, results)
         self.finish()
         return chosen, result
@@ -190,12 +152,13 @@ class Calls:
         """Run a program as `call` does, without waiting for it. The arguments are copied."""
         chosen = self.choose_for(name, args, kwargs)
         results = self.run(chosen.program, self.put(chosen, copy=True))
+        chosen = chosen.emptied()
         return self.pending(chosen, results, lambda: self.rebuild(chosen, results))
 
     def call_on_device(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a program as `call` does, and leave its results on the device."""
+        """Run a program as `call` does, and leave its results on the device. The arguments are copied."""
         chosen = self.choose_for(name, args, kwargs)
-        results = self.run(chosen.program, self.put(chosen))
+        results = self.run(chosen.program, self.put(chosen, copy=True))
         arrays = self.programs.results(chosen.program.name)
         if chosen.sizes and any(array.variables for array in arrays):
             raise UsageError(
@@ -218,11 +181,16 @@ class Calls:
         if not isinstance(static, Mapping):
             arguments.refuse("static", "a mapping of names to values", static)
         weak = {a.path for a in self.programs.arguments(self.buckets(name)[0].name) if a.weak}
+        self.check_settings(name)
         given = {path: weakened(value) if path in weak else value for path, value in given.items()}
-        chosen = self.choose(name, static, lambda tree: pytree.by_path(tree, given))
+
+        def choose(given: Any) -> ChosenBucket:
+            return self.choose(name, given[2], lambda tree: pytree.by_path(tree, given[1]))
+
+        chosen = self._known_calls.choose((name, given, static), choose, has_static=bool(static))
         results = self.run(chosen.program, self.put(chosen))
         arrays = self.programs.results(chosen.program.name)
-        convert = self._cutter(chosen)
+        convert = self.cutter(chosen)
         values = {
             array.path: convert(array, result)
             for array, result in zip(arrays, results, strict=True)
@@ -251,7 +219,7 @@ class Calls:
         return self._static[name]
 
     def choose(self, name: str, static: Mapping[str, Any], flatten: Flatten) -> ChosenBucket:
-        """Return the bucket of a program that takes what a caller gave.
+        """Return the bucket of a program that takes what a caller gave. It looks at no settings of jax.
 
         Args:
             name: of the program.
@@ -262,11 +230,7 @@ class Calls:
             UsageError: there is no such program, or none of its buckets takes them.
         """
         buckets = self.buckets(name)
-        self.check_settings(name)
         first = self._leaves(buckets[0], flatten)
-        signature = _signature(name, static, first)
-        if signature is not None and (program := self._exact.get(signature)) is not None:
-            return ChosenBucket(program, [*first], to_numpy)
         known = {buckets[0].arguments_tree or buckets[0].name: first}  # by the text of the tree
         complaints = []
         larger: list[ChosenBucket] = []
@@ -285,17 +249,14 @@ class Calls:
                 complaints.append(f"{program.name}: {fitted}")
                 continue
             values, sizes = fitted
-            chosen = ChosenBucket(program, values, converter(given), sizes)
+            chosen = ChosenBucket(program, values, converter(arrays, given), sizes)
             if not sizes:
-                as_given = signature is not None and given is first and all(map(is_, values, first))
-                if as_given and len(self._exact) < _MOST_SIGNATURES:
-                    self._exact[signature] = program
                 return chosen
             larger.append(chosen)
         if larger:
             best = min(larger, key=lambda chosen: math.prod(chosen.program.bucket.values()))
             arrays = self.programs.arguments(best.program.name)
-            return replace(best, values=list(map(padded, arrays, best.values)))
+            return best._replace(values=list(map(padded, arrays, best.values)))
         if (specialized := self._specialized(name, static, known)) is not None:
             return specialized
         raise UsageError(
@@ -352,7 +313,7 @@ class Calls:
             values, sizes = fitted
             entry = self.programs.specialize(program, sizes)
             self._buckets[name] = [*self._buckets[name], entry]
-            return ChosenBucket(entry, values, converter(given))
+            return ChosenBucket(entry, values, converter(arrays, given))
         return None
 
     def put(self, chosen: ChosenBucket, *, copy: bool = False) -> list[DeviceArray]:
@@ -379,18 +340,19 @@ class Calls:
 
     def run(self, program: ProgramEntry, inputs: Sequence[DeviceArray]) -> list[DeviceArray]:
         """Run a program on arrays of its device. Donated ones are deleted."""
-        weights = self.programs.weights(program.weights)
-        return self.programs[program.name].run([*weights, *inputs])
+        if program.weights is not None:
+            inputs = [*self.programs.weights(program.weights), *inputs]
+        return self.programs[program.name].run(inputs)
 
     def rebuild(self, chosen: ChosenBucket, results: Sequence[DeviceArray]) -> Any:
         """Return the results of a program, nested as the function returned them."""
         arrays = self.programs.results(chosen.program.name)
         tree = self.programs.results_tree(chosen.program.name)
-        values = list(map(self._cutter(chosen), arrays, results))
+        values = list(map(self.cutter(chosen), arrays, results))
         return self.nested(tree, values)
 
     @staticmethod
-    def _cutter(chosen: ChosenBucket) -> Callable[[Array, DeviceArray], Any]:
+    def cutter(chosen: ChosenBucket) -> Callable[[Array, DeviceArray], Any]:
         """Return a function that converts a result and cuts what belongs to padding."""
 
         def cut(array: Array, result: DeviceArray) -> Any:
@@ -400,7 +362,7 @@ class Calls:
             value = to_numpy(result)[within]
             if chosen.convert is to_numpy:
                 return value
-            return put_on_jax(value, weak=array.weak)
+            return chosen.convert(weakened(value) if array.weak else value)
 
         return cut
 
@@ -448,7 +410,13 @@ class Calls:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> ChosenBucket:
         """Return the bucket of a program that takes nested arguments. Errors as `choose`."""
-        return self.choose(name, *self._given(name, args, kwargs))
+
+        def choose(given: Any) -> ChosenBucket:
+            return self.choose(name, *self._given(*given))
+
+        has_static = bool(self.static_names(name))
+        self.check_settings(name)
+        return self._known_calls.choose((name, args, kwargs), choose, has_static=has_static)
 
     def check_settings(self, name: str) -> None:
         """Compare the settings of the host program's jax, if it has imported it, with those of a trace.
@@ -487,7 +455,7 @@ class Calls:
             return None
         values, sizes = found
         padded_sizes = {name: program.bucket[name] for name in program.pad or ()}
-        return Fitted(values, padded_sizes | sizes, converter(given))
+        return Fitted(values, padded_sizes | sizes, converter(arrays, given))
 
     def _given(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -517,8 +485,10 @@ class Calls:
         Raises:
             RejectError: the bundle is damaged.
         """
-        self.programs.verification.finish()
-        self.programs.answer()
+        if not self._has_finished:
+            self.programs.verification.finish()
+            self.programs.answer()
+            self._has_finished = True
 
     def _leaves(self, program: ProgramEntry, flatten: Flatten) -> list[Any] | str:
         """Return the leaves that a caller gave, or why they do not have the program's structure."""
@@ -541,25 +511,7 @@ class Calls:
         return ""
 
 
-_MOST_SIGNATURES = 10_000
-"""Maximum number of signatures that are remembered; as many as a manifest may have programs."""
 _NO_STATIC: Mapping[str, Any] = {}
-
-
-def _signature(name: str, static: Mapping[str, Any], leaves: list[Any] | str) -> Any:
-    """Return what decides the bucket of a call, to be hashed; None if that takes more than a look."""
-    if isinstance(leaves, str):
-        return None
-    shapes = []
-    for leaf in leaves:
-        if type(leaf) not in (np.ndarray, Held, OnDevice):
-            return None
-        shapes += [leaf.shape, leaf.dtype, type(leaf) is not np.ndarray and leaf.weak_type]
-    if not static:
-        return name, *shapes
-    values = [(key, type(value), value) for key, value in static.items()]
-    # A value that is none of these types may not be hashable; no program has it.
-    return (name, *values, *shapes) if all(v[1] in (str, int, bool) for v in values) else None
 
 
 def fit(
@@ -629,7 +581,7 @@ def _differ_in_size(arrays: Sequence[Array], given: Sequence[Any]) -> bool:
     pairs = [
         (array, value)
         for array, value in zip(arrays, given, strict=True)
-        if value is not EVERYTHING and not _key_name(value)
+        if value is not EVERYTHING and not key_name(value)
     ]
     return any(np.shape(value) != array.shape for array, value in pairs) and all(
         np.ndim(value) == len(array.shape)
@@ -691,19 +643,13 @@ def padded(array: Array, value: Value) -> Value:
     return whole
 
 
-def converter(given: Iterable[Any]) -> Callable[[DeviceArray], Any]:
-    """Return what makes results of the kind that a caller uses: jax.Arrays if an argument is one."""
-    uses_jax = any(is_jax_array(value) or _key_name(value) for value in given)
-    return to_jax if uses_jax else to_numpy
-
-
 def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any]:
     """Return a value as a NumPy array, and a random key as its data.
 
     Raises:
         UsageError: neither NumPy nor DLPack reads it, or it is a random key that the program does not take.
     """
-    if _key_name(value):
+    if key_name(value):
         import jax
 
         if (found := str(jax.random.key_impl(value))) != leaf.key:
@@ -714,6 +660,12 @@ def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any
                 f"{pytree.spell(array.path)}: expected {wanted}, found a random key of {found}"
             )
         value = jax.random.key_data(value)
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(value, masked.MaskedArray):
+        raise UsageError(
+            f"{pytree.spell(array.path)}: expected an array without a mask, found a masked array of NumPy",
+            hint="pass `.filled()`, or `.data` and `.mask` as two arguments",
+        )
     try:
         if is_number(value):
             return _scalar(value, dtype_of(array.dtype))
@@ -741,14 +693,6 @@ def _scalar(value: complex, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Return a Python number as an array of the dtype in which jax takes it."""
     kind = next(kind for kind in _NUMBERS if isinstance(value, kind))
     return np.asarray(kind(value), dtype if dtype.name in _NUMBERS[kind] else _NUMBERS[kind][0])
-
-
-def _key_name(value: Any) -> str:
-    """Return the name of the dtype of a random key of jax; empty for any other value."""
-    if isinstance(value, np.ndarray):  # the usual case; to spell a dtype of NumPy takes 3 us
-        return ""
-    name = str(getattr(value, "dtype", ""))
-    return name if name.startswith("key<") else ""
 
 
 def _as_key(value: Any, leaf: trees.Leaf) -> Any:

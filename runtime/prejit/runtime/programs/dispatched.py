@@ -13,8 +13,10 @@ from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.format import trees
-from prejit.runtime.programs.calls import Calls, ChosenBucket
+from prejit.runtime.programs.calls import Calls
 from prejit.runtime.programs.dispatched_on_jax import JaxDispatchedCalls
+from prejit.runtime.programs.pytree import has_registered_tuple
+from prejit.runtime.programs.signatures import ChosenBucket
 
 _DTYPES = frozenset(
     dtype_of(name)
@@ -34,14 +36,10 @@ _PLAIN = (dict, tuple, list)
 
 def _are_plain_numpy(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether all leaves are NumPy arrays of dtypes that jaxlib reads as NumPy does."""
-    try:
-        leaves = _jaxlib.leaves_for_dispatch((args, kwargs))
-    except (
-        RecursionError,
-        Warning,
-    ):  # too deep, or a leaf that jaxlib warns of: `Calls` has the error
-        return False
-    return all(type(value) is np.ndarray and value.dtype in _DTYPES for value in leaves)
+    flat = _jaxlib.flattened((args, kwargs))
+    return flat is not None and all(
+        type(value) is np.ndarray and value.dtype in _DTYPES for value in flat[0]
+    )
 
 
 @final
@@ -108,8 +106,10 @@ class DispatchedCalls:
     def _miss(self, name: str, /, *args: Any, **kwargs: Any) -> _jaxlib.Missed:
         """Run a call whose signature is new, and return its results and how jaxlib dispatches later calls."""
         chosen, result = self._calls.call_in_bucket(name, args, kwargs)
-        given = _jaxlib.leaves_for_dispatch((args, kwargs))
-        return result, self._path(chosen) if self._is_plain(chosen, given) else None, False
+        flat = _jaxlib.flattened((args, kwargs))
+        plain = flat is not None and self._is_plain(chosen, flat[0])
+        plain = plain and not has_registered_tuple((args, kwargs))
+        return result, self._path(chosen) if plain else None, False
 
     def _is_plain(self, chosen: ChosenBucket, given: Sequence[Any]) -> bool:
         """Return whether a program takes the arrays of a call as they are, in jaxlib's order."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.device.transfer import default_device
 from prejit.runtime.errors import AnswerError
 from prejit.runtime.format import trees
-from prejit.runtime.programs.calls import Calls, Held
+from prejit.runtime.programs.calls import Calls
 from prejit.runtime.programs.on_jax import JaxPrograms
+from prejit.runtime.programs.signatures import Held
 
 _PLAIN = ("list", "tuple", "dict", "none")
 """Kinds of containers that jax takes apart and makes again as they are."""
@@ -60,18 +62,18 @@ class JaxDispatchedCalls:
         self, name: str, dispatch: _jaxlib.Dispatch, /, *args: Any, **kwargs: Any
     ) -> _jaxlib.Missed:
         """Run a call whose signature is new, and return its results and how jaxlib dispatches later calls."""
-        program = self._program(name, args, kwargs)
-        if program is None:
-            return self._calls.call(name, args, kwargs), None, False
         import jax
 
+        inputs, structure = jax.tree.flatten((args, kwargs))
+        program = self._program(name, inputs, structure)
+        if program is None:
+            return self._calls.call(name, args, kwargs), None, False
         on_jax = self._programs()
         try:
             executable, device = on_jax.executable(program), on_jax.device.first
         except AnswerError:  # `Calls` compiles its portable program, or says why not
             return self._calls.call(name, args, kwargs), None, False
         results = on_jax.programs.results(program)
-        inputs = jax.tree.leaves((args, kwargs))
         assemble = _jaxlib.assembler_for_jax(
             [(array.shape, dtype_of(array.dtype), array.weak) for array in results],
             device,
@@ -83,15 +85,20 @@ class JaxDispatchedCalls:
         given, returned = ([on_jax.device.sharding(())] * len(each) for each in (inputs, results))
         return value, dispatch.path(executable.loaded, given, value, returned), False
 
-    def _program(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-        """Return the program that takes the arrays of a call as they are, in jaxlib's order; None: none."""
-        import jax
+    def _program(self, name: str, leaves: Sequence[Any], structure: Any) -> str | None:
+        """Return the program that takes the arrays of a call as they are, in jaxlib's order; None: none.
 
+        Args:
+            name: of the program.
+            leaves: the arguments, as jax flattens them.
+            structure: jax's structure of positional and keyword arguments.
+        """
         on_jax = self._programs()
-        leaves, structure = jax.tree.flatten((args, kwargs))
         device = on_jax.device.first
         of_jax = _jaxlib.imported_array_class()
         if not all(type(array) is of_jax and _is_on(array, device) for array in leaves):
+            return None
+        if not any(array.committed for array in leaves) and default_device() != device:
             return None
         # Their types stand for them: `Calls` would copy the arrays to look at them.
         stand_ins = [Held(array.dtype, array.shape, array.weak_type) for array in leaves]

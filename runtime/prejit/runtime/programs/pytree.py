@@ -130,6 +130,8 @@ def _collect(tree: Tree, value: Any, at: Path, walk: _Walk) -> None:
 
 def _parts(tree: Node, value: Any) -> Callable[[Key], Any]:
     """Return a function that gives a part of a value by its key, or raises an error of a missing part."""
+    if (parts := _registered_parts(tree, value)) is not None:
+        return lambda key: parts[tree.keys.index(key)]
     if isinstance(value, Mapping):
         return value.__getitem__
     if tree.kind == "dict" and not _fields(value):
@@ -138,13 +140,15 @@ def _parts(tree: Node, value: Any) -> Callable[[Key], Any]:
         return lambda key: getattr(value, str(key))
     if isinstance(value, list | tuple):
         return lambda key: value[tree.keys.index(key)]
-    parts = [*(_one_level(value) or ((), None))[0]]
-    return lambda key: parts[tree.keys.index(key)]
+    others = [*(_one_level(value) or ((), None))[0]]
+    return lambda key: others[tree.keys.index(key)]
 
 
 def _more_keys(tree: Node, value: Any) -> Iterator[Key]:
     """Yield the keys of parts that a value has and the tree has not. None is no part."""
-    if isinstance(value, Mapping):
+    if (parts := _registered_parts(tree, value)) is not None:
+        yield from range(len(tree.keys), len(parts))
+    elif isinstance(value, Mapping):
         more = [key for key in value.keys() - set(tree.keys) if value[key] is not None]
         yield from sorted(more, key=str)
     elif tree.kind == "dict":
@@ -152,6 +156,27 @@ def _more_keys(tree: Node, value: Any) -> Iterator[Key]:
         yield from (name for name in more if getattr(value, name) is not None)
     elif isinstance(value, list | tuple):
         yield from range(len(tree.keys), len(value))
+
+
+def has_registered_tuple(value: Any) -> bool:
+    """Return whether there is a named tuple, in Python's containers, whose class is registered with jax."""
+    if isinstance(value, tuple) and hasattr(value, "_fields") and auxiliary(value) is not None:
+        return True
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return False
+    return any(map(has_registered_tuple, value))
+
+
+def _registered_parts(tree: Node, value: Any) -> Sequence[Any] | None:
+    """Return the parts of a value whose class is registered with jax, in place of a node; None: its is not.
+
+    The class may be one of lists, whose registered parts are others than its items.
+    """
+    if tree.kind != "node" or type(value) in _OF_JAX or (level := _one_level(value)) is None:
+        return None
+    return [*level[0]]
 
 
 def _fields(value: Any) -> tuple[str, ...]:
@@ -167,10 +192,11 @@ _OF_JAX = (list, tuple, dict, OrderedDict, defaultdict)
 
 def auxiliary(value: Any) -> EncodedConstant | None:
     """Return the auxiliary data of a value whose class is registered with jax; None: its class is not."""
-    if type(value) in _OF_JAX or hasattr(value, "_fields"):
+    if type(value) in _OF_JAX or (level := _one_level(value)) is None:
         return None
-    level = _one_level(value)
-    return None if level is None else constants.described(level[1])
+    # That of a named tuple which is not registered is its class.
+    is_named_tuple = hasattr(value, "_fields") and level[1] is type(value)
+    return None if is_named_tuple else constants.described(level[1])
 
 
 def constants_misfit(tree: Node, value: Any, at: Path) -> str:

@@ -98,3 +98,4 @@ def test_every_key_is_described() -> None:
         for key, value in section["properties"].items():
             assert value["description"] == described[key]
             assert len(value["description"]) > 12, f"{name}.{key}"
+            assert value["description"].endswith("."), f"{name}.{key}: a sentence that is cut off"

@@ -271,7 +271,7 @@ def test_results_are_of_jax_for_a_caller_who_uses_it(bundle: Bundle, calling: Ca
         ("nothing", (), {}),
         ("rows", (), {}),
         ("rows", (), {"x": np.ones((2, 9), "f")}),
-        ("rows", (), {"x": np.ones((2, 8))}),
+        ("rows", (), {"x": np.ones((2, 8), "f2")}),
         ("rows", (), {"x": np.ones((0, 8), "f")}),
         ("rows", (), {"x": np.ones((2, 8), "f"), "y": 1}),
         ("fixed", (np.ones((2, 8), "f"),), {}),

@@ -195,7 +195,7 @@ def _tree(value: Any, what: str) -> trees.Tree:
         sequence: trees.Kind = "list" if kind is list else "tuple"
         return trees.Node(sequence, tuple(range(len(children))), children)
     name = f"{kind.__module__}:{kind.__qualname__}"
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if isinstance(value, tuple) and hasattr(value, "_fields") and auxiliary(value) is None:
         return trees.Node("namedtuple", tuple(value._fields), children, name)
     if isinstance(value, dict) or (keys and all(isinstance(key, DictKey) for key in keys)):
         names = tuple(_dict_key(key, what) for key in keys)

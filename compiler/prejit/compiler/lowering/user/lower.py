@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import use_abstract_mesh
 
 from prejit.compiler.lowering.export import abstract_mesh, export_program, sharding_on
-from prejit.compiler.lowering.program import LoweredProgram, Trial
+from prejit.compiler.lowering.program import LoweredProgram, SizedTrial
 from prejit.compiler.lowering.user.arrays import arrays_of, is_key, key_name
 from prejit.compiler.lowering.user.calls import (
     CALLBACKS,
@@ -146,14 +146,14 @@ def lower_function(
             of_any_size = export_program(function, values, exported.platforms, **options)
         symbolic = of_any_size.mlir_module_serialized
 
-    def trials() -> tuple[Trial, ...]:
+    def trials() -> tuple[SizedTrial, ...]:
         """Return the function at other sizes. Where it raises an error there is nothing to compare."""
         found = []
         for sizes, padded in _trial_sizes(user, program, spec, jaxpr):
             with contextlib.suppress(PrejitError), user.modules.tracing(what):
                 values = (user.weights, *data_at({**spec.bucket, **sizes}))
                 at_size = export_program(function, values, ("cpu",), calls=calls)
-                found.append(Trial(sizes, padded, at_size.mlir_module_serialized))
+                found.append(SizedTrial(sizes, padded, at_size.mlir_module_serialized))
         return tuple(found)
 
     return LoweredProgram(

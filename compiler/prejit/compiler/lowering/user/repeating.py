@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 
 from prejit.runtime.errors import ManifestError
+from prejit.runtime.format.branches import candidates, how_to_name
 
 Key = str | int
 
@@ -20,8 +21,8 @@ def repeated(
 
     Args:
         function: takes arguments by position or by name, and returns the next values of those in `carry`:
-            alone, or in a dict under their names, or in a tuple or list as the first part that has the same
-            structure, shapes and dtypes. What it returns beside them is stacked, the steps first.
+            alone, or in a dict under their names, or as the only part of a dict, tuple or list that has the
+            same structure, shapes and dtypes. What it returns beside them is stacked, the steps first.
         carry: names or positions of the arguments.
         times: number of steps, at least 1.
         where: the program, for errors.
@@ -31,23 +32,25 @@ def repeated(
         given: dict[Key, Any] = dict(enumerate(args))
         given.update(kwargs)
         values = {key: given[key] for key in carry}
+        returned = jax.eval_shape(lambda: function(*args, **kwargs))
+        places = _places(returned, values, given.keys(), where)
 
         def step(values: dict[Key, Any], _: None) -> tuple[dict[Key, Any], Any]:
             now = given | values
             by_place = [now[place] for place in range(len(args))]
             result = function(*by_place, **{name: now[name] for name in kwargs})
-            places = _places(result, values, where)
             following = {key: result if at is None else result[at] for key, at in places.items()}
             return following, _without(result, set(places.values()))
 
-        places = _places(jax.eval_shape(lambda: function(*args, **kwargs)), values, where)
         last, stacked = lax.scan(step, values, length=times)
         return _together(stacked, {at: last[key] for key, at in places.items()})
 
     return run
 
 
-def _places(result: Any, values: dict[Key, Any], where: str) -> dict[Key, Any]:
+def _places(
+    result: Any, values: dict[Key, Any], arguments: Collection[Key], where: str
+) -> dict[Key, Any]:
     """Return where the next value of each carried argument is in a result; None: it is the whole result."""
     if len(values) == 1 and _alike(result, next(iter(values.values()))):
         return dict.fromkeys(values)
@@ -58,16 +61,21 @@ def _places(result: Any, values: dict[Key, Any], where: str) -> dict[Key, Any]:
         parts = dict(enumerate(result))
     found: dict[Key, Any] = {}
     for key, value in values.items():
-        same = [
-            at for at, part in parts.items() if at not in found.values() and _alike(part, value)
-        ]
-        if not same:
+        alike = [at for at, part in parts.items() if _alike(part, value)]
+        may_be = [at for at in candidates(key, alike, arguments) if at not in found.values()]
+        if not may_be:
             raise ManifestError(
                 f"{where}: repeat: expected a result with the structure, shapes and dtypes of {key!r}, "
                 "found none",
                 hint="return the next value of each argument that is carried, in a tuple or a dict",
             )
-        found[key] = key if key in same and isinstance(result, dict) else same[0]
+        if len(may_be) > 1:
+            raise ManifestError(
+                f"{where}: repeat: expected one result that can be the next {key!r}, found "
+                f"{', '.join(map(repr, may_be))} with the same structure, shapes and dtypes",
+                hint=how_to_name(key),
+            )
+        found[key] = may_be[0]
     return found
 
 

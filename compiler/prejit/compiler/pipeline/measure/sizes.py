@@ -17,7 +17,7 @@ from prejit.compiler.manifest.manifest import UNCHECKED
 from prejit.compiler.pipeline.keys import Contents, measuring_key, sizes_key
 from prejit.compiler.pipeline.measure.child_process import ask
 from prejit.compiler.pipeline.measure.golden import NARROW
-from prejit.compiler.pipeline.measure.sizes_child import Compared, Difference, SizesRequest
+from prejit.compiler.pipeline.measure.sizes_child import Compared, SizeDifference, SizesRequest
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.plan import Lowered, Plan, PlannedProgram
 from prejit.compiler.progress import Progress
@@ -85,7 +85,7 @@ def check_sizes(
         elif reason := _untried(plan, program, made):
             _note(name, reason, progress)
     known = _known(store, keys)
-    differences: dict[str, list[Difference]] = {}
+    differences: dict[str, list[SizeDifference]] = {}
     if missing := {name: key.digest for name, key in keys.items() if name not in known}:
         lock = measuring_key("sizes", *missing.items())
         with progress.phase("comparing programs at other sizes"), store.making(lock):
@@ -152,10 +152,10 @@ def _compared(program: PlannedProgram, lowered: Lowered, parameters: Contents) -
 
 def _ask(
     programs: Sequence[Compared], weights: PackedLayer | None, store: Store, seconds: float
-) -> tuple[dict[str, str], dict[str, list[Difference]]]:
+) -> tuple[dict[str, str], dict[str, list[SizeDifference]]]:
     """Return why programs were not compared, and what differs, each by the name of the program."""
     reasons: dict[str, str] = {}
-    differences: dict[str, list[Difference]] = {}
+    differences: dict[str, list[SizeDifference]] = {}
     for program in programs:
         if (need := _bytes(program)) > _MOST_BYTES or 4 * need > free_memory_bytes():
             reasons[program.name] = "it is too large for this machine"
@@ -175,7 +175,7 @@ def _ask(
             name = answer["program"]
             if "error" in answer:
                 reasons[name] = answer["error"].partition("\n")[0]
-            elif found := [Difference(**each) for each in answer["differences"]]:
+            elif found := [SizeDifference(**each) for each in answer["differences"]]:
                 differences[name] = found
         left = left[len(answers) :]
         if left:  # it ended the process
@@ -189,7 +189,7 @@ def _bytes(program: Compared) -> int:
     return sum(dtype_of(each.dtype).itemsize * math.prod(each.shape) for each in arrays)
 
 
-def _error(plan: Plan, differences: Mapping[str, Sequence[Difference]]) -> BuildError:
+def _error(plan: Plan, differences: Mapping[str, Sequence[SizeDifference]]) -> BuildError:
     lines = []
     for name, found in differences.items():
         label = plan.manifest.section(name.partition("/")[0]).label

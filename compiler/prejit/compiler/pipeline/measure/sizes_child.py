@@ -99,7 +99,7 @@ class SizesRequest:
 
 
 @dataclass(frozen=True)
-class Difference:
+class SizeDifference:
     """A result that differs from the function's.
 
     Attributes:
@@ -149,12 +149,12 @@ def _compare(
     read: Callable[[str], bytes],
     device: Device,
     weights: Sequence[DeviceArray],
-) -> list[Difference]:
+) -> list[SizeDifference]:
     """Return each result that differs, where it differs most."""
     arguments = [Array.parse(text) for text in program.arguments]
     results = [Array.parse(text) for text in program.results]
     bucket = cache(lambda: device.compile(read(program.portable), program.platforms))
-    worst: dict[tuple[str, bool], Difference] = {}
+    worst: dict[tuple[str, bool], SizeDifference] = {}
     tried = set[bool]()
     started = time.process_time()
 
@@ -189,7 +189,9 @@ def _compare(
                 share, wanted, given = _share(one, other, moved, program.tolerance)
                 key = spell(array.path), trial.padded
                 if share > 1 and (key not in worst or share > worst[key].share):
-                    worst[key] = Difference(key[0], trial.sizes, trial.padded, wanted, given, share)
+                    worst[key] = SizeDifference(
+                        key[0], trial.sizes, trial.padded, wanted, given, share
+                    )
     return list(worst.values())
 
 

@@ -1,0 +1,156 @@
+"""Results lie where jax.jit leaves them, or the call is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.compiler import Program, build
+
+CODE = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from prejit.runtime import UsageError, load
+
+one, two = jax.devices()
+host = np.arange(4, dtype="f")
+bundle = load(sys.argv[1], on_mismatch="error")
+
+
+def add(x, y):
+    return {"sum": x + y, "weak": 3}
+
+
+def drawn(key, x):
+    return {"sum": jax.random.normal(key, x.shape) + x, "weak": 3}
+
+
+def step(state, x):
+    return {"state": state + x, "sum": x * 2, "weak": 3}
+
+
+def stepped(way, state, x):
+    bound = bundle.bind("step", state=state)
+    bound(x=host)
+    return bound(x=x) if way == "call" else bound.call_async(x=x).result()
+
+
+def rest(results):
+    return {name: results[name] for name in ("sum", "weak")}
+
+
+def same(found, expected):
+    for name, mine in found.items():
+        theirs = expected[name]
+        assert isinstance(mine, jax.Array), (name, type(mine))
+        assert mine.devices() == theirs.devices(), (name, mine.devices(), theirs.devices())
+        assert mine.committed == theirs.committed, (name, mine.committed, theirs.committed)
+        assert (mine.dtype, mine.weak_type) == (theirs.dtype, theirs.weak_type), name
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+        assert (mine + 1).devices() == theirs.devices()
+
+
+engine = bundle.engine()
+ways = {
+    "call": bundle.call,
+    "call_async": lambda *args: bundle.call_async(*args).result(),
+    "engine": engine.call,
+    "submit": lambda *args: engine.submit_call(*args).result(),
+}
+arrays = {
+    "uncommitted": jnp.asarray(host),
+    "first": jax.device_put(host, one),
+    "second": jax.device_put(host, two),
+}
+for _ in range(2):
+    for default in (None, one, two):
+        with jax.default_device(default):
+            for x in arrays.values():
+                key = jax.device_put(jax.random.key(1), x.sharding if x.committed else None)
+                for way, call in ways.items():
+                    for name in ("add", "padded"):
+                        for y in (x, host):
+                            same(call(name, x, y), jax.jit(add)(x, y))
+                            same(call(name, y, x), jax.jit(add)(y, x))
+                    same(call("drawn", key, x), jax.jit(drawn)(key, x))
+                    same(call("drawn", key, host), jax.jit(drawn)(key, host))
+                for way in ("call", "call_async"):
+                    same(stepped(way, host, x), rest(jax.jit(step)(host, x)))
+            for way, call in ways.items():
+                assert not isinstance(call("add", host, host)["sum"], jax.Array)
+
+mesh = Mesh(np.array([one, two]), "x")
+split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["x"], []))
+refused = {
+    "over several": [jax.device_put(host, sharding) for sharding in (split, whole)],
+    "committed to one device, found": [(arrays["first"], arrays["second"])],
+}
+for _ in range(2):
+    for way, call in ways.items():
+        call("add", arrays["first"], host)
+        for x in refused["over several"]:
+            try:
+                call("add", host, x)
+            except UsageError as error:
+                assert "1: expected an array on one device, found it over" in str(error), error
+                assert "jax.device_put" in error.hint
+            else:
+                raise AssertionError(way)
+        try:
+            call("add", arrays["first"], arrays["second"])
+        except UsageError as error:
+            assert "committed to one device, found 0 on" in str(error), error
+        else:
+            raise AssertionError(way)
+    bound = bundle.bind("step", state=host)
+    bound(x=arrays["first"])
+    for x in refused["over several"]:
+        try:
+            bound(x=x)
+        except UsageError as error:
+            assert "x: expected an array on one device" in str(error), error
+        else:
+            raise AssertionError("bind")
+    same(bound(x=arrays["second"]), rest(jax.jit(step)(host, arrays["second"])))
+engine.close()
+"""
+
+
+def add(x: Any, y: Any) -> Any:
+    return {"sum": x + y, "weak": 3}
+
+
+def drawn(key: Any, x: Any) -> Any:
+    import jax
+
+    return {"sum": jax.random.normal(key, x.shape) + x, "weak": 3}
+
+
+def step(state: Any, x: Any) -> Any:
+    return {"state": state + x, "sum": x * 2, "weak": 3}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+    pair = ["float32[{batch}]", "float32[{batch}]"]
+    programs = [
+        Program("add", fn=add, args=["float32[4]", "float32[4]"]),
+        Program(
+            "padded",
+            fn=lambda x, y: {"sum": x + y},
+            args=pair,
+            buckets={"batch": (8,)},
+            pad=["batch"],
+        ),
+        Program("drawn", fn=drawn, args=["key[]", "float32[4]"]),
+        Program("step", fn=step, args={"state": "float32[4]", "x": "float32[4]"}),
+    ]
+    output = tmp_path_factory.mktemp("placing")
+    return build(programs, output, name="p", cache=build_cache, quiet=True).path
+
+
+def test_results_lie_where_those_of_jax_do(path: Path, run_python: Any) -> None:
+    run_python(CODE, path, env={"JAX_NUM_CPU_DEVICES": "2"})

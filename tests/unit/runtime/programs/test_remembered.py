@@ -1,0 +1,361 @@
+"""Calls like one before find their bucket at a look: they are checked as the first, and keep nothing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prejit.compiler import Program, build
+from prejit.runtime import Bundle, UsageError, load
+from prejit.runtime.device.transfer import aligned_zeros
+from prejit.runtime.programs import signatures
+from prejit.runtime.programs.calls import Calls
+
+
+class Named(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Turned(NamedTuple):
+    b: Any
+    a: Any
+
+
+class Tagged:
+    """A class with auxiliary data."""
+
+    def __init__(self, w: Any, k: Any) -> None:
+        self.w, self.k = w, k
+
+
+class TaggedTuple(namedtuple("TaggedTuple", "w")):
+    """A named tuple that is registered with jax as another class, with auxiliary data."""
+
+    k: Any = 2
+
+    @classmethod
+    def of(cls, w: Any, k: Any) -> TaggedTuple:
+        made = cls(w)
+        made.k = k
+        return made
+
+
+class Backwards(list[Any]):
+    """A list that is registered with its parts in the other order."""
+
+
+jax.tree_util.register_pytree_node(
+    Backwards, lambda v: (v[::-1], None), lambda _, parts: Backwards([*parts][::-1])
+)
+jax.tree_util.register_pytree_node(
+    Tagged, lambda v: ((v.w,), v.k), lambda k, parts: Tagged(parts[0], k)
+)
+jax.tree_util.register_pytree_node(
+    TaggedTuple, lambda v: ((v.w,), v.k), lambda k, parts: TaggedTuple.of(parts[0], k)
+)
+
+
+def joined(p: Any) -> Any:
+    return p["a"] * 10 + p["b"]
+
+
+def weakly(x: Any, r: Any) -> Any:
+    return x * r
+
+
+def scaled(x: Any, factor: Any) -> Any:
+    return x * factor
+
+
+def tagged(v: Any) -> Any:
+    return v.w * (v.k["n"] if isinstance(v.k, dict) else v.k)
+
+
+def noise(key: Any, x: Any) -> Any:
+    return jax.random.normal(key, x.shape) + x
+
+
+def step(state: Any, x: Any) -> Any:
+    return {"state": state + x, "double": x * 2}
+
+
+def reversed_parts(v: Any) -> Any:
+    return v[0] * 10 + v[1]
+
+
+def busy(x: Any) -> Any:
+    """Read `x` after a while."""
+    turned = jax.lax.fori_loop(0, 1_000_000, lambda _, v: jnp.sin(v) + 1, jnp.float32(1))
+    return x + jnp.where(turned > 9, 1, 0)
+
+
+TWO = np.arange(2, dtype="f")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+    pair = {"a": "float32[2]", "b": "float32[2]"}
+    programs = [
+        Program("joined", fn=joined, args=[pair]),
+        Program("weakly", fn=weakly, args=["bfloat16[2]", "weak float32[]"]),
+        Program("strongly", fn=weakly, args=["bfloat16[2]", "float32[]"]),
+        Program(
+            "scaled",
+            fn=scaled,
+            args=["float32[{n}]"],
+            static={"factor": (1, 2)},
+            buckets={"n": (2, 3)},
+        ),
+        Program("tagged", fn=tagged, args=[Tagged(TWO, {"n": 2})]),
+        Program("tuple", fn=tagged, args=[TaggedTuple.of(TWO, 2)]),
+        Program("backwards", fn=reversed_parts, args=[Backwards([TWO, TWO])]),
+        Program("noise", fn=noise, args=["key[]", "float32[2]"]),
+        Program("step", fn=step, args={"state": "float32[2]", "x": "float32[2]"}),
+        Program("wide", fn=lambda x: x + 1, args=["int32[{n}]"], buckets={"n": (2, 30)}, pad=["n"]),
+        Program("busy", fn=busy, args=["float32[1024]"]),
+    ]
+    output = tmp_path_factory.mktemp("remembered")
+    return build(programs, output, name="r", cache=build_cache, quiet=True).path
+
+
+@pytest.fixture
+def bundle(path: Path) -> Bundle:
+    return load(path, on_mismatch="error")
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "call": Bundle.call,
+    "call_async": lambda *args, **kwargs: Bundle.call_async(*args, **kwargs).result(),
+    "call_on_device": lambda *args, **kwargs: jax.tree.map(
+        np.asarray, Bundle.call_on_device(*args, **kwargs)
+    ),
+}
+
+
+@pytest.fixture(params=[*WAYS, "engine"])
+def way(request: pytest.FixtureRequest, bundle: Bundle) -> Iterator[Callable[..., Any]]:
+    """Calls a program in one of the ways."""
+    if request.param != "engine":
+        yield lambda *args, **kwargs: WAYS[request.param](bundle, *args, **kwargs)
+        return
+    engine = bundle.engine()
+    yield lambda *args, **kwargs: engine.submit_call(*args, **kwargs).result()
+    engine.close()
+
+
+def deleted() -> Any:
+    gone = jnp.ones(2)
+    gone.delete()
+    return gone
+
+
+ONES, HALF = jnp.ones(2), jnp.ones(2, jnp.bfloat16)
+OF_NUMPY, OF_JAX = ({"a": TWO, "b": TWO},), ({"a": ONES, "b": ONES},)
+WRONG: dict[str, tuple[str, tuple[Any, ...], Callable[[], tuple[Any, ...]], str]] = {
+    "deleted": ("joined", OF_JAX, lambda: ({"a": ONES, "b": deleted()},), "deleted or donated"),
+    "mask": ("joined", OF_NUMPY, lambda: ({"a": TWO, "b": np.ma.masked_array(TWO)},), "a mask"),
+    "bytes": ("joined", OF_NUMPY, lambda: ({"a": TWO, "b": TWO.astype(">f4")},), "found >f4"),
+    "half": ("joined", OF_NUMPY, lambda: ({"a": TWO, "b": TWO.astype("f2")},), "found float16"),
+    "more": ("joined", OF_NUMPY, lambda: ({"a": TWO, "b": TWO, "c": TWO},), "unexpected"),
+    "none": ("joined", OF_NUMPY, lambda: ({"a": TWO, "b": None},), "missing"),
+    "ref": ("joined", OF_JAX, lambda: ({"a": ONES, "b": jax.new_ref(ONES)},), "Ref"),
+    "list": ("joined", OF_NUMPY, lambda: ([TWO, TWO],), "mapping"),
+    "strong": ("weakly", (HALF, jnp.asarray(0.5)), lambda: (HALF, jnp.float32(0.5)), "weak"),
+    "scalar": ("weakly", (HALF, 0.5), lambda: (HALF, np.float32(0.5)), "expected weak"),
+    "weak": ("strongly", (HALF, jnp.float32(0.5)), lambda: (HALF, jnp.asarray(0.5)), "found weak"),
+    "number": ("strongly", (HALF, np.asarray(0.5, "f")), lambda: (HALF, 0.5), "found weak"),
+    "key": ("noise", (jax.random.key(0), TWO), lambda: (jax.random.key(0, impl="rbg"), TWO), "key"),
+    "range": ("wide", (np.zeros(2, "i8"),), lambda: (np.full(2, 2**40),), "range of int32"),
+    "tagged": ("tagged", (Tagged(TWO, {"n": 2}),), lambda: (Tagged(TWO, {"n": 9}),), "expected"),
+    "tagged jax": ("tagged", (Tagged(ONES, {"n": 2}),), lambda: (Tagged(ONES, {"n": 9}),), "found"),
+    "tuple": ("tuple", (TaggedTuple.of(TWO, 2),), lambda: (TaggedTuple.of(TWO, 9),), "expected"),
+    "tuple jax": ("tuple", (TaggedTuple.of(ONES, 2),), lambda: (TaggedTuple.of(ONES, 9),), "found"),
+}
+"""A program with arguments that it takes, with others that look alike, and what the error says."""
+
+
+@pytest.mark.parametrize("kind", [*WRONG])
+def test_what_the_first_call_refuses_later_ones_refuse(way: Callable[..., Any], kind: str) -> None:
+    name, right, wrong, match = WRONG[kind]
+    for _ in range(2):
+        for _ in range(3):
+            way(name, *right)
+        with pytest.raises(UsageError, match=match):
+            way(name, *wrong())
+
+
+@pytest.mark.parametrize("wrong", [True, 1.0, "1", 3, np.int64(1), (1,), None])
+def test_equal_static_values_of_other_types(way: Callable[..., Any], wrong: Any) -> None:
+    for _ in range(2):
+        for x in (TWO, jnp.asarray(TWO)):
+            np.testing.assert_array_equal(way("scaled", x, factor=1), TWO)
+            with pytest.raises(UsageError, match="factor"):
+                way("scaled", x, factor=wrong)
+
+
+SETTINGS = (
+    lambda: jax.enable_x64(True),
+    lambda: jax.numpy_rank_promotion("raise"),
+    lambda: jax.default_matmul_precision("highest"),
+    lambda: jax.threefry_partitionable(not jax.config.jax_threefry_partitionable),
+)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+def test_other_settings(bundle: Bundle, setting: Any, of: Any) -> None:
+    pair = {"a": of(TWO), "b": of(TWO)}
+    given = {(0, name): array for name, array in pair.items()}
+    steps = bundle.bind("step", state=of(TWO))
+    ways = [
+        *(lambda call=call: call(bundle, "joined", pair) for call in WAYS.values()),
+        lambda: bundle.call_by_path("joined", given),
+        lambda: steps(x=pair["a"]),
+    ]
+    for call in ways:
+        for _ in range(2):
+            call()
+            with setting(), pytest.raises(UsageError, match="other settings of jax"):
+                call()
+
+
+def test_containers_of_equal_content(way: Callable[..., Any]) -> None:
+    for of in (np.asarray, jnp.asarray):
+        a, b = of(TWO), of(TWO + 5)
+        expected = np.asarray(a * 10 + b)
+        kinds = [
+            *({"a": a, "b": b}, {"b": b, "a": a}, OrderedDict(b=b, a=a), Named(a, b), Turned(b, a)),
+            *(Named(a=a, b=b), {"b": b, "a": a, "c": None}),
+        ]
+        for given in [*kinds, *reversed(kinds)]:
+            np.testing.assert_array_equal(way("joined", given), expected)
+
+
+def test_a_list_whose_parts_are_not_its_items(way: Callable[..., Any]) -> None:
+    for of in (np.asarray, jnp.asarray):
+        given = Backwards([of(TWO), of(TWO + 5)])
+        for _ in range(2):
+            np.testing.assert_array_equal(way("backwards", given), TWO * 11 + 5)
+        with pytest.raises(UsageError, match="unexpected"):
+            way("backwards", Backwards([*given, of(TWO)]))
+
+
+def test_views_and_arrays_without_dimensions(way: Callable[..., Any]) -> None:
+    x = jnp.ones(2, "bfloat16")
+    for r in (
+        np.asarray(0.5, "f"),
+        np.float32(2),
+        np.full((2, 2), 3, "f")[1, 1:][0],
+        jnp.float32(4),
+    ):
+        found = way("strongly", x, r)
+        np.testing.assert_array_equal(found, np.full(2, float(r), "f"))
+        assert found.dtype == "float32"
+    for view in (
+        np.arange(4, dtype="f")[::2],
+        np.arange(4, dtype="f")[::-2],
+        np.broadcast_to(TWO[1], 2),
+    ):
+        np.testing.assert_array_equal(way("joined", {"a": view, "b": view}), view * 11)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the programs whose bucket was looked for."""
+    names: list[str] = []
+    original = Calls.choose
+
+    def record(self: Calls, name: str, *rest: Any) -> Any:
+        names.append(name)
+        return original(self, name, *rest)
+
+    monkeypatch.setattr(Calls, "choose", record)
+    return names
+
+
+def test_calls_like_one_before_look_for_no_bucket(bundle: Bundle, chosen: list[str]) -> None:
+    steps = bundle.bind("step", state=TWO)
+    one, held = jnp.ones(2), bundle.call_on_device("joined", {"a": TWO, "b": TWO})
+    kinds: list[Callable[[], Any]] = [
+        lambda: bundle.call_async("joined", {"a": TWO.copy(), "b": TWO}).result(),
+        lambda: bundle.call_async("joined", Named(TWO, TWO)).result(),
+        lambda: bundle.call_async("joined", {"a": one, "b": TWO}).result(),
+        lambda: bundle.call_on_device("joined", {"a": one + 1, "b": one}),
+        lambda: bundle.call_on_device("joined", {"a": held, "b": TWO}),
+        lambda: bundle.call_async("scaled", TWO, factor=2).result(),
+        lambda: bundle.call_by_path("joined", {(0, "a"): TWO, (0, "b"): TWO}),
+        lambda: steps(x=TWO),
+        lambda: steps(x=one),
+    ]
+    for call in kinds:
+        first = call()
+        assert chosen
+        chosen.clear()
+        for _ in range(3):
+            assert jax.tree.structure(call()) == jax.tree.structure(first)
+        assert not chosen
+
+
+def test_the_newest_signatures_are_remembered(
+    bundle: Bundle, chosen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after many that never come again, such as those of padded sizes or of new classes."""
+    monkeypatch.setattr(signatures, "_MOST", 8)
+    for size in range(3, 30):
+        bundle.call_async("wide", np.zeros(size, np.int32)).result()
+        kind = namedtuple("Own", "a b")
+        bundle.call_async("joined", kind(TWO, TWO)).result()
+        assert len(bundle._calls._known_calls._known) <= 8
+    for _ in range(3):
+        chosen.clear()
+        bundle.call_async("joined", {"a": TWO, "b": TWO}).result()
+    assert chosen == []
+
+
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+def test_no_argument_is_kept(bundle: Bundle, of: Any) -> None:
+    """Not by what is remembered, nor by results that a caller keeps."""
+    steps = bundle.bind("step", state=of(TWO))
+    kept: list[Any] = []
+    calls: list[Callable[[Any], Any]] = [
+        lambda x: bundle.call("joined", {"a": x, "b": x}),
+        lambda x: bundle.call_async("joined", {"a": x, "b": x}),
+        lambda x: bundle.call_on_device("joined", {"a": x, "b": x}),
+        lambda x: steps(x=x),
+        lambda x: steps.call_async(x=x),
+    ]
+    for call in calls:
+        for _ in range(2):
+            given = of(TWO + 1)
+            kept.append(call(given))
+            if hasattr(kept[-1], "result"):
+                kept[-1].result()
+            gone = weakref.ref(given)
+            del given
+            gc.collect()
+            assert gone() is None
+
+
+def test_arguments_may_change_after_a_call(bundle: Bundle) -> None:
+    """Also where results are on the device, or are arrays of jax, before they are computed."""
+    given = aligned_zeros((1024,), np.dtype("f"))
+    for call in (
+        lambda: bundle.call_on_device("busy", given),
+        lambda: bundle.call_async("busy", given).result,
+    ):
+        for _ in range(2):
+            given[:] = 1
+            result = call()
+            given[:] = 5
+            found = np.asarray(result() if callable(result) else result)
+            np.testing.assert_array_equal(found, np.ones(1024))

@@ -1,0 +1,103 @@
+"""A bound or repeated function goes on from the result that is meant, or is refused where several may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prejit.compiler import ManifestError, Program, build
+from prejit.runtime import Bundle, UsageError, load
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
+    "in_a_tuple": (lambda a, b: (a + 1, b * 2), "0, 1"),
+    "in_a_list": (lambda a, b: [b * 2, a + 1], "0, 1"),
+    "of_other_names": (lambda a, b: {"x": a + 1, "y": b * 2}, "'x', 'y'"),
+    "of_its_name": (lambda a, b: {"b": b * 2, "a": a + 1}, ""),
+    "of_its_name_and_another": (lambda a, b: {"Z": b * 2, "a": a + 1}, ""),
+    "of_no_other_argument": (lambda a, b: {"b": b * 2, "next": a + 1}, ""),
+    "of_another_dtype": (lambda a, b: (b.astype("int32"), a + 1), ""),
+    "of_another_shape": (lambda a, b: (b[:1], a + 1), ""),
+    "alone": (lambda a, b: a + 1, ""),
+    "in_two": (lambda a, b: ({"n": b}, a + 1), ""),
+}
+"""Functions of two arrays, each with the results that may be the next `a`; "" where only `a + 1` may be."""
+A, B = np.zeros(2, "f"), np.ones(2, "f")
+UNCLEAR = [name for name, (_, several) in FUNCTIONS.items() if several]
+CLEAR = [name for name in FUNCTIONS if name not in UNCLEAR]
+
+
+def placed(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: function(a, b)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
+    programs = [
+        program
+        for name, (function, _) in FUNCTIONS.items()
+        for program in (
+            Program(name, fn=function, args={"a": A, "b": B}),
+            Program(f"placed_{name}", fn=placed(function), args=[A, B]),
+        )
+    ]
+    output = tmp_path_factory.mktemp("steps")
+    return load(build(programs, output, name="s", cache=build_cache, quiet=True).path)
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_a_state_whose_next_value_is_in_doubt(
+    name: str, bundle: Bundle, tmp_path: Path, build_cache: Path
+) -> None:
+    function, several = FUNCTIONS[name]
+    several = f"expected one result .* can be the next 'a', found {several} with the same"
+    with pytest.raises(UsageError, match=several) as caught:
+        bundle.bind(name, a=A)
+    assert "whose key 'a' is the next value of 'a'" in str(caught.value.hint)
+    with pytest.raises(UsageError, match=several.replace("'a'", "0")) as caught:
+        bundle.bind(f"placed_{name}", A)
+    assert "give the arguments names" in str(caught.value.hint)
+    repeated = Program("r", fn=function, args={"a": A, "b": B}, repeat=(3,), carry=("a",))
+    with pytest.raises(ManifestError, match=f"repeat: {several}"):
+        build([repeated], tmp_path, name="r", cache=build_cache, quiet=True)
+
+
+@pytest.mark.parametrize("name", CLEAR)
+def test_a_state_whose_next_value_is_clear(name: str, bundle: Bundle) -> None:
+    for step in (
+        bundle.bind(name, a=A),
+        *([bundle.bind(f"placed_{name}", A)] if "name" not in name and "no_" not in name else []),
+    ):
+        for _ in range(3):
+            step(**{"b": B}) if "a" in step.read() else step(B)
+        (state,) = step.read().values()
+        np.testing.assert_array_equal(state, A + 3)
+
+
+@pytest.mark.parametrize("name", CLEAR)
+def test_repeated_steps_take_it_too(name: str, tmp_path: Path, build_cache: Path) -> None:
+    function, _ = FUNCTIONS[name]
+    program = Program("r", fn=function, args={"a": A, "b": B}, repeat=(3,), carry=("a",))
+    bundle = load(build([program], tmp_path, name="r", cache=build_cache, quiet=True).path)
+    found = bundle.call("r", a=A, b=B, repeat=3)
+    parts = found.values() if isinstance(found, dict) else found
+    parts = [found] if isinstance(found, np.ndarray) else parts
+    assert any(np.array_equal(part, A + 3) for part in parts if isinstance(part, np.ndarray))
+
+
+def test_two_arguments_of_one_type(bundle: Bundle) -> None:
+    """Both are kept: each name has its own result."""
+    step = bundle.bind("of_its_name", b=B, a=A)
+    for _ in range(2):
+        assert step() is None
+    state = step.read()
+    np.testing.assert_array_equal(state["a"], A + 2)
+    np.testing.assert_array_equal(state["b"], B * 4)
+    step.write(a=B)
+    step()
+    np.testing.assert_array_equal(step.read()["a"], B + 1)
+    assert isinstance(bundle.bind("of_its_name", a=A)(b=jnp.ones(2)), jnp.ndarray)
