@@ -250,6 +250,16 @@ def test_names_that_differ_are_those_of_a_side(options: dict[str, Any]) -> None:
     given = {"linear": {"kernel": np.ones((4, 3), np.float32), "scale": np.ones(3, np.float32)}}
     one = Program("m", fn=Dropping(), args=[X], params=given)
     with pytest.raises(
-        ManifestError, match=r"linear\.bias is in it alone; linear\.scale is in params alone"
-    ):
+        ManifestError,
+        match=r"linear\.bias is in the module alone; linear\.scale is in params alone",
+    ) as caught:
         build(one, **options)
+    assert "nnx.Param alone leaves out" in str(caught.value.hint)
+
+
+def test_a_module_in_training_mode_says_how_to_leave_it(options: dict[str, Any]) -> None:
+    module = Dropping()
+    module.train()
+    with pytest.raises(BuildError) as caught:
+        build(Program("m", fn=module, args=[X]), **options)
+    assert ".eval()" in str(caught.value.hint)

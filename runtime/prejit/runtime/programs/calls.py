@@ -472,10 +472,12 @@ class Calls:
 
         def flatten(tree: trees.Tree) -> list[Any]:
             by_name = isinstance(tree, trees.Node) and tree.kind == "dict"
-            found = pytree.flatten(tree, others if by_name else args)
             for key in range(len(args)) if by_name else others:
-                raise pytree.MisfitError(f"unexpected {pytree.spell((key,))}")
-            return found
+                way = "name" if by_name else "position"
+                raise pytree.MisfitError(
+                    f"unexpected {pytree.spell((key,))}: its arguments are given by {way}"
+                )
+            return pytree.flatten(tree, others if by_name else args)
 
         return static, flatten
 
@@ -652,6 +654,11 @@ def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any
     if key_name(value):
         import jax
 
+        if not is_jax_array(value):
+            raise UsageError(
+                f"{pytree.spell(array.path)}: expected an array, found a {type(value).__name__}",
+                hint="pass the arrays of a module's state alone: nnx.to_pure_dict(state)",
+            )
         if (found := str(jax.random.key_impl(value))) != leaf.key:
             wanted = (
                 f"a random key of {leaf.key}" if leaf.key else f"{array.dtype}{list(array.shape)}"
