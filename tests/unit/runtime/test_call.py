@@ -208,7 +208,10 @@ def test_positional_arguments_do_not_pass_for_named_ones(example: Bundle) -> Non
 def test_a_bundle_of_functions_says_that_it_cannot_generate(example: Bundle) -> None:
     with pytest.raises(UsageError, match="this bundle holds no decoder") as caught:
         example.generate([1, 2, 3])
-    assert "score/b2" in (caught.value.hint or "")
+    assert str(caught.value.hint).endswith("`Bundle.call`: nest, score, tick")
+    with pytest.raises(UsageError, match="this bundle holds no encoder") as caught:
+        example.encode(["text"])
+    assert str(caught.value.hint).endswith("`Bundle.call`: nest, score, tick")
     with pytest.raises(UsageError, match="this bundle holds no decoder"):
         example.generate("text")
     assert not example.has_tokenizer

@@ -238,10 +238,9 @@ class Calls:
         """
         arguments.text("name", name)
         if (buckets := self._buckets.get(name)) is None:
-            known = ", ".join(sorted(self._buckets)) or "none"
             raise UsageError(
                 f"{self.programs.bundle}: no program {name!r:.200}{did_you_mean(name, self._buckets)}",
-                hint=f"its programs are: {known}",
+                hint=self.programs.usage,
             )
         return buckets
 
