@@ -180,7 +180,7 @@ def test_calls_from_many_threads_do_not_mix(example: Bundle, recipe: Any) -> Non
         (
             "nest",
             {"tree": tree(flag=1)},
-            r"tree\['pair'\]\[1\]: expected bool\[\], found int64\[\]",
+            r"tree\['pair'\]\[1\]: expected bool\[\], found weak int32\[\]",
         ),
         ("tick", {"x": X}, "unexpected x"),
     ],
@@ -203,6 +203,22 @@ def test_every_bucket_says_why_it_does_not_fit(example: Bundle) -> None:
 def test_positional_arguments_do_not_pass_for_named_ones(example: Bundle) -> None:
     with pytest.raises(UsageError, match="x is missing"):
         example.call("score", X)
+
+
+@pytest.mark.parametrize(
+    ("x", "hint"),
+    [
+        (X[:, :15], "axis 1 of x: expected 16 in every bucket, found 15"),
+        (X[:, :15].astype(np.float64), "axis 1 of x: expected 16 in every bucket, found 15"),
+        (X[:0], "pass at least one row: axis 0 of x has none"),
+    ],
+)
+def test_a_hint_names_the_axis_that_no_bucket_takes(
+    x: np.ndarray[Any, Any], hint: str, example: Bundle
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        example.call("score", x=x)
+    assert caught.value.hint == hint
 
 
 def test_a_bundle_of_functions_says_that_it_cannot_generate(example: Bundle) -> None:
