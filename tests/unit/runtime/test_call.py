@@ -157,7 +157,7 @@ def test_calls_from_many_threads_do_not_mix(example: Bundle, recipe: Any) -> Non
         ("score/b2", {"x": X}, "no program 'score/b2'"),
         ("", {}, "no program ''"),
         ("score", {}, "score/b2: x is missing"),
-        ("score", {"y": X}, "score/b2: x is missing"),
+        ("score", {"y": X}, "score/b2: x is missing, and unexpected y"),
         ("score", {"x": X, "y": X}, "score/b2: unexpected y"),
         ("score", {"x": X[0]}, r"x: expected float32\[2, 16\], found float32\[16\]"),
         ("score", {"x": X[:1]}, r"score/b8: x: expected float32\[8, 16\], found float32\[1, 16\]"),
