@@ -146,6 +146,8 @@ def test_requests_to_an_encoder_are_observed(encoder: Watched) -> None:
     assert encoder.value("vllm:request_success_total", finished_reason="stop") == 4
     assert encoder.value("vllm:e2e_request_latency_seconds_count") == 4
     assert encoder.value("vllm:prompt_tokens_total") == useful
+    assert encoder.value("vllm:request_prompt_tokens_sum") == useful
+    assert encoder.value("vllm:request_prompt_tokens_count") == 2 + 2 + 2 + 3
     assert encoder.value("prejit_start_seconds", part="loading") > 0
     figures = encoder.figures()
     assert (figures["finished"], figures["failed"], figures["running"]) == (4, 0, 0)

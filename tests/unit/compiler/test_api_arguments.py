@@ -193,6 +193,13 @@ def test_a_batch_that_no_bucket_has_names_the_buckets_and_how_to_open_them(
     with pytest.raises(UsageError) as caught:
         loaded.call("double", np.ones((100, 4), np.float32))
     assert f"the buckets have batch 2, 8: pass arrays of these {step}" in str(caught.value.hint)
+    for width, hint in (
+        (3, "axis 1 of 0: expected 4 in every bucket, found 3"),
+        (0, "pass at least"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            loaded.call("double", np.ones((1, width), np.float32))
+        assert str(caught.value.hint).startswith(hint)
     for other in (np.ones((2, 4), np.int32), np.ones(2, np.float32)):
         with pytest.raises(UsageError) as caught:
             loaded.call("double", other)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
@@ -18,3 +20,20 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return the nearest name as an insertion, ` (did you mean 'x'?)`, or an empty text."""
     guess = nearest(name, names)
     return f" (did you mean {guess!r}?)" if guess is not None else ""
+
+
+def nearest_path(path: Path, pattern: str) -> Path | None:
+    """Return the path that is most like one that leads nowhere, or None where none is near.
+
+    Args:
+        path: its directories may be wrong, too.
+        pattern: what its last part must match: `*/` is any directory.
+    """
+    parent = path.parent if os.path.isdir(path.parent) else nearest_path(path.parent, "*/")
+    if parent is None:
+        return None
+    try:
+        guess = nearest(path.name, [each.name for each in parent.glob(pattern)])
+    except OSError:
+        return None
+    return None if guess is None else parent / guess

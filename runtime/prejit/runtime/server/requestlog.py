@@ -98,6 +98,7 @@ class Entry:
         failed: the code of an error after the response had begun.
         body: what was received.
         calls: its calls of engines, in order.
+        is_open: whether its path is one of probes, of scrapers or of the page, which needs no key.
         seeds: seeds that replace those of the handler, in the order of calls; None: they stay.
     """
 
@@ -111,6 +112,7 @@ class Entry:
     failed: str = ""
     body: bytearray = field(default_factory=bytearray)
     calls: list[RecordedCall] = field(default_factory=list)
+    is_open: bool = False
     seeds: Sequence[int | None] | None = None
 
 
@@ -181,7 +183,9 @@ class RequestLog:
         current.set(entry)
 
     def end(self, entry: Entry) -> None:
-        """Write the line of a request."""
+        """Write the line of a request. A probe, a scrape or a poll of the page has one only if it failed."""
+        if entry.is_open and 200 <= entry.status < 400 and not entry.failed:
+            return
         now = time.time()
         line = {
             "event": "request",

@@ -26,6 +26,22 @@ def test_the_command_writes_every_file(tmp_path, capsys):
     assert len(there) == 3 + len(DASHBOARDS) + len(ALERTS)
 
 
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("wiki.example/runbooks", "write https://wiki.example/runbooks"),
+        ("https:///runbooks", "write https://HOST/PATH"),
+        ("", "leave it out"),
+    ],
+)
+def test_runbooks_that_no_browser_finds_are_refused(given, hint, tmp_path, capsys):
+    assert main(["observe", "init", str(tmp_path / "watch"), "--runbooks", given]) == 2
+    said = capsys.readouterr().err
+    assert "--runbooks: expected a URL" in said
+    assert hint in said
+    assert not (tmp_path / "watch").exists()
+
+
 def test_an_edited_file_is_kept_and_named(tmp_path):
     write(tmp_path, runbooks="runbooks", force=False)
     edited = tmp_path / "prometheus" / "prejit.rules.yml"
