@@ -9,7 +9,7 @@ import click
 
 from prejit.runtime.cli.options import DIR
 from prejit.runtime.cli.output import print_text
-from prejit.runtime.observe import files
+from prejit.runtime.observe import monitoring_files
 
 
 @click.group()
@@ -32,7 +32,7 @@ def observe() -> None:
 def init(directory: str, runbooks: str, force: bool) -> int:
     """Write the files, and print their paths."""
     root = Path(directory)
-    for path in files.write(root, runbooks=runbooks, force=force):
+    for path in monitoring_files.write(root, runbooks=runbooks, force=force):
         print_text(str(root / path))
     print_text(f"read {root / 'README.md'} first", file=sys.stderr)
     return 0
