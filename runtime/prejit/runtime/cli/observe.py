@@ -11,7 +11,7 @@ import click
 from prejit.runtime.cli.options import DIR
 from prejit.runtime.cli.output import print_text
 from prejit.runtime.errors import UsageError
-from prejit.runtime.observe import files
+from prejit.runtime.observe import monitoring_files
 
 _IN_DIR = "runbooks"
 """The directory of the runbooks among the files that are written."""
@@ -43,7 +43,7 @@ def init(directory: str, runbooks: str, force: bool) -> int:
             hint=f"write https://{place}, or leave it out: alerts then link to the files in DIR",
         )
     root = Path(directory)
-    for path in files.write(root, runbooks=runbooks, force=force):
+    for path in monitoring_files.write(root, runbooks=runbooks, force=force):
         print_text(str(root / path))
     print_text(f"read {root / 'README.md'} first", file=sys.stderr)
     return 0

@@ -7,15 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+from tests.monitoring import ALERTS, DASHBOARDS, FILES, RULES_FILE, panels, queries
 
 from prejit.runtime.__main__ import main
 from prejit.runtime.cli.commands import commands
 from prejit.runtime.cli.serve import serve
 from prejit.runtime.errors import StoreError, UsageError
-from prejit.runtime.observe.alerts import ALERTS
-from prejit.runtime.observe.dashboards import DASHBOARDS
-from prejit.runtime.observe.files import files, write
-from prejit.runtime.observe.grafana import as_grafana
+from prejit.runtime.observe.monitoring_files import files, write
 
 
 def test_the_command_writes_every_file(tmp_path, capsys):
@@ -23,7 +22,7 @@ def test_the_command_writes_every_file(tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     there = sorted(str(path) for path in (tmp_path / "watch").rglob("*") if path.is_file())
     assert sorted(printed) == there
-    assert len(there) == 3 + len(DASHBOARDS) + len(ALERTS)
+    assert len(there) == len(FILES) == 3 + len(DASHBOARDS) + len(ALERTS)
 
 
 @pytest.mark.parametrize(
@@ -68,30 +67,38 @@ def test_a_file_in_the_place_of_a_directory_is_an_error_of_prejit(tmp_path):
         write(tmp_path / "watch", runbooks="runbooks", force=False)
 
 
-def test_every_alert_links_to_its_runbook_and_every_runbook_has_an_alert():
-    found = files("https://wiki.example/runbooks/")
-    rules = found["prometheus/prejit.rules.yml"]
-    pages = {Path(path).stem for path in found if path.startswith("runbooks/")}
-    assert pages == {alert.name for alert in ALERTS}
-    for name in pages:
-        assert f'"https://wiki.example/runbooks/{name}.md"' in rules
-        assert found[f"runbooks/{name}.md"].startswith(f"# {name}\n\n**Means.** ")
+@pytest.mark.parametrize("home", ["runbooks", "https://wiki.example/runbooks", 'a: "b\\c'])
+def test_every_alert_links_to_its_runbook_wherever_these_are(home):
+    groups = yaml.safe_load(files(f"{home}/")[RULES_FILE])["groups"]
+    links = {
+        rule["alert"]: rule["annotations"]["runbook_url"]
+        for group in groups
+        for rule in group["rules"]
+        if "alert" in rule
+    }
+    assert links == {name: f"{home}/{name}.md" for name in ALERTS}
+
+
+def test_every_runbook_has_an_alert_and_says_what_to_do():
+    assert {Path(path).stem for path in FILES if path.startswith("runbooks/")} == ALERTS.keys()
+    for name in ALERTS:
+        page = FILES[f"runbooks/{name}.md"]
+        assert page.startswith(f"# {name}\n\n**Means.** ")
         for part in ("**Who notices.** ", "**Look at**", "**Do**"):
-            assert part in found[f"runbooks/{name}.md"], (name, part)
+            assert part in page, (name, part)
 
 
 def test_links_between_runbooks_lead_to_one():
-    found = files("runbooks")
-    for path, text in found.items():
+    for path, text in FILES.items():
         if path.endswith(".md"):
             for link in re.findall(r"\]\(([^)]+)\)", text):
-                assert f"runbooks/{link}" in found, (path, link)
+                assert f"runbooks/{link}" in FILES, (path, link)
 
 
 def test_runbooks_name_panels_that_exist():
-    titles = {panel.title for dashboard in DASHBOARDS for panel in dashboard.panels()}
-    names = {dashboard.title for dashboard in DASHBOARDS}
-    for path, text in files("runbooks").items():
+    titles = {panel["title"] for name in DASHBOARDS for panel in panels(name)}
+    names = {dashboard["title"] for dashboard in DASHBOARDS.values()}
+    for path, text in FILES.items():
         if path.startswith("runbooks/"):
             for name in re.findall(r"(?<!\*)\*([^*\n]+)\*(?!\*)", text):
                 assert name in titles | names, (path, name)
@@ -99,20 +106,19 @@ def test_runbooks_name_panels_that_exist():
 
 def test_runbooks_name_commands_and_options_that_exist():
     options = {name for parameter in serve.params for name in parameter.opts}
-    for path, text in files("runbooks").items():
+    for path, text in FILES.items():
         for command in re.findall(r"`prejit ([a-z-]+)", text):
             assert command in commands.commands, (path, command)
         for option in re.findall(r"`prejit serve (--[a-z-]+)", text):
             assert option in options, (path, option)
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
+@pytest.mark.parametrize("dashboard", DASHBOARDS)
 def test_panels_have_their_own_place_and_number(dashboard):
-    panels = as_grafana(dashboard)["panels"]
-    numbers = [panel["id"] for panel in panels]
-    assert len(set(numbers)) == len(panels)
+    found = DASHBOARDS[dashboard]["panels"]
+    assert len({panel["id"] for panel in found}) == len(found)
     taken = set()
-    for panel in panels:
+    for panel in found:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24
         cells = {
@@ -124,30 +130,25 @@ def test_panels_have_their_own_place_and_number(dashboard):
         taken |= cells
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
+@pytest.mark.parametrize("dashboard", DASHBOARDS)
 def test_every_panel_says_what_to_look_for_and_keeps_to_the_chosen_jobs(dashboard):
-    for panel in dashboard.panels():
-        assert panel.description.endswith(".")
-        for query, _ in panel.queries:
-            assert "$job" in query, panel.title
-    text = json.dumps(as_grafana(dashboard))
-    used = set(re.findall(r"\$\{?([a-z]\w*)\}?", text))
-    variables = {one["name"] for one in as_grafana(dashboard)["templating"]["list"]}
-    assert used <= variables
+    for panel in panels(dashboard):
+        assert panel["description"].endswith(".")
+        for query in queries(panel):
+            assert "$job" in query, panel["title"]
+    used = set(re.findall(r"\$\{?([a-z]\w*)\}?", json.dumps(DASHBOARDS[dashboard])))
+    assert used <= {one["name"] for one in DASHBOARDS[dashboard]["templating"]["list"]}
 
 
-def test_summaries_and_queries_are_text_that_yaml_reads_as_it_is():
-    import yaml
+def test_a_dashboard_has_the_name_of_its_file_and_what_all_of_them_share():
+    shared = ("schemaVersion", "refresh", "time", "templating", "annotations", "links", "tags")
+    [_] = {json.dumps([each[key] for key in shared]) for each in DASHBOARDS.values()}
+    assert {name: each["uid"] for name, each in DASHBOARDS.items()} == {n: n for n in DASHBOARDS}
 
-    rules = yaml.safe_load(files("runbooks")["prometheus/prejit.rules.yml"])
-    found = {
-        rule["alert"]: rule
-        for group in rules["groups"]
-        for rule in group["rules"]
-        if "alert" in rule
-    }
-    for alert in ALERTS:
-        assert found[alert.name]["expr"].strip() == alert.expr
-        assert found[alert.name]["annotations"]["summary"] == alert.summary
-        assert found[alert.name]["labels"]["severity"] == alert.severity
-        assert found[alert.name].get("for", "") == alert.wait
+
+def test_a_panel_that_several_dashboards_have_is_the_same_in_all():
+    found = {}
+    for name in DASHBOARDS:
+        for panel in panels(name):
+            of = {key: value for key, value in panel.items() if key not in ("id", "gridPos")}
+            assert found.setdefault(panel["title"], of) == of, (name, panel["title"])
