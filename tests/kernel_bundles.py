@@ -102,6 +102,8 @@ def kernel_recipe(
                 portable=portable_placed,
                 memory=compiled.memory,
                 kernels=True,
+                arguments_tree='["dict",[["x","*"]]]',
+                results_tree='"*"',
             ),
         ),
         weight_sets={},

@@ -16,10 +16,8 @@ def blob(path: Path, digest: str) -> Path:
 
 
 def index_file(path: Path) -> Path:
-    """The file of a bundle's index: a blob, or `index.json` up to format 4."""
+    """The file of a bundle's index."""
     root = json.loads((path / "index.json").read_bytes())
-    if "annotations" in root:
-        return path / "index.json"
     return blob(path, next(at["digest"] for at in root["manifests"] if at["mediaType"] == INDEX))
 
 
@@ -49,9 +47,6 @@ def write_index(path: Path, index: bytes) -> Path:
     """Put another index in place, whatever it says. Return its file."""
     from prejit.runtime.base.digests import digest_of
 
-    if b'"dev.prejit.index-digest"' in index:  # of format 4 or less
-        (path / "index.json").write_bytes(index)
-        return path / "index.json"
     digest = digest_of(index)
     blob(path, digest).write_bytes(index)
     entry = {"digest": digest, "mediaType": INDEX, "size": len(index)}

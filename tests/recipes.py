@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from .layouts import write_files
+
+if TYPE_CHECKING:
+    from prejit.runtime.format.arrays import Array
 
 V3_FEATURES = (
     *("64bit", "avx", "avx2", "bmi", "bmi2", "cmov", "crc32", "cx16", "cx8", "f16c", "fma"),
@@ -281,6 +285,8 @@ def _make_recipe(
                     portable=portables[program],
                     memory=on_host[program].memory,
                     weights="score" if program.startswith("score/") else None,
+                    arguments_tree=tree_of(arguments),
+                    results_tree=tree_of(results),
                 )
                 for program, (_, arguments, results) in lowered.items()
             ),
@@ -288,6 +294,22 @@ def _make_recipe(
         )
         packed.append(bundle_files.PackedTarget(config, (executables, *shared)))
     return Recipe(tuple(packed), name, weights)
+
+
+def tree_of(arrays: Sequence[Array]) -> str:
+    """The tree whose leaves have the paths of these arrays: dicts for names, tuples for places."""
+
+    def nested(paths: list[Any]) -> Any:
+        if paths == [()]:
+            return "*"
+        parts: dict[str | int, list[Any]] = {}
+        for key, *rest in paths:
+            parts.setdefault(key, []).append(tuple(rest))
+        children = {key: nested(inner) for key, inner in parts.items()}
+        named = any(type(key) is str for key in parts)
+        return ["dict", [*children.items()]] if named else ["tuple", [*children.values()]]
+
+    return json.dumps(nested([array.path for array in arrays]), separators=(",", ":"))
 
 
 def _lower_score(size: int, miscompiled: str = "") -> tuple[bytes, list[Any], list[Any]]:

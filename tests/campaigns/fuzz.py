@@ -41,20 +41,19 @@ from blake3 import blake3
 
 from prejit.runtime.errors import PrejitError, RejectError
 
-GOLDEN = Path(__file__).parents[1] / "format"
+GOLDEN = Path(__file__).parents[1] / "format" / "v1"
 RESULTS = Path(__file__).with_name("fuzz.json")
 BUNDLES = (
-    *("v1/call", "v1/decoder", "v2/fleet", "v2/mesh", "v3/decoder", "v3/encoder", "v3/stored"),
-    *("v4/kernels", "v5/chunks", "v5/decoder", "v5/reader", "v5/recorded"),
+    *("call", "fleet", "mesh", "decoder", "encoder", "stored", "kernels", "chunks", "reader"),
+    "recorded",
 )
-LOADED = ("v1/decoder", "v3/decoder", "v3/encoder", "v5/chunks", "v5/decoder", "v5/reader")
+LOADED = ("decoder", "encoder", "chunks", "reader")
 """Bundles of one target without kernels: a load reads all that `prejit verify` reads."""
 MOST_SECONDS = 0.2
 MOST_BYTES = 64 << 20
 """The CPU time and the memory that an example may take beyond those of the sound bundle."""
 SECONDS_PER_BYTE = 5e-8
 """The CPU time that it may take for each byte that it has beyond the sound bundle: JSON takes as long."""
-INDEX_DIGEST = "dev.prejit.index-digest"
 REQUIREMENT = "dev.prejit.requirement"
 
 HUGE: tuple[str, ...] = (
@@ -88,7 +87,7 @@ class Draft:
     """A bundle in memory, to be changed.
 
     Attributes:
-        root: `index.json`; of formats up to 4 it is the index.
+        root: `index.json`.
         index: the bundle's index.
         targets: manifest and config of each target.
         blobs: layers by digest.
@@ -100,11 +99,6 @@ class Draft:
     targets: list[tuple[Any, Any]]
     blobs: dict[str, bytes]
     hooks: dict[str, Callable[[bytes], bytes]]
-
-    @property
-    def is_old(self) -> bool:
-        """Whether `index.json` is the index."""
-        return self.root is None
 
     def files(self) -> dict[str, bytes]:
         """Return the bytes of every file by its name, with all digests right."""
@@ -123,19 +117,13 @@ class Draft:
         with contextlib.suppress(TypeError, KeyError, AttributeError):
             for at, new in zip(index["manifests"], named, strict=False):
                 at |= new
-        if self.is_old:
-            with contextlib.suppress(TypeError, KeyError, AttributeError):
-                index["annotations"].pop(INDEX_DIGEST, None)
-                index["annotations"][INDEX_DIGEST] = digest_of(encoded(index))
-            files["index.json"] = self._hooked("root", self._hooked("index", encoded(index)))
-        else:
-            content = self._hooked("index", encoded(index))
-            blobs[digest_of(content)] = content
-            root = deepcopy(self.root)
-            with contextlib.suppress(TypeError, KeyError, AttributeError, IndexError):
-                for at, new in zip(root["manifests"], [described(content), *named], strict=False):
-                    at |= new
-            files["index.json"] = self._hooked("root", encoded(root))
+        content = self._hooked("index", encoded(index))
+        blobs[digest_of(content)] = content
+        root = deepcopy(self.root)
+        with contextlib.suppress(TypeError, KeyError, AttributeError, IndexError):
+            for at, new in zip(root["manifests"], [described(content), *named], strict=False):
+                at |= new
+        files["index.json"] = self._hooked("root", encoded(root))
         # A file that nothing names is an error for `prejit verify`, and no load ever looks for it.
         texts = [*files.values(), *(each for each in blobs.values() if each.startswith(b"{"))]
         named = {digest for digest in blobs if any(digest.encode() in text for text in texts)}
@@ -165,20 +153,25 @@ def sound(name: str) -> dict[str, bytes]:
 
 
 def draft_of(name: str) -> Draft:
-    """Return a golden bundle to change."""
+    """Return a golden bundle to change, without what is attached to it: that refers to its digest."""
     files = dict(sound(name))
     root = json.loads(files.pop("index.json"))
 
     def read(at: Any) -> Any:
         return json.loads(files.pop(f"blobs/sha256/{at['digest'][7:]}"))
 
-    is_old = "annotations" in root
-    index = root if is_old else read(root["manifests"][0])
+    index = read(root["manifests"][0])
     manifests = [read(at) for at in index["manifests"]]
+    attached = [read(at) for at in root["manifests"][1 + len(manifests) :]]
+    del root["manifests"][1 + len(manifests) :]
+    for at in (at for each in attached for at in (each["config"], *each["layers"])):
+        files.pop(f"blobs/sha256/{at['digest'][7:]}", None)  # they share an empty config
+    for manifest in manifests:
+        manifest["annotations"].pop("dev.prejit.attached", None)
     targets = [(manifest, read(manifest["config"])) for manifest in manifests]
     del files["oci-layout"]
     blobs = {f"sha256:{file.rpartition('/')[2]}": content for file, content in files.items()}
-    return Draft(None if is_old else root, index, targets, blobs, {})
+    return Draft(root, index, targets, blobs, {})
 
 
 # Damage: digests stay

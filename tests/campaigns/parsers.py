@@ -70,9 +70,7 @@ def _roots() -> list[bytes]:
 
 
 def _indexes() -> list[bytes]:
-    return _of_drafts(lambda draft: [] if draft.is_old else [draft.index]) + [
-        fuzz.sound(name)["index.json"] for name in fuzz.BUNDLES if fuzz.draft_of(name).is_old
-    ]
+    return _of_drafts(lambda draft: [draft.index])
 
 
 def _manifests() -> list[bytes]:
@@ -322,16 +320,16 @@ def _config() -> Callable[[bytes], object]:
     from prejit.runtime.machine.requirement import Requirement
 
     whole = from_json(
-        Requirement, to_json(fuzz.draft_of("v5/decoder").targets[0][1]["requirement"]), ""
+        Requirement, to_json(fuzz.draft_of("decoder").targets[0][1]["requirement"]), ""
     )
 
     def parse(content: bytes) -> object:
-        written, target, requirement = "5", "", whole
+        target, requirement = "", whole
         with contextlib.suppress(ValueError, RecursionError, RejectError, KeyError, TypeError):
             plain = json.loads(content)
-            written, target = str(plain["format"]), plain["target"]
+            target = plain["target"]
             requirement = from_json(Requirement, to_json(plain["requirement"]), "")
-        config = check_config(content, written, target, requirement, "config")
+        config = check_config(content, target, requirement, "config")
         for program in config.programs:
             for texts, tree in (
                 (program.arguments, program.arguments_tree),
@@ -483,7 +481,7 @@ def _tokenizer() -> Callable[[bytes], object]:
 def _generation() -> Callable[[bytes], object]:
     from prejit.runtime.generation.defaults import check_generation
 
-    return lambda content: check_generation(content, 5, "generation config")
+    return lambda content: check_generation(content, "generation config")
 
 
 def _fingerprint() -> Callable[[bytes], object]:

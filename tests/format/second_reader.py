@@ -1,7 +1,7 @@
 """A second reader of bundles, written from docs/bundle-format.md alone. It imports nothing of prejit.
 
-It reads all that a bundle says, formats 1 to 5, asserts what the document says must be, and tells which
-target serves a machine. It runs no program.
+It reads all that a bundle says, asserts what the document says must be, and tells which target serves a
+machine. It runs no program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from blake3 import blake3
 TYPE = "application/vnd.prejit."
 INDEX = "application/vnd.oci.image.index.v1+json"
 VERSION = r"\d+(?:\.[0-9A-Za-z]+)*(?:[.+-][0-9A-Za-z.]+)?"
-TEXT = {  # axes that are text: format 1 has the first four, as it has `cpu_features`
+TEXT = {  # axes that are text
     "platform": r"[a-z]+",
     "architecture": r"[a-z][a-z0-9_]*",
     "jaxlib": VERSION,
@@ -71,47 +71,38 @@ class Target:
     chat: dict[str, dict[str, str]] | None
 
 
-def read(bundle: Path) -> tuple[int, list[Target]]:
-    """The format of a bundle, and its targets in order."""
+def read(bundle: Path) -> list[Target]:
+    """The targets of a bundle in order."""
     assert json.loads((bundle / "oci-layout").read_bytes()) == {"imageLayoutVersion": "1.0.0"}
-    content = (bundle / "index.json").read_bytes()
-    index, here = json.loads(content), set[str]()
-    if index.get("artifactType") != f"{TYPE}bundle.v1":
-        assert index["schemaVersion"] == 2
-        here = {found["digest"] for found in index["manifests"]}
-        [digest] = {
-            found["digest"]
-            for found in index["manifests"]
-            if found["mediaType"] == INDEX and found.get("artifactType") == f"{TYPE}bundle.v1"
-        }
-        content = blob(bundle, next(at for at in index["manifests"] if at["digest"] == digest))
-        index = json.loads(content)
-    assert content == canonical(index)
-    written = {"1": 1, "2": 2, "3": 3, "4": 4, "5": 5}[index["annotations"]["dev.prejit.format"]]
-    assert (written > 4) == bool(here)
-    if written < 5:
-        told = index["annotations"].pop("dev.prejit.index-digest")
-        assert told == digest_of(canonical(index))
-    assert "dev.prejit.index-digest" not in index["annotations"]
+    root = json.loads((bundle / "index.json").read_bytes())
+    assert root["schemaVersion"] == 2
+    here = {found["digest"] for found in root["manifests"]}
+    [digest] = {
+        found["digest"]
+        for found in root["manifests"]
+        if found["mediaType"] == INDEX and found.get("artifactType") == f"{TYPE}bundle.v1"
+    }
+    index = parsed(bundle, next(at for at in root["manifests"] if at["digest"] == digest))
+    assert index["annotations"]["dev.prejit.format"] == "1"
     assert index["annotations"]["dev.prejit.name"]
     assert (index["artifactType"], index["mediaType"]) == (f"{TYPE}bundle.v1", INDEX)
     assert 0 < len(index["manifests"]) <= 512
     listed = [at for at in index["manifests"] if at["digest"] in here] or index["manifests"]
-    targets = [read_target(bundle, found, written) for found in listed]
+    targets = [read_target(bundle, found) for found in listed]
     assert len({target.name for target in targets}) == len(targets)
     assert {target.config["bundle"] for target in targets} == {
         index["annotations"]["dev.prejit.name"]
     }
-    return written, targets
+    return targets
 
 
-def read_target(bundle: Path, descriptor: dict[str, Any], written: int) -> Target:
+def read_target(bundle: Path, descriptor: dict[str, Any]) -> Target:
     name = descriptor["annotations"]["org.opencontainers.image.ref.name"]
     needs = json.loads(descriptor["annotations"]["dev.prejit.requirement"])
     check_requirement(needs)
     manifest = parsed(bundle, descriptor)
     config = parsed(bundle, manifest["config"])
-    assert (config["format"], config["target"], config["requirement"]) == (written, name, needs)
+    assert (config["format"], config["target"], config["requirement"]) == (1, name, needs)
     kinds = [layer["mediaType"].removeprefix(TYPE) for layer in manifest["layers"]]
     once = [kind for kind in kinds if kind != "library.v1+elf"]
     assert len(set(once)) == len(once)
@@ -145,17 +136,17 @@ def read_target(bundle: Path, descriptor: dict[str, Any], written: int) -> Targe
             unpack(layers["stablehlo.v1+zstd"], said["portable"]),
         )
     assert len(programs) == len(config["programs"])
-    check_programs(config, programs, written)
-    check_kernels(config, layers.get("kernels.v1+elf"), written)
-    check_libraries(config, libraries, written)
-    check_chunks(config, layers, written)
-    check_recorded(config, layers, written)
+    check_programs(config, programs)
+    check_kernels(config, layers.get("kernels.v1+elf"))
+    check_libraries(config, libraries)
+    check_chunks(config, layers)
+    check_recorded(config, layers)
     tensors = read_weights(layers.get("weights.v1.safetensors"), config, sizes)
     chat = layers.get("chat.v1+json")
     return Target(name, needs, config, programs, tensors, None if chat is None else read_chat(chat))
 
 
-def check_kernels(config: dict[str, Any], library: bytes | None, written: int) -> None:
+def check_kernels(config: dict[str, Any], library: bytes | None) -> None:
     """By "Kernels". What a library exports is left to the dynamic linker."""
     calling = [said["kernels"] for said in config["programs"] if "kernels" in said]
     assert set(calling) <= {True}
@@ -163,7 +154,6 @@ def check_kernels(config: dict[str, Any], library: bytes | None, written: int) -
     if library is None:
         return
     kernels = config["kernels"]
-    assert written > 3
     assert config["requirement"]["platform"] == "cpu"
     assert len(library) <= 64 << 20
     assert library.startswith(b"\x7fELF")
@@ -174,13 +164,12 @@ def check_kernels(config: dict[str, Any], library: bytes | None, written: int) -
     assert all(f"prejit_{name}\0".encode() in library for name in kernels["handlers"])
 
 
-def check_libraries(config: dict[str, Any], libraries: list[bytes], written: int) -> None:
+def check_libraries(config: dict[str, Any], libraries: list[bytes]) -> None:
     """By "Libraries". What a library exports is left to the dynamic linker."""
     called = [said["calls"] for said in config["programs"] if "calls" in said]
     assert ("libraries" in config) == bool(libraries) == bool(called)
     if not libraries:
         return
-    assert written > 4
     assert config["requirement"]["platform"] == "cpu"
     assert all(len(library) <= 256 << 20 for library in libraries)
     assert [told["digest"] for told in config["libraries"]] == sorted(map(digest_of, libraries))
@@ -198,19 +187,18 @@ def check_libraries(config: dict[str, Any], libraries: list[bytes], written: int
     assert {name for names in called for name in names} <= set(known)
 
 
-def check_chunks(config: dict[str, Any], layers: dict[str, bytes], written: int) -> None:
+def check_chunks(config: dict[str, Any], layers: dict[str, bytes]) -> None:
     """By "Chunks". The digest of every layer is known to be right: those of its chunks must be, too."""
-    assert "chunks" not in config or written > 4
     for media_type, chunks in config.get("chunks", {}).items():
         assert media_type.startswith(TYPE)
         layer, size = layers[media_type.removeprefix(TYPE)], chunks["size"]
-        assert chunks.keys() - {"verity"} == {"algorithm", "size", "digests"}
+        assert chunks.keys() == {"algorithm", "size", "digests", "verity"}
         assert chunks["algorithm"] == "blake3"
         assert 64 << 10 <= size <= 64 << 20
         pieces = [layer[start : start + size] for start in range(0, len(layer), size)]
         assert layer
         assert chunks["digests"] == [blake3(piece).hexdigest() for piece in pieces]
-        assert chunks.get("verity") in (None, verity_of(layer))
+        assert chunks["verity"] == verity_of(layer)
 
 
 def verity_of(layer: bytes) -> str:
@@ -223,13 +211,12 @@ def verity_of(layer: bytes) -> str:
     return digest_of((header + level).ljust(256, b"\0"))
 
 
-def check_recorded(config: dict[str, Any], layers: dict[str, bytes], written: int) -> None:
+def check_recorded(config: dict[str, Any], layers: dict[str, bytes]) -> None:
     """By "Recorded files". What jax makes of them is left to jax."""
     assert ("recorded" in config) == ("recorded.v1+zstd" in layers)
     if "recorded" not in config:
         assert {"executables.v1+zstd", "stablehlo.v1+zstd"} <= layers.keys()
         return
-    assert written > 4
     assert layers.keys() == {"recorded.v1+zstd"}
     assert not config["programs"]
     assert not config["weight_sets"]
@@ -264,16 +251,17 @@ BUCKETS = {
 }
 
 
-def check_programs(config: dict[str, Any], programs: dict[str, Program], written: int) -> None:
+def check_programs(config: dict[str, Any], programs: dict[str, Program]) -> None:
     """What programs of a model must be, by "Programs", "Decoder programs" and "Encoder programs"."""
-    known = {"prefill", "decode", "call"} if written < 3 else {*BUCKETS, "call"}
-    known -= {"encode"} if written < 5 else set()
     seen = set()
     for program in programs.values():
         kind, bucket = program.said["kind"], program.said["bucket"]
-        assert kind in known
+        assert kind in {*BUCKETS, "call"}
+        assert ("settings" not in program.said) or kind == "call"
+        trees = {"arguments_tree", "results_tree"}
+        assert trees & program.said.keys() == (trees if kind == "call" else set())
         assert program.said.get("cost_microseconds", 0) >= 0
-        check_golden(program.said.get("golden"), len(program.results), written)
+        check_golden(program.said.get("golden"), len(program.results))
         if kind == "call":
             continue
         assert bucket.keys() == BUCKETS[kind]
@@ -286,7 +274,7 @@ def check_programs(config: dict[str, Any], programs: dict[str, Program], written
             takes, gives = encoder_signature(config["encoder"], program)
             assert program.said["name"] == f"encode/b{bucket['batch']}-t{bucket['length']}/{kind}"
         else:
-            takes, gives = decoder_signature(config["decoder"], program, written)
+            takes, gives = decoder_signature(config["decoder"], program)
         assert found == [takes, gives]
         if config.get("mesh") and "context" in bucket:
             of_cache = ("cache", "source", "target")
@@ -294,7 +282,7 @@ def check_programs(config: dict[str, Any], programs: dict[str, Program], written
                 whole = value.path[0] not in of_cache
                 assert value.split == ([] if whole else ["data", "tensor", "", ""])
     if "decoder" in config:
-        check_decoder([program.said for program in programs.values()], written)
+        check_decoder([program.said for program in programs.values()])
         reads = any(program.said["kind"] == "encode" for program in programs.values())
         assert reads == ("source" in config["decoder"])
     if "encoder" in config:
@@ -306,11 +294,10 @@ def check_programs(config: dict[str, Any], programs: dict[str, Program], written
         assert seen >= {(kind, *shape) for kind in ("embed", "layer", "pool") for shape in shapes}
 
 
-def check_golden(golden: dict[str, Any] | None, results: int, written: int) -> None:
+def check_golden(golden: dict[str, Any] | None, results: int) -> None:
     """The form of a golden answer, by "Golden answers"."""
     if golden is None:
         return
-    assert written > 4
     assert golden.keys() == {"recipe", "seed", "source", "tolerance", "results"}
     assert golden["recipe"] >= 1
     assert 0 <= golden["seed"] < 2**32
@@ -334,14 +321,10 @@ def named(path: list[str | int]) -> str:
     return ".".join(key if isinstance(key, str) else f"#{key}" for key in path)
 
 
-def decoder_signature(
-    decoder: dict[str, Any], program: Program, written: int
-) -> tuple[list[str], list[str]]:
+def decoder_signature(decoder: dict[str, Any], program: Program) -> tuple[list[str], list[str]]:
     kind, bucket = program.said["kind"], program.said["bucket"]
     b, v = bucket["batch"], decoder["vocab_size"]
-    assert ("cache" in decoder) == (written > 4)
-    assert ("num_layers" in decoder) == (written < 5)
-    assert written > 4 or not decoder.keys() & {"source", "start_token_ids"}
+    assert "cache" in decoder
     assert decoder.get("start_token_ids") != []
     assert all(0 <= token < v for token in decoder.get("start_token_ids", ()))
     cache = cache_of(decoder, b, bucket["context"])
@@ -350,9 +333,6 @@ def decoder_signature(
     if kind == "copy":
         source = cache_of(decoder, bucket["source_batch"], bucket["source_context"])
         rows = f"rows int32[{b}]"
-        if written < 5:
-            whole = cache[0][1]
-            return [f"source {source[0][1]}", f"target* {whole}", rows], [f"target {whole}"]
         sources = [f"{name} {array}".replace("cache", "source", 1) for name, array in source]
         targets = [each.replace("cache", "target", 1) for each in donated]
         return [*sources, rows, *targets], [each.replace("cache", "target", 1) for each in kept]
@@ -369,14 +349,10 @@ def decoder_signature(
         **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), "float32"),
     }
     samples = [f"{name} {kind_of}[{b}]" for name, kind_of in sampling.items()]
-    seed = f"seed uint32[{b},2]"
-    samples += [seed, f"bias float32[{b},{v}]", f"logprobs int32[{b}]"]
+    samples += [f"seed uint32[{b},2]", f"bias float32[{b},{v}]", f"logprobs int32[{b}]"]
     first = [f"token {row}", f"position {row}"]
     count = bucket.get("prompt", bucket.get("draft", 0) + 1)
     inputs = [f"tokens int32[{b},{count}]", f"start {row}", f"length {row}"]
-    if written < 3:
-        takes = [*(first if kind == "decode" else inputs), *samples[:3], seed]
-        return [*takes, *donated], [*first, *kept]
     top = min(20, v)
     if kind == "prefill":
         gives = [f"token {row}", f"logprob float32[{b}]", f"top_tokens int32[{b},{top}]"]
@@ -399,13 +375,6 @@ def decoder_signature(
 
 def cache_of(decoder: dict[str, Any], batch: int, context: int) -> list[tuple[str, str]]:
     """The name and the array of each part of a cache."""
-    if "cache" not in decoder:
-        sizes = (batch, decoder["num_kv_heads"], context, decoder["head_size"])
-        whole = f"{decoder['cache_dtype']}[{','.join(map(str, sizes))}]"
-        layers = range(decoder["num_layers"])
-        names = ("keys", "values")
-        return [(named(["cache", at, name]), whole) for at in layers for name in names]
-    assert not decoder.keys() & {"num_kv_heads", "head_size"}
     found = sized(decoder["cache"], {"batch": batch, "context": context}, "cache")
     assert len(dict(found)) == len(found)
     assert 0 < len(found) <= 16_384
@@ -448,7 +417,7 @@ def encoder_signature(encoder: dict[str, Any], program: Program) -> tuple[list[s
     return [length, f"hidden {states}"], [f"embedding float32[{b},{encoder['width']}]"]
 
 
-def check_decoder(programs: list[dict[str, Any]], written: int) -> None:
+def check_decoder(programs: list[dict[str, Any]]) -> None:
     """Which programs there must be."""
     sizes: dict[str, list[dict[str, int]]] = {kind: [] for kind in BUCKETS}
     for said in programs:
@@ -466,12 +435,11 @@ def check_decoder(programs: list[dict[str, Any]], written: int) -> None:
     sources = {bucket["source"] for bucket in sizes["encode"]}
     reading = {(b["batch"], b["context"], b["source"]) for b in sizes["encode"]}
     assert reading == {(batches[0], context, source) for context in contexts for source in sources}
-    if written > 2:
-        names = ("source_batch", "source_context", "batch", "context")
-        copies = {tuple(bucket[name] for name in names) for bucket in sizes["copy"]}
-        assert copies >= {(batches[0], context, batch, context) for batch, context in every}
-        for place, context in enumerate(contexts[1:]):
-            assert copies >= {(batch, contexts[place], batch, context) for batch in batches}
+    names = ("source_batch", "source_context", "batch", "context")
+    copies = {tuple(bucket[name] for name in names) for bucket in sizes["copy"]}
+    assert copies >= {(batches[0], context, batch, context) for batch, context in every}
+    for place, context in enumerate(contexts[1:]):
+        assert copies >= {(batch, contexts[place], batch, context) for batch in batches}
 
 
 def read_chat(layer: bytes) -> dict[str, dict[str, str]]:

@@ -436,9 +436,7 @@ def test_tables_that_contradict_themselves_are_rejected(built: Path) -> None:
             silent = dataclasses.replace(second, calls=None)
             forged = dataclasses.replace(config, programs=(told(None)[0], silent))
         with pytest.raises(RejectError) as caught:
-            check_config(
-                to_json(forged), str(config.format), config.target, forged.requirement, "c"
-            )
+            check_config(to_json(forged), config.target, forged.requirement, "c")
         assert complaint in str(caught.value)
     check_library_layers(config, manifest, "m")
     for layers in (

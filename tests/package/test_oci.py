@@ -26,7 +26,7 @@ from prejit.runtime.__main__ import main
 
 TARGETS = ("cpu-host", "cpu-x86-64-v3")
 X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
-MODEL = Path(__file__).parents[1] / "format" / "v3" / "decoder"
+MODEL = Path(__file__).parents[1] / "format" / "v1" / "decoder"
 """A bundle with tokenizer and chat templates."""
 
 

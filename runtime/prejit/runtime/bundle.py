@@ -168,7 +168,7 @@ class Bundle(OneProcess):
         check_weight_sets(config, shapes, (weights or portable).path)
         asks = None
         if matched and any(program.golden is not None for program in config.programs):
-            from prejit.runtime.programs.canary import Canary  # bundles of older builds need it not
+            from prejit.runtime.programs.canary import Canary  # only golden answers need it
 
             asks = Canary(
                 config.bundle,
@@ -508,7 +508,7 @@ class Bundle(OneProcess):
         layer = self._open.layers.get(GENERATION_MEDIA_TYPE)
         if layer is None or self.config.decoder is None or not self._generation_config:
             return Defaults()
-        return check_generation(bytes(layer.wait()), self.config.format, layer.path)
+        return check_generation(bytes(layer.wait()), layer.path)
 
     @once
     def decoder(self) -> DecoderPrograms:

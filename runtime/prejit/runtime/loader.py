@@ -42,7 +42,6 @@ from prejit.runtime.format.blobs import Blobs, read_whole
 from prejit.runtime.format.checks.layers import check_kernels, check_library
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
-    CHUNKS_SINCE,
     GENERATION_MEDIA_TYPE,
     KERNELS_MEDIA_TYPE,
     TOKENIZER_MEDIA_TYPE,
@@ -147,8 +146,7 @@ def load(
     for text in opened.reported:
         warnings.warn(text, UntrustedWarning, stacklevel=_CALLER)
     choice = _choose(opened, must_match)
-    if choice.config.format >= CHUNKS_SINCE:
-        _begin_verifying(opened, choice)
+    _begin_verifying(opened, choice)
     if not choice.matched:
         count_fallback(choice.target.verdict, on_fallback)
         warning = fallback_warning(opened.layout, choice.target)
@@ -186,7 +184,7 @@ def load(
 
 
 class _Opened(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
-    """A bundle that is open: a bundle of format 4 or less is verified, another will be.
+    """A bundle that is open and not verified yet.
 
     Attributes:
         layout: its directory.
@@ -217,8 +215,6 @@ def _open(
     """Compare the machine with every target, and open the blobs of those that may be served.
 
     Policies decide about these first, and may want a child process to load them before this one does.
-
-    Up to format 4: open the blobs of all targets, and verify them now.
     """
     targets = match(root, machine)
     if declared is not None:
@@ -245,12 +241,7 @@ def _open(
             wanted = FirstLoad(layout.path, candidates, must_match, declared, policies)
             check_first_load(wanted, machine, wanted_by)
     served = {target.name: manifests[target.name] for target in candidates}
-    receipts = Receipts(layout.path)
-    if int(targets[0].format) >= CHUNKS_SINCE:
-        chunked = Blobs(layout, served.values(), receipts)
-        return _Opened(layout, root.digest, targets, served, chunked, reported)
-    blobs = Blobs(layout, manifests.values(), receipts)
-    blobs.verify()
+    blobs = Blobs(layout, served.values(), Receipts(layout.path))
     return _Opened(layout, root.digest, targets, served, blobs, reported)
 
 

@@ -34,12 +34,8 @@ def need_of(store: Store, job: CompileJob) -> Need:
     if known is None:
         return guess
     milliseconds = max(known.milliseconds, 1)
-    cores = 1
-    if known.cpu_milliseconds is not None:
-        cores = max(1, math.floor(known.cpu_milliseconds / milliseconds + 0.5))
-    memory = guess.bytes
-    if known.peak_bytes is not None:
-        memory = math.ceil(_RESERVE * known.peak_bytes) + WORKER_BYTES
+    cores = max(1, math.floor(known.cpu_milliseconds / milliseconds + 0.5))
+    memory = math.ceil(_RESERVE * known.peak_bytes) + WORKER_BYTES
     return Need(milliseconds / 1000, memory, cores)
 
 

@@ -64,16 +64,16 @@ class Compiled:
         cpu_features: CPU extensions that its instructions use, in LLVM's names.
         memory: memory that the program needs while it runs.
         milliseconds: time that the compiler took.
-        cpu_milliseconds: CPU time that it took; None: not measured.
-        peak_bytes: memory of the process that compiled it, at its peak; None: not measured.
+        cpu_milliseconds: CPU time that it took.
+        peak_bytes: memory of the process that compiled it, at its peak.
     """
 
     executable: Segment
     cpu_features: tuple[str, ...]
     memory: Memory
     milliseconds: int
-    cpu_milliseconds: int | None = None
-    peak_bytes: int | None = None
+    cpu_milliseconds: int
+    peak_bytes: int
 
     def to_plain(self) -> dict[str, Any]:
         """Return the result as JSON."""

@@ -132,14 +132,14 @@ class Lowered:
             tuple(result["results"]),
             result["decoder"],
             result["weight_shardings"],
-            result.get("encoder"),
-            {name: tuple(tensors) for name, tensors in result.get("weight_sets", {}).items()},
-            result.get("estimated_microseconds", 0),
-            result.get("arguments_tree"),
-            result.get("results_tree"),
-            Segment(**symbolic) if (symbolic := result.get("symbolic")) else None,
-            result.get("settings"),
-            tuple(StoredTrial(**each) for each in result.get("trials", ())),
+            result["encoder"],
+            {name: tuple(tensors) for name, tensors in result["weight_sets"].items()},
+            result["estimated_microseconds"],
+            result["arguments_tree"],
+            result["results_tree"],
+            None if (symbolic := result["symbolic"]) is None else Segment(**symbolic),
+            result["settings"],
+            tuple(StoredTrial(**each) for each in result["trials"]),
         )
 
     @property

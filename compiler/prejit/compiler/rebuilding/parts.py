@@ -81,7 +81,7 @@ class _Comparison:
     def __init__(self, old: Recorded, new: Recorded) -> None:
         self._old = old
         self._new = new
-        self._tracing = _changes(old.tracing, new.tracing) or _other_versions(old, new)
+        self._tracing = _changes(old.tracing, new.tracing)
 
     def parts(self) -> tuple[ComparedPart, ...]:
         layers = [*self._layers()]
@@ -146,14 +146,12 @@ class _Comparison:
         before, now = (
             {
                 "compiler": _compiler(each.targets[target].config),
-                **(each.kernels or {}).get(target, {}),
+                **each.kernels.get(target, {}),
             }
             for each in (self._old, self._new)
         )
-        if not (self._old.kernels or {}).get(target):
+        if not self._old.kernels.get(target):  # its build did not have the compiler that made them
             now = {"compiler": _compiler(self._new.targets[target].config)}
-        if before == now:  # a bundle of an older prejit records its version alone
-            return [each for each in self._tracing if each.startswith("prejit ")]
         return _changes(before, now, short=_LONG)
 
     def _programs(self) -> Iterator[ComparedPart]:
@@ -188,9 +186,8 @@ class _Comparison:
                     _frame(each, target, PORTABLE_MEDIA_TYPE, segment)
                     for each, segment in ((self._old, old), (self._new, new))
                 ]
-                platforms = before.platforms or ()
                 return differences.in_programs(
-                    contents[0], contents[1], platforms, config.requirement.platform
+                    contents[0], contents[1], before.platforms or (), config.requirement.platform
                 )
         return None
 
@@ -198,10 +195,7 @@ class _Comparison:
         self, target: str, changed: Mapping[str, ComparedPart]
     ) -> Iterator[ComparedPart]:
         after = {each.name: each for each in self._new.targets[target].config.programs}
-        before_conditions = self._old.compiling.get(target, {})
-        changes = _changes(before_conditions, self._new.compiling.get(target, {}))
-        if not before_conditions:
-            changes = _other_versions(self._old, self._new, target)
+        changes = self._compiling_changes(target)
         for before in self._old.targets[target].config.programs:
             now = after.get(before.name)
             if now is None:
@@ -268,10 +262,11 @@ class _Comparison:
             return ComparedPart("table", "", target, "explained", detail, "measured again")
         if follows:
             return ComparedPart("table", "", target, "explained", detail, "its executables differ")
-        conditions = _changes(
-            self._old.compiling.get(target, {}), self._new.compiling.get(target, {})
-        )
-        return _judged("table", "", target, PartDifference(detail), conditions + self._tracing)
+        changes = self._compiling_changes(target) + self._tracing
+        return _judged("table", "", target, PartDifference(detail), changes)
+
+    def _compiling_changes(self, target: str) -> list[str]:
+        return _changes(self._old.compiling[target], self._new.compiling[target])
 
 
 def _judged(
@@ -286,23 +281,13 @@ def _judged(
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str], short: int = _SHORT) -> list[str]:
-    """Return what decided the old part and is different now; nothing where it was not recorded."""
-    if not before:
-        return []
+    """Return what decided the old part and is different now."""
     return [
         f"{name} {_short(before.get(name, 'none'), short)} there, "
         f"{_short(after.get(name, 'none'), short)} here"
         for name in sorted({*before, *after})
         if before.get(name) != after.get(name)
     ]
-
-
-def _other_versions(old: Recorded, new: Recorded, target: str | None = None) -> list[str]:
-    """Return the versions that differ: all that a bundle of an older prejit records."""
-    name = target or next(iter(old.targets))
-    if name not in new.targets:
-        return []
-    return _changes(old.targets[name].config.versions, new.targets[name].config.versions)
 
 
 def _plain(config: Config) -> dict[str, Any]:

@@ -40,9 +40,9 @@ class Recorded:
         manifest: name of its manifest's file.
         manifest_digest: digest of the manifest's file.
         sources: the files that it was made from.
-        tracing: what decided StableHLO and weights; empty: not recorded.
-        compiling: what decided the executables of each target; empty: not recorded.
-        kernels: what decided the kernels of each target that has some; None: not recorded.
+        tracing: what decided StableHLO and weights.
+        compiling: what decided the executables of each target.
+        kernels: what decided the kernels of each target that has some.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class Recorded:
     sources: tuple[SourceContent, ...]
     tracing: Mapping[str, str]
     compiling: Mapping[str, Mapping[str, str]]
-    kernels: Mapping[str, Mapping[str, str]] | None
+    kernels: Mapping[str, Mapping[str, str]]
 
 
 def read_recorded(path: Path) -> Recorded:
@@ -136,17 +136,16 @@ def _recorded(
         str(manifest["name"]),
         f"sha256:{manifest['digest']['sha256']}",
         sources,
-        _texts(internal.get("tracing", {})),
-        {name: _texts(found) for name, found in internal.get("compiling", {}).items()},
-        None if (kernels := internal.get("kernels")) is None else _kernels(kernels, internal),
+        _texts(internal["tracing"]),
+        {name: _texts(internal["compiling"][name]) for name in targets},
+        _kernels(internal["kernels"], _texts(internal["kernel sources"])),
     )
 
 
 def _kernels(
-    kernels: Mapping[str, Mapping[str, Any]], internal: Mapping[str, Any]
+    kernels: Mapping[str, Mapping[str, Any]], sources: Mapping[str, str]
 ) -> dict[str, Mapping[str, str]]:
     """Return what decided the kernels of each target, their sources among it."""
-    sources = _texts(internal.get("kernel sources", {}))
     named = {f"{KERNEL_SOURCE}{name}": digest for name, digest in sources.items()}
     return {target: {**_texts(found), **named} for target, found in kernels.items()}
 

@@ -162,13 +162,11 @@ def _pinned(target: Target, recorded: Recorded) -> Target:
     return target if wanted in (None, versions("jax")["jax"]) else replace(target, jax=wanted)
 
 
-def _recorded_compilers(recorded: Recorded) -> Mapping[str, str] | None:
+def _recorded_compilers(recorded: Recorded) -> Mapping[str, str]:
     """Return the compiler of each target's kernels. A target that was built without them gets none.
 
     Where no program calls a kernel the bundle has no library, but the forms of its products all the same.
     """
-    if recorded.kernels is None:  # an older prejit built it
-        return None
     return {
         name: recorded.kernels.get(name, {}).get("compiler", "")
         for name, contents in recorded.targets.items()

@@ -84,7 +84,7 @@ def sign(path: str | os.PathLike[str], signer: Signer) -> Signed:
         NetworkError: a keyless signature could not be made. Those that were attached before stay.
         RejectError: the bundle is damaged.
         StoreError: it cannot be read or written.
-        UsageError: nothing can be attached to it, because its format is too old.
+        UsageError: nothing can be attached to it, because it is a copy without the bundle's index.
     """
     path = Path(path)
     with Layout(path):  # without a bundle there is nothing to remove
@@ -141,9 +141,9 @@ class _Bundle(NamedTuple):
 def _read(layout: Layout, root: Root, signer: Signer) -> _Bundle:
     if root.subject is None:
         raise UsageError(
-            f"{layout.path}: expected a bundle that signatures can be attached to, found one of an older "
-            "format, or a copy of several targets without the bundle's index",
-            hint="build it again, or copy the whole bundle",
+            f"{layout.path}: expected a bundle that signatures can be attached to, found a copy of several "
+            "targets without the bundle's index",
+            hint="copy the whole bundle",
         )
     descriptors = {at.digest: at for at in root.bundle.manifests} | {root.digest: root.subject}
     targets = [

@@ -221,10 +221,9 @@ def _programs(decoder: DecoderPrograms) -> Iterable[Probe]:
     for bucket, cache in caches.items():
         if (verify := decoder.verify_for(*bucket)) is not None:
             yield _verify(decoder, verify, cache)
-    if decoder.copies:
-        for (batch, context), cache in caches.items():
-            if (longer := decoder.context_for(context + 1)) > context:
-                yield _growth(decoder, batch, longer, cache)
+    for (batch, context), cache in caches.items():
+        if (longer := decoder.context_for(context + 1)) > context:
+            yield _growth(decoder, batch, longer, cache)
 
 
 def _fixed(decoder: DecoderPrograms, batch: int) -> dict[str, DeviceArray]:
@@ -268,9 +267,9 @@ def _decode(decoder: DecoderPrograms, program: ProgramEntry, cache: KVCache) -> 
         given = {**inputs, "steps": put(np.array(steps, np.int32))}
         started = time.perf_counter()
         results = cache.run(program, given)
-        to_numpy(results.get("tokens", results.get("token")))
+        to_numpy(results["tokens"])
         seconds = (time.perf_counter() - started) / steps
-        inputs["history"] = results.get("history", inputs["history"])
+        inputs["history"] = results["history"]
         steps = steps_per_call(seconds, most)
         return [[seconds]]
 

@@ -149,7 +149,7 @@ def _defaults(layout: Layout, content: Contents) -> Defaults | None:
     at = manifest.layer(GENERATION_MEDIA_TYPE)
     read, path = layout.read_blob(at.digest, at.size), layout.blob_path(at.digest)
     check_digest(read, at.digest, path)
-    return check_generation(read, content.config.format, path)
+    return check_generation(read, path)
 
 
 def _layer_name(media_type: str) -> str:

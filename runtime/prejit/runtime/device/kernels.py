@@ -3,7 +3,7 @@
 The dynamic linker opens a sealed copy in memory, which nobody can change any more, instead of a file by its
 name. A process loads each library once, however many bundles have it. Libraries with other digests are
 loaded beside it. All libraries of kernels share one set of helper threads, as many as
-`base.process.kernel_threads` allows; a library of an older build has its own threads.
+`base.process.kernel_threads` allows.
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ from prejit.runtime.format.schema import Chunks, ImageManifest, Index, Segment
 from prejit.runtime.format.writing import locked
 from prejit.runtime.machine.fingerprint import Fingerprint
 
-CheckGeneration = Callable[[bytes, int, str], object]
-"""Check 12. It takes the layer's bytes, the bundle's format and the path for errors. It is an argument
-because the options of generation belong to a room above this one."""
+CheckGeneration = Callable[[bytes, str], object]
+"""Check 12. It takes the layer's bytes and the path for errors. It is an argument because the options of
+generation belong to a room above this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def _check_texts(layout: Layout, content: Contents, check_generation: CheckGener
         at = manifest.layer(GENERATION_MEDIA_TYPE)
         read, path = layout.read_blob(at.digest, at.size), layout.blob_path(at.digest)
         check_digest(read, at.digest, path)
-        check_generation(read, config.format, path)
+        check_generation(read, path)
 
 
 def check_attached(

@@ -1,8 +1,7 @@
 """The arrays of a decoder's cache, and of the source of an encoder-decoder. No JAX, no file access.
 
 The program table holds each array at one row and one position; `~batch,,context,` says which axes follow the
-bucket: `["cache",0,1] float32[1,12,1,64] ~batch,,context,`. Up to format 4 every cache was keys and values of
-some layers, of which the table has the sizes.
+bucket: `["cache",0,1] float32[1,12,1,64] ~batch,,context,`.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from prejit.runtime.format.limits import MAX_CACHE_ARRAYS
 from prejit.runtime.format.schema import Decoder
 from prejit.runtime.format.trees import MAX_DEPTH
 
-_KEYS_AND_VALUES = ("batch", "", "context", "")
-
 
 def cache_arrays(decoder: Decoder) -> tuple[Array, ...]:
     """Return the arrays of the cache at one row and one position, in order.
@@ -24,13 +21,6 @@ def cache_arrays(decoder: Decoder) -> tuple[Array, ...]:
     Raises:
         ValueError: a text is no such array, two arrays have one path, or there are none or too many.
     """
-    if decoder.cache is None:
-        shape = (1, decoder.num_kv_heads or 0, 1, decoder.head_size or 0)
-        return tuple(
-            Array(("cache", layer, name), decoder.cache_dtype, shape, variables=_KEYS_AND_VALUES)
-            for layer in range(decoder.num_layers or 0)
-            for name in ("keys", "values")
-        )
     if not 0 < (count := len(decoder.cache)) <= MAX_CACHE_ARRAYS:
         raise ValueError(f"cache: expected 1 to {MAX_CACHE_ARRAYS} arrays, found {count}")
     arrays = tuple(_parse(text, "cache", ("batch", "", "context")) for text in decoder.cache)
@@ -60,9 +50,9 @@ def source_array(decoder: Decoder) -> Array | None:
 
 def is_rewindable(decoder: Decoder) -> bool:
     """Return whether a row can go back to an earlier position: no array holds the state of a whole text."""
-    if decoder.cache is None or decoder.source is not None:
-        return True
-    return all("context" in array.variables for array in cache_arrays(decoder))
+    return decoder.source is not None or all(
+        "context" in array.variables for array in cache_arrays(decoder)
+    )
 
 
 def sized(array: Array, sizes: Mapping[str, int], name: str | None = None) -> Array:

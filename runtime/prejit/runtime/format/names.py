@@ -2,46 +2,8 @@
 
 from __future__ import annotations
 
-FORMAT_VERSION = 5
-"""The format that prejit writes. It is raised when a reader of the last version cannot read a new bundle.
-
-1 (2026-11-20): the first.
-2 (2026-11-20): requirements of accelerators; portable programs for several platforms; meshes. A reader of
-    2 reads 1 as it is: every new key may be missing.
-3 (2026-11-20): decode runs several steps; more sampling inputs; programs of the kinds `verify` and `copy`;
-    encoders (`embed`, `layer`, `pool`); chat templates. A reader of 3 reads 1 and 2: programs are called by
-    the names of their arguments, and options that an older program has no argument for are refused.
-4 (2026-11-20): native kernels, a layer that executables may call; the requirement `glibc`. A reader of 4
-    reads 1 to 3 as they are: every new key may be missing.
-5 (2026-11-21): digests of the chunks of large layers, with which a load verifies them in the order of use,
-    in threads, beside other work, and their fs-verity digests. Trees, static arguments, padding and open
-    sizes of the user's programs. Recorded files of jax's compilation cache. Caches of any arrays, which one
-    copy program copies together; encoder-decoders (`encode`). The user's own libraries of FFI handlers. The
-    bundle's index is a blob, which `index.json` lists beside what refers to it. Golden answers of programs
-    (2026-11-22). A reader of 5 reads 1 to 4 as they are: every new key may be missing; a cache is keys and
-    values of layers, copied one by one; `index.json` is the bundle's index. It verifies them whole, before
-    anything else.
-"""
-READABLE_FORMATS = (1, 2, 3, 4, 5)
-"""The formats that prejit reads."""
-
-CHUNKS_SINCE = 5
-"""The format since which large layers have digests of chunks, and a load need not wait for all of them."""
-
-RECORDED_SINCE = 5
-"""The format since which a target may hold recorded files of jax's compilation cache."""
-
-LIBRARIES_SINCE = 5
-"""The format since which a target may have the user's own libraries of FFI handlers."""
-
-GOLDEN_SINCE = 5
-"""The format since which programs may have golden answers."""
-
-CACHES_SINCE = 5
-"""The format since which the program table lists the arrays of a decoder's cache."""
-
-BLOB_INDEX_SINCE = 5
-"""The format since which the bundle's index is a blob. Before, it is the file `index.json`."""
+FORMAT_VERSION = 1
+"""The format that prejit writes and reads. It rises when a reader of this one cannot read a new bundle."""
 
 OCI_LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
 INDEX_MEDIA_TYPE = "application/vnd.oci.image.index.v1+json"
@@ -87,7 +49,6 @@ REF_NAME = "org.opencontainers.image.ref.name"
 TITLE = "org.opencontainers.image.title"
 BUNDLE_NAME = "dev.prejit.name"
 BUNDLE_FORMAT = "dev.prejit.format"
-INDEX_DIGEST = "dev.prejit.index-digest"
 REQUIREMENT = "dev.prejit.requirement"
 ATTACHED_TYPES = "dev.prejit.attached"
 """The annotation of a target's manifest with the artifact types that the build attaches to the bundle."""

@@ -17,7 +17,7 @@ from prejit.runtime.format.checks.config import (
 from prejit.runtime.format.checks.layers import check_kernels, check_library
 from prejit.runtime.format.checks.oci import check_digest, check_manifest, target_of
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import BUNDLE_FORMAT, BUNDLE_NAME, KERNELS_MEDIA_TYPE
+from prejit.runtime.format.names import BUNDLE_NAME, KERNELS_MEDIA_TYPE
 from prejit.runtime.format.root import Root
 from prejit.runtime.format.schema import Config, Descriptor, ImageManifest
 from prejit.runtime.machine.compare import compare, preference
@@ -36,7 +36,6 @@ class OpenTarget:
         verdict: the comparison of its requirement with the machine.
         descriptor: the descriptor of its manifest.
         bundle: the bundle's name, as its index has it.
-        format: the bundle's format, as its index has it.
     """
 
     name: str
@@ -44,7 +43,6 @@ class OpenTarget:
     verdict: Verdict
     descriptor: Descriptor
     bundle: str
-    format: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +64,12 @@ def match(root: Root, machine: Fingerprint) -> tuple[OpenTarget, ...]:
     Raises:
         RejectError: a requirement in the index is damaged.
     """
-    annotations = root.bundle.annotations
-    bundle, written = annotations[BUNDLE_NAME], annotations[BUNDLE_FORMAT]
+    bundle = root.bundle.annotations[BUNDLE_NAME]
     targets = []
     for descriptor in root.bundle.manifests:
         name, needs = target_of(descriptor, root.path)
         verdict = compare(name, needs, machine)
-        target = OpenTarget(name, needs, verdict, descriptor, bundle, written)
+        target = OpenTarget(name, needs, verdict, descriptor, bundle)
         targets.append((preference(needs, machine), target))
     targets.sort(key=lambda item: item[0])
     return tuple(target for _, target in targets)
@@ -121,7 +118,7 @@ def check_config_blob(
     """Check that a config is what its digest names and agrees with the index: checks 5 and 7."""
     path = layout.blob_path(manifest.config.digest)
     check_digest(content, manifest.config.digest, path)
-    config = check_config(content, target.format, target.name, target.requirement, path)
+    config = check_config(content, target.name, target.requirement, path)
     if config.bundle != target.bundle:
         raise RejectError(
             path,

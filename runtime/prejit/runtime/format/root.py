@@ -6,8 +6,7 @@
 
 The bundle's name is the digest of its index. So what refers to it can be added without changing the name.
 Other tools write an `index.json` of their own when they copy a bundle or a target. So it is read leniently:
-prejit uses its digests alone, and checks the bytes behind them. Up to format 4 `index.json` is the bundle's
-index itself.
+prejit uses its digests alone, and checks the bytes behind them.
 """
 
 from __future__ import annotations
@@ -25,17 +24,13 @@ from prejit.runtime.format.checks.oci import (
     check_descriptor,
     check_digest,
     check_index,
-    check_layout_file,
     check_layout_version,
 )
 from prejit.runtime.format.copied import index_of_copy
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
-    BLOB_INDEX_SINCE,
-    BUNDLE_FORMAT,
     BUNDLE_NAME,
-    INDEX_DIGEST,
     INDEX_MEDIA_TYPE,
     MANIFEST_MEDIA_TYPE,
     REF_NAME,
@@ -56,7 +51,7 @@ class Root(NamedTuple):
             it is the one that prejit would have written: of all targets, the same.
         path: the file of the index, for errors.
         subject: the descriptor that a registry has for the bundle, or for the only target of a copy. None:
-            there is none, because `index.json` is the index, or a copy of several targets lacks it.
+            there is none, because a copy of several targets lacks the bundle's index.
         others: the entries of `index.json` that are neither the bundle nor a target. Some may refer to it.
     """
 
@@ -77,14 +72,8 @@ def read_root(layout: Layout) -> Root:
     version = layout.read("oci-layout", limits.MAX_OCI_LAYOUT_BYTES)
     content = layout.read("index.json", limits.MAX_INDEX_BYTES)
     check_amount(content, (b":",), (b"[", b"{"), path)
-    plain = _parsed(content)
-    if plain is None or _is_bundle_index(plain):
-        check_layout_file(version, str(layout.path / "oci-layout"))
-        index = check_index(content, path)
-        _check_place(index, path, is_blob=False)
-        return Root(digest_of(content), index, path, None, ())
     check_layout_version(version, str(layout.path / "oci-layout"))
-    entries = _entries(plain, path)
+    entries = _entries(_parsed(content), path)
     indexes, others = _split(layout, entries, INDEX_MEDIA_TYPE)
     if not indexes:
         return _root_of_copy(layout, others, path)
@@ -97,7 +86,6 @@ def read_root(layout: Layout) -> Root:
     at, read = indexes[0]
     where = layout.blob_path(at.digest)
     index = check_index(read, where)
-    _check_place(index, where, is_blob=True)
     targets = {each.digest: each for each in index.manifests}
     here, rest = set[str](), []
     for each in others:
@@ -127,7 +115,7 @@ def _root_of_copy(layout: Layout, entries: tuple[Descriptor, ...], path: str) ->
     for at in entries:
         if at.mediaType == INDEX_MEDIA_TYPE and at.size <= _cap(at):
             where = layout.blob_path(at.digest)
-            for each in _entries(_parsed(_read(layout, at)) or {}, where):
+            for each in _entries(_parsed(_read(layout, at)), where):
                 found.setdefault(each.digest, each)
     read, others = _split(layout, tuple(found.values()), MANIFEST_MEDIA_TYPE)
     targets = [at for at, _ in read]
@@ -184,31 +172,13 @@ def _named(at: Descriptor) -> Descriptor:
     return Descriptor(at.mediaType, at.digest, at.size)
 
 
-def _parsed(content: bytes) -> dict[str, Any] | None:
-    """Return an object in JSON; None: it is none, which the check of an index reports."""
+def _parsed(content: bytes) -> dict[str, Any]:
+    """Return an object in JSON; empty: it is none."""
     try:
         plain = json.loads(content)
     except (ValueError, RecursionError):
-        return None
-    return plain if isinstance(plain, dict) else None
-
-
-def _is_bundle_index(plain: dict[str, Any]) -> bool:
-    """Return whether an `index.json` is a bundle's index, as up to format 4.
-
-    A damaged one is not taken for a copy, because a copy lacks three of its keys.
-    """
-    annotations = plain.get("annotations")
-    ours = (BUNDLE_FORMAT, INDEX_DIGEST)
-    named = isinstance(annotations, dict) and any(name in annotations for name in ours)
-    return named or plain.get("artifactType") == ARTIFACT_TYPE
-
-
-def _check_place(index: Index, path: str, *, is_blob: bool) -> None:
-    written = index.annotations[BUNDLE_FORMAT]
-    if (int(written) >= BLOB_INDEX_SINCE) != is_blob:
-        place = "in a blob" if is_blob else "in index.json"
-        raise RejectError(path, f"expected no index of format {written} {place}")
+        return {}
+    return plain if isinstance(plain, dict) else {}
 
 
 def _entries(plain: dict[str, Any], path: str) -> tuple[Descriptor, ...]:
@@ -291,7 +261,7 @@ def _split(
                     "an artifact type, found more",
                 )
             content = _read(layout, at)
-            artifact_type = (_parsed(content) or {}).get("artifactType")
+            artifact_type = _parsed(content).get("artifactType")
         if ARTIFACT_TYPE in (artifact_type, at.artifactType):
             ours.append((at, content))
         else:

@@ -11,8 +11,7 @@ Each layer has its own media type. Executables and portable programs are *packs*
 other, one frame for each program. The program table has the place of each frame.
 
 All JSON but `index.json` is canonical (sorted keys, no spaces, ASCII, no floats). A reader rejects any other
-spelling, so a bundle has exactly one. Other tools write `index.json`, too. Up to format 4 it is the bundle's
-index itself.
+spelling, so a bundle has exactly one. Other tools write `index.json`, too.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ from prejit.runtime.format.golden import TOLERANCES, is_results
 from prejit.runtime.format.limits import MAX_SIZE
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
-    BLOB_INDEX_SINCE,
     BUNDLE_FORMAT,
     BUNDLE_NAME,
     FORMAT_VERSION,
-    INDEX_DIGEST,
     INDEX_MEDIA_TYPE,
     handler_target,
 )
@@ -183,12 +180,12 @@ class ProgramEntry:
         weights: a key of `Config.weight_sets`, whose tensors are the first arguments; None: it has no
             weights.
         platforms: the platforms that the portable program was lowered for, in the order of its platform
-            index; None: it has no such index, and is for every platform (up to format 4, for `cpu` alone).
+            index; None: it has no such index, and is for every platform.
         cost_microseconds: time of one run, measured or estimated at build time; None: not known.
         kernels: True if the executable calls native kernels, whose library must be registered before it is
             loaded; else None.
         arguments_tree, results_tree: how arguments and results are nested, as `trees.to_text` writes it;
-            None: as dicts and tuples, by their paths.
+            None: it is no program of the kind `call`.
         static: the values of static arguments by name, each as JSON; None: it has none.
         pad: variables of the bucket that a caller may have less of; None: there are none.
         symbolic: frame in the portable pack of the program for any size of the variables in `open_sizes`;
@@ -198,8 +195,8 @@ class ProgramEntry:
             caller may leave it out. None: there is none.
         calls: the names by which it calls handlers of `Config.libraries`, sorted; None: it calls none.
         golden: its golden answer; None: it has none.
-        settings: jax's settings that its trace depended on, where they were not jax's defaults; None: not
-            known.
+        settings: jax's settings that its trace depended on, where they were not jax's defaults; None: the
+            build did not trace it.
     """
 
     name: str
@@ -235,13 +232,13 @@ class Chunks:
         algorithm: the hash function of the digests: `blake3`.
         size: the number of bytes of each chunk; the last one may have fewer.
         digests: the digest of each chunk, as 64 hexadecimal digits, in order.
-        verity: the fs-verity digest of the whole layer, as `sha256:<hex>`; None: not computed.
+        verity: the fs-verity digest of the whole layer, as `sha256:<hex>`.
     """
 
     algorithm: str
     size: int
     digests: tuple[str, ...]
-    verity: str | None = None
+    verity: str
 
     @property
     def name(self) -> str:
@@ -344,12 +341,10 @@ class Decoder:
         cache_dtype: NumPy's name of the dtype of keys and values.
         max_positions: the longest context that the model was made for.
         eos_token_ids: generation stops at any of them.
-        bos_token_id: None where the model has none.
         cache: the arrays of its cache, each as the text of an `Array` (cache_arrays.py).
+        bos_token_id: None where the model has none.
         source: what an encoder-decoder reads, as such a text; None: the model is another decoder.
         start_token_ids: with which a text begins if a request has no prompt; None: every request has one.
-        num_layers, num_kv_heads, head_size: up to format 4, in place of `cache`: it is num_layers x (keys,
-            values), each [B, num_kv_heads, S, head_size].
     """
 
     family: str
@@ -357,21 +352,13 @@ class Decoder:
     cache_dtype: str
     max_positions: int
     eos_token_ids: tuple[int, ...]
+    cache: tuple[str, ...]
     bos_token_id: int | None = None
-    cache: tuple[str, ...] | None = None
     source: str | None = None
     start_token_ids: tuple[int, ...] | None = None
-    num_layers: int | None = None
-    num_kv_heads: int | None = None
-    head_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self, "decoder", "vocab_size", "max_positions")
-        sizes = ("num_layers", "num_kv_heads", "head_size")
-        if self.cache is None:
-            _check_sizes(self, "decoder", *sizes)
-        elif beside := [name for name in sizes if getattr(self, name) is not None]:
-            raise ValueError(f"decoder: expected no {beside[0]} beside 'cache'")
         if self.cache_dtype not in CACHE_DTYPES:
             known = " or ".join(CACHE_DTYPES)
             raise ValueError(
@@ -409,7 +396,7 @@ class Encoder:
 
 def _check_sizes(value: Decoder | Encoder, where: str, *names: str) -> None:
     for name in names:
-        if not 0 < ((found := getattr(value, name)) or 0) <= MAX_SIZE:
+        if not 0 < (found := getattr(value, name)) <= MAX_SIZE:
             raise ValueError(f"{where}: {name}: expected 1 to {MAX_SIZE}, found {found!r:.80}")
 
 
@@ -450,8 +437,7 @@ class Accuracy:
 
     Attributes:
         weights: the dtype that matrices are stored in.
-        text: the text that they read: the name of a file, `random` (random tokens), or, in bundles of older
-            builds, `sampled` (text that the float32 decoder generated).
+        text: the text that they read: the name of a file, or `random` (random tokens).
         tokens: number of tokens that were scored, or that an encoder read.
         float32_perplexity_millionths, perplexity_millionths: perplexity of the decoder in float32, and as
             stored. After random tokens, every next token counts by its probability in float32.
@@ -546,31 +532,6 @@ def handler_names(*libraries: UserLibrary) -> dict[str, str]:
 def encode_index(
     name: str, manifests: tuple[Descriptor, ...], written: int = FORMAT_VERSION
 ) -> bytes:
-    """Return the bytes of a bundle's index.
-
-    Up to format 4 nothing names the digest of these bytes. So they have it in an annotation: the digest of
-    the same index without the annotation `dev.prejit.index-digest`. It detects a changed byte, and no
-    forgery.
-    """
+    """Return the bytes of a bundle's index."""
     annotations = {BUNDLE_NAME: name, BUNDLE_FORMAT: str(written)}
-    index = Index(2, INDEX_MEDIA_TYPE, ARTIFACT_TYPE, manifests, annotations)
-    if written >= BLOB_INDEX_SINCE:
-        return to_json(index)
-    sealed = {**annotations, INDEX_DIGEST: digest_of(to_json(index))}
-    return to_json(Index(2, INDEX_MEDIA_TYPE, ARTIFACT_TYPE, manifests, sealed))
-
-
-def index_digest(index: Index) -> str:
-    """Return the digest that an index up to format 4 must have in `dev.prejit.index-digest`."""
-    open_annotations = {k: v for k, v in index.annotations.items() if k != INDEX_DIGEST}
-    return digest_of(
-        to_json(
-            Index(
-                index.schemaVersion,
-                index.mediaType,
-                index.artifactType,
-                index.manifests,
-                open_annotations,
-            )
-        )
-    )
+    return to_json(Index(2, INDEX_MEDIA_TYPE, ARTIFACT_TYPE, manifests, annotations))

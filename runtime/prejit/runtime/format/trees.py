@@ -116,22 +116,6 @@ def parse(text: str) -> Tree:
     return tree
 
 
-def of_paths(of: tuple[Path, ...]) -> Tree:
-    """Return the tree of leaves that have these paths: dicts for names, tuples for places.
-
-    This is how programs without a tree of their own return results. Leaves are numbered by place in `of`;
-    the tree's leaves come in that order only if paths of one branch are neighbours, as those of jax are.
-    """
-    if len(of) == 1 and not of[0]:
-        return Leaf()
-    branches: dict[Key, list[Path]] = {}
-    for path in of:
-        branches.setdefault(path[0], []).append(path[1:])
-    children = tuple(of_paths(tuple(branch)) for branch in branches.values())
-    kind: Kind = "tuple" if all(type(key) is int for key in branches) else "dict"
-    return Node(kind, tuple(branches), children)
-
-
 def _dumps(plain: Any) -> str:
     return json.dumps(plain, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 

@@ -24,8 +24,6 @@ from prejit.runtime.format.blobs import check_blob
 from prejit.runtime.format.checks.attached import is_ours
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
-    BLOB_INDEX_SINCE,
-    BUNDLE_FORMAT,
     EMPTY_MEDIA_TYPE,
     MANIFEST_MEDIA_TYPE,
     OCI_LAYOUT,
@@ -211,12 +209,6 @@ def _check_subject(path: Path, subject: Descriptor) -> set[str]:
     """Check that a bundle has what something shall be attached to. Return the digests that it lists."""
     with Layout(path) as layout:
         root = read_root(layout)
-    written = root.bundle.annotations[BUNDLE_FORMAT]
-    if int(written) < BLOB_INDEX_SINCE:
-        raise UsageError(
-            f"{path}: expected a bundle of format {BLOB_INDEX_SINCE} or later, found format {written}",
-            hint="build it again: before, nothing can be attached to a bundle",
-        )
     there = [*root.bundle.manifests, *root.others]
     if root.subject is not None:
         there.append(root.subject)

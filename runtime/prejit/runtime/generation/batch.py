@@ -522,12 +522,8 @@ class Batch:
             prompt, left = len(row.token_ids), row.left
             # The last token need not enter the cache, so a full context still gives one token.
             whole = limit if left is None else prompt + left - 1
-            if decoder.copies:
-                lasting = min(whole, prompt + _LASTING_TOKENS)
-            else:  # this cache cannot grow, so it must also have room for rows that join later
-                lasting = whole if self.slots == 1 else limit
-            need = max(need, min(lasting, limit))
-            if decoder.copies and row.request.prefix is not None:
+            need = max(need, min(whole, prompt + _LASTING_TOKENS, limit))
+            if row.request.prefix is not None:
                 need = max(need, row.request.prefix.context)
         longest = max(len(row.token_ids) for row in rows)
         if self._cache is None:
@@ -541,22 +537,7 @@ class Batch:
             self._held += [CachedText() for _ in range(bucket[0] - len(self._held))]
             self._cache = KVCache(decoder, *bucket)
             return bucket[1]
-        context = decoder.context_for(need)
-        if not decoder.copies and self._cache.context < context:
-            self._replace(context)
-        return context
-
-    def _replace(self, context: int) -> None:
-        """Allocate a longer cache in place of one that cannot grow."""
-        assert self._cache is not None
-        if self.free < self.slots:
-            raise UsageError(
-                f"expected a bundle whose caches can grow from {self._cache.context} to {context}, "
-                "found an older one",
-                hint="build the bundle again with this version of prejit",
-            )
-        self._cache = KVCache(self._decoder, self._cache.batch, context)
-        self._held = [CachedText() for _ in self._rows]
+        return decoder.context_for(need)
 
     def _grow(self, context: int) -> Chunks:
         """Let the cache grow. A piece of it counts as all the positions that a step may compute."""
@@ -618,7 +599,7 @@ class Batch:
     def _prepare_growth(self, longest: int, live: Mapping[int, Row]) -> None:
         """Load the programs of the next context when half of this one is full; allocate it near the end."""
         context = self._current().context
-        if context == self._longest or not self._decoder.copies:
+        if context == self._longest:
             return
         ends = (
             len(row.token_ids) + row.left - 1 if row.left is not None else context + 1
@@ -678,6 +659,6 @@ class Batch:
     def _clear(self, slot: int) -> None:
         """Reset a slot to zeros. Masked attention multiplies by 0, and NaN * 0 is NaN, so NaNs would leak."""
         self._held[slot] = CachedText()
-        if self._cache is not None and self._decoder.copies:
+        if self._cache is not None:
             empty = KVCache(self._decoder, self._decoder.batches[0], self._cache.context)
             self._cache.copy_rows(empty, {slot: 0})

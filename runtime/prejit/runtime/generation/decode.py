@@ -134,10 +134,9 @@ class Decoding:
         inputs |= {**self._place, "steps": placed}
         results = cache.run(program, inputs)
         meanwhile()
-        self._history = results.get("history", self._history)
+        self._history = results["history"]
         self._place |= {name: results[name] for name in ("token", "position")}
-        # Programs of formats 1 and 2 take one step and return its tokens alone.
-        tokens = to_numpy(results.get("tokens", results["token"])).reshape(-1, cache.batch)
+        tokens = to_numpy(results["tokens"]).reshape(-1, cache.batch)
         return Call(program.name, steps, steps, tokens, dict.fromkeys(live, steps), {}, results)
 
     def _steps(self, program: ProgramEntry, cache: KVCache, live: Mapping[int, Row]) -> int:

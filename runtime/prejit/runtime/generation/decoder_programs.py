@@ -28,7 +28,6 @@ class DecoderPrograms:
         source: what an encoder-decoder reads, at one row and one place; None: the model is another.
         is_rewindable: whether a row of a cache can go back to an earlier position.
         draft_tokens: the longest draft that the bundle can verify; 0 if it has no verify programs.
-        copies: whether it has programs that copy rows between caches; formats 1 and 2 have none.
     """
 
     def __init__(self, decoder: Decoder, programs: Programs, device: Device) -> None:
@@ -60,7 +59,6 @@ class DecoderPrograms:
         self.batches = sorted({batch for batch, _ in self._decode})
         self.contexts = sorted({context for _, context in self._decode})
         self.draft_tokens = max((p.bucket["draft"] for p in self._verify.values()), default=0)
-        self.copies = bool(self._copy)
         self.cache = cache_arrays(decoder)  # check_config has parsed them
         self.source = source_array(decoder)
         self.is_rewindable = is_rewindable(decoder)
@@ -175,7 +173,7 @@ class DecoderPrograms:
     def copy_for(
         self, source_batch: int, source_context: int, batch: int, context: int
     ) -> ProgramEntry:
-        """Return the program that copies rows from one cache array into another.
+        """Return the program that copies rows from one cache into another.
 
         Raises:
             UsageError: the bundle has none for these sizes.
@@ -185,7 +183,7 @@ class DecoderPrograms:
         raise UsageError(
             f"expected a program that copies caches of {source_batch} x {source_context} to "
             f"{batch} x {context}, found none",
-            hint="build the bundle again: older ones have no such programs",
+            hint="every decoder copies caches of its smallest batch to the others, and to longer contexts",
         )
 
     def can_copy(self, source: tuple[int, int], to: tuple[int, int]) -> bool:
@@ -244,7 +242,7 @@ class DecoderPrograms:
 
     def prepare_growth(self, batch: int, context: int) -> None:
         """Begin to make the programs ready that let a cache of this bucket grow and continue."""
-        if context < self.contexts[-1] and self.copies:
+        if context < self.contexts[-1]:
             longer = self.context_after(context)
             copy = self._copy[batch, context, batch, longer]
             self.programs.prepare(copy.name, self._decode[batch, longer].name)
@@ -258,8 +256,7 @@ class DecoderPrograms:
 
         Args:
             program: which one.
-            inputs: its arguments by name, without weights and cache. More than it takes is allowed, because
-                programs of older bundles take fewer.
+            inputs: its arguments by name, without weights and cache. More than it takes is allowed.
             cache: the arrays of a cache, which are donated.
 
         Returns:
@@ -287,17 +284,8 @@ class DecoderPrograms:
 
     def max_steps(self, program: ProgramEntry) -> int:
         """Return the most steps that one call of a decode program can take."""
-        if not self._takes(program, "steps"):
-            return 1
         results = self.programs.results(program.name)
         return next(array.shape[0] for array in results if array.path == ("tokens",))
-
-    def can_sample_by(self, argument: str) -> bool:
-        """Return whether the decode programs take a sampling argument of this name."""
-        return self._takes(next(iter(self._decode.values())), argument)
-
-    def _takes(self, program: ProgramEntry, argument: str) -> bool:
-        return argument in self._call(program.name)[0]
 
     def cache_sharding(self, batch: int, context: int) -> tuple[str, ...]:
         """Return how the mesh splits the arrays of a cache; empty if there is no mesh."""

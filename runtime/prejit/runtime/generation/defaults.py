@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from prejit.runtime.errors import RejectError, UsageError
@@ -50,27 +50,20 @@ _PUBLISHED = tuple(field.name for field in fields(Defaults) if field.name in OPT
 """Names of the options that generation_config.json may set; a test compares them with `OPTIONS`."""
 
 
-def check_generation(content: bytes, written: int, path: str) -> Defaults:
+def check_generation(content: bytes, path: str) -> Defaults:
     """12. Check that a decoder's generation config is JSON and that the options in it can be used.
 
     Args:
         content: the bytes of the layer.
-        written: the bundle's format. Programs of formats 1 and 2 have no min_p, no
-            repetition_penalty and no masks.
         path: the file of the layer, for errors.
 
     Raises:
         RejectError: the layer is damaged.
     """
     try:
-        found = parse(content)
+        return parse(content)
     except ValueError as error:
         raise RejectError(path, str(error)) from error
-    return (
-        found
-        if written > 2
-        else replace(found, min_p=None, repetition_penalty=None, min_new_tokens=None)
-    )
 
 
 def parse(content: bytes) -> Defaults:

@@ -149,7 +149,7 @@ def _longest(
     """Return how much of a prompt is cached, and the prefix that holds more than `start` tokens of it."""
     found = None
     for known in prefixes:
-        if known is not None and decoder.copies:
+        if known is not None:
             length = decoder.reusable(known.token_ids, prompt)
             if length > start:
                 start, found = length, known

@@ -81,12 +81,7 @@ class KVCache:
         place[list(rows)] = list(rows.values())
         placed = decoder.device.put(place)
         name = decoder.copy_for(source.batch, source.context, self.batch, self.context).name
-        copy = decoder.programs[name].run
-        if decoder.decoder.cache is not None:
-            self.arrays = copy([*source.arrays, placed, *self.arrays])
-            return
-        for place_of, array in enumerate(source.arrays):  # up to format 4, one array at a time
-            self.arrays[place_of] = copy([array, self.arrays[place_of], placed])[0]
+        self.arrays = decoder.programs[name].run([*source.arrays, placed, *self.arrays])
 
     def grown(self, context: int) -> KVCache:
         """Return a cache with a longer context that begins with the same rows."""

@@ -151,7 +151,7 @@ class PrefixCache:
         """Return whether a prefix of these tokens would save something that the kept ones do not."""
         # What an encoder-decoder holds belongs to one source.
         decoder = self._decoder
-        if len(token_ids) < _FEWEST_TOKENS or decoder.source is not None or not decoder.copies:
+        if len(token_ids) < _FEWEST_TOKENS or decoder.source is not None:
             return False
         tokens, length = tuple(token_ids), len(token_ids)
         kept = [one.prefix.token_ids for one in self._prefixes if one.namespace == namespace]

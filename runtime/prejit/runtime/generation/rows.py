@@ -13,7 +13,7 @@ from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.options import Namespace, Request
 from prejit.runtime.generation.prompt_lookup import PromptLookup
-from prejit.runtime.generation.sampling import Logprob, bias_row, check_bias, check_sampling
+from prejit.runtime.generation.sampling import Logprob, bias_row, check_bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +227,6 @@ def admit(request: Request, programs: DecoderPrograms) -> Row:
     stop = decoder.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids
     lookup = PromptLookup(prompt) if request.prompt_lookup else None
     row = Row(request, frozenset(stop), prompt, Usage(), lookup)
-    check_sampling(
-        programs,
-        request.sampling,
-        logprobs=request.logprobs is not None,
-        masked=row.is_masked,
-    )
     check_bias(request.sampling, decoder.vocab_size)
     if request.prompt_lookup and not programs.draft_tokens:
         raise UsageError(

@@ -14,13 +14,10 @@ import numpy as np
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.options import OPTIONS, Sampling
+from prejit.runtime.generation.options import Sampling
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-_SINCE_FORMAT_3 = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Names of the options that programs of formats 1 and 2 do not take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,30 +98,6 @@ def place_sampling(
         else decoder.device.put(value)
         for name, value in values.items()
     }
-
-
-def check_sampling(
-    decoder: DecoderPrograms, sampling: Sampling, *, logprobs: bool, masked: bool
-) -> None:
-    """Check that the programs of a bundle support the options of a request.
-
-    Args:
-        decoder: the programs.
-        sampling: the request's.
-        logprobs: whether the request needs log-probabilities.
-        masked: whether it has a token mask.
-
-    Raises:
-        UsageError: the bundle has an older format without these options.
-    """
-    needed = [name for name in _SINCE_FORMAT_3 if getattr(sampling, name) != OPTIONS[name].default]
-    needed += ["bias"] if sampling.logit_bias or masked else []
-    needed += ["logprobs"] if logprobs else []
-    if missing := [name for name in needed if not decoder.can_sample_by(name)]:
-        raise UsageError(
-            f"expected a bundle whose programs take {', '.join(missing)}, found an older one",
-            hint="build the bundle again with this version of prejit",
-        )
 
 
 def bias_row(sampling: Sampling, vocab_size: int) -> NDArray[np.float32]:

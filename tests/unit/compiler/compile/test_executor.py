@@ -137,7 +137,7 @@ def compile_job(store: MemoryStore) -> Compile:
         content = job.program.encode()
         digest = store.put_blob(content)
         segment = Segment(0, len(content), digest, len(content), digest)
-        return Compiled(segment, ("avx2",), Memory(1, 2, 3, 4), 5)
+        return Compiled(segment, ("avx2",), Memory(1, 2, 3, 4), 5, 5, 1 << 20)
 
     return compile_job
 

@@ -678,6 +678,7 @@ def remember(cache: DirectoryStore, program: str, seconds: float, peak_mb: int, 
         (),
         Memory(1, 2, 3, 4),
         round(1000 * seconds),
+        round(1000 * seconds),
         peak_bytes=peak_mb << 20,
     )
     key = Key("compile", f"{program}/{on.name}", (("portable", f"an older {program}"),))

@@ -20,7 +20,7 @@ from prejit.runtime.format.schema import Memory, Segment
 
 TOOLCHAIN = host_toolchain(target("cpu-host"), {"jax": "0.12.0", "jaxlib": "0.12.0"})
 RESULT = Compiled(
-    Segment(0, 1, f"sha256:{'0' * 64}", 1, f"sha256:{'0' * 64}"), (), Memory(0, 0, 0, 0), 1
+    Segment(0, 1, f"sha256:{'0' * 64}", 1, f"sha256:{'0' * 64}"), (), Memory(0, 0, 0, 0), 1, 1, 1
 )
 
 

@@ -41,7 +41,7 @@ class Compiling:
         for job, future in self.taken:
             frame = self._store.put_blob(job.key.digest.encode())
             segment = Segment(0, 71, frame, 71, frame)
-            result = Compiled(segment, (), Memory(0, 0, 0, 0), 1)
+            result = Compiled(segment, (), Memory(0, 0, 0, 0), 1, 1, 1)
             self._store.put(job.key, result.to_plain(), blobs=[frame])
             future.set_result(result)
 

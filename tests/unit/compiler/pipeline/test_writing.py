@@ -17,7 +17,7 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.requirement import Requirement
 
-BUILT = Path(__file__).parents[3] / "format" / "v5" / "chunks"
+BUILT = Path(__file__).parents[3] / "format" / "v1" / "chunks"
 NAME = "chunks"
 FOREIGN = '{"schemaVersion": 2, "manifests": []}'
 

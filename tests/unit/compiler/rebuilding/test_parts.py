@@ -26,9 +26,7 @@ CONDITIONS = {
 }
 
 
-def recorded(
-    recipe: Recipe, directory: Path, kernels: Mapping[str, str] | None = CONDITIONS
-) -> Recorded:
+def recorded(recipe: Recipe, directory: Path, kernels: Mapping[str, str] = CONDITIONS) -> Recorded:
     path = recipe.write(directory)
 
     def read(layout: Any, root: Any) -> dict[str, Any]:
@@ -36,7 +34,7 @@ def recorded(
         return {each.name: read_contents(layout, each) for each in targets}
 
     contents = read_whole(path, read)
-    conditions = None if kernels is None else dict.fromkeys(contents, kernels)
+    conditions = dict.fromkeys(contents, kernels)
     same = {"jaxlib": "0.12.0"}
     return Recorded(
         path, "", contents, "m.toml", "", (), same, dict.fromkeys(contents, same), conditions
@@ -121,13 +119,13 @@ def test_what_decided_the_kernels_and_differs_is_named_and_excuses_nothing(
 def test_a_bundle_that_records_the_version_of_its_compiler_alone_names_that(
     kernel_recipe: Recipe, other_library: bytes, tmp_path: Path
 ) -> None:
-    """Builds before this one record no more."""
+    """As where the machine that packed it had no such compiler: its kernels came out of a shared store."""
 
     def by_another(config: Any) -> Any:
         kernels = dataclasses.replace(config.kernels, compiler="clang 19.1.7")
         return dataclasses.replace(config, kernels=kernels)
 
-    old = recorded(kernel_recipe.configured(by_another), tmp_path / "old", None)
+    old = recorded(kernel_recipe.configured(by_another), tmp_path / "old", {})
     new = recorded(with_library(kernel_recipe, other_library), tmp_path / "new")
     here = new.targets["cpu-host"].config.kernels
     assert here is not None

@@ -181,7 +181,7 @@ def test_a_bundle_reads_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_bundle_of_programs_is_not_added_to() -> None:
     with pytest.raises(UsageError, match="found one of `prejit build`"):
-        read_targets(Path(__file__).parents[3] / "format" / "v5" / "chunks")
+        read_targets(Path(__file__).parents[3] / "format" / "v1" / "chunks")
 
 
 def test_a_recording_gets_what_this_machine_recorded_before(tmp_path: Path) -> None:

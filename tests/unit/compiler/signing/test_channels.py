@@ -15,7 +15,7 @@ from tests.signers import signer
 from prejit.compiler.signing.channel_file import release_bundle, rotate_keys
 from prejit.runtime.errors import UsageError
 
-BUNDLE = Path(__file__).parents[3] / "format" / "v5" / "chunks"
+BUNDLE = Path(__file__).parents[3] / "format" / "v1" / "chunks"
 
 
 @pytest.fixture

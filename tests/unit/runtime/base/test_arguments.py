@@ -33,7 +33,7 @@ from prejit.runtime.base.arguments import described
 from prejit.runtime.generation.options import OPTIONS, resolve
 
 VOCAB = 48
-GOLDEN = Path(__file__).parents[3] / "format"
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def bundles(settled_dir: Path) -> dict[str, Bundle]:
     """By method: an encoder, functions, and a decoder with a tokenizer and chat templates."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrejitWarning)  # golden bundles fit no machine of today
-        decoder, encoder = load(GOLDEN / "v3" / "decoder"), load(GOLDEN / "v3" / "encoder")
+        decoder, encoder = load(GOLDEN / "decoder"), load(GOLDEN / "encoder")
     functions = load(settled_dir, on_mismatch="error")
     return {"generate": decoder, "encode": encoder, "call": functions, "call_by_path": functions}
 

@@ -22,7 +22,6 @@ from prejit.runtime.format import limits
 from prejit.runtime.format.checks.config import check_config
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
-    FORMAT_VERSION,
     KERNELS_MEDIA_TYPE,
     kernel_target,
 )
@@ -167,17 +166,12 @@ def test_a_library_that_is_not_what_the_config_says_is_rejected(
             load(forgery.write(tmp_path / str(place)))
 
 
-def test_kernels_in_a_bundle_for_a_gpu_or_of_an_older_format_are_rejected(
-    kernel_recipe: Any,
-) -> None:
+def test_kernels_in_a_bundle_for_a_gpu_are_rejected(kernel_recipe: Any) -> None:
     config = kernel_recipe.targets[0].config
     needs = dataclasses.replace(config.requirement, platform="cuda")
     on_gpu = dataclasses.replace(config, requirement=needs)
     with pytest.raises(RejectError, match="expected kernels for cpu, found 'cuda'"):
-        check_config(to_json(on_gpu), str(FORMAT_VERSION), config.target, needs, "config")
-    old = dataclasses.replace(config, format=3)
-    with pytest.raises(RejectError, match="expected kernels since format 4"):
-        check_config(to_json(old), "3", config.target, config.requirement, "config")
+        check_config(to_json(on_gpu), config.target, needs, "config")
 
 
 def test_a_library_larger_than_its_cap_is_not_read(kernel_recipe: Any, tmp_path: Path) -> None:

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.layouts import write_files
+from tests.layouts import index_of, write_files
 
 from prejit.runtime import __main__
-from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.tables import size
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.cli.tables import accuracy_table, forms_table
@@ -39,16 +38,15 @@ from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
 from prejit.runtime.format.checks.safetensors import check_weights
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import INDEX_DIGEST
 from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.schema import Config, Index, encode_index
+from prejit.runtime.format.schema import Config, Index
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
 
-GOLDEN = Path(__file__).parents[3] / "format"
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 PATH = "somewhere/blob"
 SECONDS = 5.0
 MEGABYTES = 256
@@ -66,7 +64,7 @@ MAX = limits.MAX_CONFIG_BYTES - 300
 
 
 def config_of(versions: str, weight_sets: str) -> bytes:
-    head = f'{{"bundle":"x","format":4,"programs":[],"requirement":{NEEDS},"target":"x"'
+    head = f'{{"bundle":"x","format":1,"programs":[],"requirement":{NEEDS},"target":"x"'
     return f'{head},"versions":{versions},"weight_sets":{weight_sets}}}'.encode()
 
 
@@ -179,7 +177,7 @@ def test_a_cache_that_no_program_takes_is_never_made(tmp_path: Path, run_python:
     """Of a context of 2**26: its cache would have 4.3 GB, before XLA says that the program takes another."""
     from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
 
-    with Layout(GOLDEN / "v3" / "decoder") as layout:
+    with Layout(GOLDEN / "decoder") as layout:
         root = read_root(layout)
         [target] = match(root, Fingerprint.current())
         contents = read_contents(layout, target)
@@ -192,9 +190,7 @@ def test_a_cache_that_no_program_takes_is_never_made(tmp_path: Path, run_python:
         text = text.replace(f'"{name}":32', f'"{name}":{1 << 26}')
     text = text.replace(",2,32,4]", f",2,{1 << 26},4]")
     config = from_json(Config, text.encode(), PATH)
-    content, blobs = assemble("decoder", [PackedTarget(config, layers)])
-    content = encode_index("decoder", from_json(Index, content, PATH).manifests, config.format)
-    path = write_files(tmp_path / "bundle", content, blobs)
+    path = write_files(tmp_path / "bundle", *assemble("decoder", [PackedTarget(config, layers)]))
     told, megabytes = run_python(GENERATE, path).stdout.splitlines()
     assert (
         "expected float32[1,2,67108864,4] as in the program table, found float32[1,2,32,4]" in told
@@ -270,18 +266,18 @@ def contents_of(name: str) -> list[Contents]:
 
 
 def configs() -> list[Config]:
-    found = ("v1/decoder", "v2/mesh", "v3/decoder", "v3/encoder", "v4/kernels")
+    found = ("decoder", "mesh", "encoder", "kernels")
     kept = [name for name in found if (GOLDEN / name / "index.json").exists()]
     return [contents.config for name in kept for contents in contents_of(name)]
 
 
 def check(config: Config, content: bytes) -> Config:
-    return check_config(content, str(config.format), config.target, config.requirement, PATH)
+    return check_config(content, config.target, config.requirement, PATH)
 
 
 def test_a_forged_grid_of_programs_is_refused_in_no_time() -> None:
     """10,000 batches and 10,000 contexts, a program each: of their grid nothing may be made."""
-    config = next(one for one in configs() if one.decoder is not None and one.format > 2)
+    config = next(one for one in configs() if one.decoder is not None)
     decode = next(program for program in config.programs if program.kind == "decode")
     programs = []
     for place in range(10_000):
@@ -442,8 +438,8 @@ def test_3000_mutated_tables_are_right_or_rejected() -> None:
 
 def test_mutated_indexes_manifests_and_headers_are_right_or_rejected() -> None:
     generator = random.Random(17)
-    plain_index = json.loads((GOLDEN / "v4" / "kernels" / "index.json").read_bytes())
-    manifest = json.loads(to_json(contents_of("v4/kernels")[0].manifest))
+    plain_index = index_of(GOLDEN / "kernels")
+    manifest = json.loads(to_json(contents_of("kernels")[0].manifest))
     header = {
         "a": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]},
         "b": {"dtype": "BF16", "shape": [2, 16], "data_offsets": [64, 128]},
@@ -452,9 +448,6 @@ def test_mutated_indexes_manifests_and_headers_are_right_or_rejected() -> None:
     }
     for _ in range(500):
         index = mutated(plain_index, generator)
-        if isinstance(annotations := index.get("annotations"), dict):
-            annotations.pop(INDEX_DIGEST, None)
-            annotations[INDEX_DIGEST] = digest_of(encoded(index))
         text = json.dumps(mutated(header, generator)).encode()
         text += b" " * (-(8 + len(text)) % 64)
         for read in (
@@ -475,10 +468,10 @@ def test_mutated_indexes_manifests_and_headers_are_right_or_rejected() -> None:
 
 def test_mutated_libraries_are_read_or_refused() -> None:
     generator = random.Random(18)
-    kernels = next(c for c in contents_of("v4/kernels") if c.config.kernels is not None)
+    kernels = next(c for c in contents_of("kernels") if c.config.kernels is not None)
     assert kernels.config.kernels is not None
     name = kernels.config.kernels.digest.removeprefix("sha256:")
-    whole = (GOLDEN / "v4" / "kernels" / "blobs" / "sha256" / name).read_bytes()
+    whole = (GOLDEN / "kernels" / "blobs" / "sha256" / name).read_bytes()
     (start,) = struct.unpack_from("<Q", whole, 40)
     for _ in range(500):
         content = bytearray(whole)

@@ -17,6 +17,7 @@ import pytest
 from blake3 import blake3
 from tests.layouts import index_file, index_of
 
+from prejit.compiler.pipeline.pack.verity import VerityHash
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import blobs
 from prejit.runtime.format.audit import audit
@@ -30,7 +31,10 @@ X = np.ones((2, 16), np.float32)
 
 def chunked(content: bytes, size: int = CHUNK) -> Chunks:
     pieces = [content[start : start + size] for start in range(0, len(content), size)]
-    return Chunks("blake3", size, tuple(blake3(piece).hexdigest() for piece in pieces))
+    verity = VerityHash()
+    verity.update(content)
+    digests = tuple(blake3(piece).hexdigest() for piece in pieces)
+    return Chunks("blake3", size, digests, verity.digest())
 
 
 def weights_with_filler(good: bytes) -> bytes:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,13 @@ from prejit.runtime.format.audit import audit
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
-    BUNDLE_FORMAT,
     MANIFEST_MEDIA_TYPE,
     REF_NAME,
 )
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.loader import load
 
-GOLDEN = Path(__file__).parents[3] / "format"
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 ZEROS = "sha256:" + "0" * 64
 
 
@@ -62,28 +62,20 @@ def test_a_bundle_is_named_by_the_digest_of_its_index(bundle_dir: Path) -> None:
     assert root.others == ()
 
 
-@pytest.mark.parametrize("name", ["v1/call", "v2/fleet", "v3/decoder", "v4/kernels"])
-def test_up_to_format_4_index_json_is_the_index(name: str) -> None:
-    root = root_of(GOLDEN / name)
-    assert root.digest == digest_of((GOLDEN / name / "index.json").read_bytes())
-    assert root.subject is None
-    assert root.bundle.annotations[BUNDLE_FORMAT] == name[1]
-
-
-def test_an_index_of_format_5_is_no_index_json(bundle_dir: Path) -> None:
+def test_an_index_json_with_the_bytes_of_the_index_is_a_copy_of_all_targets(
+    bundle_dir: Path,
+) -> None:
     content = index_file(bundle_dir).read_bytes()
     (bundle_dir / "index.json").write_bytes(content)
-    rejected(bundle_dir, "expected no index of format 5 in index.json")
+    root = root_of(bundle_dir)
+    assert (root.digest, root.subject) == (digest_of(content), None)
 
 
-def test_an_index_of_format_4_is_no_blob(tmp_path: Path) -> None:
-    content = (GOLDEN / "v4" / "kernels" / "index.json").read_bytes()
-    (tmp_path / "blobs" / "sha256").mkdir(parents=True)
-    (tmp_path / "oci-layout").write_bytes(b'{"imageLayoutVersion":"1.0.0"}')
-    blob(tmp_path, digest_of(content)).write_bytes(content)
-    at = {"mediaType": INDEX, "digest": digest_of(content), "size": len(content)}
-    write_root(tmp_path, [at])
-    rejected(tmp_path, "expected no index of format 4 in a blob")
+def test_a_copy_of_a_target_of_another_format_says_so(recipe: Any, tmp_path: Path) -> None:
+    newer = recipe.only("cpu-host").configured(lambda config: replace(config, format=2))
+    path = newer.write(tmp_path / "b")
+    write_root(path, entries(path)[1:])
+    assert "upgrade" in (rejected(path, "expected bundle format 1, found '2'").hint or "")
 
 
 def without_artifact_types(path: Path) -> None:

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 from tests.format import second_reader
-from tests.layouts import blob, index_file, index_of, write_files, write_root
+from tests.layouts import index_file, index_of, write_files
 
 from prejit.runtime import __main__
 from prejit.runtime.base.digests import digest_of
@@ -60,7 +60,6 @@ from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
     FORMAT_VERSION,
     GENERATION_MEDIA_TYPE,
-    INDEX_DIGEST,
     INDEX_MEDIA_TYPE,
     KERNEL_LEVELS,
     KERNELS_MEDIA_TYPE,
@@ -83,7 +82,7 @@ from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.programs.ready import Programs
 
-WRITTEN, NEXT = str(FORMAT_VERSION), str(FORMAT_VERSION + 1)
+NEXT = str(FORMAT_VERSION + 1)
 PATH = "somewhere/blob"
 
 
@@ -135,12 +134,6 @@ def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) 
     assert reject(bundle_dir, "expected").path == str(bundle_dir / "oci-layout")
 
 
-def test_1_up_to_format_4_a_layout_version_has_one_spelling(tmp_path: Path) -> None:
-    path = Path(shutil.copytree(GOLDEN / "v4" / "kernels", tmp_path / "b"))
-    (path / "oci-layout").write_bytes(b'{"imageLayoutVersion": "1.0.0"}')
-    assert reject(path, "expected").path == str(path / "oci-layout")
-
-
 # 2. index.json
 
 
@@ -158,7 +151,7 @@ def test_2_another_format_says_which_side_is_older(
     path = with_index(
         recipe, tmp_path / "b", lambda i: i["annotations"].update({BUNDLE_FORMAT: written})
     )
-    error = reject(path, "expected bundle format 1, 2, 3, 4 or 5, found")
+    error = reject(path, "expected bundle format 1, found")
     assert (error.hint == NEWER_FORMAT_HINT) == newer
 
 
@@ -169,30 +162,6 @@ def test_2_a_newer_format_is_named_even_where_it_has_new_keys(recipe: Any, tmp_p
 
     error = reject(with_index(recipe, tmp_path / "b", change), f"found '{NEXT}'")
     assert error.hint == NEWER_FORMAT_HINT
-
-
-def test_2_an_index_of_format_4_without_its_own_digest_is_rejected(tmp_path: Path) -> None:
-    path = Path(shutil.copytree(GOLDEN / "v4" / "kernels", tmp_path / "b"))
-    plain = index_of(path)
-    good = plain["annotations"].pop(INDEX_DIGEST)
-    for digest in (None, digest_of(b""), good.upper()):
-        if digest is not None:
-            plain["annotations"][INDEX_DIGEST] = digest
-        (path / "index.json").write_bytes(to_json(plain))
-        reject(path, INDEX_DIGEST)
-
-
-def test_2_an_index_in_a_blob_has_no_digest_of_itself(recipe: Any, tmp_path: Path) -> None:
-    """It would be a second spelling of one bundle."""
-    index, blobs = recipe.assemble()
-    plain = json.loads(index)
-    path = write(tmp_path / "b", (index, blobs))
-    plain["annotations"][INDEX_DIGEST] = digest_of(index)
-    forged = to_json(plain)
-    blob(path, digest_of(forged)).write_bytes(forged)
-    at = {"mediaType": INDEX_MEDIA_TYPE, "digest": digest_of(forged), "size": len(forged)}
-    write_root(path, [at])
-    reject(path, f"expected no {INDEX_DIGEST}")
 
 
 def test_2_an_index_without_a_name_is_rejected(recipe: Any, tmp_path: Path) -> None:
@@ -444,8 +413,7 @@ def one_program(config: Any, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda c: dataclasses.replace(c, format=6), "format 5, as the index, found 6"),
-        (lambda c: dataclasses.replace(c, format=4), "format 5, as the index, found 4"),
+        (lambda c: dataclasses.replace(c, format=2), "format 1, as the index, found 2"),
         (
             lambda c: dataclasses.replace(c, programs=(*c.programs, c.programs[0])),
             "each program once",
@@ -503,10 +471,10 @@ def test_7_a_requirement_counts_the_devices_of_the_mesh(
     config = dataclasses.replace(config, requirement=needs, mesh=mesh)
     content = to_json(config)
     if complaint is None:
-        assert check_config(content, WRITTEN, config.target, needs, PATH) == config
+        assert check_config(content, config.target, needs, PATH) == config
     else:
         with pytest.raises(RejectError, match=complaint) as caught:
-            check_config(content, WRITTEN, config.target, needs, PATH)
+            check_config(content, config.target, needs, PATH)
         assert caught.value.path == PATH
 
 
@@ -524,7 +492,7 @@ def test_7_a_window_that_ends_on_no_date_is_rejected(
     """Or the loader, which compares it with today, would end in a ValueError."""
     config = recipe.targets[0].config
     config = dataclasses.replace(config, portable=Portable("0.12.0.1", "1.17.0", until))
-    arguments = (to_json(config), WRITTEN, config.target, config.requirement, PATH)
+    arguments = (to_json(config), config.target, config.requirement, PATH)
     if is_date:
         assert check_config(*arguments) == config
     else:
@@ -594,11 +562,11 @@ def test_7_and_10_prejit_verify_reads_what_load_puts_off(
 # 7. programs of a model
 
 
-GOLDEN = Path(__file__).parents[3] / "format"
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 
 
 def golden_config(name: str, wanted: str | None = None) -> Any:
-    """Of a target of a small bundle of any format that lies in the repository; None: of its only one."""
+    """Of a target of a golden bundle; None: of its only one."""
     with Layout(GOLDEN / name) as layout:
         root = read_root(layout)
         targets = match(root, Fingerprint.current())
@@ -607,8 +575,7 @@ def golden_config(name: str, wanted: str | None = None) -> Any:
 
 
 def check(config: Any) -> Any:
-    written, content = str(config.format), to_json(config)
-    return check_config(content, written, config.target, config.requirement, PATH)
+    return check_config(to_json(config), config.target, config.requirement, PATH)
 
 
 def changed(config: Any, name: str, /, **changes: Any) -> Any:
@@ -648,15 +615,8 @@ def doubled(config: Any, name: str) -> Any:
 DECODE, PREFILL, VERIFY = "decode/b2-c32", "prefill/b2-t8-c32", "verify/b2-k2-c32"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("v1/decoder", "v2/decoder", "v2/mesh"),
-        *("v3/decoder", "v3/stored", "v3/mesh", "v3/encoder"),
-        *("v5/decoder", "v5/reader"),
-    ],
-)
-def test_7_the_programs_of_every_format_are_right(name: str) -> None:
+@pytest.mark.parametrize("name", ["decoder", "stored", "mesh", "encoder", "reader"])
+def test_7_the_programs_of_golden_bundles_are_right(name: str) -> None:
     config = golden_config(name)
     assert check(config) == config
 
@@ -714,18 +674,6 @@ def test_7_the_programs_of_every_format_are_right(name: str) -> None:
             ),
             rf"{DECODE}: results\[2\]: expected .* found",
         ),
-        (
-            lambda c: dataclasses.replace(
-                c, decoder=dataclasses.replace(c.decoder, num_layers=(1 << 31) - 1)
-            ),
-            "arguments.*expected .*cache",
-        ),
-        (
-            lambda c: dataclasses.replace(
-                c, decoder=dataclasses.replace(c.decoder, cache_dtype="bfloat16")
-            ),
-            "expected .*bfloat16",
-        ),
         (lambda c: dataclasses.replace(c, mesh=Mesh(1, 2)), "expected .*@data,tensor,,"),
         (lambda c: without(c, DECODE), "decode of batch 2 and context 32: expected one"),
         (
@@ -768,7 +716,7 @@ def test_7_a_decoder_that_the_engine_would_trip_over_is_rejected(
     change: Any, complaint: str
 ) -> None:
     with pytest.raises(RejectError, match=complaint) as caught:
-        check(change(golden_config("v3/decoder")))
+        check(change(golden_config("decoder")))
     assert caught.value.path == PATH
 
 
@@ -776,7 +724,7 @@ def test_7_a_decoder_that_the_engine_would_trip_over_is_rejected(
     "kept", [lambda p: p.kind != "verify", lambda p: p.bucket.get("prompt") != 4]
 )
 def test_7_what_a_decoder_may_do_without_it_may_do_without(kept: Any) -> None:
-    config = golden_config("v3/decoder")
+    config = golden_config("decoder")
     fewer = dataclasses.replace(config, programs=tuple(filter(kept, config.programs)))
     assert len(fewer.programs) < len(config.programs)
     assert check(fewer) == fewer
@@ -796,11 +744,11 @@ def rejected_decoder(name: str, complaint: str, **changes: Any) -> None:
     pytest.importorskip("safetensors")
     plain, config = decoder_of(name, **changes)
     with pytest.raises(RejectError, match=complaint) as caught:
-        check_config(to_json(plain), str(plain["format"]), config.target, config.requirement, PATH)
+        check_config(to_json(plain), config.target, config.requirement, PATH)
     assert caught.value.path == PATH
-    _, [target] = second_reader.read(GOLDEN / name)
+    [target] = second_reader.read(GOLDEN / name)
     with pytest.raises((AssertionError, TypeError, ValueError, RecursionError)):
-        second_reader.check_programs(plain, target.programs, plain["format"])
+        second_reader.check_programs(plain, target.programs)
 
 
 KEYS, VALUES = (f'["cache",0,{place}] float32[1,2,1,4] ~batch,,context,' for place in (0, 1))
@@ -849,7 +797,7 @@ KEYS, VALUES = (f'["cache",0,{place}] float32[1,2,1,4] ~batch,,context,' for pla
 )
 def test_7_a_forged_array_of_a_cache_is_rejected(values: str, complaint: str) -> None:
     """The engine would allocate, split and donate what the list says."""
-    rejected_decoder("v5/decoder", complaint, cache=[KEYS, values])
+    rejected_decoder("decoder", complaint, cache=[KEYS, values])
 
 
 @pytest.mark.parametrize(
@@ -861,37 +809,11 @@ def test_7_a_forged_array_of_a_cache_is_rejected(values: str, complaint: str) ->
         ({"cache": [KEYS, VALUES, KEYS.replace(",0]", ",2]")]}, "expected .*0,2.* found nothing"),
         ({"cache": KEYS}, "decoder.cache: expected a list"),
         ({"cache": [0]}, "expected str, found 0"),
-        ({"cache": None}, "decoder: num_layers: expected 1 to"),
-        (
-            {"cache": None, "num_layers": 1, "num_kv_heads": 2, "head_size": 4},
-            "decoder: expected 'cache' in format 5",
-        ),
-        *(
-            ({name: 1}, f"decoder: expected no {name} beside 'cache'")
-            for name in ("num_layers", "num_kv_heads", "head_size")
-        ),
+        ({"cache": None}, "missing .*'cache'"),
     ],
 )
-def test_7_a_decoder_of_format_5_lists_its_cache_and_nothing_beside_it(
-    changes: dict[str, Any], complaint: str
-) -> None:
-    rejected_decoder("v5/decoder", complaint, **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"cache": [KEYS]}, "expected no .* beside 'cache'"),
-        (
-            {"cache": [KEYS], "num_layers": None, "num_kv_heads": None, "head_size": None},
-            "decoder: expected no 'cache' in format 3",
-        ),
-        ({"source": '["source"] int32[1,1] ~batch,source'}, "expected no 'source' in format 3"),
-        ({"start_token_ids": [0]}, "decoder: expected no 'start_token_ids' in format 3"),
-    ],
-)
-def test_7_a_decoder_before_format_5_has_no_list(changes: dict[str, Any], complaint: str) -> None:
-    rejected_decoder("v3/decoder", complaint, **changes)
+def test_7_a_decoder_lists_its_cache(changes: dict[str, Any], complaint: str) -> None:
+    rejected_decoder("decoder", complaint, **changes)
 
 
 def test_7_an_endless_cache_is_rejected_before_its_arrays_are_read(
@@ -901,10 +823,10 @@ def test_7_an_endless_cache_is_rejected_before_its_arrays_are_read(
     endless = [
         f'["cache",{place}] float32[1] ~batch' for place in range(limits.MAX_CACHE_ARRAYS + 1)
     ]
-    plain, config = decoder_of("v5/decoder", cache=endless)
+    plain, config = decoder_of("decoder", cache=endless)
     monkeypatch.setattr(Array, "parse", lambda text: pytest.fail("expected no array to be read"))
     with pytest.raises(RejectError, match="cache: expected 1 to 16384 arrays, found 16385"):
-        check_config(to_json(plain), "5", config.target, config.requirement, PATH)
+        check_config(to_json(plain), config.target, config.requirement, PATH)
 
 
 SOURCE = '["source"] int32[1,1] ~batch,source'
@@ -935,39 +857,37 @@ SOURCE = '["source"] int32[1,1] ~batch,source'
     ],
 )
 def test_7_a_forged_source_is_rejected(source: str | None, complaint: str) -> None:
-    rejected_decoder("v5/reader", complaint, source=source)
+    rejected_decoder("reader", complaint, source=source)
 
 
 def test_7_a_decoder_that_reads_nothing_has_no_source() -> None:
-    rejected_decoder("v5/decoder", "expected encode programs for the source", source=SOURCE)
+    rejected_decoder("decoder", "expected encode programs for the source", source=SOURCE)
 
 
 @pytest.mark.parametrize(
     ("name", "ids", "complaint"),
     [
-        ("v5/reader", [18], "start_token_ids: expected token ids of 0 to 17, found 18"),
-        ("v5/reader", [0, -1], "start_token_ids: expected token ids of 0 to 17, found -1"),
-        ("v5/reader", [1 << 62], "start_token_ids: expected token ids of 0 to 17, found 46116860"),
-        ("v5/reader", [], "start_token_ids: expected token ids of 0 to 17, found none"),
-        ("v5/decoder", [38], "start_token_ids: expected token ids of 0 to 37, found 38"),
-        ("v5/reader", [1 << 64], "expected an integer of 64 bits"),
-        ("v5/reader", [True], "expected int, found True"),
-        ("v5/reader", 0, "expected a list"),
+        ("reader", [18], "start_token_ids: expected token ids of 0 to 17, found 18"),
+        ("reader", [0, -1], "start_token_ids: expected token ids of 0 to 17, found -1"),
+        ("reader", [1 << 62], "start_token_ids: expected token ids of 0 to 17, found 46116860"),
+        ("reader", [], "start_token_ids: expected token ids of 0 to 17, found none"),
+        ("decoder", [38], "start_token_ids: expected token ids of 0 to 37, found 38"),
+        ("reader", [1 << 64], "expected an integer of 64 bits"),
+        ("reader", [True], "expected int, found True"),
+        ("reader", 0, "expected a list"),
     ],
 )
 def test_7_texts_begin_with_tokens_of_the_vocabulary(name: str, ids: Any, complaint: str) -> None:
     """Or each call without a prompt would be refused for a prompt that nobody gave."""
     plain, config = decoder_of(name, start_token_ids=ids)
     with pytest.raises(RejectError, match=complaint):
-        check_config(to_json(plain), "5", config.target, config.requirement, PATH)
+        check_config(to_json(plain), config.target, config.requirement, PATH)
 
 
-@pytest.mark.parametrize("name", ["v3/decoder", "v5/decoder"])
-def test_7_ends_outside_the_vocabulary_are_ends_that_never_come(name: str) -> None:
+def test_7_ends_outside_the_vocabulary_are_ends_that_never_come() -> None:
     """A model's files may name such tokens, and no program gives one. -1 is no token either."""
-    plain, config = decoder_of(name, eos_token_ids=[-1, 10**9])
-    written = str(plain["format"])
-    found = check_config(to_json(plain), written, config.target, config.requirement, PATH)
+    plain, config = decoder_of("decoder", eos_token_ids=[-1, 10**9])
+    found = check_config(to_json(plain), config.target, config.requirement, PATH)
     assert found.decoder is not None
     assert found.decoder.eos_token_ids == (-1, 10**9)
 
@@ -975,8 +895,8 @@ def test_7_ends_outside_the_vocabulary_are_ends_that_never_come(name: str) -> No
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("v5/decoder", r"c16: arguments\[15\]: expected '.* donated @data,tensor,,', found"),
-        ("v5/reader", "cache: expected arrays of four axes on a mesh"),
+        ("decoder", r"c16: arguments\[15\]: expected '.* donated @data,tensor,,', found"),
+        ("reader", "cache: expected arrays of four axes on a mesh"),
     ],
 )
 def test_7_a_mesh_splits_caches_of_four_axes_alone(name: str, complaint: str) -> None:
@@ -1051,12 +971,12 @@ def test_7_an_encoder_decoder_reads_the_same_sources_for_each_context(
     change: Any, complaint: str
 ) -> None:
     with pytest.raises(RejectError, match=complaint) as caught:
-        check(change(golden_config("v5/reader")))
+        check(change(golden_config("reader")))
     assert caught.value.path == PATH
 
 
 def test_7_an_encoder_decoder_may_do_with_one_source() -> None:
-    config = golden_config("v5/reader")
+    config = golden_config("reader")
     fewer = without(config, "encode/b1-n4-c8", "encode/b1-n4-c16")
     assert check(fewer) == fewer
     assert check(without(config, *(p.name for p in config.programs if p.kind == "verify")))
@@ -1064,7 +984,7 @@ def test_7_an_encoder_decoder_may_do_with_one_source() -> None:
 
 def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs() -> None:
     """Contexts times sources would be 640,000 buckets, of 100 MB."""
-    config = golden_config("v5/reader")
+    config = golden_config("reader")
     count = 800
     programs = [
         *(resized(config, "decode/b1-c8", context=size) for size in range(1, count + 1)),
@@ -1075,7 +995,7 @@ def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs() -> None:
     tracemalloc = pytest.importorskip("tracemalloc")
     tracemalloc.start()
     with pytest.raises(RejectError, match="context 2 and source 1: expected one"):
-        check_config(content, "5", config.target, config.requirement, PATH)
+        check_config(content, config.target, config.requirement, PATH)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 40 << 20
@@ -1083,13 +1003,13 @@ def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs() -> None:
 
 def test_7_an_encoder_may_pool_without_weights() -> None:
     """As those do that have no dense layer; the other programs may not."""
-    config = changed(golden_config("v3/encoder"), "encode/b1-t8/pool", weights=None)
+    config = changed(golden_config("encoder"), "encode/b1-t8/pool", weights=None)
     assert check(config) == config
 
 
 def test_7_drafts_of_two_lengths_are_rejected() -> None:
     """The engine drafts as many tokens as the longest verifies, whatever the bucket."""
-    config = golden_config("v3/decoder")
+    config = golden_config("decoder")
     longer = {**program_of(config, VERIFY).bucket, "draft": 3}
 
     def resized(texts: tuple[str, ...]) -> tuple[str, ...]:
@@ -1104,26 +1024,16 @@ def test_7_drafts_of_two_lengths_are_rejected() -> None:
         check(config)
 
 
-@pytest.mark.parametrize("kind", ["verify", "copy", "embed", "layer", "pool"])
-def test_7_a_kind_that_came_later_is_none_of_an_earlier_format(kind: str) -> None:
-    config = golden_config("v2/decoder")
-    with pytest.raises(RejectError, match=f"kind: expected prefill, decode, call; found '{kind}'"):
-        check(changed(config, "decode/b1-c16", kind=kind))
-    steps = (*program_of(config, "decode/b1-c16").arguments, '["steps"] int32[]')
-    with pytest.raises(RejectError, match="expected nothing, found"):
-        check(changed(config, "decode/b1-c16", arguments=steps))
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *((name, value) for name in ("vocab_size", "num_layers") for value in (0, -1, 1 << 31)),
-        *((name, 0) for name in ("num_kv_heads", "head_size", "max_positions")),
+        *(("vocab_size", value) for value in (0, -1, 1 << 31)),
+        ("max_positions", 0),
         *(("cache_dtype", value) for value in ("", "float64", "int8", "no such dtype")),
     ],
 )
 def test_7_a_decoder_of_no_possible_size_is_rejected(field: str, value: Any) -> None:
-    plain = json.loads(to_json(golden_config("v3/decoder")))
+    plain = json.loads(to_json(golden_config("decoder")))
     plain["decoder"][field] = value
     with pytest.raises(RejectError, match=f"decoder: {field}: expected .*, found {value!r}"):
         from_json(Config, to_json(plain), PATH)
@@ -1144,14 +1054,14 @@ def test_7_a_decoder_of_no_possible_size_is_rejected(field: str, value: Any) -> 
     ],
 )
 def test_7_an_encoder_that_could_not_run_is_rejected(change: Any, complaint: str) -> None:
-    plain = json.loads(to_json(golden_config("v3/encoder")))
+    plain = json.loads(to_json(golden_config("encoder")))
     if change is None:
         del plain["encoder"]
     else:
         plain["encoder"].update(change)
-    target, needs = plain["target"], golden_config("v3/encoder").requirement
+    target, needs = plain["target"], golden_config("encoder").requirement
     with pytest.raises(RejectError, match=complaint):
-        check_config(to_json(plain), "3", target, needs, PATH)
+        check_config(to_json(plain), target, needs, PATH)
 
 
 @pytest.mark.parametrize(
@@ -1174,7 +1084,7 @@ def test_7_an_encoder_that_could_not_run_is_rejected(change: Any, complaint: str
 def test_7_an_encoder_whose_programs_do_not_fit_together_is_rejected(
     change: Any, complaint: str
 ) -> None:
-    config = golden_config("v3/encoder")
+    config = golden_config("encoder")
     assert check(config) == config
     with pytest.raises(RejectError, match=complaint):
         check(change(config))
@@ -1190,7 +1100,7 @@ CHANGES = st.sampled_from(
 
 
 def forged_decoder(draw: Callable[[Any], Any], decoder: Any) -> Any:
-    """A decoder of format 5 whose cache or source says something else."""
+    """A decoder whose cache or source says something else."""
     kind = draw(st.sampled_from(["text", "lose", "double", "source", "start"]))
     cache = list(decoder.cache)
     place = draw(st.integers(0, len(cache) - 1))
@@ -1210,7 +1120,7 @@ def forged_decoder(draw: Callable[[Any], Any], decoder: Any) -> Any:
 def forged(draw: Callable[[Any], Any], name: str) -> Any:
     """A program table with some of its programs lost, doubled, or saying something else."""
     config = golden_config(name)
-    if config.format > 4 and draw(st.booleans()):
+    if config.decoder is not None and draw(st.booleans()):
         config = dataclasses.replace(config, decoder=forged_decoder(draw, config.decoder))
     programs = list(config.programs)
     for _ in range(draw(st.integers(1, 3))):
@@ -1252,7 +1162,7 @@ def starts(decoder: Any) -> tuple[int, ...]:
 
 @settings(max_examples=examples(40, 150), deadline=None)
 @given(data=st.data())
-@pytest.mark.parametrize("name", ["v2/decoder", "v3/decoder", "v5/decoder", "v5/reader"])
+@pytest.mark.parametrize("name", ["decoder", "reader"])
 def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
     name: str, data: st.DataObject
 ) -> None:
@@ -1274,9 +1184,8 @@ def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
             assert verifying is not None
             assert verifying.bucket["draft"] == decoder.draft_tokens
             found.append(verifying)
-        if config.format > 2:
-            found.append(decoder.copy_for(smallest, context, batch, context))
-            assert decoder.max_steps(decoder.decode_for(batch, context)) >= 1
+        found.append(decoder.copy_for(smallest, context, batch, context))
+        assert decoder.max_steps(decoder.decode_for(batch, context)) >= 1
         if decoder.source is not None:
             sources = {p.bucket["source"] for p in config.programs if p.kind == "encode"}
             reading = [decoder.encode_for(context, size) for size in sources]
@@ -1300,7 +1209,7 @@ def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
 def test_7_whatever_a_program_table_says_an_encoder_finds_its_programs(
     data: st.DataObject,
 ) -> None:
-    config = forged(data.draw, "v3/encoder")
+    config = forged(data.draw, "encoder")
     try:
         check(config)
     except RejectError:
@@ -1329,7 +1238,7 @@ def test_7_paths_that_are_no_tree_are_rejected(paths: list[str], recipe: Any) ->
 
 @pytest.mark.parametrize("level", ["x86-64-v9", "x86-64", "", "x86-64-v3 ", "\u0661"])
 def test_7_kernels_of_an_unknown_level_are_rejected(level: str) -> None:
-    config = golden_config("v4/kernels", "cpu-x86-64-v2")
+    config = golden_config("kernels", "cpu-x86-64-v2")
     with pytest.raises(RejectError, match="level: expected one of x86-64-v2"):
         check(dataclasses.replace(config, kernels=dataclasses.replace(config.kernels, level=level)))
 
@@ -1337,7 +1246,7 @@ def test_7_kernels_of_an_unknown_level_are_rejected(level: str) -> None:
 @pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
 def test_7_kernels_need_every_feature_of_their_level(level: str) -> None:
     """Or their library would be mapped where its first instruction ends in SIGILL."""
-    config = golden_config("v4/kernels", "cpu-x86-64-v2")
+    config = golden_config("kernels", "cpu-x86-64-v2")
     features = KERNEL_LEVELS[level]
 
     def with_features(kept: Any) -> Any:
@@ -1388,15 +1297,13 @@ def forged_golden(path: Path, name: str, change: Callable[[Any], Any]) -> Path:
             for kept in contents.manifest.layers
         )
     config = change(contents.config)
-    content, blobs = assemble(config.bundle, [PackedTarget(config, layers)])
-    content = encode_index(config.bundle, from_json(Index, content, PATH).manifests, config.format)
-    return write(path, (content, blobs))
+    return write(path, assemble(config.bundle, [PackedTarget(config, layers)]))
 
 
 def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
     """Before anything is compiled."""
     path = forged_golden(
-        tmp_path / "b", "v3/decoder", lambda config: without_argument(config, DECODE, "steps")
+        tmp_path / "b", "decoder", lambda config: without_argument(config, DECODE, "steps")
     )
     assert "blobs/sha256/" in reject(path, rf"{DECODE}: arguments\[3\].*steps").path
 
@@ -1406,7 +1313,7 @@ def test_7_a_forged_cache_is_rejected_by_load(tmp_path: Path) -> None:
         decoder = dataclasses.replace(config.decoder, cache=(KEYS, KEYS))
         return dataclasses.replace(config, decoder=decoder)
 
-    path = forged_golden(tmp_path / "b", "v5/decoder", change)
+    path = forged_golden(tmp_path / "b", "decoder", change)
     assert "blobs/sha256/" in reject(path, "decoder: cache: expected each path once").path
 
 
@@ -1437,11 +1344,10 @@ def huge_vocabulary(config: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "change", "options", "complaint"),
     [
-        ("v3/decoder", huge_vocabulary, {"prompt": [1, 2, 3]}, "float32.*2147483647"),
-        ("v5/decoder", huge_vocabulary, {"prompt": [1, 2, 3]}, "float32.*2147483647"),
-        ("v5/decoder", huge_heads, {"prompt": [1, 2, 3]}, "float32.*2147483647"),
-        ("v5/reader", huge_heads, {"source": [3, 4]}, "float32.*2147483647"),
-        ("v5/reader", huge_sources, {"source": [3] * 9}, "int32.*1,2147483647"),
+        ("decoder", huge_vocabulary, {"prompt": [1, 2, 3]}, "float32.*2147483647"),
+        ("decoder", huge_heads, {"prompt": [1, 2, 3]}, "float32.*2147483647"),
+        ("reader", huge_heads, {"source": [3, 4]}, "float32.*2147483647"),
+        ("reader", huge_sources, {"source": [3] * 9}, "int32.*1,2147483647"),
     ],
 )
 def test_9_a_table_asks_for_no_memory_that_its_programs_do_not_take(
@@ -1505,11 +1411,11 @@ OF_MODELS = (TOKENIZER_MEDIA_TYPE, CHAT_MEDIA_TYPE, GENERATION_MEDIA_TYPE)
 def test_8_every_layer_of_the_target_is_hashed(
     media_type: str, recipe: Any, tmp_path: Path
 ) -> None:
-    """Also those that are only used later. Up to format 4 those of other targets as well."""
+    """Also those that are only used later."""
     path = recipe.only("cpu-host").write(tmp_path / "b")
     if media_type in (*OF_MODELS, KERNELS_MEDIA_TYPE):
         path = tmp_path / "golden"
-        name = "v3/decoder" if media_type in OF_MODELS else "v4/kernels"
+        name = "decoder" if media_type in OF_MODELS else "kernels"
         shutil.copytree(GOLDEN / name, path)
     index = index_of(path)
     blobs = path / "blobs" / "sha256"
@@ -1973,7 +1879,7 @@ def test_10_weights_that_the_mesh_splits_evenly_are_right(recipe: Any) -> None:
 
 def test_10_layers_of_several_shapes_are_rejected() -> None:
     """They run through one program: it would read beyond a tensor that is smaller."""
-    config = golden_config("v3/encoder")
+    config = golden_config("encoder")
     shapes = {name: (4, 4) for names in config.weight_sets.values() for name in names}
     check_weight_sets(config, shapes, PATH)
     first, second = (config.weight_sets[name][0] for name in config.encoder.layers)
@@ -1983,7 +1889,7 @@ def test_10_layers_of_several_shapes_are_rejected() -> None:
 
 
 def test_10_an_error_about_a_very_long_name_is_short() -> None:
-    config = golden_config("v3/encoder")
+    config = golden_config("encoder")
     name, members = next(iter(config.weight_sets.items()))
     sets = {**config.weight_sets, name: (*members, "x" * 100_000)}
     shapes = {name: (4, 4) for names in config.weight_sets.values() for name in names}

@@ -128,17 +128,6 @@ def test_a_file_that_the_kernel_does_not_verify_is_hashed(path: Path, content: b
         load(path).call("score", x=X)
 
 
-def test_a_bundle_without_such_digests_does_not_ask_the_kernel(
-    recipe: Any, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blobs, "measure", None)
-    chunks = {WEIGHTS_MEDIA_TYPE: chunked(content)}
-    plain = recipe.with_content(WEIGHTS_MEDIA_TYPE, content).configured(
-        lambda config: dataclasses.replace(config, chunks=chunks)
-    )
-    assert load(plain.write(tmp_path / "plain")).start_report().verity_bytes == 0
-
-
 def test_verify_hashes_a_file_that_the_kernel_verifies(
     path: Path, content: bytes, digest: str, measured: Any
 ) -> None:

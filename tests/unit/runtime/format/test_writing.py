@@ -24,7 +24,7 @@ from prejit.runtime.format.schema import Descriptor
 from prejit.runtime.format.writing import EMPTY, Part, attach, remove_abandoned, write_layout
 from prejit.runtime.loader import load
 
-GOLDEN = Path(__file__).parents[3] / "format"
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 TYPE = "application/vnd.example+json"
 NOTES = {"org.example.note": "a note"}
 
@@ -198,14 +198,6 @@ def test_what_is_not_there_gets_nothing_attached(
     write_layout(bundle_dir, *make_recipe(score_scale=2.0).assemble())
     with pytest.raises(UsageError, match=f"found no {subject.digest}"):
         attach_text(bundle_dir, subject)
-
-
-def test_up_to_format_4_nothing_can_be_attached(tmp_path: Path) -> None:
-    path = Path(shutil.copytree(GOLDEN / "v4" / "kernels", tmp_path / "b"))
-    before = (path / "index.json").read_bytes()
-    with pytest.raises(UsageError, match="expected a bundle of format 5 or later, found format 4"):
-        attach_text(path, targets_of(path)["cpu-x86-64-v2"])
-    assert (path / "index.json").read_bytes() == before
 
 
 def test_a_manifest_that_no_reader_would_take_is_refused(bundle_dir: Path) -> None:

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from prejit.runtime import Bundle, Sampling, load
-from prejit.runtime.errors import ContextError, PrejitWarning, UsageError
+from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.generation import decode, kv_cache
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
@@ -32,7 +31,7 @@ VOCAB, CONTEXT = 48, 72
 TEXT = np.random.default_rng(3).integers(0, VOCAB, CONTEXT).tolist()
 GREEDY = Sampling()
 REPEATING = [7, 8, 9, 10] * 4
-GOLDEN = Path(__file__).parents[3] / "format"
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 
 
 @pytest.fixture(scope="module")
@@ -767,54 +766,6 @@ def test_closing_a_stream_frees_its_memory(bundle: Bundle, monkeypatch: pytest.M
         assert [found() is None for found in made] == [True]
     finally:
         gc.enable()
-
-
-# ---------------------------------------------------------------------- older bundles
-
-
-@pytest.fixture(scope="module", params=["v1", "v2"])
-def older(request: pytest.FixtureRequest) -> Bundle:
-    """A decoder of an earlier format: one step a call, no copies, no drafts, fewer ways to sample."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrejitWarning)
-        return load(GOLDEN / request.param / "decoder")
-
-
-def test_older_bundles_serve_requests_that_join_later(older: Bundle) -> None:
-    bundle, longest = older, older.decoder.contexts[-1]
-    prompts = [[1], [2, 3], [4] * (longest - 6), [5], [6, 7, 8] * ((longest - 8) // 3)]
-    results = bundle.generate_batch(prompts, max_new_tokens=5, stop_token_ids=())
-    for prompt, result in zip(prompts, results, strict=True):
-        assert result.token_ids == greedy(bundle, prompt, 5).token_ids
-        assert len(result.token_ids) == 5
-    session = bundle.session()
-    for prompt in (*prompts, [*prompts[0], *results[0].token_ids]):
-        again = session.generate(prompt, max_new_tokens=5, stop_token_ids=())
-        assert again.token_ids == greedy(bundle, prompt, 5).token_ids
-    assert len(bundle.generate_n([1, 2, 3], 3, max_new_tokens=4)) == 3
-    prefix = bundle.prefix([4] * 6)
-    result = bundle.generate(prompts[2], max_new_tokens=5, stop_token_ids=(), prefix=prefix)
-    assert result.token_ids == results[2].token_ids
-
-
-@pytest.mark.parametrize(
-    ("asked", "error"),
-    [
-        ({"prompt_lookup": True}, "prompt_lookup: expected a bundle with programs that verify"),
-        ({"logprobs": 1}, "whose programs take logprobs, found an older one"),
-        ({"min_p": 0.1}, "whose programs take min_p, found"),
-        ({"frequency_penalty": 1.0}, "whose programs take frequency_penalty"),
-        ({"logit_bias": {1: 1.0}}, "whose programs take bias"),
-        ({"token_mask": lambda _: None}, "whose programs take bias"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_older_bundles_refuse_what_they_cannot_do(
-    older: Bundle, asked: dict[str, Any], error: str
-) -> None:
-    with pytest.raises(UsageError, match=error) as caught:
-        older.generate([1], **asked)
-    assert caught.value.hint
 
 
 # ---------------------------------------------------------------------- prompts in chunks, other sizes

@@ -165,11 +165,4 @@ BROKEN = [
 @pytest.mark.parametrize(("content", "message"), BROKEN)
 def test_a_generation_config_that_cannot_be_used_is_rejected(content: bytes, message: str) -> None:
     with pytest.raises(RejectError, match=f"somewhere: {message}"):
-        check_generation(content, 4, "somewhere")
-
-
-def test_programs_of_old_formats_get_what_they_take() -> None:
-    content = json.dumps(SAID).encode()
-    old = Defaults(do_sample=True, temperature=1.3, top_k=20, top_p=0.9, max_new_tokens=9)
-    assert check_generation(content, 2, "somewhere") == old
-    assert check_generation(content, 3, "somewhere") == Defaults(**SAID)  # type: ignore[arg-type]
+        check_generation(content, "somewhere")

@@ -156,15 +156,6 @@ def test_fields_that_namedtuple_renamed_are_their_places() -> None:
     assert pytree.unflatten(tree, iter([1, 2]))._asdict() == {"_0": 1, "a": 2}
 
 
-def test_a_tree_without_text_is_made_of_paths() -> None:
-    assert trees.of_paths(((),)) == Leaf()
-    assert trees.of_paths(()) == Node("tuple")
-    paths = (("a", 0), ("a", 1), ("b",))
-    tree = trees.of_paths(paths)
-    assert tuple(trees.paths(tree)) == paths
-    assert pytree.unflatten(tree, iter("xyz")) == {"a": ("x", "y"), "b": "z"}
-
-
 class Point(NamedTuple):
     x: Any
     y: Any = None

@@ -22,7 +22,7 @@ from prejit.runtime.store import receipts
 
 from .conftest import FILES, Write, content_of, layer_of
 
-GOLDEN = Path(__file__).parents[3] / "format"
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 
 
 def found_in(directory: Path | None) -> dict[str, bytes]:
@@ -278,7 +278,7 @@ def test_a_program_on_the_cpu_of_a_machine_with_a_gpu_gets_the_files_for_cpus(
 
 def test_a_bundle_of_programs_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="found one of `prejit build`"):
-        open_recorded(GOLDEN / "v5" / "chunks")
+        open_recorded(GOLDEN / "chunks")
 
 
 def test_a_cache_that_cannot_be_written_is_named(

@@ -30,7 +30,7 @@ from prejit.runtime.format.writing import EMPTY, Part, attach
 from prejit.runtime.recorded.opening import open_recorded
 from prejit.runtime.trust import sources
 
-GOLDEN = Path(__file__).parents[3] / "format"
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 X = np.ones((2, 16), np.float32)
 KEYS = key_table("a") + key_table("b")
 
@@ -171,19 +171,10 @@ def test_another_name_needs_another_rule(
     assert case_of(bundle, policy) == "no-rule"
 
 
-@pytest.mark.parametrize("version", ["v1", "v2", "v3", "v4"])
-def test_a_bundle_of_an_older_format_is_unsigned(version: str, tmp_path: Path) -> None:
-    everything = write_policy(tmp_path / "all.toml", KEYS, rule(names='["*"]'))
-    golden = next(path.parent for path in sorted((GOLDEN / version).rglob("index.json")))
-    with pytest.raises(UntrustedError) as raised:
-        load(golden, trust=everything)
-    assert raised.value.case == "unsigned"
-
-
 def test_recorded_bundles_are_asked_about_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = shutil.copytree(GOLDEN / "v5" / "recorded", tmp_path / "recorded")
+    bundle = shutil.copytree(GOLDEN / "recorded", tmp_path / "recorded")
     name = index_of(bundle)["annotations"]["dev.prejit.name"]
     policy = write_policy(tmp_path / "t.toml", KEYS, rule(names=json.dumps([name])))
     monkeypatch.setenv("PREJIT_TRUST", str(policy))

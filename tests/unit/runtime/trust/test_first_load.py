@@ -26,7 +26,7 @@ from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
 from prejit.runtime.recorded.opening import open_recorded
 from prejit.runtime.trust import first_load, sources
 
-GOLDEN = Path(__file__).parents[3] / "format"
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 RULE = '[[rules]]\nnames = ["*"]\nlevel = "skip"\n'
 X = np.arange(5, dtype=np.float32)
 CONSTRUCTOR = """
@@ -266,7 +266,7 @@ def test_a_recorded_bundle_is_refused_where_its_first_load_would_not_be_tried(
 ) -> None:
     monkeypatch.setenv("PREJIT_TRUST", str(policy))
     with pytest.raises(UntrustedError, match="recorded bundle are loaded by jax"):
-        open_recorded(GOLDEN / "v5" / "recorded")
+        open_recorded(GOLDEN / "recorded")
 
 
 def test_a_word_that_is_no_mode_is_an_error_in_the_policy(sound: Path, tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ from prejit.runtime.format.checks.safetensors import (
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
     ATTACHED_TYPES,
-    BUNDLE_FORMAT,
     BUNDLE_NAME,
     CONFIG_MEDIA_TYPE,
     KERNELS_MEDIA_TYPE,
@@ -313,8 +312,7 @@ def check_readable(index: bytes, blobs: dict[str, bytes | Path]) -> None:
             manifest = check_manifest(content, target)
             config = blobs[manifest.config.digest]
             assert isinstance(config, bytes)
-            written = read.annotations[BUNDLE_FORMAT]
-            table = check_config(config, written, target, needs, target)
+            table = check_config(config, target, needs, target)
             check_kernels_layer(table, manifest, target)
             check_library_layers(table, manifest, target)
             check_chunks_layers(table, manifest, target)

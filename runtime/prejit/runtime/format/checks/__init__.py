@@ -13,11 +13,10 @@ trusts only what checks with a smaller number in the column "order" have verifie
                                                                  check_chunks_layers,
                                                                  check_recorded_layer,
                                                                  check_packs
-    6      8         digests of layers and configs, whole,      format.blobs: `Blobs`
-                     by chunks or by fs-verity; since
-                     format 5 those of the target that is
-                     served, each part before it is used;
-                     else all, before order 5
+    6      8         digests of the layers and the config of    format.blobs: `Blobs`
+                     the target that is served, whole, by
+                     chunks or by fs-verity; each part before
+                     it is used
     7      9         the library of native kernels               layers.check_kernels
     8      10        weights                                     safetensors.check_weights,
                                                                  config.check_weight_sets

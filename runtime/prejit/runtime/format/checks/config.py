@@ -22,21 +22,16 @@ from prejit.runtime.format.checks.signatures import (
     WITHOUT_WEIGHTS,
     Signatures,
     difference,
-    kinds_of,
 )
 from prejit.runtime.format.constants import Constant
 from prejit.runtime.format.names import (
-    CACHES_SINCE,
-    CHUNKS_SINCE,
     EXECUTABLES_MEDIA_TYPE,
-    GOLDEN_SINCE,
+    FORMAT_VERSION,
     KERNEL_LEVELS,
     KERNELS_MEDIA_TYPE,
-    LIBRARIES_SINCE,
     LIBRARY_MEDIA_TYPE,
     PORTABLE_MEDIA_TYPE,
     RECORDED_MEDIA_TYPE,
-    RECORDED_SINCE,
 )
 from prejit.runtime.format.schema import Config, Encoder, ImageManifest, ProgramEntry, Segment
 from prejit.runtime.machine.requirement import PLATFORMS, Requirement
@@ -59,21 +54,20 @@ _RECORDED_FILE = re.compile(r"[\w.-]{1,180}-[0-9a-f]{64}-cache")
 """The name of a recorded file. It becomes a name in a directory, so it must lead to no other place."""
 
 
-def check_config(
-    content: bytes, written: str, target: str, requirement: Requirement, path: str
-) -> Config:
+def check_config(content: bytes, target: str, requirement: Requirement, path: str) -> Config:
     """7. Return the config of a target, which must be canonical and agree with the index and with itself.
 
     Args:
         content: the config blob.
-        written: the format version in the index.
         target: the name of the target in the index.
         requirement: the requirement of the target in the index.
         path: the file, for errors.
     """
     config = from_json(Config, content, path)
-    if str(config.format) != written:
-        raise RejectError(path, f"expected format {written}, as the index, found {config.format}")
+    if config.format != FORMAT_VERSION:
+        raise RejectError(
+            path, f"expected format {FORMAT_VERSION}, as the index, found {config.format}"
+        )
     if config.target != target or config.requirement != requirement:
         raise RejectError(path, f"expected target {target!r} with the requirement of the index")
     names = [program.name for program in config.programs]
@@ -100,11 +94,6 @@ def check_config(
     _check_libraries(config, path)
     _check_chunks(config, path)
     _check_recorded(config, path)
-    if config.format < GOLDEN_SINCE and any(p.golden is not None for p in config.programs):
-        raise RejectError(
-            path,
-            f"expected golden answers since format {GOLDEN_SINCE}, found them in {config.format}",
-        )
     if config.decoder is not None:
         _check_decoder(config, path)
     if config.encoder is not None:
@@ -127,8 +116,6 @@ def _check_kernels(config: Config, path: str) -> None:
                 path, f"{calling[0].name}: it calls kernels, and the config names no library"
             )
         return
-    if config.format < 4:
-        raise RejectError(path, f"expected kernels since format 4, found them in {config.format}")
     if not calling:
         raise RejectError(path, "expected a program that calls the library's kernels, found none")
     if config.requirement.platform != "cpu":
@@ -183,11 +170,6 @@ def _check_libraries(config: Config, path: str) -> None:
             )
     libraries = config.libraries
     if libraries is not None:
-        if config.format < LIBRARIES_SINCE:
-            raise RejectError(
-                path,
-                f"expected libraries since format {LIBRARIES_SINCE}, found them in {config.format}",
-            )
         if config.requirement.platform != "cpu":
             raise RejectError(
                 path, f"expected libraries for cpu, found {config.requirement.platform!r:.80}"
@@ -263,13 +245,7 @@ def check_chunks_layers(config: Config, manifest: ImageManifest, path: str) -> N
 
 
 def _check_chunks(config: Config, path: str) -> None:
-    if config.chunks is None:
-        return
-    if config.format < CHUNKS_SINCE:
-        raise RejectError(
-            path, f"expected chunks since format {CHUNKS_SINCE}, found them in {config.format}"
-        )
-    for media_type, chunks in config.chunks.items():
+    for media_type, chunks in (config.chunks or {}).items():
         where = f"chunks of {media_type!r:.80}"
         if chunks.algorithm != CHUNK_ALGORITHM:
             raise RejectError(
@@ -286,7 +262,7 @@ def _check_chunks(config: Config, path: str) -> None:
             raise RejectError(
                 path, f"{where}: expected digests of 64 hexadecimal digits, at least one"
             )
-        if chunks.verity is not None and not is_digest(chunks.verity):
+        if not is_digest(chunks.verity):
             raise RejectError(
                 path,
                 f"{where}: expected verity of sha256: and 64 hexadecimal digits, "
@@ -298,11 +274,6 @@ def _check_recorded(config: Config, path: str) -> None:
     """Check that recorded files have safe names, each once, and that nothing else is in their target."""
     if config.recorded is None:
         return
-    if config.format < RECORDED_SINCE:
-        raise RejectError(
-            path,
-            f"expected recorded files since format {RECORDED_SINCE}, found them in {config.format}",
-        )
     if config.programs or config.weight_sets or config.decoder or config.encoder:
         raise RejectError(path, "expected no programs beside recorded files, found some")
     files = [program.file for program in config.recorded]
@@ -410,17 +381,10 @@ def _check_mesh(config: Config, path: str) -> None:
 
 
 def _check_cache(config: Config, path: str) -> None:
-    """Check that a decoder has a cache as its format describes it."""
+    """Check the cache of a decoder, what it reads and with which tokens it starts."""
     decoder = config.decoder
     if decoder is None:
         return
-    lists = config.format >= CACHES_SINCE
-    if lists != (decoder.cache is not None):
-        wanted = "'cache'" if lists else "no 'cache'"
-        raise RejectError(path, f"decoder: expected {wanted} in format {config.format}")
-    for name in ("source", "start_token_ids"):
-        if getattr(decoder, name) is not None and not lists:
-            raise RejectError(path, f"decoder: expected no {name!r} in format {config.format}")
     if (start := decoder.start_token_ids) is not None:
         wrong = next((each for each in start if not 0 <= each < decoder.vocab_size), None)
         if wrong is not None or not start:
@@ -431,7 +395,7 @@ def _check_cache(config: Config, path: str) -> None:
             )
     try:
         source_array(decoder)
-        arrays = cache_arrays(decoder) if lists else ()
+        arrays = cache_arrays(decoder)
         if config.mesh is not None and any(len(array.shape) != 4 for array in arrays):
             raise ValueError("cache: expected arrays of four axes on a mesh")
     except ValueError as error:
@@ -439,8 +403,8 @@ def _check_cache(config: Config, path: str) -> None:
 
 
 def _check_programs(config: Config, path: str) -> None:
-    """Check that each program has a kind of its format, with the sizes and the signature of that kind."""
-    kinds, signatures = kinds_of(config.format), Signatures(config)
+    """Check that each program has a known kind, with the sizes and the signature of that kind."""
+    kinds, signatures = (*BUCKETS, "call"), Signatures(config)
     seen = set[tuple[str, ...]]()
     for program in config.programs:
         name, kind, bucket = program.name, program.kind, program.bucket
@@ -517,8 +481,6 @@ def _check_decoder(config: Config, path: str) -> None:
     _check_encode(config, buckets["encode"], batches[0], contexts, path)
     if len(drafts) > 1:
         raise RejectError(path, "expected one draft of all verify programs, found several")
-    if config.format < 3:
-        return
     copies = {(batch, context, batches[0], context) for batch, context in grid}
     copies |= {
         (batch, longer, batch, shorter)
@@ -627,16 +589,15 @@ def check_tree(text: str | None, arrays: Sequence[Array], path: str) -> trees.Tr
     """7. Return the tree of a program's arguments or results, whose leaves must be these arrays.
 
     Args:
-        text: the tree in the program table; None: dicts and tuples by the paths of the arrays.
+        text: the tree in the program table.
         arrays: the arguments or results.
         path: the file, for errors.
     """
-    at = tuple(array.path for array in arrays)
     try:
-        tree = trees.of_paths(at) if text is None else trees.parse(text)
+        tree = trees.parse(text or "")
     except ValueError as error:
         raise RejectError(path, str(error)) from error
-    if tuple(trees.paths(tree)) != at:
+    if tuple(trees.paths(tree)) != tuple(array.path for array in arrays):
         raise RejectError(
             path, "expected a tree whose leaves have the paths of the arrays, in order"
         )

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
 from typing import final
 
 from prejit.runtime.format.cache_arrays import cache_arrays, sized, source_array
-from prejit.runtime.format.names import CACHES_SINCE
 from prejit.runtime.format.schema import Config, ProgramEntry
 
 BUCKETS = {
@@ -32,19 +30,11 @@ ENCODER_KINDS = ("embed", "layer", "pool")
 WITHOUT_WEIGHTS = ("copy", "pool")
 """Kinds of programs that may have no weight set."""
 
-_OLD_KINDS = ("prefill", "decode", "call")
 _TOP_LOGPROBS = 20
 _CACHE_SHARDING = " @data,tensor,,"
 
 Signature = tuple[tuple[str, ...], tuple[str, ...]]
 """The arguments after the weights, and the results, as texts of `Array`."""
-
-
-def kinds_of(written: int) -> tuple[str, ...]:
-    """Return the kinds of programs of a format version."""
-    if written < 3:
-        return _OLD_KINDS
-    return tuple(kind for kind in (*BUCKETS, "call") if kind != "encode" or written >= CACHES_SINCE)
 
 
 @final
@@ -79,8 +69,6 @@ class Signatures:
         if program.kind == "encode":
             length = f'["length"] int32[{batch}]'
             return (self._source(batch, sizes["source"]), length), self._cache(batch, context)
-        if self._config.format < 3:
-            return self._of_old_decoder(program)
         history = f'["history"] int32[{batch},{self._vocab}]'
         sampling, cached = self._sampling(batch), self._cache(batch, context)
         donated = tuple(f"{text} donated{self._split}" for text in cached)
@@ -121,24 +109,6 @@ class Signatures:
         width = 0 if self._config.encoder is None else self._config.encoder.width
         return (length, hidden), (f'["embedding"] float32[{batch},{width}]',)
 
-    def _of_old_decoder(self, program: ProgramEntry) -> Signature:
-        batch = program.bucket["batch"]
-        row = f"int32[{batch}]"
-        first = (f'["token"] {row}', f'["position"] {row}')
-        inputs: tuple[str, ...] = first
-        if program.kind == "prefill":
-            tokens = f'["tokens"] int32[{batch},{program.bucket["prompt"]}]'
-            inputs = (tokens, f'["start"] {row}', f'["length"] {row}')
-        sampling = self._sampling(batch)
-        cached = self._cache(batch, program.bucket["context"])
-        return (
-            (
-                *(*inputs, *sampling[:3], sampling[7]),
-                *(f"{text} donated{self._split}" for text in cached),
-            ),
-            (*first, *(f"{text}{self._split}" for text in cached)),
-        )
-
     def _sampling_uncached(self, batch: int) -> tuple[str, ...]:
         """Return the arguments in the order of the document."""
         real, whole = f"float32[{batch}]", f"int32[{batch}]"
@@ -166,19 +136,12 @@ class Signatures:
         )
 
     def _of_copy(self, sizes: dict[str, int]) -> Signature:
-        """Return the signature of a copy: of all arrays together, or up to format 4 of any one of them."""
+        """Return the signature of a copy of all arrays together."""
         batch, rows = sizes["batch"], f'["rows"] int32[{sizes["batch"]}]'
         whole = (
             self._cache(sizes["source_batch"], sizes["source_context"]),
             self._cache(batch, sizes["context"]),
         )
-        if self._config.format < CACHES_SINCE:
-            source, target = (
-                f'["{name}"] {texts[0].partition(" ")[2] if texts else ""}'
-                for name, texts in zip(("source", "target"), whole, strict=True)
-            )
-            given = f"{target}{self._split}"
-            return (f"{source}{self._split}", f"{target} donated{self._split}", rows), (given,)
         sources, targets = (
             [text.replace("cache", name, 1) for text in texts]
             for name, texts in zip(("source", "target"), whole, strict=True)
@@ -208,10 +171,6 @@ class Signatures:
 def _cache_forms(config: Config) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return path and dtype of each array of the cache, and for each axis its variable, or else its size."""
     assert config.decoder is not None
-    decoder = config.decoder
-    if decoder.cache is None:  # a forged number of layers must cost no memory
-        most = max((len(program.arguments) for program in config.programs), default=1)
-        decoder = replace(decoder, num_layers=min(decoder.num_layers or 1, max(1, most)))
     return tuple(
         (
             f"{json.dumps(array.path, separators=(',', ':'))} {array.dtype}",
@@ -220,7 +179,7 @@ def _cache_forms(config: Config) -> tuple[tuple[str, tuple[str, ...]], ...]:
                 for variable, size in zip(array.variables, array.shape, strict=True)
             ),
         )
-        for array in cache_arrays(decoder)
+        for array in cache_arrays(config.decoder)
     )
 
 

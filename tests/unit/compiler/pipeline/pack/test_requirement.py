@@ -25,7 +25,9 @@ def toolchain(name: str) -> Toolchain:
 
 def compiled(*features: str, need_bytes: int = 0) -> Compiled:
     memory = Memory(0, 0, 0, need_bytes)
-    return Compiled(Segment(0, 1, f"sha256:{0:064x}", 1, f"sha256:{1:064x}"), features, memory, 1)
+    return Compiled(
+        Segment(0, 1, f"sha256:{0:064x}", 1, f"sha256:{1:064x}"), features, memory, 1, 1, 1
+    )
 
 
 def library(glibc: str | None) -> KernelLibrary:
