@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
@@ -12,6 +14,15 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     by_lower = {known.lower(): known for known in names}
     found = difflib.get_close_matches(name[:80].lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
+
+
+def nearest_file(path: Path) -> Path | None:
+    """Return the file beside a missing one whose name is most like it, or None where none is near."""
+    try:
+        near = None if path.exists() else nearest(path.name, os.listdir(path.parent))
+    except OSError:
+        return None
+    return None if near is None else path.with_name(near)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
