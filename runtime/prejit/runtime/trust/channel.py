@@ -152,8 +152,8 @@ class Outcome(NamedTuple):
     release: Release
     accepted: Accepted
     expired: Reason | None
-    verified: tuple[Verified, ...] = ()
-    trusted: frozenset[str] = frozenset()
+    verified: tuple[Verified, ...]
+    trusted: frozenset[str]
 
 
 def accept(

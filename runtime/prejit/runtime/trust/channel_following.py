@@ -54,7 +54,10 @@ def current_release(policy: Policy, channel: ChannelRule, now: float) -> Outcome
             for mark in marks.values():
                 check_mark(outcome, mark, channel.name)
         except RefusedError as error:
-            return error.reason
+            case, kind, text = error.reason
+            # An envelope or a statement here is the channel's, not one that is attached to the bundle.
+            case = case if case.startswith("channel-") else f"channel-{case}"
+            return Reason(case, kind, f"{channel.file}: {text}")
         # The marks come first: once the rotations are kept, they are not verified again.
         for key, before in marks.items():
             after = before

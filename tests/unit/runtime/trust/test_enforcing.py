@@ -470,6 +470,33 @@ def test_an_edited_policy_counts_at_once(
     assert case_of(bundle_dir, policy) == "channel-signature"
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [lambda text: text[:-9], lambda text: text.replace('"sig":"', '"sig":"!'), lambda _: "[]"],
+    ids=["cut", "envelope", "list"],
+)
+def test_a_damaged_file_of_a_channel_is_named_with_its_own_hint(
+    damage: Callable[[str], str], bundle_dir: Path, tmp_path: Path
+) -> None:
+    policy, file = channel_policy(tmp_path / "trust.toml"), tmp_path / "stable.json"
+    release_bundle(file, bundle_dir, "stable", [signer("a")], 1)
+    file.write_text(damage(file.read_text()))
+    with pytest.raises(UntrustedError, match=str(file)) as raised:
+        load(bundle_dir, trust=policy)
+    assert raised.value.case.startswith("channel-")
+    assert raised.value.hint is not None
+    assert "get the channel's file again" in raised.value.hint
+
+
+def test_verify_says_who_signed_the_release(bundle_dir: Path, tmp_path: Path, prejit: Any) -> None:
+    policy, file = channel_policy(tmp_path / "trust.toml"), tmp_path / "stable.json"
+    release_bundle(file, bundle_dir, "stable", [signer("a")], 1)
+    said = prejit("verify", bundle_dir, "--trust", policy).stdout
+    assert "lets it run, as release 1 of channel stable, signed by a\n" in said
+    found = json.loads(prejit("verify", bundle_dir, "--trust", policy, "--json").stdout)
+    assert found["policy"][0]["release"] == {"channel": "stable", "version": 1, "signers": ["a"]}
+
+
 # --- the command line -------------------------------------------------------------------------------------
 
 
@@ -489,3 +516,19 @@ def test_the_command_line_ends_with_status_5(
     found = json.loads(prejit("verify", bundle_dir, "--trust", policy, "--json").stdout)
     assert [each["signers"] for each in found["policy"]] == [["a"], ["a"]]
     assert "lets it run, signed by a" in prejit("verify", bundle_dir, "--trust", policy).stdout
+
+
+def test_verify_asks_every_policy_that_applies(
+    bundle_dir: Path, policy: Path, tmp_path: Path, prejit: Any
+) -> None:
+    digest = sign(bundle_dir, signer("a")).digest
+    other = write_policy(tmp_path / "other.toml", KEYS, rule())
+    verify = ("verify", bundle_dir, "--trust", policy)
+    found = prejit(*verify, "--json", env={"PREJIT_TRUST": str(other)}).stdout
+    assert {each["policy"] for each in json.loads(found)["policy"]} == {str(policy), str(other)}
+    write_policy(other, KEYS, rule(), f'[revoked]\ndigests = ["{digest}"]')
+    refused = prejit(*verify, env={"PREJIT_TRUST": str(other)}, status=5).stderr
+    assert f"{other} does not let target" in refused
+    other.unlink()
+    gone = prejit(*verify, env={"PREJIT_TRUST": str(other)}, status=5).stderr
+    assert "error[policy]" in gone
