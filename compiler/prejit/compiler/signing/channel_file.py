@@ -155,7 +155,7 @@ def _bytes(path: Path, max_bytes: int) -> bytes:
         with path.open("rb") as file:
             return file.read(max_bytes + 1)
     except OSError as error:
-        near = nearest_file(path)
+        near = nearest_file(path) if isinstance(error, FileNotFoundError) else None
         hint = None if near is None else f"did you mean {near}?"
         raise StoreError(f"{path}: cannot read: {error.strerror}", hint=hint) from error
 

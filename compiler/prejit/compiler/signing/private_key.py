@@ -84,11 +84,16 @@ def read_private_key(path: Path, password: str | None = None) -> PrivateKey:
     try:
         with path.open("rb") as file:
             pem = file.read(MAX_KEY_BYTES + 1)
-    except OSError as error:
+    except FileNotFoundError as error:
         near = nearest_file(path)
         raise StoreError(
             f"{path}: cannot read a key: {error.strerror}",
             hint=_MAKE if near is None else f"did you mean {near}?",
+        ) from error
+    except OSError as error:
+        raise StoreError(
+            f"{path}: cannot read a key: {error.strerror}",
+            hint="give a file that this user may read",
         ) from error
     return parse_private_key(pem, str(path), password)
 

@@ -19,7 +19,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 def nearest_file(path: Path) -> Path | None:
     """Return the file beside a missing one whose name is most like it, or None where none is near."""
     try:
-        near = None if path.exists() else nearest(path.name, os.listdir(path.parent))
+        near = nearest(path.name, {*os.listdir(path.parent)} - {path.name})
     except OSError:
         return None
     return None if near is None else path.with_name(near)

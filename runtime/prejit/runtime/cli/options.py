@@ -38,7 +38,7 @@ def byte_count(text: str) -> int:
     return int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
 
 
-PATH = click.Path()
+PATH = click.Path(readable=False)  # what opens a file says why it cannot, in the words of its kind
 Attributes = dict[str, Any]
 """The type of an option's value, and how the help writes it."""
 FILE: Attributes = {"type": PATH, "metavar": "FILE"}
