@@ -92,6 +92,18 @@ def test_a_bundle_that_all_have_signed_is_signed_again_after_a_writer_was_killed
     assert not list(bundle_dir.rglob("*.tmp"))
 
 
+def test_an_error_after_signatures_were_attached_says_so(bundle_dir: Path) -> None:
+    beside = bundle_dir.with_name(f"{bundle_dir.name}.sig")
+    beside.mkdir()
+    with pytest.raises(StoreError, match=r"cannot write: .* signatures were attached to") as raised:
+        sign(bundle_dir, signer("a"))
+    assert raised.value.hint is not None
+    assert "then sign again" in raised.value.hint
+    beside.rmdir()
+    assert not sign(bundle_dir, signer("a")).added  # they have stayed
+    assert beside.is_file()
+
+
 def damaged_file(bundle: Path, kind: str) -> Path:
     """Flip a byte of a file of a bundle."""
     root = json.loads((bundle / "index.json").read_bytes())
