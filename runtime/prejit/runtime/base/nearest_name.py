@@ -16,6 +16,15 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
+def nearest_file(path: Path) -> Path | None:
+    """Return the file beside a missing one whose name is most like it, or None where none is near."""
+    try:
+        near = nearest(path.name, {*os.listdir(path.parent)} - {path.name})
+    except OSError:
+        return None
+    return None if near is None else path.with_name(near)
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return the nearest name as an insertion, ` (did you mean 'x'?)`, or an empty text."""
     guess = nearest(name, names)

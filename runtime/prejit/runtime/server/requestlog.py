@@ -232,7 +232,10 @@ def _open(path: str) -> int:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         file = os.dup(1) if path == "-" else os.open(path, flags, 0o600)
     except OSError as error:
-        raise StoreError(f"{path}: cannot write the log: {error.strerror}") from error
+        raise StoreError(
+            f"{path}: cannot write the log: {error.strerror}",
+            hint="give --log a file that this user may write, or one that is not there",
+        ) from error
     found = os.fstat(file)
     if path != "-" and stat.S_ISREG(found.st_mode) and found.st_mode & 0o077:
         try:
