@@ -589,7 +589,7 @@ def _wrong_axis(arrays: Sequence[Array], value: Any) -> str:
         arrays: the argument in each bucket.
         value: what a caller gave for it.
     """
-    if value is EVERYTHING or _key_name(value):
+    if value is EVERYTHING or key_name(value):
         return ""
     last, shape = arrays[-1], np.shape(value)
     if any(len(array.shape) != len(shape) for array in arrays):

@@ -127,8 +127,8 @@ def from_json(
             )
     with np.errstate(over="ignore"):
         found = given.astype(dtype).reshape(shape)
-    if dtype.kind not in "biu" and not np.isfinite(wide := found.astype(np.float64)).all():
-        wrong = given.reshape(shape)[~np.isfinite(wide)].flat[0]
+    if dtype.kind not in "biu" and not (held := np.isfinite(found.astype(np.float64))).all():
+        wrong = given.reshape(shape)[~held].flat[0]
         raise UsageError(
             f"{where}: data: expected numbers that {_name(dtype)} holds, found {wrong:.6g}"
         )
