@@ -96,8 +96,8 @@ class _Reader:
             case ast.Constant(value):
                 return repr(value)
             case ast.JoinedStr(values):  # Python 3.12 ends some of them with an empty text
-                parts = [each for each in values if getattr(each, "value", None) != ""]
-                return f"(f {self.form(parts, is_type, is_error)})"
+                filled = [each for each in values if getattr(each, "value", None) != ""]
+                return f"(f {self.form(filled, is_type, is_error)})"
             case ast.Expr(ast.Constant(str())):
                 return ""
             case ast.If(ast.Name("TYPE_CHECKING")):
@@ -135,6 +135,7 @@ def definitions(source: str) -> tuple[list[Definition], list[Import]]:
 
 def _defined(statement: ast.stmt) -> tuple[str, ...]:
     """Return the names that a top-level statement defines."""
+    nodes: Iterator[ast.AST]
     match statement:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return (statement.name,)
