@@ -13,7 +13,7 @@ The rules are those of The Update Framework (TUF 1.0, 5.3 and 5.4):
   stole keys cannot block the channel with a huge version: after a rotation, versions may start again.
 - Releases and keys have a moment at which they expire.
 
-Two things are kept: per policy what it accepted last, and per key the newest that it signed (`Mark`). The
+Two things are kept: per policy what it accepted last, and per key the newest that it signed (`KeyMark`). The
 first says which keys count now. The second only refuses, so all policies share it: one under another name,
 or one that was edited, does not go back either.
 """
@@ -106,7 +106,7 @@ class Accepted(NamedTuple):
     began: str = ""
 
 
-class Mark(NamedTuple):
+class KeyMark(NamedTuple):
     """The newest statements of a channel that one key signed, among those which a machine has accepted.
 
     Attributes:
@@ -228,7 +228,7 @@ def accept(
     return Outcome(release, accepted, expired, tuple(verified), frozenset(trusted))
 
 
-def _check_order(release: Verified, last: Accepted | Mark, what: str) -> None:
+def _check_order(release: Verified, last: Accepted | KeyMark, what: str) -> None:
     """Check that a release is not older than one that was accepted, nor another of the same version."""
     order = release.keys_version, release.version
     before = last.release_keys_version, last.version
@@ -248,7 +248,7 @@ def _check_order(release: Verified, last: Accepted | Mark, what: str) -> None:
         )
 
 
-def check_mark(outcome: Outcome, mark: Mark, name: str) -> None:
+def check_mark(outcome: Outcome, mark: KeyMark, name: str) -> None:
     """Check that a file is not older than what one of its keys has signed.
 
     Args:
@@ -279,7 +279,7 @@ def check_mark(outcome: Outcome, mark: Mark, name: str) -> None:
     _check_order(release, mark, what)
 
 
-def marked(mark: Mark, signed: Verified) -> Mark:
+def marked(mark: KeyMark, signed: Verified) -> KeyMark:
     """Return the mark of a key after it signed a statement, which `check_mark` has allowed."""
     if signed.version is not None:
         return mark._replace(

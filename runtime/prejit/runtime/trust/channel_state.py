@@ -18,7 +18,7 @@ from typing import final
 from prejit.runtime.base.files import write_file
 from prejit.runtime.base.locks import lock_file
 from prejit.runtime.errors import PolicyError, StoreError
-from prejit.runtime.trust.channel import Accepted, KeySet, Mark
+from prejit.runtime.trust.channel import Accepted, KeyMark, KeySet
 from prejit.runtime.trust.foreign_json import field, read_object
 from prejit.runtime.trust.keys import read_key
 from prejit.runtime.trust.reasons import RefusedError
@@ -74,10 +74,10 @@ class ChannelState:
         """
         return None if (content := _content(self.path)) is None else _read(content, self.path)
 
-    def mark(self, key: str) -> Mark:
+    def mark(self, key: str) -> KeyMark:
         """Return the newest that a key, by its id, signed of the channel. Errors as of `read`."""
         path = self._mark_file(key)
-        return Mark() if (content := _content(path)) is None else _read_mark(content, path)
+        return KeyMark() if (content := _content(path)) is None else _read_mark(content, path)
 
     def write(self, accepted: Accepted) -> None:
         """Keep what was accepted.
@@ -97,7 +97,7 @@ class ChannelState:
         }
         _write(self.path, found)
 
-    def write_mark(self, key: str, mark: Mark) -> None:
+    def write_mark(self, key: str, mark: KeyMark) -> None:
         """Keep the newest that a key, by its id, signed of the channel. Errors as of `write`."""
         _write(self._mark_file(key), mark._asdict())
 
@@ -158,14 +158,14 @@ def _read(content: bytes, path: Path) -> Accepted:
         raise _damaged(path, str(error)) from error
 
 
-def _read_mark(content: bytes, path: Path) -> Mark:
+def _read_mark(content: bytes, path: Path) -> KeyMark:
     """Return the mark of a key. Errors as of `_read`."""
     try:
         found = read_object(content, _MAX_BYTES, "state", str(path))
-        return Mark(
+        return KeyMark(
             **{
                 name: field(found, name, type(value), "state", str(path))
-                for name, value in Mark()._asdict().items()
+                for name, value in KeyMark()._asdict().items()
             }
         )
     except RefusedError as error:

@@ -139,9 +139,9 @@ def decide(
     release = None
     if rule.channel is not None:
         found = releases[rule.channel.name]
-        wrong = list(_channel_reasons(found, target))
-        reasons += wrong
-        if not isinstance(found, Reason) and all(why.kind == "expiry" for why in wrong):
+        against = list(_channel_reasons(found, target))
+        reasons += against
+        if not isinstance(found, Reason) and all(why.kind == "expiry" for why in against):
             release = _current(rule.channel, found)
     enforced = [reason for reason in reasons if enforces(rule.level, reason.kind)]
     names = tuple(sorted(key.name for key in signers.values()))

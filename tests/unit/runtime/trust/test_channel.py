@@ -19,8 +19,8 @@ from prejit.runtime.base import files
 from prejit.runtime.errors import PolicyError
 from prejit.runtime.trust.channel import (
     Accepted,
+    KeyMark,
     KeySet,
-    Mark,
     Outcome,
     accept,
     encode_channel,
@@ -343,9 +343,9 @@ def test_a_damaged_state_is_an_error_and_no_first_time(state: ChannelState, dama
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"keys_version": "1"}'])
 def test_a_damaged_mark_is_an_error_and_no_first_time(state: ChannelState, damage: bytes) -> None:
-    mark = Mark(1, OLD, 1, 3, NEW)
+    mark = KeyMark(1, OLD, 1, 3, NEW)
     with state.locked():
-        assert state.mark("1" * 64) == Mark()
+        assert state.mark("1" * 64) == KeyMark()
         state.write_mark("1" * 64, mark)
         assert state.mark("1" * 64) == mark
     [path] = state.path.parent.glob("*.json")
