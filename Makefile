@@ -30,7 +30,7 @@ TESTS ?= tests
 # What the newer interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo graphs artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos evaluation soak hostile-clients differential docs clean
+.PHONY: help demo artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos evaluation soak hostile-clients differential docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -78,7 +78,6 @@ lint: $(READY) ## formatter, linter, type checker, import rules
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
-	$(BIN)/python -m scripts.import_graph --check
 
 check: $(READY) ## lint, and the unit tests that touch what changed, in under a minute
 	@$(MAKE) --no-print-directory lint
@@ -90,9 +89,6 @@ hooks: ## have git lint before a commit, and run `make check` before a push
 format: $(READY) ## format, and fix what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-
-graphs: $(READY) ## draw and count the imports again (docs/architecture/imports-*)
-	$(BIN)/python -m scripts.import_graph --way manifests/demo.toml
 
 bench: $(READY) ## beside JAX and llama.cpp, in about 5 minutes (the first time 20 more: llama.cpp is compiled)
 	$(BIN)/python -m benchmarks.run --quick

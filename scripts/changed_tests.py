@@ -10,6 +10,7 @@ where there is none, the tests of its room. When the time is over, the rest is l
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import subprocess
 import sys
@@ -20,9 +21,11 @@ from typing import Any
 
 import pytest
 
-from scripts.import_graph import ROOTS, imported_names
-
 REPOSITORY = Path(__file__).resolve().parents[1]
+ROOTS = {
+    "prejit.runtime": Path("runtime", "prejit", "runtime"),
+    "prejit.compiler": Path("compiler", "prejit", "compiler"),
+}
 UNIT = Path("tests", "unit")
 
 
@@ -40,10 +43,25 @@ def changed_files(repository: Path) -> list[Path]:
     return found or lines("diff-tree", "--no-commit-id", "--name-only", "-r", "HEAD")
 
 
+def imported_names(source: str) -> set[str]:
+    """Return dotted names of everything that a source file imports, wherever the import stands."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in ("import_module", "__import__"):
+                found.add(str(node.args[0].value))
+    return found
+
+
 def choose_tests(changed: Iterable[Path], repository: Path) -> list[Path]:
     """Return the test files to run, the nearest first."""
     every = sorted((repository / UNIT).rglob("test_*.py"))
-    imports = {path: imported_names(path.read_text(encoding="utf-8"), "") for path in every}
+    imports = {path: imported_names(path.read_text(encoding="utf-8")) for path in every}
     nearest: list[Path] = []
     others: list[Path] = []
     for file in changed:

@@ -46,7 +46,6 @@ LEFT_OUT = {
     "unit/runtime/text/": "calls of the packages tokenizers and jinja2",
     "unit/runtime/trust/test_enforcing.py": "signatures by cryptography around a load",
     "unit/test_changed_tests.py": "the text of modules",
-    "unit/test_import_graph.py": "the text of modules",
     "unit/test_import_rules.py": "the text of modules",
 }
 """Files and directories of tests, and why they cannot differ."""

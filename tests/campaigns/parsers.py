@@ -176,6 +176,7 @@ def _channel_states() -> list[bytes]:
         "version": 2,
         "release_keys_version": 0,
         "release": "sha256:" + "1" * 64,
+        "began": "0 1 " + "1" * 64,
     }
     return [json.dumps(state).encode(), json.dumps(state | {"expires": 4e9}).encode()]
 
@@ -425,7 +426,7 @@ def _channel() -> Callable[[bytes], object]:
 def _channel_state() -> Callable[[bytes], object]:
     from prejit.runtime.trust.channel_state import _read
 
-    return lambda content: _read(content, "state")
+    return lambda content: _read(content, Path("state"))
 
 
 def _key() -> Callable[[bytes], object]:

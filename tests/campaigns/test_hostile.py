@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ..parity import cases, encoder_cases, t5_cases  # noqa: TID252 (tests are no installed package)
+from ..parity import cases, encoder_cases, t5_cases
 from . import processes
 from .junk import FLOATS, NUMBERS, VALUES, mutated, mutated_bytes, to_json, to_toml
 

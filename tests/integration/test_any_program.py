@@ -450,6 +450,10 @@ def test_a_mask_says_what_is_padding(shape: tuple[int, ...], bundle: Bundle) -> 
         (lambda b: b.bind("train"), "expected an argument of 'train' to keep, found none"),
         (lambda b: b.bind("train", states=1), "'train' has no argument 'states'"),
         (
+            lambda b: b.bind("train", state=0, mode="relu"),
+            "bind: mode: expected 'linear' or 'tanh', found 'relu'",
+        ),
+        (
             lambda b: b.bind("train", x=X[0]),
             "returns nothing with the structure, shapes and dtypes of 'x'",
         ),

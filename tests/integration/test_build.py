@@ -112,6 +112,22 @@ def test_a_change_compiles_what_it_touches(run: Run, built_project: Path) -> Non
     assert build(run, project)["compiled"] == 2
 
 
+def test_a_changed_bundle_is_said_to_have_lost_its_signatures(
+    run: Run, built_project: Path
+) -> None:
+    pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+    from tests.signers import signer
+
+    from prejit.compiler.signing.sign import sign
+
+    project, command = built_project, arguments(built_project, "out")
+    sign(project / "out" / "tiny", signer("a"))
+    assert "signed" not in run(*command).stderr
+    (project / "tiny.toml").write_text(MANIFEST.replace("2, 3]", "2]"))
+    assert "out/tiny is not signed any more" in run(*command).stderr
+    assert "signed" not in run(*command).stderr
+
+
 def test_a_plan_of_a_model_knows_what_a_build_does_and_why(run: Run, tmp_path: Path) -> None:
     model = write_random("gpt2", tmp_path / "checkpoint")
     manifest = write_manifest(tmp_path / "m.toml", model, context=(32,))

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +321,15 @@ def test_a_batch_that_no_machine_holds_is_refused(model: Path, run: Run, tmp_pat
     )
     done = run("build", manifest, "-o", tmp_path, "--no-measure", status=2)
     assert "encode: expected programs whose arrays take at most 4 TiB" in done.stderr
+
+
+def test_other_uses_of_an_encoder_name_the_command_that_encodes(bundle: Bundle) -> None:
+    uses: list[Callable[[], object]] = [
+        lambda: bundle.generate("a"),
+        lambda: bundle.call("encode/b1-t16/embed"),
+        lambda: bundle.engine().call("encode/b1-t16/embed"),
+    ]
+    for use in uses:
+        with pytest.raises(UsageError, match=r"no decoder|no program") as caught:
+            use()
+        assert caught.value.hint == "encode sentences with `prejit encode` or `Bundle.encode`"

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.monitoring import all_queries
 from tests.unit.runtime.server.running import Running, running, wait_for
 from tests.unit.runtime.test_fallback import v2_machine
 
 from prejit.compiler import Program, build
 from prejit.runtime import FallbackWarning, load
-from prejit.runtime.observe.alerts import ALERTS, RECORDS
-from prejit.runtime.observe.dashboards import DASHBOARDS
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
@@ -146,6 +145,8 @@ def test_requests_to_an_encoder_are_observed(encoder: Watched) -> None:
     assert encoder.value("vllm:request_success_total", finished_reason="stop") == 4
     assert encoder.value("vllm:e2e_request_latency_seconds_count") == 4
     assert encoder.value("vllm:prompt_tokens_total") == useful
+    assert encoder.value("vllm:request_prompt_tokens_sum") == useful
+    assert encoder.value("vllm:request_prompt_tokens_count") == 2 + 2 + 2 + 3
     assert encoder.value("prejit_start_seconds", part="loading") > 0
     figures = encoder.figures()
     assert (figures["finished"], figures["failed"], figures["running"]) == (4, 0, 0)
@@ -188,12 +189,9 @@ def test_what_alerts_and_dashboards_query_is_there(
     else:
         assert server.statuses("/v2/models/doubled/infer", infer(3), infer(0)) == [200, 400]
     wait_for(lambda: len(server.answers()) == 2)
-    panels = [panel for dashboard in DASHBOARDS for panel in dashboard.panels()]
-    queries = [query for panel in panels for query, _ in panel.queries]
-    queries += [each.expr for each in (*ALERTS, *RECORDS)]
     used = {
         name
-        for query in queries
+        for query in all_queries()
         for name in re.findall(
             r"\b(?:vllm:|prejit_|process_)[a-z0-9_]+", re.sub(r'"[^"]*"', "", query)
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from tests.recipes import Recipe
@@ -274,7 +275,11 @@ def test_figures_are_those_of_the_engine(page: Browser, models: Models) -> None:
     assert page.text("#waited") == str(sum(each.waited_for_compile for each in metrics.requests))
 
 
-def test_an_encoder_has_figures_of_its_own(page: Browser, models: Models) -> None:
+@pytest.mark.parametrize("width", [920, 1280])
+def test_an_encoder_has_figures_of_its_own(
+    page: Browser, models: Models, server: str, width: int
+) -> None:
+    page.size(width, 900)
     page.choose("#model", "sentences")
     page.wait(lambda: page.visible("#embed"), "the form")
     page.type("#sentences", "a b c\nx y")
@@ -287,6 +292,11 @@ def test_an_encoder_has_figures_of_its_own(page: Browser, models: Models) -> Non
     assert page.text("#whole-p50").endswith("s")
     assert page.text("#calls tr td:nth-child(1)") == "encode"
     assert page.text("#calls tr td:nth-child(2)") == str(done)
+    assert page.run(
+        "return calls.closest('.wide').scrollWidth <= calls.closest('.wide').clientWidth"
+    )
+    card = httpx.get(f"http://{server}/v1/models/sentences", timeout=60).json()
+    assert page.text("#context") == f"{card['max_model_len']} tokens"
     for text in ("#kv", "#first-p50", "#inter-p95", "#cached"):
         assert not page.visible(text)
     page.choose("#model", "decoder")

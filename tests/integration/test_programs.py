@@ -184,10 +184,11 @@ def test_a_jax_array_in_gives_jax_arrays_out(bundle: Path) -> None:
     [
         ("sevral", (), {}, "no program 'sevral'"),
         ("several", (), {}, "x is missing"),
+        ("several", (X[:3],), {}, "unexpected 0: its arguments are given by name"),
         ("several", (), {"x": X}, r"expected float32\[3, 8\], found float32\[5, 8\]"),
         ("several", (), {"x": X[:3].astype(np.int64)}, "found int64"),
         ("several", (), {"x": X[:3], "z": X}, "unexpected z"),
-        ("cholesky", (), {"a": X}, "is missing"),
+        ("cholesky", (), {"a": X}, "unexpected a: its arguments are given by position"),
     ],
 )
 def test_wrong_arguments_are_told_what_fits(

@@ -26,7 +26,7 @@ from tests.signers import key_table, signer, write_policy
 from prejit.compiler.signing.sign import sign
 from prejit.runtime import UntrustedError, load
 from prejit.runtime.format.referrers import ATTACHED
-from prejit.runtime.trust.enforcing import verify_policy
+from prejit.runtime.trust.enforcing import verify_policies
 
 NAME = "org.opencontainers.image.ref.name"
 TARGET = "cpu-host"
@@ -103,7 +103,7 @@ def refused_before(copy: Path, policy: str) -> None:
 
 
 def allowed(copy: Path, policy: str, targets: int) -> None:
-    verdicts = verify_policy(copy, policy)
+    verdicts = verify_policies(copy, [policy])
     assert [each.decision.signers for each in verdicts] == [("a",)] * targets
     assert load(copy, trust=policy, on_mismatch="error").target == TARGET
 

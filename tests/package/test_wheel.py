@@ -66,6 +66,10 @@ def test_the_wheel_holds_both_sides_and_nothing_else(wheel: Path) -> None:
     catalogue = {f"prejit/runtime/machine/catalogue/{name}.toml" for name in ("cpu", "cuda", "tpu")}
     assert native | catalogue <= set(inside)
     assert "prejit/runtime/device/library_pages.txt" in inside
+    templates = ROOT / "runtime" / "prejit" / "runtime" / "observe" / "templates"
+    watching = {path.relative_to(ROOT / "runtime") for path in templates.rglob("*.*")}
+    assert {path.suffix for path in watching} == {".json", ".md", ".yml"}
+    assert set(map(str, watching)) <= set(inside)
     assert "prejit/runtime/py.typed" in inside, "it says `Typing :: Typed`"
     assert "prejit/__init__.py" not in inside, "prejit is a namespace of two roots"
     assert not [name for name in names if "test" in name or "__pycache__" in name]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.import_graph import REPOSITORY, ROOTS, imported_names
+from scripts.changed_tests import REPOSITORY, ROOTS, imported_names
 
 PRIVATE = ("jax._src", "jaxlib")
 FILES = {
@@ -23,7 +23,7 @@ PUBLIC = "jaxlib.version"
 
 
 def private_imports(source: str) -> set[str]:
-    found = {n for n in imported_names(source, "") for p in PRIVATE if f"{n}.".startswith(f"{p}.")}
+    found = {n for n in imported_names(source) for p in PRIVATE if f"{n}.".startswith(f"{p}.")}
     return {name for name in found if not f"{name}.".startswith(f"{PUBLIC}.")}
 
 

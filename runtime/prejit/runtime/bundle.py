@@ -519,8 +519,7 @@ class Bundle(OneProcess):
         """
         if self.config.decoder is None:
             raise UsageError(
-                f"{self.name}: this bundle holds no decoder",
-                hint=f"its programs are {', '.join(self._programs.table)}; run one with `call`",
+                f"{self.name}: this bundle holds no decoder", hint=self._programs.usage
             )
         return DecoderPrograms(self.config.decoder, self._programs, self._device)
 
@@ -755,8 +754,7 @@ class Bundle(OneProcess):
         """
         if self.config.encoder is None:
             raise UsageError(
-                f"{self.name}: this bundle holds no encoder",
-                hint="build it from a manifest with [encode]",
+                f"{self.name}: this bundle holds no encoder", hint=self._programs.usage
             )
         with importing():
             from prejit.runtime.encoding.encoder import EncoderPrograms  # decoders do not need it

@@ -193,6 +193,13 @@ def test_a_batch_that_no_bucket_has_names_the_buckets_and_how_to_open_them(
     with pytest.raises(UsageError) as caught:
         loaded.call("double", np.ones((100, 4), np.float32))
     assert f"the buckets have batch 2, 8: pass arrays of these {step}" in str(caught.value.hint)
+    for width, hint in (
+        (3, "axis 1 of 0: expected 4 in every bucket, found 3"),
+        (0, "pass at least"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            loaded.call("double", np.ones((1, width), np.float32))
+        assert str(caught.value.hint).startswith(hint)
     for other in (np.ones((2, 4), np.int32), np.ones(2, np.float32)):
         with pytest.raises(UsageError) as caught:
             loaded.call("double", other)
@@ -250,6 +257,16 @@ def test_names_that_differ_are_those_of_a_side(options: dict[str, Any]) -> None:
     given = {"linear": {"kernel": np.ones((4, 3), np.float32), "scale": np.ones(3, np.float32)}}
     one = Program("m", fn=Dropping(), args=[X], params=given)
     with pytest.raises(
-        ManifestError, match=r"linear\.bias is in it alone; linear\.scale is in params alone"
-    ):
+        ManifestError,
+        match=r"linear\.bias is in the module alone; linear\.scale is in params alone",
+    ) as caught:
         build(one, **options)
+    assert "nnx.Param alone leaves out" in str(caught.value.hint)
+
+
+def test_a_module_in_training_mode_says_how_to_leave_it(options: dict[str, Any]) -> None:
+    module = Dropping()
+    module.train()
+    with pytest.raises(BuildError) as caught:
+        build(Program("m", fn=module, args=[X]), **options)
+    assert ".eval()" in str(caught.value.hint)

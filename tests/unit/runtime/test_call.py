@@ -157,7 +157,7 @@ def test_calls_from_many_threads_do_not_mix(example: Bundle, recipe: Any) -> Non
         ("score/b2", {"x": X}, "no program 'score/b2'"),
         ("", {}, "no program ''"),
         ("score", {}, "score/b2: x is missing"),
-        ("score", {"y": X}, "score/b2: x is missing"),
+        ("score", {"y": X}, "score/b2: x is missing, and unexpected y"),
         ("score", {"x": X, "y": X}, "score/b2: unexpected y"),
         ("score", {"x": X[0]}, r"x: expected float32\[2, 16\], found float32\[16\]"),
         ("score", {"x": X[:1]}, r"score/b8: x: expected float32\[8, 16\], found float32\[1, 16\]"),
@@ -180,7 +180,7 @@ def test_calls_from_many_threads_do_not_mix(example: Bundle, recipe: Any) -> Non
         (
             "nest",
             {"tree": tree(flag=1)},
-            r"tree\['pair'\]\[1\]: expected bool\[\], found int64\[\]",
+            r"tree\['pair'\]\[1\]: expected bool\[\], found (int64|weak int32)\[\]",
         ),
         ("tick", {"x": X}, "unexpected x"),
     ],
@@ -201,7 +201,7 @@ def test_every_bucket_says_why_it_does_not_fit(example: Bundle) -> None:
 
 
 def test_positional_arguments_do_not_pass_for_named_ones(example: Bundle) -> None:
-    with pytest.raises(UsageError, match="x is missing"):
+    with pytest.raises(UsageError, match="unexpected 0: its arguments are given by name"):
         example.call("score", X)
 
 

@@ -47,10 +47,20 @@ def release(file: Path, bundle: Path, name: str, keys: tuple[Path, ...], days: i
     To go back to an older bundle, release that one.
     """
     from prejit.compiler.progress import tell
-    from prejit.compiler.signing.channel_file import release_bundle
+    from prejit.compiler.signing.channel_file import other_files, release_bundle
 
     version = release_bundle(file, bundle, name, [private_key(key) for key in keys], days)
     tell(f"released {bundle} as version {version} of channel {name}: wrote {file}")
+    if version == 1:
+        others = ", ".join(map(str, other_files(file, name)))
+        tell(
+            f"{file} was not there: a new channel {name} begins in it"
+            + (
+                f", beside that of {others}. If you meant that file, delete {file}"
+                if others
+                else ""
+            )
+        )
     return 0
 
 
@@ -99,7 +109,14 @@ def add_signature(file: Path, key: Path) -> int:
     """Sign the release and the newest keys of the channel in FILE with another key, to reach a threshold."""
     from prejit.compiler.progress import tell
     from prejit.compiler.signing.channel_file import sign_channel
+    from prejit.compiler.signing.channels import is_listed
 
-    sign_channel(file, private_key(key))
-    tell(f"signed {file}")
+    private = private_key(key)
+    signed = sign_channel(file, private)
+    tell(f"signed version {signed.version} of channel {signed.name}: wrote {file}")
+    if not is_listed(signed, private):
+        tell(
+            f"cannot check that {key} is one of the channel's first keys: only the policies of the servers "
+            "have these"
+        )
     return 0

@@ -8,7 +8,7 @@ import click
 
 from prejit.runtime.cli.options import COUNT, Attributes
 
-PATH = click.Path(path_type=Path)
+PATH = click.Path(path_type=Path, readable=False)
 FILE: Attributes = {"type": PATH, "metavar": "FILE"}
 DIR: Attributes = {"type": PATH, "metavar": "DIR"}
 TARGETS = click.option(

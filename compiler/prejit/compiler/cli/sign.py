@@ -50,7 +50,12 @@ def sign(bundle: Path, key: Path | None, keyless: bool, config: Path | None, as_
     from prejit.compiler.signing.sign import sign as sign_bundle
     from prejit.runtime.errors import UsageError
 
-    check_one({"--key": key, "--keyless": keyless or None}, required=True)
+    check_one(
+        {"--key": key, "--keyless": keyless or None},
+        required=True,
+        hint="--key FILE signs with a private key (the examples of --help make one), --keyless as the "
+        "identity of a CI",
+    )
     if config is not None and not keyless:
         raise UsageError("expected --keyless beside --sigstore, found none")
     signed = sign_bundle(bundle, _keyless(config) if key is None else private_key(key))

@@ -12,10 +12,10 @@ from typing import Any
 from prejit.compiler.base.wording import shown
 from prejit.compiler.manifest.checks import missing, value_problems
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
-from prejit.compiler.manifest.tables import ProgramTable, parse_sections, unknown_sections
+from prejit.compiler.manifest.tables import ProgramTable, parse_sections, respelt, unknown_sections
 from prejit.compiler.manifest.toml_lines import KeyPath, key_lines
 from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
-from prejit.runtime.base.nearest_name import nearest
+from prejit.runtime.base.nearest_name import nearest_path
 from prejit.runtime.errors import ManifestError, StoreError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.targets import Target
@@ -85,12 +85,17 @@ def _sections(
     data: dict[str, Any], directory: Path, problems: list[tuple[KeyPath, str]]
 ) -> dict[str, Any]:
     """Return the sections of a manifest, and add what is wrong with them to problems."""
+    misspelt = respelt(data, problems)
     problems += missing(data)
     sections = parse_sections(data, problems)
     malformed = {where for where, _ in problems}
     for where, problem in (*unknown_sections(data), *value_problems(data, directory)):
         if where not in malformed:
             problems.append((where, problem))
+    for meant, written in reversed(misspelt):  # a section is renamed before its keys
+        for place, (where, problem) in enumerate(problems):
+            if where[: len(meant)] == meant:
+                problems[place] = ((*written, *where[len(meant) :]), problem)
     return sections
 
 
@@ -251,16 +256,10 @@ def _read_text(path: Path) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
-        try:
-            manifests = [entry.name for entry in path.parent.glob("*.toml")]
-        except OSError:
-            manifests = []
-        guess = nearest(path.name, manifests)
+        guess = nearest_path(path, "*.toml")
         raise StoreError(
             f"{path}: cannot read the manifest: {error.strerror or error}",
-            hint=f"did you mean {path.parent / guess}?"
-            if guess
-            else "give the path of a TOML file",
+            hint=f"did you mean {guess}?" if guess else "give the path of a TOML file",
         ) from error
     try:
         return content.decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
@@ -19,6 +20,7 @@ from prejit.compiler.manifest.manifest import (
 )
 from prejit.compiler.manifest.toml_lines import KeyPath
 from prejit.compiler.targets.target_table import TargetTable
+from prejit.runtime.base.nearest_name import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,39 @@ SECTIONS: dict[str, tuple[type[Any], bool]] = {
     "target": (TargetTable, True),
 }
 """The class of each section, and whether the section is an array of tables."""
+
+
+Respelt = list[tuple[KeyPath, KeyPath]]
+"""Paths of misspelt keys: as they were probably meant, and as they are written."""
+
+
+def respelt(data: dict[str, Any], problems: list[tuple[KeyPath, str]]) -> Respelt:
+    """Rename the misspelt keys of a manifest, so that nothing that follows from them is a problem, too.
+
+    Args:
+        data: the manifest as tomllib returns it. A key that does not exist gets the name of the nearest one
+            that is missing there; others stay.
+        problems: gets each key that is renamed.
+    """
+    found = [*_respelt(data, (), SECTIONS, problems)]
+    for name, (kind, _) in SECTIONS.items():
+        keys = [each.name for each in fields(kind)]
+        section = data.get(name)
+        found += _respelt(section, (name,), keys, problems)
+        for place, table in enumerate(section if isinstance(section, list) else ()):
+            found += _respelt(table, (name, place), keys, problems)
+    return found
+
+
+def _respelt(
+    table: Any, at: KeyPath, known: Collection[str], problems: list[tuple[KeyPath, str]]
+) -> Iterator[tuple[KeyPath, KeyPath]]:
+    for key in [key for key in table if key not in known] if isinstance(table, dict) else ():
+        meant = nearest(key, known)
+        if meant is not None and meant not in table:
+            problems.append(((*at, key), unknown_key(key, known)))
+            table[meant] = table.pop(key)
+            yield (*at, meant), (*at, key)
 
 
 def parse_sections(data: dict[str, Any], problems: list[tuple[KeyPath, str]]) -> dict[str, Any]:

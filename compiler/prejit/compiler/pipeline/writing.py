@@ -14,8 +14,9 @@ from prejit.runtime.format.blobs import check_blobs
 from prejit.runtime.format.checks.attached import is_ours
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.limits import MAX_INDEX_BYTES
-from prejit.runtime.format.names import BUNDLE_NAME, RECORDED_MEDIA_TYPE
+from prejit.runtime.format.names import BUNDLE_NAME, RECORDED_MEDIA_TYPE, SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_manifest
+from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import read_root
 from prejit.runtime.format.writing import remove_abandoned, write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -35,9 +36,26 @@ def write(bundle: PackedBundle, output: Path, progress: Progress) -> tuple[Path,
     if is_current(path, bundle.index):
         remove_abandoned(path)
         return path, False
+    signed = _is_signed(path)
     with progress.phase(f"writing {path}"):
         write_layout(path, bundle.index, bundle.blobs, digest_of_file=Receipts(path).digest_of)
+    if signed and not _is_signed(path):
+        progress.note(
+            f"{path} is not signed any more: it has changed, and neither signatures of the bundle before nor "
+            f"{path}.sig count for it. Sign it again: prejit sign {path}"
+        )
     return path, True
+
+
+def _is_signed(path: Path) -> bool:
+    """Return whether the bundle in a directory, as a whole, has a signature."""
+    try:
+        with Layout(path) as layout:
+            root = read_root(layout)
+            attached = referrers(layout, root, root.digest)
+            return any(each.artifact_type == SIGNATURE_MEDIA_TYPE for each in attached)
+    except (RejectError, StoreError):
+        return False
 
 
 def check_place(name: str, output: Path) -> None:

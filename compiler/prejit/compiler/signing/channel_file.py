@@ -1,8 +1,10 @@
-"""The file of a channel on disk: read it, change it, write it whole."""
+"""The file of a channel on disk: read it, change it, write it whole, one process after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from prejit.compiler.signing.channels import (
 )
 from prejit.compiler.signing.private_key import PrivateKey
 from prejit.runtime.base.files import write_file
+from prejit.runtime.base.locks import locking
+from prejit.runtime.base.nearest_name import nearest_file
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.blobs import read_whole
@@ -44,7 +48,8 @@ def release_bundle(
         StoreError: a file cannot be read or written.
         UsageError: the file is no channel's, or that of one with another name or other keys.
     """
-    before = _read(file) if file.exists() else ChannelFile()
+    if file.exists():  # the verification of a large bundle takes its time
+        _read(file)
     audited = audit(bundle, check_generation).digest
     title, subjects = read_whole(bundle, _subjects)
     if subjects[0].digest != audited:
@@ -52,9 +57,21 @@ def release_bundle(
             f"{bundle}: expected {audited}, which was verified, found {subjects[0].digest}",
             hint="a build has replaced the bundle meanwhile: release again",
         )
-    after = release(before, name, title, subjects, keys, _after(days))
-    write_file(file, after.encode())
-    return after.version
+    return _change(
+        file,
+        lambda before: release(before, name, title, subjects, keys, _after(days)),
+        may_begin=True,
+    ).version
+
+
+def other_files(file: Path, name: str) -> list[Path]:
+    """Return the other files of a channel in the directory of one."""
+    found = []
+    for other in sorted(file.parent.glob(f"*{file.suffix}")):
+        with suppress(StoreError, UsageError):
+            if other != file and _read(other).name == name:
+                found.append(other)
+    return found
 
 
 def rotate_keys(
@@ -81,18 +98,52 @@ def rotate_keys(
     new = [read_key(_bytes(path, MAX_KEY_BYTES), str(path)) for path in publics]
     if threshold > len(new):
         raise UsageError(f"--threshold: expected at most {len(new)}, found {threshold}")
-    after = rotate(_read(file), name, new, threshold, keys, _after(days))
-    write_file(file, after.encode())
-    return after.keys_version
+    return _change(
+        file, lambda before: rotate(before, name, new, threshold, keys, _after(days))
+    ).keys_version
 
 
-def sign_channel(file: Path, key: PrivateKey) -> None:
-    """Sign the release and the newest keys of a channel with another key.
+def sign_channel(file: Path, key: PrivateKey) -> ChannelFile:
+    """Sign the release and the newest keys of a channel with another key. Return the channel.
+
+    Raises:
+        StoreError, UsageError: the file cannot be read or written, is no channel's, or not one of this key.
+    """
+    return _change(file, lambda before: add_signature(before, key))
+
+
+def _change(
+    file: Path, change: Callable[[ChannelFile], ChannelFile], *, may_begin: bool = False
+) -> ChannelFile:
+    """Change a channel's file while no other process does. Return the channel.
+
+    Args:
+        file: the channel's file.
+        change: returns the channel afterwards.
+        may_begin: whether the file may be missing.
 
     Raises:
         StoreError, UsageError: the file cannot be read or written, or is no channel's.
     """
-    write_file(file, add_signature(_read(file), key).encode())
+
+    def content() -> bytes | None:
+        is_new = may_begin and not file.exists()
+        return None if is_new else _bytes(file, MAX_CHANNEL_BYTES)
+
+    try:
+        directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreError(f"{file}: cannot open its directory: {error.strerror}") from error
+    with locking(directory):
+        found = content()
+        after = change(ChannelFile() if found is None else read_channel(found, str(file)))
+        if content() != found:  # a file system without locks
+            raise StoreError(
+                f"{file}: another process has changed it meanwhile; nothing was written",
+                hint="run the command again",
+            )
+        write_file(file, after.encode())
+    return after
 
 
 def _read(file: Path) -> ChannelFile:
@@ -104,7 +155,9 @@ def _bytes(path: Path, max_bytes: int) -> bytes:
         with path.open("rb") as file:
             return file.read(max_bytes + 1)
     except OSError as error:
-        raise StoreError(f"{path}: cannot read: {error.strerror}") from error
+        near = nearest_file(path) if isinstance(error, FileNotFoundError) else None
+        hint = None if near is None else f"did you mean {near}?"
+        raise StoreError(f"{path}: cannot read: {error.strerror}", hint=hint) from error
 
 
 def _subjects(layout: Layout, root: Root) -> tuple[str, list[SignedSubject]]:

@@ -192,12 +192,32 @@ def _check_publisher(file: ChannelFile, name: str, keys: Sequence[PrivateKey]) -
         )
 
 
+def is_listed(file: ChannelFile, key: PrivateKey) -> bool:
+    """Return whether a key belongs to the two newest versions of the keys, as far as the file has them."""
+    listed = (
+        pem
+        for each in file.rotations[-2:]
+        for pem in read_statement(each.payload, KEYS_PREDICATE).predicate["keys"]
+    )
+    return key.public.id in {read_key(pem.encode(), "a key of the channel").id for pem in listed}
+
+
 def add_signature(file: ChannelFile, key: PrivateKey) -> ChannelFile:
     """Return a channel whose release and newest keys this key signs too.
 
-    So several people can reach a threshold, each with a key of their own.
+    So several people can reach a threshold, each with a key of their own. Keys of version 0 are in the
+    policies of the servers alone, and sign the keys of version 1 too: up to that version any key is taken.
+
+    Raises:
+        UsageError: the key belongs neither to the channel's newest keys nor to those before.
     """
     assert file.release is not None
+    if file.keys_version > 1 and not is_listed(file, key):
+        raise UsageError(
+            f"--key: channel {file.name!r} expects a key of version {file.keys_version} of its keys, or of "
+            "the one before, found another; nothing was changed, because servers do not count its signature",
+            hint="sign with such a key; `prejit channel rotate` gives the channel other keys",
+        )
     rotations = file.rotations
     if rotations:
         rotations = (*rotations[:-1], _added(rotations[-1], key))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prejit.runtime.base.nearest_name import nearest_file
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.trust.channel import signers
 from prejit.runtime.trust.dsse import Envelope, encode_bundle, pae, read_bundle
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 PASSWORD_VARIABLE = "PREJIT_KEY_PASSWORD"  # noqa: S105 (a variable's name)
 """The environment variable with the password of an encrypted key."""
+
+_MAKE = "make one: openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,17 @@ def read_private_key(path: Path, password: str | None = None) -> PrivateKey:
     try:
         with path.open("rb") as file:
             pem = file.read(MAX_KEY_BYTES + 1)
+    except FileNotFoundError as error:
+        near = nearest_file(path)
+        raise StoreError(
+            f"{path}: cannot read a key: {error.strerror}",
+            hint=_MAKE if near is None else f"did you mean {near}?",
+        ) from error
     except OSError as error:
-        raise StoreError(f"{path}: cannot read a key: {error.strerror}") from error
+        raise StoreError(
+            f"{path}: cannot read a key: {error.strerror}",
+            hint="give a file that this user may read",
+        ) from error
     return parse_private_key(pem, str(path), password)
 
 
@@ -97,22 +109,31 @@ def parse_private_key(pem: bytes, where: str, password: str | None = None) -> Pr
             "expected the package cryptography, which makes signatures, found none",
             hint="pip install 'prejit[trust]'",
         ) from error
-    hint = "make one: openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
     try:
         encoded = None if password is None else password.encode("utf-8")
         private = serialization.load_pem_private_key(pem, encoded)
-    except TypeError as error:  # a password is missing, or is too much
+    except TypeError as error:
+        if password is None:
+            raise UsageError(
+                f"{where}: expected a password, because the key is encrypted, found none",
+                hint=f"set {PASSWORD_VARIABLE} to the key's password",
+            ) from error
         raise UsageError(
-            f"{where}: expected a key that the password fits: {error}",
-            hint=f"set {PASSWORD_VARIABLE} for an encrypted key, and unset it for another",
+            f"{where}: expected an encrypted key for the password in {PASSWORD_VARIABLE}, found a plain one",
+            hint=f"unset {PASSWORD_VARIABLE}, or give the encrypted key",
         ) from error
     except (ValueError, UnsupportedAlgorithm) as error:
+        if password is not None and b"ENCRYPTED" in pem:
+            raise UsageError(
+                f"{where}: expected the password of the key, found a wrong one: {error!s:.120}",
+                hint=f"set {PASSWORD_VARIABLE} to the key's password",
+            ) from error
         raise UsageError(
-            f"{where}: expected a private key in PEM: {error!s:.120}", hint=hint
+            f"{where}: expected a private key in PEM: {error!s:.120}", hint=_MAKE
         ) from error
     if not isinstance(private, ec.EllipticCurvePrivateKey):
         raise UsageError(
-            f"{where}: expected a key of ECDSA, found {type(private).__name__}", hint=hint
+            f"{where}: expected a key of ECDSA, found {type(private).__name__}", hint=_MAKE
         )
     public = private.public_key().public_bytes(
         serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo

@@ -103,20 +103,26 @@ def sign(path: str | os.PathLike[str], signer: Signer) -> Signed:
     ]
     payloads += [(digest, predicate, payload) for predicate, payload in described]
     added = 0
-    for subject, predicate, payload in payloads:
-        if payload in signed:
-            continue
-        content = signer.bundle(payload)
-        annotations = {
-            "dev.sigstore.bundle.content": "dsse-envelope",
-            "dev.sigstore.bundle.predicateType": predicate,
-            _CREATED: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        }
-        layer = Part(SIGNATURE_MEDIA_TYPE, content)
-        attach(path, descriptors[subject], SIGNATURE_MEDIA_TYPE, EMPTY, [layer], annotations)
-        added += 1
     beside = path.resolve().with_name(f"{path.resolve().name}.sig")
-    write_file(beside, model_signature(path, signer))
+    try:
+        for subject, predicate, payload in payloads:
+            if payload in signed:
+                continue
+            content = signer.bundle(payload)
+            annotations = {
+                "dev.sigstore.bundle.content": "dsse-envelope",
+                "dev.sigstore.bundle.predicateType": predicate,
+                _CREATED: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            }
+            layer = Part(SIGNATURE_MEDIA_TYPE, content)
+            attach(path, descriptors[subject], SIGNATURE_MEDIA_TYPE, EMPTY, [layer], annotations)
+            added += 1
+        write_file(beside, model_signature(path, signer))
+    except StoreError as error:
+        raise StoreError(
+            f"{error}; before that {added} signatures were attached to {path}, and they stay",
+            hint=f"{error.hint or 'mend that'}, then sign again: it adds what is missing and writes {beside}",
+        ) from error
     return Signed(digest, tuple(statements), added, beside, signer.id)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import prejit.runtime
 from prejit.compiler.store.known_digests import KnownDigests
 from prejit.compiler.store.source_file import Definition, Import, definitions
+from prejit.runtime.base.collector import collector_off
 
 _ROOTS = {
     "prejit.compiler": Path(__file__).parents[1],
@@ -140,6 +141,7 @@ def _known() -> KnownDigests:
     return KnownDigests(_ROOTS)
 
 
+@collector_off()  # trees are many objects and no garbage
 def _read_digest(*roots: str) -> str:
     """Return what `code_digest` says, from the sources."""
     parts = set[str]()

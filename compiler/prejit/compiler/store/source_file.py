@@ -1,38 +1,16 @@
 """A source file of prejit as the digests of keys see it: its definitions, without prose.
 
 Comments, docstrings, blank lines, the texts of errors and what stands under `if TYPE_CHECKING:` are left out.
-The standard library's parser takes five times as long, and its trees differ between versions of Python.
+So are the fields of syntax trees that only some versions of Python have: all versions find the same digests.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-
-_TOKEN = re.compile(
-    r"""
-    (?P<line>  \n [ ]* [^\n"'\#()\[\]{}\\]* )
-  | (?P<code>  [^\n"'\#()\[\]{}\\]+ )
-  | (?P<open>  [(\[{] )
-  | (?P<close> [)\]}] )
-  | (?P<text>  \"{3}[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*\"{3} | "[^"\\\n]*(?:\\.[^"\\\n]*)*"
-             | '{3}[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*'{3} | '[^'\\\n]*(?:\\.[^'\\\n]*)*' )
-  | (?P<none>  \#[^\n]* | \\\n )
-    """,
-    re.VERBOSE | re.DOTALL,
-)
-"""The tokens that separate code from prose. A `line` token includes the first code of its line."""
-
-_DEFINES = re.compile(r"(?:async )?(?:def|class) (\w+)")
-_ASSIGNS = re.compile(r"((?:\w+, )*\w+)(?::[^=]*)? ?(?:=(?!=)|$)")
-"""`a = `, `a, b = `, and `a: Mapping`, which a bracket ends."""
-_MENTION = re.compile(r"(?<![\w.])([A-Za-z_]\w*)(?:\.([A-Za-z_]\w*))?")
-"""A name, with the attribute that it is used for."""
-_IN_BRACES = re.compile(r"\{([^{}]*)")
-"""The expressions of an f-string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,142 +30,133 @@ class Import:
 
 @dataclass(frozen=True, eq=False)  # no slots: cached_property needs a __dict__
 class Definition:
-    """A top-level statement with what is indented below it.
+    """A top-level statement.
 
     Attributes:
         names: the names that it defines; empty: it runs when the module is imported.
-        lines: indentation and tokens of its lines, without its imports of prejit.
-        imports: its imports of prejit, for a statement that has a body.
+        statement: its syntax tree.
     """
 
     names: tuple[str, ...]
-    lines: tuple[tuple[int, list[str]], ...]
-    imports: tuple[Import, ...]
+    statement: ast.stmt
 
     @cached_property
     def digest(self) -> str:
-        """Digest of its code."""
-        code = "\n".join([f"{indent} {' '.join(tokens)}" for indent, tokens in self.lines])
-        return hashlib.sha256(code.encode()).hexdigest()
+        """Digest of its code, without its imports of prejit."""
+        return hashlib.sha256(self._read[0].encode()).hexdigest()
 
-    @cached_property
-    def mentions(self) -> frozenset[tuple[str, str]]:
+    @property
+    def mentions(self) -> set[tuple[str, str]]:
         """The names that its code mentions, each with the attribute that is used, or an empty text.
 
         Some of them are names of variables or of arguments. The types of arguments are not among them.
         """
-        text = "\n".join([_mentioning(tokens) for _, tokens in self.lines])
-        return frozenset(_MENTION.findall(text))
+        return self._read[1].mentions
+
+    @property
+    def imports(self) -> list[Import]:
+        """The imports of prejit inside it."""
+        return self._read[1].imports
+
+    @cached_property
+    def _read(self) -> tuple[str, _Reader]:
+        reader = _Reader()
+        return reader.form(self.statement), reader
+
+
+class _Reader:
+    """Turns syntax trees into text, and collects the names and the imports of prejit on the way."""
+
+    def __init__(self) -> None:
+        self.mentions = set[tuple[str, str]]()
+        self.imports = list[Import]()
+
+    def form(self, node: object, is_type: bool = False, is_error: bool = False) -> str:
+        """Return the text that stands for a node, a list of nodes, or a value; empty for prose.
+
+        Args:
+            node: what to read.
+            is_type: whether it is in the type of an argument or of a result, whose names do not count.
+            is_error: whether it is in a `raise`, whose texts do not count.
+        """
+        match node:  # the most frequent first
+            case ast.Name(name):
+                if not is_type:
+                    self.mentions.add((name, ""))
+                return name
+            case ast.Attribute(ast.Name(name), attribute):
+                if not is_type:
+                    self.mentions.add((name, attribute))
+                return f"{name}.{attribute}"
+            case list():
+                each = [self.form(one, is_type, is_error) for one in node]
+                return f"[{','.join(filter(None, each))}]"
+            case ast.Constant(str()) | ast.JoinedStr() if is_error:
+                return "''"
+            case ast.Constant(value):
+                return repr(value)
+            case ast.JoinedStr(values):  # Python 3.12 ends some of them with an empty text
+                filled = [each for each in values if getattr(each, "value", None) != ""]
+                return f"(f {self.form(filled, is_type, is_error)})"
+            case ast.Expr(ast.Constant(str())):
+                return ""
+            case ast.If(ast.Name("TYPE_CHECKING")):
+                return self.form(node.orelse) if node.orelse else ""
+            case ast.Import() | ast.ImportFrom() if found := [*_imports(node)]:
+                self.imports += found
+                return ""
+            case ast.AST():
+                is_error = is_error or isinstance(node, ast.Raise)
+                parts = [type(node).__name__]
+                for field in node._fields:
+                    value = getattr(node, field)
+                    if value and field != "ctx":
+                        typed = field == "returns" or (
+                            field == "annotation" and isinstance(node, ast.arg)
+                        )
+                        parts.append(f"{field}={self.form(value, is_type or typed, is_error)}")
+                return f"({' '.join(parts)})"
+        return repr(node)
 
 
 def definitions(source: str) -> tuple[list[Definition], list[Import]]:
     """Return the top-level definitions of a source, and its top-level imports of prejit."""
     found, imports = list[Definition](), list[Import]()
-    names: tuple[str, ...] = ()
-    lines, inner = list[tuple[int, list[str]]](), list[Import]()
-    decorated = False
-
-    def finish() -> None:
-        if lines or inner:
-            found.append(Definition(names, tuple(lines), tuple(inner)))
-            lines.clear()
-            inner.clear()
-
-    unused_below: int | None = None  # indentation of `if TYPE_CHECKING:`
-    for indent, tokens, is_text in _statements(source):
-        if unused_below is not None and indent > unused_below:
-            continue
-        unused_below = indent if tokens[0] == "if TYPE_CHECKING:" else None
-        if unused_below is not None or is_text:
-            continue
-        if indent == 0 and not decorated:
-            finish()
-            names = ()
-        if tokens[0].startswith(("from prejit.", "import prejit.")):
-            (inner if indent else imports).extend(_imports("".join(tokens)))
-            continue
-        if indent == 0:
-            decorated = tokens[0].startswith("@")
-            names = names if decorated else _defined(tokens)
-        if tokens[0].startswith("raise "):
-            tokens = [token for token in tokens if token[-1] not in "\"'"]
-        lines.append((indent, tokens))
-    finish()
+    for statement in ast.parse(source).body:
+        match statement:
+            case ast.Expr(ast.Constant(str())) | ast.If(ast.Name("TYPE_CHECKING"), orelse=[]):
+                continue
+            case ast.Import() | ast.ImportFrom() if ours := [*_imports(statement)]:
+                imports += ours
+            case _:
+                found.append(Definition(_defined(statement), statement))
     return found, imports
 
 
-def _defined(tokens: list[str]) -> tuple[str, ...]:
+def _defined(statement: ast.stmt) -> tuple[str, ...]:
     """Return the names that a top-level statement defines."""
-    first = tokens[0]
-    if first.startswith(("import ", "from ")):
-        return tuple(each.local.partition(".")[0] for each in _imports("".join(tokens)))
-    if match := _DEFINES.match(first):
-        return (match[1],)
-    match = _ASSIGNS.fullmatch(first) or _ASSIGNS.match(first)
-    if match is None or first.endswith(":"):
-        return ()
-    return tuple(match[1].split(", "))
+    nodes: Iterator[ast.AST]
+    match statement:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return (statement.name,)
+        case ast.Import() | ast.ImportFrom():
+            names = (alias.asname or alias.name for alias in statement.names)
+            return tuple(name.partition(".")[0] for name in names)
+        case ast.Assign(targets):
+            nodes = (node for target in targets for node in ast.walk(target))
+        case ast.AnnAssign(target) | ast.AugAssign(target):
+            nodes = ast.walk(target)
+        case _:
+            return ()
+    return tuple(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
 
 
-def _mentioning(tokens: list[str]) -> str:
-    """Return the text in which a statement mentions names: f-strings but no texts, no types of arguments."""
-    if tokens[0].startswith(("def ", "async def ")):
-        tokens = _without_types(tokens)
-    return " ".join(
-        [" ".join(_IN_BRACES.findall(token)) if token[0] in "\"'" else token for token in tokens]
-    )
-
-
-def _without_types(tokens: list[str]) -> list[str]:
-    """Return the tokens of a `def` line without the types of its arguments and its result."""
-    kept, depth, is_type = list[str](), 0, False
-    for code in tokens:
-        if code in "([{":
-            depth += 1
-        elif code in ")]}":
-            depth -= 1
-            if depth == 0:
-                break
-        if depth != 1 or code in "([{)]}" or "lambda" in code:
-            kept += [] if is_type else [code]
-            continue
-        for part, end in re.findall(r"([^,:=]*)([,:=]?)", code):
-            kept += [part] if part and not is_type else []
-            is_type = end == ":" or (is_type and end == "")
-    return kept
-
-
-def _statements(source: str) -> Iterator[tuple[int, list[str], bool]]:
-    """Yield the statements of a source: indentation, tokens, and whether it is a text and nothing else.
-
-    A statement is one logical line. Comments and blank lines are left out.
-    """
-    indent = depth = 0
-    tokens: list[str] = []
-    is_text = True
-    for match in _TOKEN.finditer(f"\n{source}\n"):
-        kind, token = match.lastgroup, match[0]
-        if kind == "none":
-            continue
-        code = token.strip()
-        if kind == "line" and not depth:
-            if tokens:
-                yield indent, tokens, is_text
-                tokens, is_text = [], True
-            indent = len(token) - len(token.lstrip()) - 1
-        elif kind == "open":
-            depth += 1
-        elif kind == "close":
-            depth -= 1
-        if code:
-            tokens.append(code)
-            is_text = is_text and kind == "text"
-
-
-def _imports(statement: str) -> Iterator[Import]:
-    """Yield the names that an import statement imports."""
-    words = statement.replace("(", " ").replace(")", " ").split(None, 1)[1]
-    package, _, names = words.partition(" import ")
-    for each in filter(None, (name.strip() for name in (names or words).split(","))):
-        name, _, local = each.partition(" as ")
-        yield Import(package, name, local or name) if names else Import(name, "", local or name)
+def _imports(statement: ast.Import | ast.ImportFrom) -> Iterator[Import]:
+    """Yield the names of prejit that a statement imports."""
+    for alias in statement.names:
+        local = alias.asname or alias.name
+        if isinstance(statement, ast.Import):
+            if alias.name.startswith("prejit."):
+                yield Import(alias.name, "", local)
+        elif (statement.module or "").startswith("prejit."):
+            yield Import(str(statement.module), alias.name, local)

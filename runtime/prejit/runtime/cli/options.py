@@ -38,7 +38,7 @@ def byte_count(text: str) -> int:
     return int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
 
 
-PATH = click.Path()
+PATH = click.Path(readable=False)  # what opens a file says why it cannot, in the words of its kind
 Attributes = dict[str, Any]
 """The type of an option's value, and how the help writes it."""
 FILE: Attributes = {"type": PATH, "metavar": "FILE"}
@@ -97,7 +97,9 @@ def page(text: str) -> Callable[[_F], _F]:
     return click.option("--page", type=PATH, metavar="FILE.html", help=text)
 
 
-def check_one(options: Mapping[str, object], *, required: bool = False) -> None:
+def check_one(
+    options: Mapping[str, object], *, required: bool = False, hint: str | None = None
+) -> None:
     """Check that no two of some options are given. The value None means that an option is not.
 
     Raises:
@@ -106,4 +108,4 @@ def check_one(options: Mapping[str, object], *, required: bool = False) -> None:
     given = [name for name, value in options.items() if value is not None]
     if len(given) > 1 or (required and not given):
         found = " and ".join(given) or "none"
-        raise UsageError(f"expected one of {', '.join(options)}, found {found}")
+        raise UsageError(f"expected one of {', '.join(options)}, found {found}", hint=hint)

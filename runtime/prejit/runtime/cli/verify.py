@@ -15,6 +15,7 @@ from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.errors import AnswerError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.defaults import check_generation
+from prejit.runtime.trust.sources import policy_paths
 
 if TYPE_CHECKING:
     from prejit.runtime.trust.enforcing import PolicyVerdict
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 @click.option(
     "--trust",
     **FILE,
-    help="Check too that this trust policy lets every target run (exit 5: it does not).",
+    help="Check too that this trust policy and those of $PREJIT_TRUST and the machine let every target run "
+    "(exit 5: one does not).",
 )
 @click.option(
     "--run",
@@ -53,9 +55,9 @@ def verify(path: str, trust: str | None, run: bool, forget: bool, as_json: bool)
     found = audit(path, check_generation)
     trusted: list[PolicyVerdict] = []
     if trust is not None:
-        from prejit.runtime.trust.enforcing import verify_policy
+        from prejit.runtime.trust.enforcing import verify_policies
 
-        trusted = verify_policy(path, trust)
+        trusted = verify_policies(path, policy_paths(trust))
     seconds = time.perf_counter() - started
     if not as_json:
         print_text(
@@ -86,14 +88,27 @@ def verify(path: str, trust: str | None, run: bool, forget: bool, as_json: bool)
 
 
 def _print_trusted(verdicts: Sequence[PolicyVerdict]) -> None:
-    """Print whose signatures let each target run, and what the policy only reports."""
+    """Print whose signatures let each target run, and what the policies only report."""
     for verdict in verdicts:
-        signers = ", ".join(verdict.decision.signers) or "nobody"
-        print_text(f"{verdict.target}: {verdict.policy} lets it run, signed by {signers}")
+        _, _, signers, release = verdict.decision
+        by = [f"signed by {', '.join(signers) or 'nobody'}"] if signers or not release else []
+        if release is not None:
+            by.append(
+                f"as release {release.version} of channel {release.channel}, signed by "
+                f"{', '.join(release.signers)}"
+            )
+        print_text(f"{verdict.target}: {verdict.policy} lets it run, {'; '.join(by)}")
         for reason in verdict.decision.reported:
             print_text(f"{verdict.target}: reported ({reason.case}): {reason.text}")
 
 
 def _described(verdict: PolicyVerdict) -> dict[str, Any]:
     reported = [reason._asdict() for reason in verdict.decision.reported]
-    return {"target": verdict.target, "signers": verdict.decision.signers, "reported": reported}
+    release = verdict.decision.release
+    return {
+        "target": verdict.target,
+        "policy": verdict.policy,
+        "signers": verdict.decision.signers,
+        "release": None if release is None else release._asdict(),
+        "reported": reported,
+    }

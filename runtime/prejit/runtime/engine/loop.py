@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 
 from prejit.runtime.engine.admission import positions_between, positions_of_call
 from prejit.runtime.engine.memory import CachePlan
-from prejit.runtime.engine.queue import FairQueue
+from prejit.runtime.engine.queue import LONGER_QUEUE, FairQueue
 from prejit.runtime.engine.recorder import Recorder
 from prejit.runtime.engine.stream import Waker, wake
 from prejit.runtime.engine.ticket import Ticket
@@ -121,7 +121,7 @@ class Loop:
             if len(self._queue) >= self._queue_size:
                 if (dropped := self._queue.drop(ticket.client)) is None:
                     self._recorder.generations.refused()
-                    raise self._full(f"{self._queue_size} requests")
+                    raise self._full(f"{self._queue_size} requests", LONGER_QUEUE)
                 self._recorder.generations.abandoned("refused")
             self._queue.put(ticket, ticket.client, ticket.priority, ticket.limits.running)
             self._recorder.generations.submitted()
@@ -131,14 +131,14 @@ class Loop:
                 atexit.register(self.close)  # an end of the process inside XLA aborts it
             self._changed.notify_all()
         if dropped is not None:
-            _wake(dropped.receiver.fail(self._full(f"{self._queue_size} requests")))
+            _wake(dropped.receiver.fail(self._full(f"{self._queue_size} requests", LONGER_QUEUE)))
 
-    def _full(self, found: str) -> QueueFullError:
+    def _full(self, found: str, *more: str) -> QueueFullError:
         seconds = self._request_seconds / self._plan.batch
         return QueueFullError(
             f"expected fewer than {found} that wait, found that many",
             retry_after=seconds,
-            hint=f"try again after {seconds:.2g} seconds, or use a longer queue",
+            hint="; ".join((f"try again after {seconds:.2g} seconds", *more)),
         )
 
     def cancel(self, ticket: Ticket) -> None:

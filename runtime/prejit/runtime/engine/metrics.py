@@ -93,7 +93,7 @@ class EngineMetrics:
         inter_token_seconds: time from one token of a request to the next.
         prefill_seconds: time in which its prompt was computed.
         decode_seconds: time of the decode calls that it was part of.
-        prompt_length: tokens of a prompt.
+        prompt_length: tokens of a prompt, or of a sentence that was encoded.
         new_tokens: new tokens of a request.
         programs: programs of the bundle by how they became ready: loaded, compiled, kept, compiling, unused.
         compile_seconds: time that compiling took, over all programs.

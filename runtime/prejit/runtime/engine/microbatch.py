@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from prejit.runtime.engine.metrics import GOOD_REASONS
+from prejit.runtime.engine.queue import LONGER_QUEUE
 from prejit.runtime.engine.recorder import ONE_RUN, Cost, RequestRecorder
 from prejit.runtime.engine.shared_jobs import Ran, Share, SharedJob, overdue, reason_of
 from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError, UsageError
@@ -154,7 +155,7 @@ class Lane(Generic[_P]):
                 raise QueueFullError(
                     f"{self.name}: expected at most {self._queue} waiting calls, found the queue full",
                     retry_after=seconds,
-                    hint=f"try again in {seconds:.2g} seconds, or make the engine with a longer queue",
+                    hint=f"try again after {seconds:.2g} seconds; {LONGER_QUEUE}",
                 )
             if self._thread is None:
                 # A daemon that `close` joins at exit: it waits for jobs as long as the process lives.

@@ -122,7 +122,8 @@ class Encoding:
             with self._lane.alone(count) as ran:
                 if ran is not None:
                     encoded = self._encoded(tokenized)
-                    ran.cost, ran.reason = _cost(encoded.stats), _reason(encoded)
+                    ran.cost = _cost(encoded.stats, tokenized.ids)
+                    ran.reason = _reason(encoded)
                     return encoded
         result: Encoded = self._lane.result(self._job(tokenized, timeout))
         return result
@@ -183,17 +184,18 @@ class Encoding:
             end = first + share.rows
             returned.append(Encoded(embeddings[first:end], stats))  # copied by `finish` of the job
             first = end
-        return Ran(returned, _cost(stats))
+        return Ran(returned, _cost(stats, ids))
 
 
-def _cost(stats: EncodeStats) -> Cost:
-    """Return the cost of runs of an encoder, as metrics have it."""
+def _cost(stats: EncodeStats, ids: Sequence[Sequence[int]]) -> Cost:
+    """Return the cost of runs of an encoder for these sentences, as metrics have it."""
     rows = positions = 0
     for name, runs in stats.buckets.items():
         batch, _, length = name.partition("x")
         rows += int(batch) * runs
         positions += int(batch) * int(length) * runs
-    return Cost(rows - stats.sentences, sum(stats.buckets.values()), stats.tokens, positions)
+    runs, lengths = sum(stats.buckets.values()), tuple(map(len, ids))
+    return Cost(rows - stats.sentences, runs, stats.tokens, positions, lengths)
 
 
 def _reason(encoded: Encoded) -> str:

@@ -14,6 +14,9 @@ _Item = TypeVar("_Item")
 _REMEMBERED = 1000
 """How many clients without requests are remembered, for the tokens that they had."""
 
+LONGER_QUEUE = "a longer queue lets more wait: `queue` of an engine, --queue of a server"
+"""What those may do who run an engine whose queue is full; its clients can only try again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, final
 
@@ -15,6 +16,7 @@ from prejit.runtime.engine.histograms import (
     REQUEST_BOUNDS,
     TOKEN_BOUNDS,
     Histogram,
+    HistogramValue,
 )
 from prejit.runtime.engine.metrics import REASONS, EngineMetrics, Kind, RequestMetrics
 
@@ -47,12 +49,14 @@ class Cost(NamedTuple):
         runs: how many runs of the program it was.
         useful_positions: positions of tokens of its requests.
         computed_positions: the same, padding included.
+        sentence_tokens: tokens of each sentence that it encoded.
     """
 
     padded_rows: int = 0
     runs: int = 1
     useful_positions: int = 0
     computed_positions: int = 0
+    sentence_tokens: tuple[int, ...] = ()
 
 
 ONE_RUN = Cost()
@@ -91,6 +95,7 @@ class RequestRecorder:
         self._busy = 0.0
         self._runs = self._rows = self._padded_rows = 0
         self._useful = self._computed = 0
+        self._lengths = Histogram(COUNT_BOUNDS)
 
     def refused(self) -> None:
         """Count a request that never entered the queue: it is full, or the engine is closed."""
@@ -200,6 +205,8 @@ class RequestRecorder:
             self._runs += cost.runs
             self._useful += cost.useful_positions
             self._computed += cost.computed_positions
+            for tokens in cost.sentence_tokens:
+                self._lengths.observe(tokens)
             self._busy += busy_seconds
 
     def computed(self, useful: int, computed: int) -> None:
@@ -207,6 +214,11 @@ class RequestRecorder:
         with self.lock:
             self._useful += useful
             self._computed += computed
+
+    def sentence_lengths(self) -> HistogramValue:
+        """Return the distribution of the tokens of the sentences that were encoded."""
+        with self.lock:
+            return self._lengths.snapshot()
 
     def snapshot(self) -> RequestMetrics:
         """Return what was counted."""
@@ -369,6 +381,7 @@ class Recorder:
         with self._lock:
             each = tuple(self._each.values())
         requests = tuple(one.snapshot() for one in each)
+        sentences = [one.sentence_lengths() for one in each]
         with self._lock:
             return EngineMetrics(
                 requests=requests,
@@ -385,7 +398,7 @@ class Recorder:
                 inter_token_seconds=self._between.snapshot(),
                 prefill_seconds=self._prefill.snapshot(),
                 decode_seconds=self._decode.snapshot(),
-                prompt_length=self._lengths.snapshot(),
+                prompt_length=reduce(HistogramValue.plus, sentences, self._lengths.snapshot()),
                 new_tokens=self._news.snapshot(),
                 programs=MappingProxyType(dict(Counter(report.source for report in reports))),
                 compile_seconds=sum(

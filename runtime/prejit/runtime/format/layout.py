@@ -20,6 +20,7 @@ from prejit.runtime.base.files import (
     map_file,
     read_all,
 )
+from prejit.runtime.base.nearest_name import nearest_path
 from prejit.runtime.errors import RejectError, StoreError
 
 ATTEMPTS = 20
@@ -57,9 +58,13 @@ class Layout:
         try:
             self._root = self._open_directory(path, None)  # an empty one is not "."
         except OSError as error:
+            is_missing = error.errno == errno.ENOENT
+            guess = nearest_path(self.path, "*/") if is_missing else None
             raise StoreError(
                 f"{self.path}: cannot open a bundle: {os.strerror(error.errno or 0)}",
-                hint="give the directory of a bundle, as `prejit build` wrote it",
+                hint=f"did you mean {guess}?"
+                if guess
+                else "give the directory of a bundle, as `prejit build` wrote it",
             ) from error
         # Held open until the end, so that no later index gets this inode and `is_replaced` notices each.
         self._index = self._pinned_index()

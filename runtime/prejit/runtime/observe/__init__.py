@@ -3,10 +3,10 @@
 May import `base` and `errors`. Only the command line imports it. The names of the metrics are those of
 `server/collector.py`; a test compares them, because nothing else would notice a name that no server has.
 
-    files        writes all of them into a directory; begin here
-    dashboards   the panels of each dashboard
-    panels       queries, and the panels that several dashboards have
-    grafana      panels and dashboards as Grafana imports them
-    alerts       the alert rules
-    templates/   one runbook for each alert, an example of a configuration, and how to use all of it
+    templates/          the files: dashboards, rules, one runbook for each alert, and how to use all of it
+    monitoring_files    writes them into a directory
+
+Two objectives of the rules have burn-rate alerts over several windows (The Site Reliability Workbook, chapter
+5): a fast burn wakes somebody, a slow one makes a ticket. The other alerts name causes. The short window of
+each pair ends the alert soon after its cause has ended.
 """

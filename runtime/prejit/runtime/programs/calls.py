@@ -206,10 +206,9 @@ class Calls:
         """
         arguments.text("name", name)
         if (buckets := self._buckets.get(name)) is None:
-            known = ", ".join(sorted(self._buckets)) or "none"
             raise UsageError(
                 f"{self.programs.bundle}: no program {name!r:.200}{did_you_mean(name, self._buckets)}",
-                hint=f"its programs are: {known}",
+                hint=self.programs.usage,
             )
         return buckets
 
@@ -276,6 +275,11 @@ class Calls:
         last = buckets[-1]
         given = known[last.arguments_tree or last.name]
         arrays = self.programs.arguments(last.name)
+        if not isinstance(given, str):
+            alike = (each for each in buckets if each.arguments_tree == last.arguments_tree)
+            columns = zip(*(self.programs.arguments(each.name) for each in alike), strict=True)
+            if wrong := next(filter(None, map(_wrong_axis, columns, given)), ""):
+                return wrong
         sizes: dict[str, set[int]] = {}
         for program in buckets:
             for variable, size in program.bucket.items():
@@ -472,10 +476,12 @@ class Calls:
 
         def flatten(tree: trees.Tree) -> list[Any]:
             by_name = isinstance(tree, trees.Node) and tree.kind == "dict"
-            found = pytree.flatten(tree, others if by_name else args)
             for key in range(len(args)) if by_name else others:
-                raise pytree.MisfitError(f"unexpected {pytree.spell((key,))}")
-            return found
+                way = "name" if by_name else "position"
+                raise pytree.MisfitError(
+                    f"unexpected {pytree.spell((key,))}: its arguments are given by {way}"
+                )
+            return pytree.flatten(tree, others if by_name else args)
 
         return static, flatten
 
@@ -576,6 +582,30 @@ def fit(
     return values, sizes
 
 
+def _wrong_axis(arrays: Sequence[Array], value: Any) -> str:
+    """Return which axis of a value no bucket takes, whatever its sizes; empty: there is none.
+
+    Args:
+        arrays: the argument in each bucket.
+        value: what a caller gave for it.
+    """
+    if value is EVERYTHING or key_name(value):
+        return ""
+    last, shape = arrays[-1], np.shape(value)
+    if any(len(array.shape) != len(shape) for array in arrays):
+        return ""
+    extents = [{array.shape[axis] for array in arrays} for axis in range(len(shape))]
+    named = itertools.zip_longest(last.variables, shape, extents)
+    for axis, (name, size, each) in enumerate(named):
+        if not size and each != {0}:
+            row = "row" if not axis else "element"
+            return f"pass at least one {row}: axis {axis} of {pytree.spell(last.path)} has none"
+        if not name and len(each) == 1 and size not in each:
+            wanted = f"expected {min(each)} in every bucket, found {size}"
+            return f"axis {axis} of {pytree.spell(last.path)}: {wanted}"
+    return ""
+
+
 def _differ_in_size(arrays: Sequence[Array], given: Sequence[Any]) -> bool:
     """Return whether values have the dtypes and dimensions of arguments, and other sizes."""
     pairs = [
@@ -652,6 +682,11 @@ def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any
     if key_name(value):
         import jax
 
+        if not is_jax_array(value):
+            raise UsageError(
+                f"{pytree.spell(array.path)}: expected an array, found a {type(value).__name__}",
+                hint="pass the arrays of a module's state alone: nnx.to_pure_dict(state)",
+            )
         if (found := str(jax.random.key_impl(value))) != leaf.key:
             wanted = (
                 f"a random key of {leaf.key}" if leaf.key else f"{array.dtype}{list(array.shape)}"

@@ -122,7 +122,8 @@ def _collect(tree: Tree, value: Any, at: Path, walk: _Walk) -> None:
             if isinstance(child, Node) and child.kind == "none":
                 continue
             missing = next(_first_leaf(child, (*at, key)), (*at, key))
-            raise MisfitError(f"{spell(missing)} is missing") from None
+            strays = (f", and unexpected {spell((*at, key))}" for key in _more_keys(tree, value))
+            raise MisfitError(f"{spell(missing)} is missing{next(strays, '')}") from None
         _collect(child, part, (*at, key), walk)
     for key in _more_keys(tree, value):
         raise MisfitError(f"unexpected {spell((*at, key))}")

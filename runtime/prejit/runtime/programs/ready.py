@@ -21,6 +21,7 @@ from prejit.runtime.format.arrays import Array, parse_sharding
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.checks.config import check_arrays, check_static, check_tree
 from prejit.runtime.format.checks.layers import check_signature
+from prejit.runtime.format.checks.signatures import DECODER_KINDS, ENCODER_KINDS
 from prejit.runtime.format.constants import Constant
 from prejit.runtime.format.schema import Config, ProgramEntry
 from prejit.runtime.format.trees import Tree
@@ -573,6 +574,22 @@ class Programs:
             at = f"{self._config.bundle}: program table of {self._config.target}: {name}"
             self._static[name] = check_static(self.table[name], at)
         return self._static[name]
+
+    @property
+    def usage(self) -> str:
+        """How a caller runs them, for hints: the commands, and the names of functions."""
+        table = tuple(self.table.values())
+        kinds = {program.kind for program in table}
+        found = []
+        if not kinds.isdisjoint(DECODER_KINDS):
+            found.append("generate with `prejit generate` or `Bundle.generate`")
+        if not kinds.isdisjoint(ENCODER_KINDS):
+            found.append("encode sentences with `prejit encode` or `Bundle.encode`")
+        names = {program.name.partition("/")[0] for program in table if program.kind == "call"}
+        if names:
+            known = ", ".join(sorted(names))
+            found.append(f"call one of its programs with `prejit call` or `Bundle.call`: {known}")
+        return "; ".join(found)
 
     def obtained(self) -> dict[str, ProgramReport]:
         """Return how each ready program was obtained, by name."""

@@ -8,6 +8,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any, final
 
+from prejit.runtime.base import arguments
 from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray
@@ -79,7 +80,8 @@ class Steps:
             static: values of static arguments.
 
         Raises:
-            UsageError: there is no such argument, or it is unclear which result takes its place.
+            UsageError: there is no such argument, no bucket has a static value, or it is unclear which result
+                takes the place of an argument.
         """
         self._calls = calls
         self._name = name
@@ -90,6 +92,13 @@ class Steps:
                 raise UsageError(
                     f"bind: {name!r} has no argument {key!r}{did_you_mean(str(key), map(str, first))}",
                     hint=f"its arguments are: {', '.join(map(str, first)) or 'none'}",
+                )
+        for key, value in static.items():
+            built = [calls.programs.static(program.name).get(key) for program in buckets]
+            if (type(value), value) not in [(type(each), each) for each in built]:
+                known = " or ".join(sorted({repr(each) for each in built if each is not None}))
+                raise UsageError(
+                    f"bind: {key}: expected {known}, found {arguments.described(value)}"
                 )
         self.state = {key: first[key] for key in kept}
         ends = [*accumulate(len(branch.arrays) for branch in self.state.values())]

@@ -159,7 +159,11 @@ _VLLM_HISTOGRAMS: tuple[_Distribution[EngineMetrics], ...] = (
         "Time of the decode calls of a request.",
         lambda m: m.decode_seconds,
     ),
-    _Distribution("vllm:request_prompt_tokens", "Tokens of a prompt.", lambda m: m.prompt_length),
+    _Distribution(
+        "vllm:request_prompt_tokens",
+        "Tokens of a prompt, or of a sentence.",
+        lambda m: m.prompt_length,
+    ),
     _Distribution(
         "vllm:request_generation_tokens", "New tokens of a request.", lambda m: m.new_tokens
     ),

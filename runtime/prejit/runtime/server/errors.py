@@ -88,6 +88,8 @@ _KINDS: dict[type[PrejitError], _Kind] = {
 
 _AT = re.compile(r" - at (?:`key` in )?`(?P<path>.*)`$", re.DOTALL)
 """How msgspec ends a message: with the path of the value, `$.messages[0].role`."""
+_LACKING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
+"""How msgspec says that an object lacks a field."""
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -107,6 +109,10 @@ def as_api_error(error: Exception) -> ApiError:
         if found := _AT.search(message):
             param = found["path"].removeprefix("$").removeprefix(".") or None
             message = message[: found.start()]
+        if lacking := _LACKING.fullmatch(message):
+            param = ".".join(filter(None, (param, lacking["name"])))
+            message = f"{param}: expected a value, found none"
+            return ApiError(400, message, param=param, code="missing_required_parameter")
         return ApiError(400, f"{param or 'body'}: {message}", param=param, code="invalid_type")
     if isinstance(error, msgspec.DecodeError | UnicodeDecodeError):
         return ApiError(400, f"body: expected JSON in UTF-8, found {error}", code="invalid_json")

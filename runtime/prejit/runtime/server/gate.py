@@ -226,9 +226,11 @@ class _Request:
 
     def finish(self, scope: Scope) -> None:
         """Count the request, and write its record."""
-        if not _OPEN.fullmatch(scope["path"]):
+        is_open = _OPEN.fullmatch(scope["path"]) is not None
+        if not is_open:
             self._models.http.answered(scope, self.status, time.monotonic() - self._began)
         if self._log is not None and self._entry is not None:
             self._entry.client = self._state["client"]
             self._entry.failed = self.failed
+            self._entry.is_open = is_open
             self._log.end(self._entry)

@@ -98,6 +98,7 @@ class Entry:
         failed: the code of an error after the response had begun.
         body: what was received.
         calls: its calls of engines, in order.
+        is_open: whether its path is one of probes, of scrapers or of the page, which needs no key.
         seeds: seeds that replace those of the handler, in the order of calls; None: they stay.
     """
 
@@ -111,6 +112,7 @@ class Entry:
     failed: str = ""
     body: bytearray = field(default_factory=bytearray)
     calls: list[RecordedCall] = field(default_factory=list)
+    is_open: bool = False
     seeds: Sequence[int | None] | None = None
 
 
@@ -181,7 +183,9 @@ class RequestLog:
         current.set(entry)
 
     def end(self, entry: Entry) -> None:
-        """Write the line of a request."""
+        """Write the line of a request. A probe, a scrape or a poll of the page has one only if it failed."""
+        if entry.is_open and 200 <= entry.status < 400 and not entry.failed:
+            return
         now = time.time()
         line = {
             "event": "request",
@@ -228,7 +232,10 @@ def _open(path: str) -> int:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         file = os.dup(1) if path == "-" else os.open(path, flags, 0o600)
     except OSError as error:
-        raise StoreError(f"{path}: cannot write the log: {error.strerror}") from error
+        raise StoreError(
+            f"{path}: cannot write the log: {error.strerror}",
+            hint="give --log a file that this user may write, or one that is not there",
+        ) from error
     found = os.fstat(file)
     if path != "-" and stat.S_ISREG(found.st_mode) and found.st_mode & 0o077:
         try:

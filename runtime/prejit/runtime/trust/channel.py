@@ -12,6 +12,10 @@ The rules are those of The Update Framework (TUF 1.0, 5.3 and 5.4):
 - A release names the version of the keys that sign it, and releases are compared by both versions. So whoever
   stole keys cannot block the channel with a huge version: after a rotation, versions may start again.
 - Releases and keys have a moment at which they expire.
+
+Two things are kept: per policy what it accepted last, and per key the newest that it signed (`KeyMark`). The
+first says which keys count now. The second only refuses, so all policies share it: one under another name,
+or one that was edited, does not go back either.
 """
 
 from __future__ import annotations
@@ -62,6 +66,11 @@ class KeySet(NamedTuple):
     threshold: int
     expires: float | None = None
 
+    @property
+    def id(self) -> str:
+        """A text that no other keys have."""
+        return " ".join((str(self.version), str(self.threshold), *sorted(k.id for k in self.keys)))
+
 
 class Release(NamedTuple):
     """The current bundle of a channel.
@@ -87,12 +96,46 @@ class Accepted(NamedTuple):
         version: of the newest release; 0: none yet.
         release_keys_version: the version of the keys that signed it.
         release_digest: digest of its statement.
+        began: id of the policy's keys that the rotations began with.
     """
 
     keys: KeySet
     version: int = 0
     release_keys_version: int = 0
     release_digest: str = ""
+    began: str = ""
+
+
+class KeyMark(NamedTuple):
+    """The newest statements of a channel that one key signed, among those which a machine has accepted.
+
+    Attributes:
+        keys_version: the newest version of the keys; 0: it signed none.
+        keys_digest: digest of its statement.
+        release_keys_version, version, release_digest: the newest release, as of `Accepted`.
+    """
+
+    keys_version: int = 0
+    keys_digest: str = ""
+    release_keys_version: int = 0
+    version: int = 0
+    release_digest: str = ""
+
+
+class Verified(NamedTuple):
+    """A statement of a channel's file whose signatures were verified.
+
+    Attributes:
+        digest: digest of the statement.
+        signers: ids of the keys that signed it.
+        keys_version: the version of the keys that it is; of a release, the version that signs it.
+        version: the version of the release; None: it is a version of the keys.
+    """
+
+    digest: str
+    signers: frozenset[str]
+    keys_version: int
+    version: int | None = None
 
 
 class Outcome(NamedTuple):
@@ -102,11 +145,15 @@ class Outcome(NamedTuple):
         release: the current release.
         accepted: to be kept before the release is used.
         expired: why it may be out of date; None: it is not.
+        verified: the versions of the keys that are new, and the release, which is the last.
+        trusted: ids of all keys that the rotations began with or led to.
     """
 
     release: Release
     accepted: Accepted
     expired: Reason | None
+    verified: tuple[Verified, ...]
+    trusted: frozenset[str]
 
 
 def accept(
@@ -140,9 +187,14 @@ def accept(
         raise RefusedError(
             "channel-keys", f"{what}: expected at most {MAX_ROTATIONS} versions of its keys"
         )
-    keys = last.keys
+    keys, verified, trusted = last.keys, list[Verified](), {key.id for key in last.keys.keys}
     for each in rotations:
-        keys = _rotated(keys, envelope_of(each), name, revoked)
+        rotation = envelope_of(each)
+        before, keys = keys, _rotated(keys, rotation, name, revoked)
+        if keys is not before:
+            trusted |= {key.id for key in keys.keys}
+            signed = signers(rotation, (*before.keys, *keys.keys)) - revoked
+            verified.append(Verified(digest_of(rotation.payload), frozenset(signed), keys.version))
     if keys.expires is not None and now >= keys.expires:
         expired = Reason(
             "channel-keys-expired", "expiry", f"{what}: its keys expired at {_shown(keys.expires)}"
@@ -150,7 +202,7 @@ def accept(
     else:
         expired = None
     envelope = envelope_of(found.get("release"))
-    _check_signed(envelope, keys, revoked, what, "its release")
+    signed = _check_signed(envelope, keys, revoked, what, "its release")
     release, keys_version = _release(envelope, name)
     if keys_version != keys.version:
         raise RefusedError(
@@ -158,21 +210,8 @@ def accept(
             f"{what}: expected a release of version {keys.version} of its keys, found one of {keys_version}",
         )
     digest = digest_of(envelope.payload)
-    order, before = (keys_version, release.version), (last.release_keys_version, last.version)
-    if order < before:
-        raise RefusedError(
-            "channel-rollback",
-            f"{what}: expected version {last.version} or later, which this machine has accepted, found "
-            f"{release.version}",
-            "authenticity",
-        )
-    if order == before and last.release_digest and digest != last.release_digest:
-        raise RefusedError(
-            "channel-two-releases",
-            f"{what}: expected the release that this machine has accepted as version {release.version}, "
-            "found another of the same version",
-            "authenticity",
-        )
+    verified.append(Verified(digest, frozenset(signed), keys_version, release.version))
+    _check_order(verified[-1], last, what)
     if release.version < minimum_version:
         raise RefusedError(
             "channel-minimum",
@@ -185,7 +224,72 @@ def accept(
             "expiry",
             f"{what}: release {release.version} expired at {_shown(release.expires)}",
         )
-    return Outcome(release, Accepted(keys, release.version, keys_version, digest), expired)
+    accepted = Accepted(keys, release.version, keys_version, digest, last.began)
+    return Outcome(release, accepted, expired, tuple(verified), frozenset(trusted))
+
+
+def _check_order(release: Verified, last: Accepted | KeyMark, what: str) -> None:
+    """Check that a release is not older than one that was accepted, nor another of the same version."""
+    order = release.keys_version, release.version
+    before = last.release_keys_version, last.version
+    if order < before:
+        raise RefusedError(
+            "channel-rollback",
+            f"{what}: expected version {last.version} or later, which this machine has accepted, found "
+            f"{release.version}",
+            "authenticity",
+        )
+    if order == before and last.release_digest and release.digest != last.release_digest:
+        raise RefusedError(
+            "channel-two-releases",
+            f"{what}: expected the release that this machine has accepted as version {release.version}, "
+            "found another of the same version",
+            "authenticity",
+        )
+
+
+def check_mark(outcome: Outcome, mark: KeyMark, name: str) -> None:
+    """Check that a file is not older than what one of its keys has signed.
+
+    Args:
+        outcome: the file.
+        mark: the newest that the key signed, under any policy.
+        name: the channel's name.
+
+    Raises:
+        RefusedError: it is.
+    """
+    what = f"channel {name!r}"
+    *rotations, release = outcome.verified
+    if release.keys_version < mark.keys_version:
+        raise RefusedError(
+            "channel-rollback",
+            f"{what}: expected version {mark.keys_version} of its keys or later, which this machine has "
+            f"accepted, found {release.keys_version}",
+            "authenticity",
+        )
+    for each in rotations:
+        if each.keys_version == mark.keys_version and each.digest != mark.keys_digest:
+            raise RefusedError(
+                "channel-two-keys",
+                f"{what}: expected the keys that this machine has accepted as version {each.keys_version}, "
+                "found others of the same version",
+                "authenticity",
+            )
+    _check_order(release, mark, what)
+
+
+def marked(mark: KeyMark, signed: Verified) -> KeyMark:
+    """Return the mark of a key after it signed a statement, which `check_mark` has allowed."""
+    if signed.version is not None:
+        return mark._replace(
+            release_keys_version=signed.keys_version,
+            version=signed.version,
+            release_digest=signed.digest,
+        )
+    if signed.keys_version <= mark.keys_version:
+        return mark
+    return mark._replace(keys_version=signed.keys_version, keys_digest=signed.digest)
 
 
 def signers(envelope: Envelope, keys: Iterable[PublicKey]) -> set[str]:
@@ -200,15 +304,17 @@ def signers(envelope: Envelope, keys: Iterable[PublicKey]) -> set[str]:
 
 def _check_signed(
     envelope: Envelope, keys: KeySet, revoked: frozenset[str], what: str, which: str
-) -> None:
-    found = len(signers(envelope, keys.keys) - revoked)
-    if found < keys.threshold:
+) -> set[str]:
+    """Return the ids of the keys that signed an envelope, which are enough."""
+    found = signers(envelope, keys.keys) - revoked
+    if len(found) < keys.threshold:
         raise RefusedError(
             "channel-signature",
             f"{what}: expected {which} signed by {keys.threshold} of the {len(keys.keys)} keys of version "
-            f"{keys.version}, found {found}",
+            f"{keys.version}, found {len(found)}",
             "authenticity",
         )
+    return found
 
 
 def _rotated(current: KeySet, envelope: Envelope, name: str, revoked: frozenset[str]) -> KeySet:

@@ -1,4 +1,8 @@
-"""Keep the newest release that a user has accepted of a channel, so that no older one comes back."""
+"""Keep the newest release that a user has accepted of a channel, so that no older one comes back.
+
+One file per policy and channel has what that policy accepted, and the keys that count now. One file per
+channel and key has the newest that this key signed, under any policy.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import final
@@ -14,7 +18,7 @@ from typing import final
 from prejit.runtime.base.files import write_file
 from prejit.runtime.base.locks import lock_file
 from prejit.runtime.errors import PolicyError, StoreError
-from prejit.runtime.trust.channel import Accepted, KeySet
+from prejit.runtime.trust.channel import Accepted, KeyMark, KeySet
 from prejit.runtime.trust.foreign_json import field, read_object
 from prejit.runtime.trust.keys import read_key
 from prejit.runtime.trust.reasons import RefusedError
@@ -42,21 +46,21 @@ class ChannelState:
             policy: path of the policy.
             channel: name of the channel.
         """
-        name = hashlib.sha256(f"{os.path.abspath(policy)}\0{channel}".encode()).hexdigest()
-        self.path = state_root() / f"{name}.json"
+        self._channel = channel
+        self.path = _file("policy", os.path.abspath(policy), channel)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the state's lock for a block, so that two starts do not accept two releases at once.
+        """Hold the channel's lock for a block, so that two starts do not accept two releases at once.
 
         Raises:
             PolicyError: the directory cannot be written.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = lock_file(self.path.with_suffix(".lock"))
+            descriptor = lock_file(_file("channel", self._channel).with_suffix(".lock"))
         except OSError as error:
-            raise self._unkept(str(error.strerror)) from error
+            raise _unkept(self.path, str(error.strerror)) from error
         try:
             yield
         finally:
@@ -68,21 +72,12 @@ class ChannelState:
         Raises:
             PolicyError: the file cannot be read or is damaged, or others may write to it.
         """
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            with open(os.open(self.path, flags), "rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                    raise self._damaged("others may write to it")
-                content = file.read(_MAX_BYTES + 1)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise self._unkept(str(error.strerror)) from error
-        try:
-            return _read(content, str(self.path))
-        except RefusedError as error:
-            raise self._damaged(str(error)) from error
+        return None if (content := _content(self.path)) is None else _read(content, self.path)
+
+    def mark(self, key: str) -> KeyMark:
+        """Return the newest that a key, by its id, signed of the channel. Errors as of `read`."""
+        path = self._mark_file(key)
+        return KeyMark() if (content := _content(path)) is None else _read_mark(content, path)
 
     def write(self, accepted: Accepted) -> None:
         """Keep what was accepted.
@@ -98,26 +93,86 @@ class ChannelState:
             "version": accepted.version,
             "release_keys_version": accepted.release_keys_version,
             "release": accepted.release_digest,
+            "began": accepted.began,
         }
-        try:
-            write_file(self.path, json.dumps(found, sort_keys=True).encode("ascii"), mode=0o600)
-        except StoreError as error:
-            raise self._unkept(str(error)) from error
+        _write(self.path, found)
 
-    def _unkept(self, reason: str) -> PolicyError:
-        return PolicyError(
-            f"{self.path}: cannot keep which release was accepted: {reason}",
-            hint="set XDG_STATE_HOME to a directory that this user can write and that outlives the process",
+    def write_mark(self, key: str, mark: KeyMark) -> None:
+        """Keep the newest that a key, by its id, signed of the channel. Errors as of `write`."""
+        _write(self._mark_file(key), mark._asdict())
+
+    def _mark_file(self, key: str) -> Path:
+        return _file("key", self._channel, key)
+
+
+def _file(*of: str) -> Path:
+    """Return the file of the state of something."""
+    return state_root() / (hashlib.sha256("\0".join(of).encode()).hexdigest() + ".json")
+
+
+def _content(path: Path) -> bytes | None:
+    """Return the content of a file that only this user may write; None: there is none."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        with open(os.open(path, flags), "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise _damaged(path, "others may write to it")
+            return file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unkept(path, str(error.strerror)) from error
+
+
+def _write(path: Path, found: Mapping[str, object]) -> None:
+    try:
+        write_file(path, json.dumps(found, sort_keys=True).encode("ascii"), mode=0o600)
+    except StoreError as error:
+        raise _unkept(path, str(error)) from error
+
+
+def _unkept(path: Path, reason: str) -> PolicyError:
+    return PolicyError(
+        f"{path}: cannot keep which release was accepted: {reason}",
+        hint="set XDG_STATE_HOME to a directory that this user can write and that outlives the process",
+    )
+
+
+def _damaged(path: Path, reason: str) -> PolicyError:
+    return PolicyError(
+        f"{path}: expected the state of a channel: {reason}",
+        hint="find out who changed it, then delete it; the next start accepts any release that is signed",
+    )
+
+
+def _read(content: bytes, path: Path) -> Accepted:
+    """Return what was accepted.
+
+    Raises:
+        PolicyError: the content is damaged.
+    """
+    try:
+        return _parsed(content, str(path))
+    except RefusedError as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _read_mark(content: bytes, path: Path) -> KeyMark:
+    """Return the mark of a key. Errors as of `_read`."""
+    try:
+        found = read_object(content, _MAX_BYTES, "state", str(path))
+        return KeyMark(
+            **{
+                name: field(found, name, type(value), "state", str(path))
+                for name, value in KeyMark()._asdict().items()
+            }
         )
-
-    def _damaged(self, reason: str) -> PolicyError:
-        return PolicyError(
-            f"{self.path}: expected the state of a channel: {reason}",
-            hint="find out who changed it, then delete it; the next start accepts any release that is signed",
-        )
+    except RefusedError as error:
+        raise _damaged(path, str(error)) from error
 
 
-def _read(content: bytes, path: str) -> Accepted:
+def _parsed(content: bytes, path: str) -> Accepted:
     found = read_object(content, _MAX_BYTES, "state", path)
     pems = field(found, "keys", list, "state", path)
     try:
@@ -135,4 +190,5 @@ def _read(content: bytes, path: str) -> Accepted:
         field(found, "version", int, "state", path),
         field(found, "release_keys_version", int, "state", path),
         field(found, "release", str, "state", path),
+        field(found, "began", str, "state", path),
     )

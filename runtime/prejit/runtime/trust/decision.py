@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from prejit.runtime.trust import keyless
 from prejit.runtime.trust.dsse import Envelope, pae, read_bundle
 from prejit.runtime.trust.keyless import TrustedIdentity
-from prejit.runtime.trust.policy import Policy, Rule, TrustedKey, enforces
+from prejit.runtime.trust.policy import ChannelRule, Policy, Rule, TrustedKey, enforces
 from prejit.runtime.trust.reasons import Reason, RefusedError
 from prejit.runtime.trust.statement import (
     BUNDLE_ANNOTATION,
@@ -60,6 +60,20 @@ Attached = bytes | Reason
 """A sigstore bundle that is attached to a bundle or to a manifest, or why it cannot be read."""
 
 
+class CurrentRelease(NamedTuple):
+    """The release of a channel that names a bundle.
+
+    Attributes:
+        channel: name of the channel.
+        version: version of the release.
+        signers: names of the keys that signed it; after a rotation, the first 12 digits of their ids.
+    """
+
+    channel: str
+    version: int
+    signers: tuple[str, ...]
+
+
 class Decision(NamedTuple):
     """Whether a bundle may run.
 
@@ -67,11 +81,13 @@ class Decision(NamedTuple):
         refusal: why not; None: it may.
         reported: reasons that the level of the rule does not enforce.
         signers: names of the keys and identities whose signatures counted.
+        release: the release of the rule's channel, if it names the bundle.
     """
 
     refusal: Reason | None
     reported: tuple[Reason, ...] = ()
     signers: tuple[str, ...] = ()
+    release: CurrentRelease | None = None
 
     @property
     def is_allowed(self) -> bool:
@@ -120,15 +136,27 @@ def decide(
             from prejit.runtime.trust.descriptions import missing_descriptions
 
             reasons += missing_descriptions(rule, counted.descriptions, signers)
+    release = None
     if rule.channel is not None:
-        reasons += _channel_reasons(releases[rule.channel.name], target)
+        found = releases[rule.channel.name]
+        against = list(_channel_reasons(found, target))
+        reasons += against
+        if not isinstance(found, Reason) and all(why.kind == "expiry" for why in against):
+            release = _current(rule.channel, found)
     enforced = [reason for reason in reasons if enforces(rule.level, reason.kind)]
     names = tuple(sorted(key.name for key in signers.values()))
     return Decision(
         enforced[0] if enforced else None,
         tuple(reason for reason in reasons if reason not in enforced),
         names,
+        release,
     )
+
+
+def _current(channel: ChannelRule, found: Outcome) -> CurrentRelease:
+    names = {key.id: key.name for key in channel.keys}
+    signers = sorted(names.get(key, key[:12]) for key in found.verified[-1].signers)
+    return CurrentRelease(channel.name, found.release.version, tuple(signers))
 
 
 def _revoked(policy: Policy, target: TrustTarget) -> Iterable[Reason]:

@@ -59,19 +59,19 @@ class Enforced(NamedTuple):
     first_load: str | None = None
 
 
-def verify_policy(bundle: str | os.PathLike[str], policy: str) -> list[PolicyVerdict]:
-    """Return the decision of one policy about each target of a bundle.
+def verify_policies(bundle: str | os.PathLike[str], policies: Sequence[str]) -> list[PolicyVerdict]:
+    """Return the decision of every policy about each target of a bundle.
 
     Raises:
-        UntrustedError: it refuses a target.
-        PolicyError: the policy cannot be read or applied.
+        UntrustedError: one refuses a target.
+        PolicyError: a policy cannot be read or applied.
         RejectError, StoreError: the bundle is damaged, or cannot be read.
     """
 
     def read(layout: Layout, root: Root) -> list[PolicyVerdict]:
         targets = match(root, Fingerprint.current())
         manifests = read_manifests(layout, targets)
-        found = verdicts([policy], layout, root, targets, manifests)
+        found = verdicts(policies, layout, root, targets, manifests)
         for verdict in found:
             _check(verdict, layout)
         return found

@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from prejit.runtime.base.digests import is_digest
+from prejit.runtime.base.nearest_name import nearest_file
 from prejit.runtime.errors import PolicyError
 from prejit.runtime.trust.keyless import MAX_ROOT_BYTES, TrustedIdentity, check_root
 from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, read_key
@@ -202,9 +203,13 @@ def _read(path: Path, max_bytes: int, of: str) -> bytes:
             content = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
+        near = nearest_file(path) if isinstance(error, FileNotFoundError) else None
         raise PolicyError(
-            f"{of}: cannot read {path}: {reason}",
-            hint="a policy that cannot be read lets no bundle run: mend the path, or its permissions",
+            f"{path}: cannot read: {reason}"
+            if of == str(path)
+            else f"{of}: cannot read {path}: {reason}",
+            hint="a policy that cannot be read lets no bundle run: "
+            + ("mend the path, or its permissions" if near is None else f"did you mean {near}?"),
         ) from error
     if len(content) > max_bytes:
         raise PolicyError(f"{of}: expected at most {max_bytes} bytes in {path}, found more")

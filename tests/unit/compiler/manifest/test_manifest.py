@@ -125,16 +125,25 @@ def test_static_values_are_multiplied_with_buckets(directory: Path) -> None:
 MISTAKES = {
     "misspelt key": (
         ('name = "demo"', 'nmae = "demo"'),
-        "m.toml:1: bundle.name: missing; expected lowercase letters and digits with single . _ -"
-        " between them, at most 128",
         'm.toml:2: bundle.nmae: unknown key (did you mean "name"?); allowed: name, license',
     ),
     "misspelt section": (
         ("[generate]", "[genrate]"),
         'm.toml:8: genrate: unknown key (did you mean "generate"?); allowed: bundle, model,'
         " generate, encode, mesh, program, library, target",
-        "m.toml: generate: missing; [model] needs a [generate] table with batch, prompt and context "
-        "or an [encode] table with shapes",
+    ),
+    "misspelt buckets": (
+        ("buckets = {", 'pad = ["batch"]\nbucket = {'),
+        'm.toml:18: program[0].bucket: unknown key (did you mean "buckets"?); allowed: name,'
+        " function, args, buckets, params, static, donate, pad, mask, open_sizes, repeat, carry,"
+        " shardings, reads, impure",
+    ),
+    "misspelt key of a wrong value": (
+        ("buckets = { batch = [8, 1] }", "bucket = { batch = [8, 0] }"),
+        'm.toml:17: program[0].bucket: unknown key (did you mean "buckets"?); allowed: name,'
+        " function, args, buckets, params, static, donate, pad, mask, open_sizes, repeat, carry,"
+        " shardings, reads, impure",
+        "m.toml:17: program[0].bucket.batch[1]: expected an integer from 1 to 2147483647; found 0",
     ),
     "name with capitals": (
         ('"demo"', '"Demo"'),

@@ -45,7 +45,7 @@ from prejit.runtime.device.tuning import Tuning, write
 from prejit.runtime.errors import CheckpointError, ManifestError
 from prejit.runtime.machine.fingerprint import Fingerprint
 
-from ..native.test_kernel_library import write_compiler  # noqa: TID252 (tests are no installed package)
+from ..native.test_kernel_library import write_compiler
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,15 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
 
+from cryptography.hazmat.primitives import serialization
 from tests.signers import signer
 
-from prejit.compiler.signing.channel_file import release_bundle, rotate_keys
-from prejit.runtime.errors import UsageError
+from prejit.compiler.signing import channel_file
+from prejit.compiler.signing.channel_file import release_bundle, rotate_keys, sign_channel
+from prejit.compiler.signing.channels import ChannelFile, add_signature, read_channel
+from prejit.runtime.__main__ import main
+from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.trust.channel import signers
 
 BUNDLE = Path(__file__).parents[3] / "format" / "v1" / "chunks"
 
@@ -86,3 +93,93 @@ def test_a_release_without_its_facts_is_no_channel(lost: str, stable: Path) -> N
     stable.write_text(json.dumps(found))
     with pytest.raises(UsageError, match="expected the file of a channel"):
         publish(stable, "release", "stable", ["a"])
+
+
+def test_all_who_sign_at_once_have_signed(stable: Path) -> None:
+    names = [f"person {number}" for number in range(8)]
+    started = threading.Barrier(len(names))
+
+    def sign(name: str) -> None:
+        key = signer(name)
+        started.wait(60)
+        sign_channel(stable, key)
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(sign, names))
+    release = read_channel(stable.read_bytes(), "stable").release
+    assert release is not None
+    assert len(release.signatures) == 1 + len(names)
+
+
+def test_all_who_release_at_once_get_a_version_of_their_own(stable: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        versions = [pool.submit(publish, stable, "release", "stable", ["a"]) for _ in range(6)]
+    assert sorted(each.result() for each in versions) == [3, 4, 5, 6, 7, 8]
+
+
+def test_a_file_that_changes_meanwhile_is_not_overwritten(stable: Path) -> None:
+    """As where two machines share a file system without locks."""
+
+    def change(before: ChannelFile) -> ChannelFile:
+        stable.write_bytes(add_signature(before, signer("b")).encode())
+        return add_signature(before, signer("c"))
+
+    with pytest.raises(StoreError, match="another process has changed it meanwhile") as raised:
+        channel_file._change(stable, change)
+    assert raised.value.hint
+    release = read_channel(stable.read_bytes(), "stable").release
+    assert release is not None
+    assert signers(release, [signer("b").public, signer("c").public]) == {signer("b").id}
+
+
+def test_a_key_that_the_channel_does_not_have_adds_no_signature(stable: Path) -> None:
+    for name, old in (("b", "a"), ("c", "b")):
+        publish(stable, "rotate", "stable", [old, name])
+    before = stable.read_bytes()
+    for stranger in ("stranger", "a"):
+        with pytest.raises(UsageError, match="expects a key of version 2 of its keys, or of the"):
+            sign_channel(stable, signer(stranger))
+    assert stable.read_bytes() == before
+    assert len(sign_channel(stable, signer("b")).rotations[-1].signatures) == 2
+
+
+def key_file(directory: Path, name: str) -> Path:
+    path = directory / f"{name}.pem"
+    form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    path.write_bytes(signer(name).private.private_bytes(serialization.Encoding.PEM, *form))
+    return path
+
+
+def test_the_first_keys_cannot_be_checked_and_the_command_says_so(
+    stable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = key_file(stable.parent, "second")
+    assert main(["channel", "add-signature", str(stable), "--key", str(key)]) == 0
+    said = capsys.readouterr().err
+    assert "signed version 2 of channel stable: wrote" in said
+    assert f"cannot check that {key} is one of the channel's first keys" in said
+
+
+def test_a_mistyped_file_is_said_to_begin_a_channel(
+    stable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, mistyped = key_file(stable.parent, "a"), stable.with_name("stabel.json")
+    command = ["channel", "release", "FILE", str(BUNDLE), "--name", "stable", "--key", str(key)]
+    for file, begins in ((stable, False), (mistyped, True)):
+        command[2] = str(file)
+        assert main(command) == 0
+        said = capsys.readouterr().err
+        assert ("a new channel stable begins" in said) is begins
+    assert f"beside that of {stable}. If you meant that file, delete {mistyped}" in said
+
+
+@pytest.mark.parametrize("option", ["--key", "--public"])
+def test_a_mistyped_key_has_the_nearest_file_as_hint(
+    option: str, stable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {"--key": key_file(stable.parent, "a"), "--public": public(stable.parent, "a")}
+    meant = files[option]
+    files[option] = meant.with_name("a." + meant.name.removeprefix("a.").replace("pem", "pm"))
+    options = [str(each) for pair in files.items() for each in pair]
+    assert main(["channel", "rotate", str(stable), "--name", "stable", *options]) == 6
+    assert f"hint: did you mean {meant}?" in capsys.readouterr().err

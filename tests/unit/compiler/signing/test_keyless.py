@@ -17,7 +17,7 @@ from prejit.compiler.signing.keyless import TOKEN_VARIABLE, keyless_signer
 from prejit.compiler.signing.sign import sign
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import NetworkError, StoreError, UntrustedError, UsageError
-from prejit.runtime.trust.enforcing import verify_policy
+from prejit.runtime.trust.enforcing import verify_policies
 
 SIGSTORE = FakeSigstore()
 
@@ -46,10 +46,10 @@ def test_what_an_identity_signs_runs_under_a_policy_that_names_it(
     signed = sign(bundle_dir, keyless_signer(token(), config))
     assert signed.added == len(signed.subjects)
     assert signed.key == f"{ISSUER} {IDENTITY}"
-    verdicts = verify_policy(bundle_dir, policy(tmp_path))
+    verdicts = verify_policies(bundle_dir, [policy(tmp_path)])
     assert {verdict.decision.signers for verdict in verdicts} == {("ci",)}
     with pytest.raises(UntrustedError, match="unknown-identity"):
-        verify_policy(bundle_dir, policy(tmp_path, "somebody@example.com"))
+        verify_policies(bundle_dir, [policy(tmp_path, "somebody@example.com")])
 
 
 def test_the_command_takes_the_token_of_the_environment(
@@ -62,7 +62,7 @@ def test_the_command_takes_the_token_of_the_environment(
     monkeypatch.setenv(TOKEN_VARIABLE, token())
     assert run(["sign", str(bundle_dir), "--keyless", "--sigstore", str(config)]) == 0
     assert f"as {ISSUER} {IDENTITY}" in capsys.readouterr().err
-    assert verify_policy(bundle_dir, policy(tmp_path))
+    assert verify_policies(bundle_dir, [policy(tmp_path)])
 
 
 def test_signing_again_attaches_nothing_and_another_identity_does(

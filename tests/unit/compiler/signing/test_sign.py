@@ -26,16 +26,33 @@ PEM, PKCS8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
 PLAIN = serialization.NoEncryption()
 
 
-def test_an_encrypted_key_needs_its_password() -> None:
+@pytest.mark.parametrize("form", [PKCS8, serialization.PrivateFormat.TraditionalOpenSSL])
+@pytest.mark.parametrize(
+    ("password", "found"),
+    [(None, "because the key is encrypted, found none"), ("wrong", "found a wrong one")],
+)
+def test_an_encrypted_key_needs_its_password(
+    form: serialization.PrivateFormat, password: str | None, found: str
+) -> None:
     secret = serialization.BestAvailableEncryption(b"sesame")
-    pem = ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, PKCS8, secret)
+    pem = ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, form, secret)
     assert parse_private_key(pem, "key", "sesame").sign(b"x")
-    for password in (None, "wrong"):
-        with pytest.raises(UsageError, match=r"^key: expected"):
-            parse_private_key(pem, "key", password)
+    with pytest.raises(UsageError, match=f"^key: expected .*{found}") as raised:
+        parse_private_key(pem, "key", password)
+    assert raised.value.hint == "set PREJIT_KEY_PASSWORD to the key's password"
+
+
+def test_signing_without_a_key_says_how(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["sign", str(tmp_path)]) == 2
+    assert "hint: --key FILE signs with a private key" in capsys.readouterr().err
+
+
+def test_a_plain_key_needs_no_password() -> None:
     plain = ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, PKCS8, PLAIN)
-    with pytest.raises(UsageError, match="password"):
+    with pytest.raises(UsageError, match="found a plain one") as raised:
         parse_private_key(plain, "key", "sesame")
+    assert raised.value.hint is not None
+    assert "unset PREJIT_KEY_PASSWORD" in raised.value.hint
 
 
 @pytest.mark.parametrize(
@@ -73,6 +90,18 @@ def test_a_bundle_that_all_have_signed_is_signed_again_after_a_writer_was_killed
         (bundle_dir / leftover).write_text("half")
     assert not sign(bundle_dir, signer("a")).added
     assert not list(bundle_dir.rglob("*.tmp"))
+
+
+def test_an_error_after_signatures_were_attached_says_so(bundle_dir: Path) -> None:
+    beside = bundle_dir.with_name(f"{bundle_dir.name}.sig")
+    beside.mkdir()
+    with pytest.raises(StoreError, match=r"cannot write: .* signatures were attached to") as raised:
+        sign(bundle_dir, signer("a"))
+    assert raised.value.hint is not None
+    assert "then sign again" in raised.value.hint
+    beside.rmdir()
+    assert not sign(bundle_dir, signer("a")).added  # they have stayed
+    assert beside.is_file()
 
 
 def damaged_file(bundle: Path, kind: str) -> Path:

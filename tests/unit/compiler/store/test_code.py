@@ -5,17 +5,19 @@ from __future__ import annotations
 import ast
 import shutil
 import textwrap
-import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from prejit.compiler.store import code
-from prejit.compiler.store.code import LOWERING, code_digest
+from prejit.compiler.store.code import code_digest
 from prejit.compiler.store.source_file import definitions
 
 Edit = Callable[[str, Callable[[str], str]], None]
+READ = cache(definitions)
+"""Reads each text once in all tests."""
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def edit(copied: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
     """Changes the source of a module, in a copy of ours, until the end of the test."""
     monkeypatch.setattr(code, "_ROOTS", copied)
+    monkeypatch.setattr(code, "definitions", READ)
     originals: dict[Path, str] = {}
 
     def change(module: str, how: Callable[[str], str]) -> None:
@@ -211,10 +214,22 @@ def replaced(old: str, new: str) -> Callable[[str], str]:
         (MAIN, "return double(x) +", "return double(  # both\n        x) +"),
         (MAIN, "expected 0 or more, found {x}", "cannot double {x}"),
         (MAIN, "import Other", "import Other, Another"),
+        (MAIN, '"text"', "'te' 'xt'"),
+        (MAIN, "return double(x) +", "return (double(x,)) +"),
         (HELPER, "    return", "    'Return twice x.'\n    return"),
         (OTHER, "x + x", "x - x"),
     ],
-    ids=["docstring", "comment", "line break", "error", "types only", "helper", "not imported"],
+    ids=[
+        "docstring",
+        "comment",
+        "line break",
+        "error",
+        "types only",
+        "quotes",
+        "brackets",
+        "helper",
+        "not imported",
+    ],
 )
 def test_prose_and_what_does_not_run_change_no_digest(
     module: str, old: str, new: str, package: Edit
@@ -242,6 +257,14 @@ def test_all_that_runs_changes_the_digest(module: str, old: str, new: str, packa
     assert code_digest(MAIN) != before
 
 
+def test_what_an_import_runs_changes_the_digest_of_all_that_the_module_defines(
+    package: Edit,
+) -> None:
+    before = code_digest(f"{MAIN}:run")
+    package(HELPER, lambda source: f"{source}\nprint(1)\n")
+    assert code_digest(f"{MAIN}:run") != before
+
+
 def test_a_module_that_moves_changes_no_digest(package: Edit) -> None:
     before = code_digest(MAIN)
     code._file(HELPER).rename(code._file("prejit.compiler.helping"))
@@ -250,25 +273,10 @@ def test_a_module_that_moves_changes_no_digest(package: Edit) -> None:
     assert code_digest(MAIN) == before
 
 
-def test_digests_are_quick() -> None:
-    """A build that changes nothing makes them all."""
-    least = 9.0
-    for _ in range(5):
-        forget()
-        start = time.process_time()
-        code_digest(*LOWERING)
-        least = min(least, time.process_time() - start)
-    assert least < 0.25
-
-
-def all_sources() -> Iterator[tuple[str, str]]:
-    """The name and the source of each of our modules."""
-    for root, directory in code._ROOTS.items():
-        for file in sorted(directory.rglob("*.py")):
-            parts = file.relative_to(directory).with_suffix("").parts
-            module = ".".join((root, *(part for part in parts if part != "__init__")))
-            if module not in code._ROOTS:
-                yield module, file.read_text("utf-8")
+def sources_in_keys() -> Iterator[tuple[str, str]]:
+    """The name and the source of each module whose code is in keys."""
+    for module in code.imported(*(root for roots in STEPS.values() for root in roots)):
+        yield module, code._file(module).read_text("utf-8")
 
 
 def walked(node: ast.AST) -> Iterator[ast.AST]:
@@ -291,8 +299,7 @@ def walked(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def test_imports_are_found_as_python_finds_them() -> None:
-    """They are read without a parser: this reads them with one."""
-    for module, source in all_sources():
+    for module, source in sources_in_keys():
         expected = set[tuple[str, str]]()
         for node in walked(ast.parse(source)):
             if isinstance(node, ast.Import):
@@ -302,16 +309,16 @@ def test_imports_are_found_as_python_finds_them() -> None:
                 assert node.level == 0, f"{module}: relative imports are not found"
                 for alias in node.names:
                     expected.add((f"{node.module}.{alias.name}", alias.asname or alias.name))
-        found, imports = definitions(source)
-        imports += [each for one in found for each in one.imports]
+        found, top = READ(source)
+        imports = [*top, *(each for one in found for each in one.imports)]
         names = {(".".join(filter(None, (e.statement, e.name))), e.local) for e in imports}
         assert names == expected, module
 
 
 def test_definitions_and_what_they_mention_are_found_as_python_finds_them() -> None:
     """A name that is not found would be missing in keys, with all that it stands for."""
-    for module, source in all_sources():
-        found, _ = definitions(source)
+    for module, source in sources_in_keys():
+        found, _ = READ(source)
         for node in ast.parse(source).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names = {node.name}

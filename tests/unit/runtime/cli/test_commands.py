@@ -565,3 +565,18 @@ def test_the_build_side_is_named_where_it_is_missing(run_python: Any, tmp_path: 
     done = run_python(code, status=2)
     assert done.stderr.startswith("error[usage]: `prejit build` needs the build side")
     assert "hint: pip install 'prejit[compiler]'" in done.stderr
+
+
+def test_a_misspelt_path_of_a_bundle_names_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "artifacts" / "encoder").mkdir(parents=True)
+    (tmp_path / "artifacts" / "encodr.json").touch()
+    for path in ("artifacts/encodr", "artfacts/encodr/", "artifacts/ENCODER"):
+        for command in (("inspect",), ("encode", "a"), ("explain",)):
+            given = [command[0], str(tmp_path / path), *command[1:]]
+            assert __main__.main(given) == 6
+            said = capsys.readouterr().err
+            assert said.endswith(f"hint: did you mean {tmp_path / 'artifacts' / 'encoder'}?\n")
+    assert __main__.main(["inspect", str(tmp_path / "elsewhere" / "x")]) == 6
+    assert "give the directory of a bundle" in capsys.readouterr().err

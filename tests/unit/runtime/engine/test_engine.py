@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import re
 import threading
 import time
 import weakref
@@ -429,6 +430,7 @@ def test_a_full_queue_says_when_to_come_back(one_slot: Engine) -> None:
         with pytest.raises(QueueFullError, match="expected fewer than 3 requests") as error:
             one_slot.submit([2], max_new_tokens=1)
         assert 0 < error.value.retry_after < 60
+        assert re.match(r"try again after .* seconds; .*--queue of a server", str(error.value.hint))
         assert one_slot.metrics().waiting == 3
     wait(waiting, 60)
     assert one_slot.metrics().finished["refused"] == 1
@@ -456,8 +458,9 @@ def test_a_client_has_no_more_than_its_limits(engine: Engine, slow: Slow) -> Non
         waiting = [
             engine.submit([2, 3], max_new_tokens=2, stop_token_ids=(), **given) for _ in range(2)
         ]
-        with pytest.raises(QueueFullError, match="fewer than 2 requests of this client"):
+        with pytest.raises(QueueFullError, match="fewer than 2 requests of this client") as error:
             engine.submit([2], **given)
+        assert "--queue" not in str(error.value.hint)  # a longer one would not help
         engine.generate([4], max_new_tokens=3, client="b")  # other slots are free
         assert not any(each.done() for each in waiting)
         assert engine.metrics().waiting == 2

@@ -208,6 +208,7 @@ def test_a_full_queue_says_how_long_to_wait(program: Program) -> None:
     with pytest.raises(QueueFullError, match="at most 2 waiting calls") as caught:
         submit(lane, [3])
     assert 0 < caught.value.retry_after < 60
+    assert str(caught.value.hint).endswith("--queue of a server")
     assert waiting[0].cancel()  # makes room
     third = submit(lane, [3])
     program.go.set()

@@ -22,7 +22,7 @@ from prejit.compiler.signing.sign import sign
 from prejit.runtime import RejectError, load
 from prejit.runtime.__main__ import main
 from prejit.runtime.base.digests import digest_of
-from prejit.runtime.format.audit import Audit, audit
+from prejit.runtime.format.audit import Audit, audit, check_index_file
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import read_root
@@ -145,7 +145,6 @@ def test_a_file_that_nothing_leads_to_passes(name: str, what: str, bundle: Path)
         lambda root: root["manifests"].append(root["manifests"][1]),
         lambda root: root["manifests"].pop(),
         lambda root: root.update(mediaType="text/plain"),
-        lambda root: root.update(annotations={"a": "b"}),
     ],
 )
 def test_a_changed_entry_of_index_json_passes(
@@ -155,11 +154,34 @@ def test_a_changed_entry_of_index_json_passes(
     rejected(bundle)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda root: root["manifests"].append(root["manifests"][-1]),
+            "expected each entry once, ",
+        ),
+        (lambda root: root["manifests"].pop(), "entries', found '"),
+        (lambda root: root.update(annotations={"a": "b"}), "other values of ['annotations']"),
+    ],
+)
+def test_an_index_json_of_another_form_is_called_what_it_is(
+    change: Callable[[dict[str, Any]], object], said: str, bundle: Path
+) -> None:
+    with Layout(bundle) as layout:
+        root, found = read_root(layout), attached(bundle)
+        rewritten(bundle, change)
+        with pytest.raises(RejectError) as raised:
+            check_index_file(layout, root, found)
+    assert said in str(raised.value)
+
+
 def test_other_spaces_in_our_index_json_or_layout_file_pass(bundle: Path) -> None:
     for name in ("index.json", "oci-layout"):
         content = (bundle / name).read_bytes()
         (bundle / name).write_bytes(content + b"\n")
-        rejected(bundle, bundle / name)
+        said = str(rejected(bundle, bundle / name))
+        assert name != "index.json" or "found the same JSON in other bytes" in said
         (bundle / name).write_bytes(content)
     audited(bundle)
 

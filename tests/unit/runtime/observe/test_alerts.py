@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tests.monitoring import ALERTS, FILES, RULES, RULES_FILE
 
 from prejit.runtime.engine.histograms import FIRST_TOKEN_BOUNDS, REQUEST_BOUNDS
-from prejit.runtime.observe.alerts import ALERTS, RECORDS, SLOW_SECONDS, as_rules
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
@@ -291,7 +293,7 @@ def as_test(case: Case) -> dict[str, Any]:
 @pytest.fixture
 def rules(tmp_path):
     path = tmp_path / "prejit.rules.yml"
-    path.write_text(as_rules("runbooks"))
+    path.write_text(FILES[RULES_FILE])
     return path
 
 
@@ -301,21 +303,49 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not():
-    names = {alert.name for alert in ALERTS}
-    assert {case.alert for case in CASES if case.fires} == names
-    assert {case.alert for case in CASES if not case.fires} == names
+    assert {case.alert for case in CASES if case.fires} == ALERTS.keys()
+    assert {case.alert for case in CASES if not case.fires} == ALERTS.keys()
 
 
-def test_the_time_of_a_slow_first_token_is_a_bound_of_the_histogram():
-    assert float(SLOW_SECONDS) in FIRST_TOKEN_BOUNDS
-    assert float(SLOW_SECONDS) in REQUEST_BOUNDS
+def test_the_time_of_a_slow_answer_is_a_bound_of_its_histogram():
+    bounds = {
+        "vllm:time_to_first_token_seconds": FIRST_TOKEN_BOUNDS,
+        "prejit_request_seconds": REQUEST_BOUNDS,
+    }
+    of = r'([\w:]+)_bucket\{le="([^"]+)"'
+    found = [pair for rule in RULES for pair in re.findall(of, rule["expr"])]
+    assert {name for name, _ in found} == bounds.keys()
+    for name, seconds in found:
+        assert float(seconds) in bounds[name]
+
+
+def test_objectives_burn_alike_over_all_windows():
+    """The cases below try one pair of windows of each alert; the files repeat what all of them share."""
+    forms = collections.defaultdict(set)
+    budgets = collections.defaultdict(set)
+    for rule in RULES:
+        if window := re.search("_rate([0-9]+[mhd])$", rule.get("record", "")):
+            name = rule["record"].removesuffix(window[1])
+            forms[name].add(rule["expr"].replace(f"[{window[1]}]", "[window]"))
+        if burn := re.search("BudgetBurns(.*)", rule.get("alert", "")):
+            found = re.findall(
+                r"(model:\w+:)ratio_rate\w+ > (?:(\S+) \* )?(\S+)$", rule["expr"], re.M
+            )
+            assert [pair[1] for pair in found[::2]] == [pair[1] for pair in found[1::2]]
+            for record, _, budget in found:
+                budgets[record].add(budget)
+            [record] = {record for record, _, _ in found}
+            forms[burn[1]].add(rule["expr"].replace(record, "").replace(found[0][2], "budget"))
+    assert len(forms) == 5
+    assert {name: len(each) for name, each in forms.items()} == dict.fromkeys(forms, 1)
+    assert [len(each) for each in budgets.values()] == [1, 1, 1]
 
 
 @needs_promtool
 def test_promtool_takes_the_rules(rules):
     done = promtool("check", "rules", str(rules))
     assert done.returncode == 0, done.stderr
-    assert f"{len(ALERTS) + len(RECORDS)} rules found" in done.stdout
+    assert f"{len(RULES)} rules found" in done.stdout
 
 
 @needs_promtool

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import uvicorn
+from tests.monitoring import DASHBOARDS, RULES, RULES_FILE, all_queries, panels, queries
 from tests.ports import free_port
 from tests.served import StandIn, models, served
 
-from prejit.runtime.observe.alerts import ALERTS, RECORDS, as_rules
-from prejit.runtime.observe.dashboards import DASHBOARDS
+from prejit.runtime.observe.monitoring_files import files
 from prejit.runtime.programs.ready import ProgramReport
 from prejit.runtime.server.app import make_app
 from prejit.runtime.server.settings import Settings
@@ -55,7 +55,7 @@ class Scraped:
         )
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
-        (directory / "prejit.rules.yml").write_text(as_rules("https://wiki.example"))
+        (directory / "prejit.rules.yml").write_text(files("https://wiki.example")[RULES_FILE])
         (directory / "prometheus.yml").write_text(
             json.dumps(
                 {
@@ -136,8 +136,9 @@ def scraped(tmp_path_factory):
             "two scrapes of it",
         )
         found.wait(lambda: found.query("min(vllm:prompt_tokens_total) == 75"), "the requests")
-        for record in RECORDS:  # recorded from the first evaluation after that on
-            found.wait(lambda name=record.name: found.query(f"{name} >= 0"), record.name)
+        for name in filter(None, (rule.get("record") for rule in RULES)):
+            # Recorded from the first evaluation after that on.
+            found.wait(lambda name=name: found.query(f"{name} >= 0"), name)
         yield found
     finally:
         found.close()
@@ -155,27 +156,22 @@ def test_the_target_is_up_and_its_page_was_understood(scraped):
     assert scraped.query("scrape_samples_scraped")[0]["value"][1] != "0"
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
+@pytest.mark.parametrize("dashboard", DASHBOARDS)
 def test_every_query_of_a_dashboard_gives_data(scraped, dashboard):
     empty = []
-    for panel in dashboard.panels():
-        for query, _ in panel.queries:
+    for panel in panels(dashboard):
+        for query in queries(panel):
             found = scraped.query(plain(query))  # raises if Prometheus refuses it
             if not found and not set(_NAME.findall(query)) & ABSENT and "ALERTS" not in query:
-                empty.append(f"{panel.title}: {query}")
+                empty.append(f"{panel['title']}: {query}")
     assert empty == []
 
 
 def test_every_metric_of_dashboards_and_rules_exists(scraped):
     names = set(scraped.api("label/__name__/values")) | ABSENT
-    queries = [
-        query
-        for dashboard in DASHBOARDS
-        for panel in dashboard.panels()
-        for query, _ in panel.queries
-    ]
-    queries += [each.expr for each in (*ALERTS, *RECORDS)]
-    used = {name for query in queries for name in _NAME.findall(re.sub(r'"[^"]*"', "", query))}
+    used = {
+        name for query in all_queries() for name in _NAME.findall(re.sub(r'"[^"]*"', "", query))
+    }
     assert len(used) > 40
     assert used <= names
 
@@ -196,7 +192,7 @@ def test_no_rule_fails(scraped):
 
     scraped.wait(lambda: all(each["health"] != "unknown" for each in all_rules()), "the rules")
     rules = all_rules()
-    assert len(rules) == len(ALERTS) + len(RECORDS)
+    assert len(rules) == len(RULES)
     assert {
         rule["name"]: rule.get("lastError", "") for rule in rules if rule["health"] != "ok"
     } == {}

@@ -70,7 +70,12 @@ class Body(msgspec.Struct):
     [
         (b'{"messages":[{"role":1}]}', "messages[0].role", "Expected `str`, got `int`"),
         (b'{"messages":[],"n":"x"}', "n", "Expected `int`, got `str`"),
-        (b"{}", None, "required field `messages`"),
+        (b"{}", "messages", "messages: expected a value, found none"),
+        (
+            b'{"messages":[{}]}',
+            "messages[0].role",
+            "messages[0].role: expected a value, found none",
+        ),
         (b"[]", None, "Expected `object`, got `array`"),
         (b"{", None, "expected JSON in UTF-8"),
         (b'{"messages":[{"role":"\xff"}]}', None, "expected JSON in UTF-8"),

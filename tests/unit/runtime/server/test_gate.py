@@ -254,10 +254,14 @@ def test_each_request_is_one_line_of_the_log(tmp_path: Path, keys: Keys) -> None
     ask("POST", "/v1/echo", settings, content=b"\xff\x00", headers=key)
     ask("POST", "/v1/echo", settings, content=b"x" * 101, headers=key)
     ask("POST", "/v1/echo", settings, content=b"secret")
+    assert ask("GET", "/metrics", settings).status_code == 200
+    assert (
+        ask("GET", "/health/ready", settings).status_code == 404
+    )  # the application has no such probe
     log.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["status"] for line in lines] == [200, 200, 413, 401]
-    assert [line["client"] for line in lines] == ["alice", "alice", "alice", ""]
+    assert [line["status"] for line in lines] == [200, 200, 413, 401, 404]
+    assert [line["client"] for line in lines] == ["alice", "alice", "alice", "", ""]
     assert lines[0]["body"] == "héllo"
     assert lines[0]["headers"] == {"content-type": "text/plain"}
     assert lines[1]["body_base64"] == "/wA="

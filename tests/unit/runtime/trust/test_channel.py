@@ -19,6 +19,7 @@ from prejit.runtime.base import files
 from prejit.runtime.errors import PolicyError
 from prejit.runtime.trust.channel import (
     Accepted,
+    KeyMark,
     KeySet,
     Outcome,
     accept,
@@ -338,6 +339,19 @@ def test_a_damaged_state_is_an_error_and_no_first_time(state: ChannelState, dama
     state.path.write_bytes(damage)
     with pytest.raises(PolicyError, match="state of a channel"):
         state.read()
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"keys_version": "1"}'])
+def test_a_damaged_mark_is_an_error_and_no_first_time(state: ChannelState, damage: bytes) -> None:
+    mark = KeyMark(1, OLD, 1, 3, NEW)
+    with state.locked():
+        assert state.mark("1" * 64) == KeyMark()
+        state.write_mark("1" * 64, mark)
+        assert state.mark("1" * 64) == mark
+    [path] = state.path.parent.glob("*.json")
+    path.write_bytes(damage)
+    with pytest.raises(PolicyError, match="state of a channel"):
+        state.mark("1" * 64)
 
 
 def test_a_state_that_others_may_write_is_an_error(state: ChannelState) -> None:

@@ -17,8 +17,15 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 from tests.signers import key_table, signer
 
 from prejit.runtime.trust import dsse
-from prejit.runtime.trust.channel import Accepted, KeySet, Outcome, Release, release_statement
-from prejit.runtime.trust.decision import Attached, Decision, TrustTarget, decide
+from prejit.runtime.trust.channel import (
+    Accepted,
+    KeySet,
+    Outcome,
+    Release,
+    Verified,
+    release_statement,
+)
+from prejit.runtime.trust.decision import Attached, CurrentRelease, Decision, TrustTarget, decide
 from prejit.runtime.trust.dsse import Envelope, encode_bundle, pae
 from prejit.runtime.trust.policy import Policy, parse_policy
 from prejit.runtime.trust.reasons import Reason
@@ -733,7 +740,10 @@ def release(
     *digests: str, bundle: str = "demo", expired: Reason | None = None, version: int = 3
 ) -> Outcome:
     accepted = Accepted(KeySet(0, (signer("a").public,), 1))
-    return Outcome(Release(version, bundle, frozenset(digests), NOW + 1), accepted, expired)
+    ids = frozenset({signer("a").public.id})
+    verified = Verified("sha256:" + "0" * 64, ids, 0, version)
+    current = Release(version, bundle, frozenset(digests), NOW + 1)
+    return Outcome(current, accepted, expired, (verified,), ids)
 
 
 def channel(scene: Scene, found: Outcome | Reason, rule: str = 'channel = "stable"') -> None:
@@ -924,4 +934,4 @@ def test_the_current_release_runs_by_its_index_or_its_manifest() -> None:
     for digest in (INDEX, MANIFEST):
         scene = Scene()
         channel(scene, release(digest))
-        allowed(scene)
+        assert allowed(scene).release == CurrentRelease("stable", 3, ("a",))

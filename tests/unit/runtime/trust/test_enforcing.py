@@ -361,6 +361,133 @@ def test_keys_are_rotated_end_to_end(bundle_dir: Path, tmp_path: Path) -> None:
     runs(bundle_dir, policy)
 
 
+def channel_policy(path: Path, keys: str = '["a"]', more: str = "") -> Path:
+    path.parent.mkdir(exist_ok=True)
+    stable = path.parents[1] if path.parent.name == "moved" else path.parent
+    return write_policy(
+        path,
+        KEYS,
+        rule('channel = "stable"'),
+        f'[channels.stable]\nfile = "{stable / "stable.json"}"\nkeys = {keys}\n{more}',
+    )
+
+
+RENAMED = {
+    "renamed": ("c10.toml", '["a"]', ""),
+    "moved": ("moved/trust.toml", '["a"]', ""),
+    "edited": ("trust.toml", '["b", "a"]', ""),
+    "edited and renamed": ("c10.toml", '["b", "a"]', ""),
+}
+
+
+@pytest.mark.parametrize("renamed", RENAMED.values(), ids=RENAMED)
+def test_a_policy_that_is_renamed_moved_or_edited_goes_not_back(
+    bundle_dir: Path, tmp_path: Path, renamed: tuple[str, str, str]
+) -> None:
+    file, public = tmp_path / "stable.json", tmp_path / "b.pub.pem"
+    public.write_text(signer("b").public.pem)
+    policy = channel_policy(tmp_path / "trust.toml")
+    other = channel_policy(tmp_path / renamed[0], *renamed[1:])
+    contents = []
+    for _ in range(2):
+        release_bundle(file, bundle_dir, "stable", [signer("a")], 1)
+        contents.append(file.read_bytes())
+    rotate_keys(file, "stable", [public], 1, [signer("a"), signer("b")], 1)
+    contents.append(file.read_bytes())
+    release_bundle(file, bundle_dir, "stable", [signer("b")], 1)
+    contents.append(file.read_bytes())
+    for place in (1, 3):  # a release, then a rotation and a release of its keys
+        newer = contents[place]
+        file.write_bytes(newer)
+        channel_policy(policy)
+        runs(bundle_dir, policy)
+        channel_policy(other, *renamed[1:])
+        for older in contents[:place]:
+            file.write_bytes(older)
+            assert case_of(bundle_dir, other) in ("channel-rollback", "channel-signature")
+        file.write_bytes(newer)
+        runs(bundle_dir, other)
+
+
+def test_a_stolen_key_rotates_nothing_again_under_a_renamed_policy(
+    bundle_dir: Path, tmp_path: Path
+) -> None:
+    """The thief of the first key signs other keys of the version that the machine has accepted."""
+    file = tmp_path / "stable.json"
+    for name in ("b", "thief"):
+        (tmp_path / name).write_text(signer(name).public.pem)
+    release_bundle(file, bundle_dir, "stable", [signer("a")], 1)
+    first = file.read_bytes()
+    rotate_keys(file, "stable", [tmp_path / "b"], 1, [signer("a"), signer("b")], 1)
+    runs(bundle_dir, channel_policy(tmp_path / "trust.toml"))
+    file.write_bytes(first)
+    rotate_keys(file, "stable", [tmp_path / "thief"], 1, [signer("a"), signer("thief")], 1)
+    for _ in range(3):
+        release_bundle(file, bundle_dir, "stable", [signer("thief")], 1)
+    assert case_of(bundle_dir, channel_policy(tmp_path / "c10.toml")) == "channel-two-keys"
+
+
+def test_another_vendor_of_the_same_name_neither_collides_nor_blocks(
+    bundle_dir: Path, tmp_path: Path
+) -> None:
+    file, public = tmp_path / "stable.json", tmp_path / "a.pub.pem"
+    public.write_text(signer("a").public.pem)
+    for _ in range(3):
+        release_bundle(file, bundle_dir, "stable", [signer("b")], 1)
+    # The other vendor names our key among its own, which does not make it ours.
+    rotate_keys(file, "stable", [public, public_of("b", tmp_path)], 1, [signer("b")], 1)
+    runs(bundle_dir, channel_policy(tmp_path / "theirs.toml", '["b"]'))
+    file.unlink()
+    release_bundle(file, bundle_dir, "stable", [signer("a")], 1)
+    runs(bundle_dir, channel_policy(tmp_path / "ours.toml"))
+
+
+def public_of(name: str, directory: Path) -> Path:
+    path = directory / f"{name}.public"
+    path.write_text(signer(name).public.pem)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("keys", "more"), [('["a", "b"]', "threshold = 2"), ('["b"]', "")], ids=["threshold", "keys"]
+)
+def test_an_edited_policy_counts_at_once(
+    bundle_dir: Path, tmp_path: Path, keys: str, more: str
+) -> None:
+    policy = channel_policy(tmp_path / "trust.toml")
+    release_bundle(tmp_path / "stable.json", bundle_dir, "stable", [signer("a")], 1)
+    runs(bundle_dir, policy)
+    channel_policy(policy, keys, more)
+    assert case_of(bundle_dir, policy) == "channel-signature"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda text: text[:-9], lambda text: text.replace('"sig":"', '"sig":"!'), lambda _: "[]"],
+    ids=["cut", "envelope", "list"],
+)
+def test_a_damaged_file_of_a_channel_is_named_with_its_own_hint(
+    damage: Callable[[str], str], bundle_dir: Path, tmp_path: Path
+) -> None:
+    policy, file = channel_policy(tmp_path / "trust.toml"), tmp_path / "stable.json"
+    release_bundle(file, bundle_dir, "stable", [signer("a")], 1)
+    file.write_text(damage(file.read_text()))
+    with pytest.raises(UntrustedError, match=str(file)) as raised:
+        load(bundle_dir, trust=policy)
+    assert raised.value.case.startswith("channel-")
+    assert raised.value.hint is not None
+    assert "get the channel's file again" in raised.value.hint
+
+
+def test_verify_says_who_signed_the_release(bundle_dir: Path, tmp_path: Path, prejit: Any) -> None:
+    policy, file = channel_policy(tmp_path / "trust.toml"), tmp_path / "stable.json"
+    release_bundle(file, bundle_dir, "stable", [signer("a")], 1)
+    said = prejit("verify", bundle_dir, "--trust", policy).stdout
+    assert "lets it run, as release 1 of channel stable, signed by a\n" in said
+    found = json.loads(prejit("verify", bundle_dir, "--trust", policy, "--json").stdout)
+    assert found["policy"][0]["release"] == {"channel": "stable", "version": 1, "signers": ["a"]}
+
+
 # --- the command line -------------------------------------------------------------------------------------
 
 
@@ -380,3 +507,19 @@ def test_the_command_line_ends_with_status_5(
     found = json.loads(prejit("verify", bundle_dir, "--trust", policy, "--json").stdout)
     assert [each["signers"] for each in found["policy"]] == [["a"], ["a"]]
     assert "lets it run, signed by a" in prejit("verify", bundle_dir, "--trust", policy).stdout
+
+
+def test_verify_asks_every_policy_that_applies(
+    bundle_dir: Path, policy: Path, tmp_path: Path, prejit: Any
+) -> None:
+    digest = sign(bundle_dir, signer("a")).digest
+    other = write_policy(tmp_path / "other.toml", KEYS, rule())
+    verify = ("verify", bundle_dir, "--trust", policy)
+    found = prejit(*verify, "--json", env={"PREJIT_TRUST": str(other)}).stdout
+    assert {each["policy"] for each in json.loads(found)["policy"]} == {str(policy), str(other)}
+    write_policy(other, KEYS, rule(), f'[revoked]\ndigests = ["{digest}"]')
+    refused = prejit(*verify, env={"PREJIT_TRUST": str(other)}, status=5).stderr
+    assert f"{other} does not let target" in refused
+    other.unlink()
+    gone = prejit(*verify, env={"PREJIT_TRUST": str(other)}, status=5).stderr
+    assert "error[policy]" in gone

@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 from flax import linen, nnx
 
-from prejit.compiler.lowering.user.pytrees import NO_RANDOM_STATE, differing_names
+from prejit.compiler.lowering.user.pytrees import (
+    ALL_BUT_RANDOM_STATE,
+    NO_RANDOM_STATE,
+    differing_names,
+)
 from prejit.compiler.models.parameters import flat_parameters, parametrized
 from prejit.runtime.errors import ManifestError
 
@@ -69,7 +73,7 @@ def _of_nnx(
         random = flat_parameters(nnx.state(module, nnx.RngState))
         raise ManifestError(
             f"{at}: params: expected the names of {label}: {differing}",
-            hint=NO_RANDOM_STATE if parameters.keys() & random.keys() else None,
+            hint=NO_RANDOM_STATE if parameters.keys() & random.keys() else ALL_BUT_RANDOM_STATE,
         )
     values = parameters or {name: np.asarray(leaf) for name, leaf in own.items()}
     bind = parametrized(module).bind

@@ -31,6 +31,10 @@ from prejit.runtime.errors import BuildError, ManifestError, PrejitError
 _STDOUT, _STDERR = 1, 2
 _INSTALLED = {"site-packages", "dist-packages"}
 _TRACING_HINT = "call it under jax.jit with these shapes to see where it fails"
+_TRAINING_HINT = (
+    "the module changes its own state, as Dropout and BatchNorm do in training: call .eval() on it, or take "
+    "its state as an argument and return it anew"
+)
 
 
 @final
@@ -104,6 +108,8 @@ class UserModules:
             except (KeyboardInterrupt, PrejitError):
                 raise
             except BaseException as error:
+                if type(error).__name__ == "TraceContextError":  # flax's, which may not be imported
+                    hint = _TRAINING_HINT
                 raise BuildError(f"{what}: {self.describe(error)}", hint=hint) from error
 
     def _import(self, module_name: str, where: str) -> Any:

@@ -12,6 +12,12 @@ from prejit.compiler.lowering.user.arrays import is_key
 
 Bind = Callable[[Mapping[str, Any]], Any]
 
+ALL_BUT_RANDOM_STATE = (
+    "save and give nnx.state(model, nnx.Not(nnx.RngState)): nnx.Param alone leaves out what BatchNorm and "
+    "others keep beside their parameters"
+)
+"""The hint of errors about params that lack a part of a module of flax.nnx."""
+
 NO_RANDOM_STATE = (
     "random state is no parameter, and the module keeps its own: save and give "
     "nnx.state(model, nnx.Not(nnx.RngState)), or the last part of nnx.split(model, nnx.RngState, ...)"
@@ -41,7 +47,7 @@ def arrays_in(tree: Any, spelled: Callable[[Any], str]) -> tuple[dict[str, Any],
 def differing_names(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """Return in words, for errors, the names that only the object or only its params have; empty: none."""
     sides = (
-        (sorted(own.keys() - given.keys()), "in it alone"),
+        (sorted(own.keys() - given.keys()), "in the module alone"),
         (sorted(given.keys() - own.keys()), "in params alone"),
     )
     return "; ".join(

@@ -91,9 +91,21 @@ def check_root(content: bytes, expected: bytes, path: str) -> None:
     """16. Check that an `index.json` of ours is what our writer writes about the files behind it."""
     if content == expected:
         return
-    found, wanted = (json.loads(each)["manifests"] for each in (content, expected))
-    differ = (pair for pair in zip(wanted, found, strict=False) if pair[0] != pair[1])
-    one, other = next(differ, (f"{len(wanted)} entries", f"{len(found)}, or other keys beside"))
+    found, wanted = json.loads(content), json.loads(expected)
+    if found == wanted:
+        raise RejectError(
+            path,
+            "expected JSON with sorted keys and without spaces, found the same JSON in other bytes",
+            hint="another program has written the file: copy or fetch the bundle again",
+        )
+    keys = sorted(key for key in wanted | found if wanted.get(key) != found.get(key))
+    if "manifests" not in keys:
+        raise RejectError(path, f"expected what prejit writes, found other values of {shown(keys)}")
+    entries, others = wanted["manifests"], found["manifests"]
+    if twice := [each for place, each in enumerate(others) if each in others[:place]]:
+        raise RejectError(path, f"expected each entry once, found {shown(twice[0])} twice")
+    differ = (pair for pair in zip(entries, others, strict=False) if pair[0] != pair[1])
+    one, other = next(differ, (f"{len(entries)} entries", f"{len(others)}"))
     raise RejectError(path, f"expected {shown(one)}, found {shown(other)}")
 
 

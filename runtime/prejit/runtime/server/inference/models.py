@@ -115,10 +115,9 @@ class InferenceModel:
         names = _names(self._forms[0].arguments)
         missing = sorted(names - self._forms[0].optional - given.keys())
         unknown = sorted(given.keys() - names)
-        found = (
-            f"{missing[0]!r} missing"
-            if missing
-            else f"{unknown[0]!r:.200}{did_you_mean(unknown[0], names)}"
+        found = ", and ".join(
+            [f"{name!r:.200}{did_you_mean(name, names)}" for name in unknown[:1]]
+            + [f"{name!r} missing" for name in missing[:1]]
         )
         expected = ", ".join(map(repr, sorted(names))) or "none"
         raise UsageError(f"inputs: expected {expected} for {self.program!r}, found {found}")

@@ -92,7 +92,7 @@ def from_json(
     """Return the array of JSON numbers, nested as the shape says or flat.
 
     Raises:
-        UsageError: they have another number, another nesting, or another kind.
+        UsageError: they have another number, another nesting, or another kind, or the dtype cannot hold them.
     """
     expected = _elements(shape, dtype, where)
     if not isinstance(data, list):
@@ -125,8 +125,14 @@ def from_json(
             raise UsageError(
                 f"{where}: data: expected {limits.min} to {limits.max} for {_name(dtype)}, found {wrong}"
             )
-    with np.errstate(over="ignore"):  # beyond the largest FP16 is infinity, as elsewhere
-        return given.astype(dtype).reshape(shape)
+    with np.errstate(over="ignore"):
+        found = given.astype(dtype).reshape(shape)
+    if dtype.kind not in "biu" and not (held := np.isfinite(found.astype(np.float64))).all():
+        wrong = given.reshape(shape)[~held].flat[0]
+        raise UsageError(
+            f"{where}: data: expected numbers that {_name(dtype)} holds, found {wrong:.6g}"
+        )
+    return found
 
 
 def _large(data: list[Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prejit.runtime.server.inference.models import functions_of, static_values
+from prejit.runtime.server.openai.tokens import longest
 
 if TYPE_CHECKING:
     from prejit.runtime.engine.histograms import HistogramValue
@@ -37,7 +38,7 @@ class PageModel:
         versions: of the packages that built it.
         load_seconds: how long it took to load.
         chat, complete, embed: whether the page can do that with it.
-        max_tokens: the longest context; None: it holds no decoder.
+        max_tokens: the longest context or sentence; None: it takes no tokens.
         calls: its functions. The Open Inference Protocol has them as NAME.FUNCTION.
         static: for each function, the values of each static argument.
         programs: how each program became ready.
@@ -127,7 +128,7 @@ def _model(one: Served) -> PageModel:
         chat=has_decoder and bundle.has_tokenizer and bundle.has_chat_template,
         complete=has_decoder and bundle.has_tokenizer,
         embed=bundle.config.encoder is not None and bundle.has_tokenizer,
-        max_tokens=bundle.decoder.contexts[-1] if has_decoder else None,
+        max_tokens=longest(one) or None,
         calls=tuple(sorted(functions)),
         static={name: static_values(buckets) for name, buckets in functions.items()},
         programs=tuple(

@@ -159,10 +159,11 @@ def test_a_program_without_arguments_takes_no_inputs(client: triton.InferenceSer
     ("name", "inputs", "message"),
     [
         ("score", [], "'x' missing"),
-        ("score", [("y", X, "FP32")], "'x' missing"),
+        ("score", [("y", X, "FP32")], "found 'y', and 'x' missing"),
         ("score", [("x", X, "FP32"), ("y", X, "FP32")], "found 'y'"),
         ("score", [("x", X[0], "FP32")], "expected float32"),
-        ("score", [("x", X[:, :3], "FP32")], "expected float32"),
+        ("score", [("x", X[:, :3], "FP32")], "axis 1 of x: expected 16 in every bucket, found 3"),
+        ("score", [("x", X[:0], "FP32")], "pass at least one row: axis 0 of x has none"),
         ("score", [("x", X.astype(np.float64), "FP64")], "expected FP32, found FP64"),
         ("score", [("x", np.array([b"a"], np.object_), "BYTES")], "found 'BYTES'"),
         ("nothing", [("x", X, "FP32")], "expected one of the models"),

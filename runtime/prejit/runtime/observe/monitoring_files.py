@@ -6,9 +6,6 @@ import json
 from pathlib import Path
 
 from prejit.runtime.errors import StoreError, UsageError
-from prejit.runtime.observe.alerts import as_rules
-from prejit.runtime.observe.dashboards import DASHBOARDS
-from prejit.runtime.observe.grafana import as_grafana
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -23,10 +20,10 @@ def files(runbooks: str) -> dict[str, str]:
         str(path.relative_to(_TEMPLATES)): path.read_text(encoding="utf-8")
         for path in sorted(_TEMPLATES.rglob("*.*"))
     }
-    found["prometheus/prejit.rules.yml"] = as_rules(runbooks.rstrip("/"))
-    for dashboard in DASHBOARDS:
-        text = json.dumps(as_grafana(dashboard), indent=2)
-        found[f"grafana/{dashboard.name}.json"] = f"{text}\n"
+    # A string of JSON is one of YAML.
+    url = json.dumps(f"{runbooks.rstrip('/')}/").removesuffix('"')
+    rules = found["prometheus/prejit.rules.yml"]
+    found["prometheus/prejit.rules.yml"] = rules.replace('_url: "runbooks/', f"_url: {url}")
     return found
 
 

@@ -1,0 +1,65 @@
+"""A file that this user may not open is an error of the kind that a missing one is, and no wrong usage."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+
+GOLDEN = Path(__file__).parents[3] / "format" / "v5" / "chunks"
+AS_OTHERS = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"]
+"""Without these capabilities, permissions count for root too."""
+
+
+@pytest.mark.skipif(
+    os.geteuid() == 0 and shutil.which("setpriv") is None,
+    reason="root may open every file, and needs setpriv to lose that",
+)
+@pytest.mark.parametrize(
+    ("command", "status", "expected"),
+    [
+        ("verify BUNDLE --trust FILE", 5, "error[policy]: FILE: cannot read: Permission denied"),
+        ("generate BUNDLE --prompt-ids 1 --trust FILE", 5, "error[policy]: FILE: cannot read: "),
+        ("sign BUNDLE --key FILE", 6, "error[store]: FILE: cannot read a key: Permission denied"),
+        ("serve BUNDLE --keys FILE", 6, "error[store]: FILE: cannot read the keys: Permission"),
+        ("serve BUNDLE --log FILE", 6, "error[store]: FILE: cannot write the log: Permission"),
+    ],
+)
+def test_a_forbidden_file_is_no_wrong_usage(
+    command: str, status: int, expected: str, tmp_path: Path
+) -> None:
+    bundle = shutil.copytree(GOLDEN, tmp_path / "bundle")
+    file = tmp_path / "file"
+    file.write_text("x")
+    file.chmod(0)
+    words = command.replace("BUNDLE", str(bundle)).replace("FILE", str(file)).split()
+    done = subprocess.run(
+        [*(AS_OTHERS if os.geteuid() == 0 else []), sys.executable, "-m", "prejit.runtime", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert expected.replace("FILE", str(file)) in done.stderr
+    assert "hint: " in done.stderr
+
+
+def test_a_mistyped_policy_is_named_once_with_the_nearest_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from prejit.runtime.__main__ import main
+
+    (tmp_path / "trust.toml").write_text("")
+    bundle = shutil.copytree(GOLDEN, tmp_path / "bundle")
+    mistyped = tmp_path / "trst.toml"
+    assert main(["verify", str(bundle), "--trust", str(mistyped)]) == 5
+    said = capsys.readouterr().err
+    assert said.count(str(mistyped)) == 1
+    assert f"did you mean {tmp_path / 'trust.toml'}?" in said
