@@ -97,7 +97,12 @@ def raw(x):
     return x + 1
 
 
-vectorized = jax.jit(jax.vmap(raw))
+def share(x):
+    return x / x.sum()
+
+
+vectorized = jax.jit(jax.vmap(share, in_axes=1, out_axes=1))
+slope = jax.jit(jax.grad(lambda x: (x**3).sum()))
 
 
 class Scaler:
@@ -172,6 +177,7 @@ CALLS = {
     "keyword": (keyword, [lambda: ((ones(3),), {"y": ones(3)})]),
     "call": (jax.jit(raw), [lambda: ((ones(3),), {}), lambda: ((ones(7),), {})]),
     "vmap": (vectorized, [lambda: ((ones(2, 3),), {})]),
+    "grad": (slope, [lambda: ((ones(3),), {})]),
     "module": (distance, [lambda: ((Point(ones(3), ones(3)),), {})]),
     "lambda": (squared, [lambda: ((ones(3),), {})]),
     "method": (scaler.apply, [lambda: ((ones(4),), {})]),
@@ -200,6 +206,7 @@ PROGRAMS = {
     "keyword": ["keyword"],
     "call": ["raw", "raw"],
     "vmap": ["vectorized"],
+    "grad": ["slope"],
     "module": ["distance"],
     "lambda": ["squared"],
     "method": ["apply"],
@@ -263,7 +270,7 @@ def test_a_recorded_call_has_a_program_that_answers_as_jax(
         given.update(given.pop("kwargs", {}))
         if shape == "literal":  # they are in the program
             del given["epsilon"], given["shape"]
-        if shape != "linen":  # *args
+        if shape not in ("linen", "vmap", "grad"):  # *args, and wrappers
             args, kwargs = (), given
         found = bundle.call(program, *args, **kwargs)
         pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)

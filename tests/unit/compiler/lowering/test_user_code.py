@@ -134,6 +134,39 @@ def test_a_function_that_fails_while_it_is_traced_is_an_error_with_its_line(
     )
 
 
+WRAPPED = """
+import functools, jax
+def g(x):
+    return x / x.sum(axis=0)
+def by_rows(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*(each[::-1] for each in args), **kwargs)
+    return wrapper
+f = """
+
+
+@pytest.mark.parametrize(
+    "made", ["jax.jit(jax.vmap(g, in_axes=1))", "jax.grad(lambda x: x.sum())", "by_rows(g)"]
+)
+def test_a_table_is_refused_where_a_wrapper_treats_names_otherwise_than_places(
+    tmp_path: Path, made: str
+) -> None:
+    found = project(tmp_path, WRAPPED + made)
+    (tmp_path / "m.toml").write_text(MANIFEST.replace("[3]", "[3, 3]"))
+    plan = plan_build(read_manifest(tmp_path / "m.toml"), found.store)
+    with pytest.raises(
+        ManifestError, match=r"'p': args: expected a list, .* x by position"
+    ) as caught:
+        lower(Project(plan, found.store))
+    assert caught.value.hint == "list the arguments in their order, as in args = [...]"
+
+
+@pytest.mark.parametrize("made", ["jax.checkpoint(g)", "functools.partial(g)", "jax.named_call(g)"])
+def test_a_table_is_taken_where_a_wrapper_treats_names_as_places(tmp_path: Path, made: str) -> None:
+    assert len(lower(project(tmp_path, WRAPPED + made)).results) == 1
+
+
 @pytest.mark.parametrize("where", ["import", "trace"])
 def test_ctrl_c_stays_what_it_is(tmp_path: Path, where: str) -> None:
     raising = "raise KeyboardInterrupt\n"

@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from prejit.compiler.lowering.program import LoweredProgram, Shapes
-from prejit.compiler.lowering.user.arrays import example_of, narrowed
+from prejit.compiler.lowering.user.arrays import example_of, narrow_parameter, narrowed
 from prejit.compiler.lowering.user.files import read_file
 from prejit.compiler.lowering.user.pytrees import arrays_in, differing_names
+from prejit.runtime.base.plain_functions import is_plain
 from prejit.runtime.device.transfer import is_weak, weakened
 from prejit.runtime.errors import ManifestError
 
@@ -37,6 +38,8 @@ class UserFunction:
         values: values of the weights, from the manifest's params or the flax.nnx module.
         modules: the modules that it was found in.
         file: the file of its code; empty: it has none in Python.
+        narrower: in words, the weights that jax takes for narrower ones than they are.
+        wrapped: of a wrapper, such as of jax.vmap, the names of the arguments that it takes by position too.
     """
 
     function: Callable[..., Any]
@@ -45,6 +48,8 @@ class UserFunction:
     values: Mapping[str, np.ndarray[Any, Any]]
     modules: UserModules
     file: str = ""
+    narrower: tuple[str, ...] = ()
+    wrapped: tuple[str, ...] = ()
 
     def example(self, bucket: Mapping[str, int], where: str) -> Any:
         """Return the arguments at a bucket as a pytree of jax.ShapeDtypeStruct.
@@ -60,12 +65,12 @@ class UserFunction:
         return example_of(args, bucket, where)
 
     def narrowed(self, bucket: Mapping[str, int], where: str) -> tuple[str, ...]:
-        """Return, in words, the arguments at a bucket that jax takes for narrower ones than they are."""
+        """Return, in words, the weights, and the arguments at a bucket, that jax takes for narrower ones."""
         given = [self.args]
         if callable(self.args):
             with self.modules.tracing(where):
                 jax.eval_shape(lambda: given.append(self.args(**bucket)))
-        return narrowed(given[-1])
+        return (*self.narrower, *narrowed(given[-1]))
 
 
 def find_function(
@@ -116,6 +121,10 @@ def find_function(
     if isinstance(args, str):
         args = modules.find(args, f"{where}: args")
     values = None if parameters is None else dict(sorted(parameters.items()))
+    narrower: tuple[str, ...] = ()
+    if values is not None:
+        narrower = narrowed({"params": {n: v for n, v in values.items() if not is_weak(v)}})
+        values = {n: narrow_parameter(v, f"{where}: params: {n}") for n, v in values.items()}
     nested = nested or nested_by_dots
     module = None
     if "flax" in sys.modules:  # else it is no module of flax, whose import takes 0.4 s
@@ -137,7 +146,25 @@ def find_function(
         name: jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=is_weak(value))
         for name, value in weights.items()
     }
-    return UserFunction(function, args, shapes, weights, modules, _file_of(found))
+    wrapped = () if is_plain(found) else _names_by_place(found)
+    if wrapped and module is None and values is not None and jax.tree.leaves(found) == [found]:
+        wrapped = wrapped[1:]  # the first one is the weights
+    return UserFunction(
+        function, args, shapes, weights, modules, _file_of(found), narrower, wrapped
+    )
+
+
+def _names_by_place(found: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the parameters that a signature allows by position and by name."""
+    try:
+        parameters = inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        return ()
+    return tuple(
+        name
+        for name, each in parameters.items()
+        if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    )
 
 
 def _file_of(found: Any) -> str:
