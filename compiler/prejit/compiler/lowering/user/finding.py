@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from prejit.compiler.base.wording import did_you_mean
 from prejit.compiler.lowering.program import LoweredProgram, Shapes
 from prejit.compiler.lowering.user.arrays import example_of, narrow_parameter, narrowed
 from prejit.compiler.lowering.user.files import read_file
-from prejit.compiler.lowering.user.pytrees import arrays_in, differing_names
+from prejit.compiler.lowering.user.pytrees import arrays_in, check_fit, differing_names
+from prejit.compiler.manifest.checks import key_problems
 from prejit.runtime.base.plain_functions import is_plain
 from prejit.runtime.device.transfer import is_weak, weakened
 from prejit.runtime.errors import ManifestError
@@ -121,10 +123,6 @@ def find_function(
     if isinstance(args, str):
         args = modules.find(args, f"{where}: args")
     values = None if parameters is None else dict(sorted(parameters.items()))
-    narrower: tuple[str, ...] = ()
-    if values is not None:
-        narrower = narrowed({"params": {n: v for n, v in values.items() if not is_weak(v)}})
-        values = {n: narrow_parameter(v, f"{where}: params: {n}") for n, v in values.items()}
     nested = nested or nested_by_dots
     module = None
     if "flax" in sys.modules:  # else it is no module of flax, whose import takes 0.4 s
@@ -133,7 +131,7 @@ def find_function(
         module = call_module(found, program.label, where, values, nested)
     if module is not None:
         function, weights = module
-    elif callable(found) and jax.tree.leaves(found) != [found]:
+    elif callable(found) and not jax.tree_util.all_leaves([found]):
         function, weights = _of_pytree(found, where, values)
     elif callable(found):
         function, weights = _calling(found, nested if values is not None else None), values or {}
@@ -142,16 +140,51 @@ def find_function(
             f"{where}: function: expected something to call, found "
             f"{type(found).__name__} {program.label!r}"
         )
+    narrower = narrowed({"params": {n: v for n, v in weights.items() if not is_weak(v)}})
+    weights = {n: narrow_parameter(v, f"{where}: params: {n}") for n, v in weights.items()}
     shapes = {
         name: jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=is_weak(value))
         for name, value in weights.items()
     }
     wrapped = () if is_plain(found) else _names_by_place(found)
-    if wrapped and module is None and values is not None and jax.tree.leaves(found) == [found]:
+    if wrapped and module is None and values is not None and jax.tree_util.all_leaves([found]):
         wrapped = wrapped[1:]  # the first one is the weights
-    return UserFunction(
+    user = UserFunction(
         function, args, shapes, weights, modules, _file_of(found), narrower, wrapped
     )
+    _check_names(user, found, program, where)
+    return user
+
+
+def _check_names(
+    user: UserFunction, found: Callable[..., Any], program: manifest.Program, where: str
+) -> None:
+    """Check the names under `donate`, `carry` and `static`, and what `example` checks, before any trace.
+
+    Raises:
+        ManifestError: there is no such argument, or `args` have a mistake.
+        BuildError: a function of the user that returns examples fails.
+    """
+    smallest = {name: sizes[0] for name, sizes in program.buckets.items()}
+    example = user.example(smallest, f"{where}: args")
+    for key in ("donate", "carry"):
+        for (_, place), problem in key_problems(key, getattr(program, key), example):
+            raise ManifestError(f"{where}: {key}[{place}]: {problem}")
+    if not is_plain(found):  # the signature is that of the function inside
+        return
+    with suppress(TypeError, ValueError):  # code in C
+        parameters = inspect.signature(found).parameters.values()
+        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+            return
+        names = [each.name for each in parameters if each.kind in _NAMED]
+        for name in program.static.keys() - {*names}:
+            raise ManifestError(
+                f"{where}: static: expected an argument of {program.label}, one of "
+                f"{', '.join(names) or 'none'}; found {name}{did_you_mean(name, names)}"
+            )
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def _names_by_place(found: Callable[..., Any]) -> tuple[str, ...]:
@@ -196,6 +229,7 @@ def _of_pytree(
         raise ManifestError(
             f"{where}: params: expected the names of the module's arrays: {differing}"
         )
+    check_fit(own, parameters or {}, f"{where}: params", "the module")
 
     def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         return bind(weights)(*args, **kwargs)

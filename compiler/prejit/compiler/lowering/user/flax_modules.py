@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from flax import linen, nnx
 
-from prejit.compiler.lowering.user.pytrees import NO_RANDOM_STATE, differing_names
+from prejit.compiler.lowering.user.pytrees import NO_RANDOM_STATE, check_fit, differing_names
 from prejit.compiler.models.parameters import flat_parameters, parametrized
 from prejit.runtime.errors import ManifestError
 
@@ -71,6 +71,7 @@ def _of_nnx(
             f"{at}: params: expected the names of {label}: {differing}",
             hint=NO_RANDOM_STATE if parameters.keys() & random.keys() else None,
         )
+    check_fit(own, parameters or {}, f"{at}: params", label)
     values = parameters or {name: np.asarray(leaf) for name, leaf in own.items()}
     bind = parametrized(module).bind
 

@@ -39,6 +39,9 @@ def outer_call() -> dict[str, Any] | None:
          "static": {"mode": "fast"},         texts, integers and booleans
          "fixed": {"limit": "=1e-06"},       other static arguments: "=" and a literal, or a name to import
          "donated": ["state"],
+         "lowering": {"placed": ["x"],       the names that the call passed by position
+                      "keep_unused": false,  as jax.jit was given it
+                      "x64": false},         the setting jax_enable_x64
          "trouble": "..."}                   why no manifest can name it; empty: one can
 
     A tree is {"kind": ..., "of": ..., "items": [[key, tree], ...]}. Kinds with items are list, tuple, dict,
@@ -87,6 +90,8 @@ def _of_flax(frame: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any, An
 def _described(
     function: Any, name: str | None, info: Any, args: Any, kwargs: Any, names: _Names
 ) -> dict[str, Any]:
+    import jax
+
     if name is None:
         raise _UnknownError("no name was found by which its function can be imported")
     try:
@@ -142,6 +147,13 @@ def _described(
         "static": static,
         "fixed": fixed,
         "donated": [key for key, _ in arguments if key in donated],
+        "lowering": {
+            "placed": [
+                key for key in order[: len(args)] if key in {*dict(arguments), *static, *fixed}
+            ],
+            "keep_unused": info.keep_unused,
+            "x64": jax.config.jax_enable_x64,
+        },
     }
 
 
