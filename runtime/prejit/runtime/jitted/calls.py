@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature
 from typing import Any, final
 
-from prejit.runtime.base.plain_functions import is_plain
+from prejit.runtime.recorded.hook.plain_functions import is_plain
 
 _BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _ANY = Signature(

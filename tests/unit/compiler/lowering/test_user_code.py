@@ -159,11 +159,15 @@ head = Head()
     [
         (
             'args = "mymodel:args"\ndonate = ["sate"]',
-            r"donate\[0\]: .*\(did you mean \"state\"\?\)",
+            r"donate: .*\(did you mean \"state\"\?\)",
         ),
         (
             'args = "mymodel:args"\ndonate = [9]',
-            r"donate\[0\]: .* one of \"state\", \"x\"; found 9",
+            r"donate: .* one of \"state\", \"x\"; found 9",
+        ),
+        (
+            'args = "mymodel:args"\nmask = "xx"\npad = "unchecked"',
+            r"mask: .*\(did you mean \"x\"\?\)",
         ),
         (
             'args = { state = "float32[3]", x = "float32[3]" }\nstatic = { knd = ["a"] }',

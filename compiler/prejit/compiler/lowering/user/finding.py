@@ -20,9 +20,9 @@ from prejit.compiler.lowering.user.arrays import example_of, narrow_parameter, n
 from prejit.compiler.lowering.user.files import read_file
 from prejit.compiler.lowering.user.pytrees import arrays_in, check_fit, differing_names
 from prejit.compiler.manifest.checks import key_problems
-from prejit.runtime.base.plain_functions import is_plain
 from prejit.runtime.device.transfer import is_weak, weakened
 from prejit.runtime.errors import ManifestError
+from prejit.runtime.recorded.hook.plain_functions import is_plain
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.user.modules import UserModules
@@ -159,7 +159,7 @@ def find_function(
 def _check_names(
     user: UserFunction, found: Callable[..., Any], program: manifest.Program, where: str
 ) -> None:
-    """Check the names under `donate`, `carry` and `static`, and what `example` checks, before any trace.
+    """Check names under `donate`, `carry`, `mask` and `static`, and what `example` checks, before a trace.
 
     Raises:
         ManifestError: there is no such argument, or `args` have a mistake.
@@ -167,9 +167,10 @@ def _check_names(
     """
     smallest = {name: sizes[0] for name, sizes in program.buckets.items()}
     example = user.example(smallest, f"{where}: args")
-    for key in ("donate", "carry"):
-        for (_, place), problem in key_problems(key, getattr(program, key), example):
-            raise ManifestError(f"{where}: {key}[{place}]: {problem}")
+    mask = () if program.mask is None else (program.mask,)
+    for key, given in (("donate", program.donate), ("carry", program.carry), ("mask", mask)):
+        for _, problem in key_problems(key, given, example):
+            raise ManifestError(f"{where}: {key}: {problem}")
     if not is_plain(found):  # the signature is that of the function inside
         return
     with suppress(TypeError, ValueError):  # code in C

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prejit.runtime.base.plain_functions import is_plain
 from prejit.runtime.recorded.hook.jax_texts import CALL_FRAME, CALL_LOCALS
+from prejit.runtime.recorded.hook.plain_functions import is_plain
 
 _NUMBERS = (bool, int, float, complex)
 """The classes of Python's numbers: jax gives them weak types."""
