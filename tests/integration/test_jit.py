@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -31,6 +32,7 @@ from prejit.runtime import (
     load,
 )
 from prejit.runtime.device import _jaxlib
+from prejit.runtime.errors import FallbackWarning
 
 from .conftest import Run
 
@@ -108,6 +110,13 @@ def parts(x, *others):
     return [x, *(each + 1 for each in others)], {"none": None, "sum": sum(others)}
 
 
+def share(x):
+    return x / x.sum()
+
+
+columns = jax.vmap(share, in_axes=1)
+
+
 def first_state() -> State:
     return State({"w": jnp.ones((4, 2))}, jax.random.key(3))
 
@@ -132,6 +141,8 @@ def bundle_path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> 
         program(jax.jit(accumulate, donate_argnums=0), jnp.ones(1024), jnp.ones(1024)),
         program(difference, Metrics(jnp.ones(2), jnp.ones(2))),
         program(parts, jnp.ones(2), jnp.ones(3), jnp.ones(3)),
+        Program("placed", fn=columns, args=["float32[3,3]"]),
+        Program("named", fn=lambda x: columns(x=x), args={"x": "float32[3,3]"}),
         Program(
             "trained",
             fn=train,
@@ -259,6 +270,20 @@ def test_arguments_by_place_and_by_name(bundle_path: Path, call: Any, events: li
     same(jax.vmap(jitted)(jnp.stack([z, z]), jnp.stack([a, a])), jnp.stack(results[:2]))
     with pytest.raises(TypeError, match="argument"):
         jitted(z, b=a)
+
+
+@pytest.mark.parametrize("name", ["placed", "named"])
+def test_a_wrapper_may_treat_names_otherwise_than_places(bundle_path: Path, name: str) -> None:
+    """`in_axes` of jax.vmap is of arguments by position: the same by name is another function."""
+    x = jnp.arange(9.0).reshape(3, 3)
+    for call, fits in ((lambda f: f(x), "placed"), (lambda f: f(x=x), "named")):
+        jitted = jit(columns, bundle=bundle_path, name=name)
+        warns = pytest.warns(FallbackWarning)
+        with contextlib.nullcontext() if name == fits else warns:
+            same(call(jitted), call(jax.jit(columns)))
+        assert jitted.stats().loaded == (name,) * (name == fits)
+    assert program(columns, x).args == [x]
+    assert program(columns, x=x).args == {"x": x}
 
 
 def test_varargs_none_and_containers(bundle_path: Path) -> None:

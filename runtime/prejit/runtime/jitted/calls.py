@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature
 from typing import Any, final
 
+from prejit.runtime.recorded.hook.plain_functions import is_plain
+
 _BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _ANY = Signature(
     [Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)]
@@ -62,6 +64,9 @@ class Parameters:
     ) -> None:
         """Read the function's signature.
 
+        A wrapper, such as of jax.vmap, may treat an argument by name otherwise than the same by position.
+        Its calls are bound as they are written.
+
         Args:
             function: the function. One without a signature takes any arguments.
             static: places and names of static parameters.
@@ -73,6 +78,9 @@ class Parameters:
             self._signature = _ANY
         parameters = self._signature.parameters
         self._names = [name for name, each in parameters.items() if each.kind in _BY_PLACE]
+        if not is_plain(function):
+            static, donated = self._spellings(static), self._spellings(donated)
+            self._signature, self._names, parameters = _ANY, [], _ANY.parameters
         self.static = frozenset(self._named(static))
         self._donated = frozenset(self._named(donated))
         self.defaults = {
@@ -80,6 +88,16 @@ class Parameters:
             for name, each in parameters.items()
             if each.default is not Parameter.empty
         }
+
+    def _spellings(self, given: Iterable[int | str]) -> list[int | str]:
+        """Return places and names of parameters, with both for each parameter that has both."""
+        found: list[int | str] = []
+        for each in given:
+            place = self._names.index(each) if each in self._names else each
+            found.append(place)
+            if isinstance(place, int) and -len(self._names) <= place < len(self._names):
+                found += [place % len(self._names), self._names[place]]
+        return found
 
     def _named(self, given: Iterable[int | str]) -> Iterable[str]:
         for each in given:
@@ -112,6 +130,9 @@ class Parameters:
                 arrays |= {key: given[key] for key in given if key not in self.static}
             elif parameter.kind is Parameter.VAR_POSITIONAL:
                 items = {_item(place): each for place, each in enumerate(bound.get(name, ()))}
+                static |= {key: items[key] for key in items if key in self.static}
+                unbroken = unbroken and not items.keys() & self.static
+                items = {key: items[key] for key in items if key not in self.static}
                 arrays |= items
                 placed += [*items] if unbroken else []
                 nameable = nameable and not items

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ def plain(x: Any, y: Any = 0, *, z: Any = 0, **more: Any) -> None: ...
 def static_between(x: Any, mode: str, y: Any) -> None: ...
 def many(first: Any, *others: Any) -> None: ...
 def placed(x: Any, /, y: Any) -> None: ...
+
+
+wrapped = jax.vmap(static_between, in_axes=1)
 
 
 def call(
@@ -35,6 +39,14 @@ def call(
         (call(many, 1, 2, 3), "first args[0] args[1]", "first args[0] args[1]", False),
         (call(placed, 1, y=2), "x y", "x y", False),
         (call(max, 1, 2), "args[0] args[1]", "args[0] args[1]", False),
+        (call(functools.partial(plain, 1), 2), "y", "y", True),
+        (call(jax.jit(plain), 1, 2), "x y", "x y", True),
+        # A wrapper may treat names otherwise, as jax.vmap does: `in_axes` is of arguments by position.
+        (call(wrapped, 1, 2), "args[0] args[1]", "args[0] args[1]", False),
+        (call(wrapped, y=1, x=2), "", "x y", True),
+        (call(wrapped, 1, y=2), "args[0]", "args[0] y", False),
+        (call(wrapped, 1, "m", 3, static=["mode"]), "", "args[0] args[2]", False),
+        (call(wrapped, 1, mode="m", static=[-2]), "args[0]", "args[0]", False),
     ],
 )
 def test_arguments_by_place_and_in_jaxs_order(

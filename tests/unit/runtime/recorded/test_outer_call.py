@@ -36,6 +36,13 @@ def keywords(x, **rest):
     return x + rest["y"]
 
 
+def shares(x, y):
+    return x / y.sum()
+
+
+columns = jax.jit(jax.vmap(shares, in_axes=1))
+
+
 @jax.jit
 def places(x, /, *rest):
     return x + sum(rest)
@@ -70,6 +77,10 @@ if __name__ == "__main__":
     library.local()(x)
     library.keywords(x, y=library.values)
     library.places(x, x, x)
+    square = np.ones((3, 3))
+    library.columns(square, square)
+    library.columns(x=square, y=square)
+    library.columns(square, y=square)
     odd(Odd(x))
     jnp.tanh(x)
     os.write(1, b"done")
@@ -115,6 +126,7 @@ def test_a_call_has_its_tree_its_static_and_its_donated_arguments(calls: Any, re
         "static": {"n": 2},
         "fixed": {"how": "=(1, 2.5)"},
         "donated": ["x"],
+        "lowering": {"placed": ["x", "n"], "keep_unused": False, "x64": False},
         "trouble": "",
     }
 
@@ -139,6 +151,14 @@ def test_arguments_have_the_names_or_places_that_the_function_takes(calls: Any) 
     assert not keywords["by_place"]
     assert len(places["arguments"]) == 3
     assert places["by_place"]
+
+
+def test_arguments_of_a_wrapper_are_passed_as_the_call_passed_them(calls: Any) -> None:
+    """`in_axes` of jax.vmap is of arguments by position."""
+    placed, named, mixed = called(calls, "jit_shares")
+    assert [each["trouble"] for each in (placed, named)] == ["", ""]
+    assert (placed["by_place"], named["by_place"]) == (True, False)
+    assert "some arrays by position only and others by name only" in mixed["trouble"]
 
 
 def test_a_class_that_fails_to_compare_is_no_failure_of_the_hook(calls: Any) -> None:

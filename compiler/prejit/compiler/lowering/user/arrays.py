@@ -18,11 +18,13 @@ from jax.tree_util import (
 )
 
 from prejit.compiler.manifest.shape_string import KEY, MAX_SIZE, parse_shape
+from prejit.runtime.device.transfer import is_weak, weakened
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import DTYPES, Array
 from prejit.runtime.format.constants import Constant, encode
 from prejit.runtime.format.limits import MAX_DIMENSIONS
+from prejit.runtime.programs.calls import halved
 from prejit.runtime.programs.pytree import auxiliary
 
 
@@ -91,6 +93,24 @@ def narrowed(args: Any) -> tuple[str, ...]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(args)
         if hasattr(leaf, "dtype") and _canonical(leaf) != leaf.dtype
     )
+
+
+def narrow_parameter(value: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
+    """Return a parameter as jax.jit takes it: 64 bits become 32 unless jax_enable_x64 is set.
+
+    Raises:
+        ManifestError: integers would wrap, or numbers become infinite.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    if dtype == value.dtype:
+        return value
+    narrow = halved(value, dtype)
+    if narrow is None:
+        raise ManifestError(
+            f"{where}: expected {value.dtype} whose values are in the range of {dtype}, found others",
+            hint="give values that 32 bits hold, or set JAX_ENABLE_X64=1 in the environment of the build",
+        )
+    return weakened(narrow) if is_weak(value) else narrow
 
 
 def _canonical(leaf: Any) -> Any:

@@ -88,7 +88,7 @@ def lower_function(
     call = _with_static(user, program, spec, section)
     returned: list[Any] = []
 
-    def function(weights: Mapping[str, Any], *data: Any) -> Any:
+    def function(weights: Mapping[str, Any], *data: Any, call: Callable[..., Any] = call) -> Any:
         """Call the user's function; random keys go in and out as their data."""
         given = jax.tree.unflatten(structure, map(_as_given, data, leaves))
         args, kwargs = ((), given) if isinstance(given, dict) else (tuple(given), {})
@@ -97,6 +97,18 @@ def lower_function(
         return [_as_data(leaf) for leaf in jax.tree.leaves(result)]
 
     values = (user.weights, *_data_shapes(leaves))
+    wanted = tuple(name for name in PLATFORMS if name in platforms)
+    by_place = user.wrapped[: len(example)] if isinstance(example, dict) else ()
+    if by_place and {*by_place} <= example.keys():
+        placed = _with_static(user, program, spec, section, by_place)
+        with user.modules.in_use(), _on(mesh):
+            texts = [_text_of(partial(function, call=f), values, wanted) for f in (call, placed)]
+        if None not in texts[1:] and texts[0] != texts[1]:
+            raise ManifestError(
+                f"{section}: args: expected a list, because {program.label} is a wrapper that treats "
+                f"{', '.join(by_place)} by position otherwise than by name; found a table",
+                hint="list the arguments in their order, as in args = [...]",
+            )
     what = f"{at}: program {spec.name}: cannot lower {program.label}"
     pure = contextlib.nullcontext() if program.impure else refusing_chance(what)
     with user.modules.tracing(what), _on(mesh), pure:
@@ -126,7 +138,6 @@ def lower_function(
     arguments = _with_variables(arguments, variables[0])
     results = _with_variables(results, variables[1])
     options = {**_options(weights, arguments, results, mesh), "calls": calls}
-    wanted = tuple(name for name in PLATFORMS if name in platforms)
     with user.modules.tracing(what), _on(mesh):
         exported, refused = _export_where_possible(function, values, wanted, options)
     if exported is None:
@@ -213,15 +224,33 @@ def _options(
     }
 
 
+def _text_of(
+    function: Callable[..., Any], values: tuple[Any, ...], platforms: tuple[str, ...]
+) -> str | None:
+    """Return a function's StableHLO for the first of the platforms; None: it has none."""
+    with contextlib.suppress(Exception):  # of the user's code
+        traced = jax.jit(function, keep_unused=True).trace(*values)
+        return traced.lower(lowering_platforms=platforms[:1]).as_text()
+    return None
+
+
 def _with_static(
-    user: UserFunction, program: manifest.Program, spec: ProgramSpec, section: str
+    user: UserFunction,
+    program: manifest.Program,
+    spec: ProgramSpec,
+    section: str,
+    by_place: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Return the user's function of weights and arguments, with its static arguments, repeated if wanted."""
+    """Return the user's function of weights and arguments, with its static arguments, repeated if wanted.
+
+    It passes the arguments in `by_place` by position, although it takes them by name.
+    """
     static = dict(spec.static)
     times = static.pop(REPEAT, None) if program.repeat else None
 
     def call(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         def once(*args: Any, **kwargs: Any) -> Any:
+            args = (*args, *(kwargs.pop(name) for name in by_place))
             return user.function(weights, *args, **kwargs, **static)
 
         if times is None:
