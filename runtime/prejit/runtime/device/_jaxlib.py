@@ -368,15 +368,15 @@ class Dispatch:
             return None
 
     @property
-    def static(self) -> tuple[int | str, ...]:
-        """The places and names of static arguments."""
-        return (*self._state["static_argnums"], *self._state["static_argnames"])
+    def static(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """The places and the names of static arguments, which jax completed."""
+        return tuple(self._state["static_argnums"]), tuple(self._state["static_argnames"])
 
     @property
-    def donated(self) -> tuple[int | str, ...]:
-        """The places and names of donated arguments."""
+    def donated(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """The places and the names of donated arguments, which jax completed."""
         key = self._state["global_cache_key"]
-        return (*(key.donate_argnums or ()), *(key.donate_argnames or ()))
+        return tuple(key.donate_argnums or ()), tuple(key.donate_argnames or ())
 
     def function(self, jitted: Any, miss: Callable[..., Missed]) -> Any:
         """Return a function as the jitted one that calls another function for a new signature."""

@@ -31,6 +31,10 @@ def local():
     return jax.jit(inner)
 
 
+def chosen(x, n):
+    return x * n
+
+
 @jax.jit
 def keywords(x, **rest):
     return x + rest["y"]
@@ -69,6 +73,8 @@ def odd(value):
 if __name__ == "__main__":
     x = np.ones((2, 3), np.float32)
     own(jnp.ones((2, 3)), 2, scale=3.0, how=(1, 2.5))
+    own_places = {"static_argnums": 1, "static_argnames": (), "donate_argnums": (), "donate_argnames": "x"}
+    jax.jit(library.chosen, **own_places)(x, n=x)
     jax.jit(library.plain)(x)
     jax.jit(jax.vmap(library.plain))(x)
     guarded = jax.jit(lambda x: x - 4)
@@ -129,6 +135,12 @@ def test_a_call_has_its_tree_its_static_and_its_donated_arguments(calls: Any, re
         "lowering": {"placed": ["x", "n"], "keep_unused": False, "x64": False},
         "trouble": "",
     }
+
+
+def test_places_and_names_choose_what_the_call_has_by_place_and_by_name(calls: Any) -> None:
+    [chosen] = called(calls, "jit_chosen")
+    assert [name for name, _ in chosen["arguments"]] == ["x", "n"]
+    assert (chosen["static"], chosen["fixed"], chosen["donated"]) == ({}, {}, [])
 
 
 def test_a_transformed_function_is_not_taken_for_the_one_that_it_wraps(calls: Any) -> None:

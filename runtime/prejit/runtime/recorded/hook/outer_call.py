@@ -108,7 +108,10 @@ def _described(
                 kinds[key] = _Parameter.POSITIONAL_ONLY if is_placed else _Parameter.KEYWORD_ONLY
 
     def named(places: Any, by_name: Any) -> set[str]:
-        return {order[place] for place in places if place < len(order)} | {*by_name}
+        """Return what jax takes by its place or its name, as this call has it."""
+        return {*(key for place, key in enumerate(order[: len(args)]) if place in places)} | (
+            {*by_name} & kwargs.keys()
+        )
 
     is_static = named(info.static_argnums, info.static_argnames)
     donated = named(info.donate_argnums, info.donate_argnames)
