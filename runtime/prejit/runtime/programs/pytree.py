@@ -119,11 +119,10 @@ def _collect(tree: Tree, value: Any, at: Path, walk: _Walk) -> None:
         try:
             part = part_of(key)
         except (KeyError, IndexError, AttributeError):
-            if isinstance(child, Node) and child.kind == "none":
-                continue
             missing = next(_first_leaf(child, (*at, key)), (*at, key))
+            is_none = ": expected None" * (child == trees.NONE)
             strays = (f", and unexpected {spell((*at, key))}" for key in _more_keys(tree, value))
-            raise MisfitError(f"{spell(missing)} is missing{next(strays, '')}") from None
+            raise MisfitError(f"{spell(missing)} is missing{is_none}{next(strays, '')}") from None
         _collect(child, part, (*at, key), walk)
     for key in _more_keys(tree, value):
         raise MisfitError(f"unexpected {spell((*at, key))}")
@@ -146,15 +145,13 @@ def _parts(tree: Node, value: Any) -> Callable[[Key], Any]:
 
 
 def _more_keys(tree: Node, value: Any) -> Iterator[Key]:
-    """Yield the keys of parts that a value has and the tree has not. None is no part."""
+    """Yield the keys of parts that a value has and the tree has not. None is a part, as for jax."""
     if (parts := _registered_parts(tree, value)) is not None:
         yield from range(len(tree.keys), len(parts))
     elif isinstance(value, Mapping):
-        more = [key for key in value.keys() - set(tree.keys) if value[key] is not None]
-        yield from sorted(more, key=str)
+        yield from sorted(value.keys() - set(tree.keys), key=str)
     elif tree.kind == "dict":
-        more = [name for name in _fields(value) if name not in tree.keys]
-        yield from (name for name in more if getattr(value, name) is not None)
+        yield from (name for name in _fields(value) if name not in tree.keys)
     elif isinstance(value, list | tuple):
         yield from range(len(tree.keys), len(value))
 
