@@ -31,7 +31,8 @@ def flatten(tree: Tree, value: Any, at: Path = ()) -> list[Any]:
 
     Lists and tuples are taken for each other. A record or named tuple is any object with its fields, a
     mapping of them, or a list in their order. A dict is a mapping, or a named tuple or dataclass whose fields
-    are its keys: its parts have no order, so no list stands for it.
+    are its keys; no list stands for it. A dict has its keys in the order in which jax gives them to the
+    function: those of an OrderedDict as they are, all others sorted. Keyword arguments have no order.
 
     Args:
         tree: what the program takes.
@@ -126,6 +127,19 @@ def _collect(tree: Tree, value: Any, at: Path, walk: _Walk) -> None:
         _collect(child, part, (*at, key), walk)
     for key in _more_keys(tree, value):
         raise MisfitError(f"unexpected {spell((*at, key))}")
+    if tree.kind == "dict" and at and isinstance(value, Mapping):
+        order = (*value,) if type(value) is OrderedDict else _sorted(tree.keys)
+        if order != tree.keys:
+            expected, found = (", ".join(map(repr, keys)) for keys in (tree.keys, order))
+            raise MisfitError(
+                f"expected the keys of {spell(at)} in the order {expected}, found {found}: jax keeps the "
+                "order of an OrderedDict, and sorts the keys of a dict"
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def _sorted(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+    return tuple(sorted(keys, key=lambda key: (isinstance(key, str), key)))
 
 
 def _parts(tree: Node, value: Any) -> Callable[[Key], Any]:
@@ -258,7 +272,8 @@ def unflatten(
         case "list":
             return children
         case "dict":
-            return dict(zip(tree.keys, children, strict=True))
+            kind = dict if _sorted(tree.keys) == tree.keys else OrderedDict
+            return kind(zip(tree.keys, children, strict=True))
         case "namedtuple" | "record":
             fields = dict(zip(map(str, tree.keys), children, strict=True))
             known = (types or {}).get(tree.type)

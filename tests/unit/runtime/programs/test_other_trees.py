@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +25,12 @@ def counted(t: Any) -> Any:
 
 def scaled(*, x: Any, scale: Any = 2.0) -> Any:
     return x if scale is None else x * scale
+
+
+def layers(x: Any, d: Any) -> Any:
+    for value in d.values():
+        x = x * value + 1
+    return {"x": x, "d": d}
 
 
 class Call(NamedTuple):
@@ -50,12 +58,31 @@ CALLS = {
     "none_default": Call(
         scaled, {"x": X, "scale": None}, {"x": X}, "scale is missing: expected None"
     ),
+    "turned": Call(
+        layers,
+        [X, OrderedDict(z=X, b=X * 5)],
+        [X, OrderedDict(b=X * 5, z=X)],
+        "order 'z', 'b', found",
+    ),
+    "unordered": Call(
+        layers,
+        [X, OrderedDict(z=X, b=X * 5)],
+        [X, {"z": X, "b": X * 5}],
+        "order 'z', 'b', found 'b'",
+    ),
+    "ordered": Call(
+        layers,
+        [X, {"z": X, "b": X * 5}],
+        [X, OrderedDict(z=X, b=X * 5)],
+        "order 'b', 'z', found 'z'",
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
     programs = [Program(name, fn=each.function, args=_made(each)) for name, each in CALLS.items()]
+    programs += [Program("state", fn=layers, args=lambda: {"x": X, "d": OrderedDict(z=X, b=X * 5)})]
     output = tmp_path_factory.mktemp("trees")
     path = build(programs, output, name="trees", cache=build_cache, quiet=True).path
     return load(path, on_mismatch="error")
@@ -67,6 +94,11 @@ def _made(call: Call) -> Any:
 
 def called(way: Callable[..., Any], *name: str, given: Any) -> Any:
     return way(*name, **given) if isinstance(given, dict) else way(*name, *given)
+
+
+def same(found: Any, wanted: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
@@ -81,4 +113,28 @@ def test_another_structure_is_refused(bundle: Bundle, name: str, of: Any) -> Non
             with pytest.raises(UsageError, match=call.problem):
                 called(way, name, given=other)
         wanted = called(jax.jit(call.function), given=example)
-        jax.tree.map(np.testing.assert_array_equal, called(bundle.call, name, given=example), wanted)
+        same(called(bundle.call, name, given=example), wanted)
+
+
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+def test_dicts_in_the_order_of_jax_are_taken(bundle: Bundle, of: Any) -> None:
+    """Whatever their class, and a result may be the next argument."""
+    z, b, x = of(X), of(X * 5), of(X)
+    wanted = jax.jit(layers)(x, {"z": z, "b": b})
+    mappings: list[Any] = [
+        defaultdict(list, z=z, b=b),
+        {"b": b, "z": z},
+        OrderedDict(b=b, z=z),
+        MappingProxyType({"z": z, "b": b}),
+    ]
+    for _ in range(2):
+        for mapping in mappings:
+            same(bundle.call("ordered", x, mapping), wanted)
+    given = expected = OrderedDict(z=z, b=b)
+    for _ in range(3):
+        given = bundle.call("turned", x, given)["d"]
+        expected = jax.jit(layers)(x, expected)["d"]
+        same(given, expected)
+    bound = bundle.bind("state", d=expected)
+    bound.write(d=bound.read()["d"])
+    same(bound.read()["d"], expected)
