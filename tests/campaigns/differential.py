@@ -92,7 +92,7 @@ def compare(found: Any, wanted: Any) -> None:
 
 
 def plain(tree: Any) -> Any:
-    """Return a tree with ordered dicts in place of dicts and records with names, and tuples in place of lists.
+    """Return a tree with OrderedDicts for dicts and records with names, and tuples for lists.
 
     Calls of a bundle return what was built. They take a record for a dict, in any order, and a list for a
     tuple. A dict has the order that it has.

@@ -100,9 +100,7 @@ def _structure(value: Any) -> Any:
 
 def _collect(tree: Tree, value: Any, at: Path, walk: _Walk) -> None:
     if isinstance(tree, Leaf):
-        if value is None or isinstance(value, Mapping):
-            raise MisfitError(f"{spell(at)} is missing")
-        walk.found.append(value)
+        walk.found.append(_leaf(value, at))
         return
     if tree.kind == "none":
         if value is not None:
@@ -142,6 +140,24 @@ def _sorted(keys: tuple[Key, ...]) -> tuple[Key, ...]:
     return tuple(sorted(keys, key=lambda key: (isinstance(key, str), key)))
 
 
+_OF_ARRAYS = ("__array__", "__array_interface__", "__dlpack__", "__jax_array__", "dtype")
+"""Attributes of which an array of any library has one."""
+
+
+def _leaf(value: Any, at: Path) -> Any:
+    """Return what a caller gave for an array.
+
+    Raises:
+        MisfitError: it is none, or a container, of which NumPy would make an array.
+    """
+    if value is None or isinstance(value, Mapping):
+        raise MisfitError(f"{spell(at)} is missing")
+    is_container = hasattr(value, "__len__") and not isinstance(value, str | bytes)
+    if is_container and not any(hasattr(value, name) for name in _OF_ARRAYS):
+        raise MisfitError(f"expected {spell(at)} as an array, found {type(value).__name__}")
+    return value
+
+
 def _parts(tree: Node, value: Any) -> Callable[[Key], Any]:
     """Return a function that gives a part of a value by its key, or raises an error of a missing part."""
     if (parts := _registered_parts(tree, value)) is not None:
@@ -162,8 +178,8 @@ def _more_keys(tree: Node, value: Any) -> Iterator[Key]:
     """Yield the keys of parts that a value has and the tree has not. None is a part, as for jax."""
     if (parts := _registered_parts(tree, value)) is not None:
         yield from range(len(tree.keys), len(parts))
-    elif isinstance(value, Mapping):
-        yield from sorted(value.keys() - set(tree.keys), key=str)
+    elif isinstance(value, Mapping) or (tree.kind == "dict" and not _fields(value)):
+        yield from sorted({*value.keys()} - {*tree.keys}, key=str)
     elif tree.kind == "dict":
         yield from (name for name in _fields(value) if name not in tree.keys)
     elif isinstance(value, list | tuple):
@@ -320,12 +336,10 @@ def _substitute(kind: str, type_: str, fields: tuple[str, ...]) -> Callable[...,
 def by_path(tree: Tree, given: Mapping[Path, Any]) -> list[Any]:
     """Return the leaves of a tree from values by path. Raises MisfitError as `flatten`."""
     expected = list(trees.paths(tree))
-    for path in expected:
-        if given.get(path) is None:
-            raise MisfitError(f"{spell(path)} is missing")
+    found = [_leaf(given.get(path), path) for path in expected]
     if unexpected := given.keys() - set(expected):
         raise MisfitError(f"unexpected {spell(min(unexpected, key=str))}")
-    return [given[path] for path in expected]
+    return found
 
 
 def spell(path: Path) -> str:

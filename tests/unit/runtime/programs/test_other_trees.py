@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+import ctypes
+from array import array
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
@@ -31,6 +33,10 @@ def layers(x: Any, d: Any) -> Any:
     for value in d.values():
         x = x * value + 1
     return {"x": x, "d": d}
+
+
+def size(x: Any) -> Any:
+    return x.sum() if hasattr(x, "shape") else jnp.float32(len(x))
 
 
 class Call(NamedTuple):
@@ -82,6 +88,11 @@ CALLS = {
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
     programs = [Program(name, fn=each.function, args=_made(each)) for name, each in CALLS.items()]
+    shapes = {"row": (2,), "rows": (2, 2), "number": ()}
+    programs += [
+        Program(name, fn=size, args=[np.ones(shape, np.float32)]) for name, shape in shapes.items()
+    ]
+    programs += [Program("kept", fn=lambda x: x + 1, args={"x": X})]
     programs += [Program("state", fn=layers, args=lambda: {"x": X, "d": OrderedDict(z=X, b=X * 5)})]
     output = tmp_path_factory.mktemp("trees")
     path = build(programs, output, name="trees", cache=build_cache, quiet=True).path
@@ -90,6 +101,44 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundl
 
 def _made(call: Call) -> Any:
     return lambda: call.example
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("rows", each) for each in ([X, X], (X, X), [[1.0, 2.0], [3.0, 4.0]])),
+        *(("row", each) for each in ([1.0, 2.0], (1.0, 2.0), range(2), deque([1.0, 2.0]))),
+        *(("row", each) for each in (array("f", [1, 2]), memoryview(X), (ctypes.c_float * 2)())),
+    ],
+)
+def test_a_container_is_no_array(bundle: Bundle, name: str, value: Any) -> None:
+    """NumPy would make an array of it; jax takes its parts, or refuses it."""
+    right = np.asarray(value, np.float32)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="expected 0 as an array, found") as caught:
+            bundle.call(name, value)
+        assert "numpy.asarray makes an array of a list" in str(caught.value.hint)
+        with pytest.raises(UsageError, match="expected 0 as an array, found"):
+            bundle.call_by_path(name, {(0,): value})
+        np.testing.assert_array_equal(bundle.call(name, right), right.sum())
+    with pytest.raises(UsageError, match=r"expected x as an array, found"):
+        bundle.bind("kept", x=value)
+
+
+class Readable:
+    """An array of another library."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return X.astype(dtype or X.dtype)
+
+
+def test_arrays_of_other_libraries_are_taken(bundle: Bundle) -> None:
+    for value in (Readable(), X[:], jnp.asarray(X)):
+        np.testing.assert_array_equal(bundle.call("row", value), 2)
+    np.testing.assert_array_equal(bundle.call("number", np.float32(2)), 2)
 
 
 def called(way: Callable[..., Any], *name: str, given: Any) -> Any:
