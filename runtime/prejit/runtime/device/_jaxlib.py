@@ -14,6 +14,7 @@ import importlib
 import io
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -429,12 +430,17 @@ class _Results:
 
 @functools.cache
 def _registry() -> Any:
-    """Return a registry of pytrees that has Python's containers and `_Results`."""
+    """Return a registry of pytrees that has Python's containers, OrderedDict and `_Results`."""
     registry = import_jaxlib()[1].pytree.PyTreeRegistry()
     registry.register_node(
         _Results,
         lambda results: (results.arrays, results.nest),
         lambda nest, arrays: nest(list(arrays)),
+    )
+    registry.register_node(
+        OrderedDict,
+        lambda given: (tuple(given.values()), tuple(given)),
+        lambda keys, parts: OrderedDict(zip(keys, parts, strict=True)),
     )
     return registry
 

@@ -262,7 +262,9 @@ class Calls:
             f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
             hint=self._hint(buckets, known)
             + "; Python numbers are weak, np.float32(2) is not"
-            * any("weak" in each for each in complaints),
+            * any("weak" in each for each in complaints)
+            + "; numpy.asarray makes an array of a list"
+            * any("as an array" in each for each in complaints),
         )
 
     def _hint(self, buckets: Sequence[ProgramEntry], known: Mapping[str, list[Any] | str]) -> str:

@@ -31,7 +31,8 @@ def flatten(tree: Tree, value: Any, at: Path = ()) -> list[Any]:
 
     Lists and tuples are taken for each other. A record or named tuple is any object with its fields, a
     mapping of them, or a list in their order. A dict is a mapping, or a named tuple or dataclass whose fields
-    are its keys: its parts have no order, so no list stands for it.
+    are its keys; no list stands for it. A dict has its keys in the order in which jax gives them to the
+    function: those of an OrderedDict as they are, all others sorted. Keyword arguments have no order.
 
     Args:
         tree: what the program takes.
@@ -99,9 +100,7 @@ def _structure(value: Any) -> Any:
 
 def _collect(tree: Tree, value: Any, at: Path, walk: _Walk) -> None:
     if isinstance(tree, Leaf):
-        if value is None or isinstance(value, Mapping):
-            raise MisfitError(f"{spell(at)} is missing")
-        walk.found.append(value)
+        walk.found.append(_leaf(value, at))
         return
     if tree.kind == "none":
         if value is not None:
@@ -119,14 +118,44 @@ def _collect(tree: Tree, value: Any, at: Path, walk: _Walk) -> None:
         try:
             part = part_of(key)
         except (KeyError, IndexError, AttributeError):
-            if isinstance(child, Node) and child.kind == "none":
-                continue
             missing = next(_first_leaf(child, (*at, key)), (*at, key))
+            is_none = ": expected None" * (child == trees.NONE)
             strays = (f", and unexpected {spell((*at, key))}" for key in _more_keys(tree, value))
-            raise MisfitError(f"{spell(missing)} is missing{next(strays, '')}") from None
+            raise MisfitError(f"{spell(missing)} is missing{is_none}{next(strays, '')}") from None
         _collect(child, part, (*at, key), walk)
     for key in _more_keys(tree, value):
         raise MisfitError(f"unexpected {spell((*at, key))}")
+    if tree.kind == "dict" and at and isinstance(value, Mapping):
+        order = (*value,) if type(value) is OrderedDict else _sorted(tree.keys)
+        if order != tree.keys:
+            expected, found = (", ".join(map(repr, keys)) for keys in (tree.keys, order))
+            raise MisfitError(
+                f"expected the keys of {spell(at)} in the order {expected}, found {found}: jax keeps the "
+                "order of an OrderedDict, and sorts the keys of a dict"
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def _sorted(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+    return tuple(sorted(keys, key=lambda key: (isinstance(key, str), key)))
+
+
+_OF_ARRAYS = ("__array__", "__array_interface__", "__dlpack__", "__jax_array__", "dtype")
+"""Attributes of which an array of any library has one."""
+
+
+def _leaf(value: Any, at: Path) -> Any:
+    """Return what a caller gave for an array.
+
+    Raises:
+        MisfitError: it is none, or a container, of which NumPy would make an array.
+    """
+    if value is None or isinstance(value, Mapping):
+        raise MisfitError(f"{spell(at)} is missing")
+    is_container = hasattr(value, "__len__") and not isinstance(value, str | bytes)
+    if is_container and not any(hasattr(value, name) for name in _OF_ARRAYS):
+        raise MisfitError(f"expected {spell(at)} as an array, found {type(value).__name__}")
+    return value
 
 
 def _parts(tree: Node, value: Any) -> Callable[[Key], Any]:
@@ -146,15 +175,13 @@ def _parts(tree: Node, value: Any) -> Callable[[Key], Any]:
 
 
 def _more_keys(tree: Node, value: Any) -> Iterator[Key]:
-    """Yield the keys of parts that a value has and the tree has not. None is no part."""
+    """Yield the keys of parts that a value has and the tree has not. None is a part, as for jax."""
     if (parts := _registered_parts(tree, value)) is not None:
         yield from range(len(tree.keys), len(parts))
-    elif isinstance(value, Mapping):
-        more = [key for key in value.keys() - set(tree.keys) if value[key] is not None]
-        yield from sorted(more, key=str)
+    elif isinstance(value, Mapping) or (tree.kind == "dict" and not _fields(value)):
+        yield from sorted({*value.keys()} - {*tree.keys}, key=str)
     elif tree.kind == "dict":
-        more = [name for name in _fields(value) if name not in tree.keys]
-        yield from (name for name in more if getattr(value, name) is not None)
+        yield from (name for name in _fields(value) if name not in tree.keys)
     elif isinstance(value, list | tuple):
         yield from range(len(tree.keys), len(value))
 
@@ -261,7 +288,8 @@ def unflatten(
         case "list":
             return children
         case "dict":
-            return dict(zip(tree.keys, children, strict=True))
+            kind = dict if _sorted(tree.keys) == tree.keys else OrderedDict
+            return kind(zip(tree.keys, children, strict=True))
         case "namedtuple" | "record":
             fields = dict(zip(map(str, tree.keys), children, strict=True))
             known = (types or {}).get(tree.type)
@@ -308,12 +336,10 @@ def _substitute(kind: str, type_: str, fields: tuple[str, ...]) -> Callable[...,
 def by_path(tree: Tree, given: Mapping[Path, Any]) -> list[Any]:
     """Return the leaves of a tree from values by path. Raises MisfitError as `flatten`."""
     expected = list(trees.paths(tree))
-    for path in expected:
-        if given.get(path) is None:
-            raise MisfitError(f"{spell(path)} is missing")
+    found = [_leaf(given.get(path), path) for path in expected]
     if unexpected := given.keys() - set(expected):
         raise MisfitError(f"unexpected {spell(min(unexpected, key=str))}")
-    return [given[path] for path in expected]
+    return found
 
 
 def spell(path: Path) -> str:
