@@ -325,8 +325,7 @@ class _Jitted(OneProcess):
         tree = programs.results_tree(name)
         if fit.is_exact and (known := from_bundle(tree)) is not None:
             return known
-        shapes = self._jitted.eval_shape(*args, **kwargs)
-        returned = from_trace(shapes, tree, programs.results(name))
+        returned = from_trace(self._jitted.trace(*args, **kwargs), tree, programs.results(name))
         with self._lock:
             self._traced[name] = None
         return returned

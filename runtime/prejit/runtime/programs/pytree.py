@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import re
 import sys
 from collections import OrderedDict, defaultdict, namedtuple
@@ -278,6 +279,9 @@ def unflatten(
         leaves: the values of its leaves, in order.
         types: classes of named tuples and records by `module:Name`. Others become named tuples and frozen
             dataclasses with the same name and fields; types whose parts have no names become tuples.
+
+    Raises:
+        UsageError: a class does not take what the bundle holds of it.
     """
     if isinstance(tree, Leaf):
         return next(leaves)
@@ -294,25 +298,88 @@ def unflatten(
             fields = dict(zip(map(str, tree.keys), children, strict=True))
             known = (types or {}).get(tree.type)
             fields |= _decoded(tree, known)
-            return (known or _substitute(tree.kind, tree.type, tuple(fields)))(**fields)
+            if known is None:
+                return _substitute(tree.kind, tree.type, tuple(fields))(**fields)
+            return _of_class(known, tree.type, fields, children)
         case _:
             return tuple(children)
 
 
-def _decoded(tree: Node, known: type[Any] | None) -> dict[str, Any]:
-    """Return the constant fields of a record that its class takes.
+def _of_class(
+    class_: type[Any], type_: str, fields: Mapping[str, Any], children: Sequence[Any]
+) -> Any:
+    """Return an object of a class, as jax makes it where the class is registered with jax.
+
+    Other classes are called with their fields.
 
     Raises:
-        UsageError: the bundle does not hold one of them. A class of our own goes without it.
+        UsageError: the class does not take them.
+    """
+    try:
+        if structure := _registered_structure(class_, fields, children):
+            return structure.unflatten(children)
+        own = getattr(class_, "__dataclass_fields__", {})
+        taken = {name: value for name, value in fields.items() if name not in own or own[name].init}
+        return class_(**taken)
+    except Exception as error:
+        raise UsageError(
+            f"result {type_}: expected a class that takes {', '.join(fields)}, found that its call raises "
+            f"{type(error).__name__}: {error}",
+            hint=f"leave {type_} out of types: the result is then a class with these fields",
+        ) from error
+
+
+def _registered_structure(
+    class_: type[Any], fields: Mapping[str, Any], children: Sequence[Any]
+) -> Any:
+    """Return jax's structure of an object with these fields; None: jax does not know its class.
+
+    It is None too where jax finds other parts in it, as of a class that keeps more than its fields.
+    """
+    if (registry := _registry()) is not None:
+        with contextlib.suppress(Exception):  # of the code of the class
+            bare = bare_object(class_, fields)
+            parts, structure = registry.flatten(bare, lambda part: part is not bare)
+            if len(parts) == len(children) and all(map(operator.is_, parts, children)):
+                return structure
+    return None
+
+
+def changes_itself(value: Any) -> bool:
+    """Return whether a class of a value changes its own parts each time that jax makes it.
+
+    A class that only converts them, as to arrays of jax, leaves what it has converted as it is.
+    """
+    if (registry := _registry()) is not None:
+        with contextlib.suppress(Exception):  # of the code of the class
+            leaves, structure = registry.flatten(value)
+            once, first = registry.flatten(structure.unflatten(leaves))
+            twice, second = registry.flatten(first.unflatten(once))
+            return first != second or not all(map(operator.is_, once, twice))
+    return False
+
+
+def bare_object(class_: type[Any], fields: Mapping[str, Any]) -> Any:
+    """Return an object of a class with these fields, without a call of the class's own code."""
+    found = object.__new__(class_)
+    for name, value in fields.items():
+        object.__setattr__(found, name, value)
+    return found
+
+
+def _decoded(tree: Node, known: type[Any] | None) -> dict[str, Any]:
+    """Return the constant fields of a record, as far as the bundle holds them.
+
+    Raises:
+        UsageError: it does not hold one that the known class is called with.
     """
     found = {}
-    taken = {name: field.init for name, field in getattr(known, "__dataclass_fields__", {}).items()}
+    fields = getattr(known, "__dataclass_fields__", {})
     for name, kept in tree.constants:
         try:
-            if taken.get(name, True):
-                found[name] = constants.decode(kept)
+            found[name] = constants.decode(kept)
         except LookupError:
-            if known is not None:
+            if known is not None and (name not in fields or fields[name].init):
                 raise UsageError(
                     f"result {tree.type}: the bundle does not hold the value of {name}: {_shown(kept)}",
                     hint=f"leave {tree.type} out of types: the result is then a class with its other fields",

@@ -16,7 +16,12 @@ import numpy as np
 
 from prejit.compiler.base.wording import did_you_mean
 from prejit.compiler.lowering.program import LoweredProgram, Shapes
-from prejit.compiler.lowering.user.arrays import example_of, narrow_parameter, narrowed
+from prejit.compiler.lowering.user.arrays import (
+    Example,
+    example_of,
+    narrow_parameter,
+    narrowed,
+)
 from prejit.compiler.lowering.user.files import read_file
 from prejit.compiler.lowering.user.pytrees import arrays_in, check_fit, differing_names
 from prejit.compiler.manifest.checks import key_problems
@@ -53,18 +58,24 @@ class UserFunction:
     narrower: tuple[str, ...] = ()
     wrapped: tuple[str, ...] = ()
 
-    def example(self, bucket: Mapping[str, int], where: str) -> Any:
-        """Return the arguments at a bucket as a pytree of jax.ShapeDtypeStruct.
+    def example(self, bucket: Mapping[str, int], where: str) -> Example:
+        """Return the arguments at a bucket.
 
         Raises:
             BuildError: a function of the user that returns examples fails.
             ManifestError: as `example_of`.
         """
-        args = self.args
-        if callable(args):
-            with self.modules.tracing(where):
-                args = jax.eval_shape(lambda: self.args(**bucket))
-        return example_of(args, bucket, where)
+        if not callable(self.args):
+            return example_of(self.args, bucket, where)
+        made: list[Any] = []
+
+        def leaves() -> list[Any]:
+            made.append(self.args(**bucket))
+            return jax.tree.leaves(made[0])
+
+        with self.modules.tracing(where):
+            shapes = jax.eval_shape(leaves)
+        return example_of(made[0], bucket, where, shapes)
 
     def narrowed(self, bucket: Mapping[str, int], where: str) -> tuple[str, ...]:
         """Return, in words, the weights, and the arguments at a bucket, that jax takes for narrower ones."""

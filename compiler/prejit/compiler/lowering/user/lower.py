@@ -17,7 +17,7 @@ from jax.sharding import use_abstract_mesh
 
 from prejit.compiler.lowering.export import abstract_mesh, export_program, sharding_on
 from prejit.compiler.lowering.program import LoweredProgram, SizedTrial
-from prejit.compiler.lowering.user.arrays import arrays_of, is_key, key_name
+from prejit.compiler.lowering.user.arrays import Arrays, Example, arrays_of, is_key, key_name
 from prejit.compiler.lowering.user.calls import (
     CALLBACKS,
     PALLAS,
@@ -76,7 +76,7 @@ def lower_function(
     shardings = Shardings(program.shardings, mesh, section)
     with user.modules.in_use():
         example = user.example(spec.bucket, f"{section}: args")
-    leaves, structure = jax.tree.flatten(example)
+    leaves, structure = example.shapes, jax.tree.structure(example.value)
     taken = arrays_of(example, f"{section}: args", tuple(program.donate))
     arguments = tuple(
         replace(array, sharding=shardings.of(array.path, array.shape)) for array in taken.arrays
@@ -86,15 +86,17 @@ def lower_function(
         for name, shape in user.weights.items()
     }
     call = _with_static(user, program, spec, section)
-    returned: list[Any] = []
+    returned: list[Arrays] = []
 
     def function(weights: Mapping[str, Any], *data: Any, call: Callable[..., Any] = call) -> Any:
         """Call the user's function; random keys go in and out as their data."""
         given = jax.tree.unflatten(structure, map(_as_given, data, leaves))
         args, kwargs = ((), given) if isinstance(given, dict) else (tuple(given), {})
-        result = jax.tree.map(jnp.asarray, call(weights, *args, **kwargs))
-        returned[:] = [jax.tree.map(_shape_of, result)]  # the user's own nodes, of shapes
-        return [_as_data(leaf) for leaf in jax.tree.leaves(result)]
+        result = call(weights, *args, **kwargs)
+        found = [jnp.asarray(leaf) for leaf in jax.tree.leaves(result)]
+        if not returned:
+            returned.append(arrays_of(Example(result, [*map(_shape_of, found)]), f"{what}: result"))
+        return list(map(_as_data, found))
 
     values = (user.weights, *_data_shapes(leaves))
     wanted = tuple(name for name in PLATFORMS if name in platforms)
@@ -121,12 +123,12 @@ def lower_function(
             f"{what}: expected a function of its arguments alone, found a Ref that it changes in place",
             hint="take its array as an argument and return it anew; Bundle.bind keeps it between calls",
         )
-    given = arrays_of(returned[0], f"{what}: result")
+    [given] = returned
     results = split_results(shardings, (taken.tree, arguments), (given.tree, given.arrays))
     shardings.check_all_used()
 
     def data_at(bucket: Mapping[str, Any]) -> list[Any]:
-        return _data_shapes(jax.tree.leaves(user.example(bucket, f"{section}: args")))
+        return _data_shapes(user.example(bucket, f"{section}: args").shapes)
 
     def shapes_at(bucket: Mapping[str, int]) -> tuple[Shapes, Shapes]:
         data = data_at(bucket)
