@@ -116,7 +116,6 @@ def lower_function(
     with user.modules.tracing(what), _on(mesh), pure:
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
         settings = jax_settings.to_record()
-    user.modules.observer.note_executed(program.name, source_files(jaxpr))
     _refuse_callbacks(jaxpr, what)
     if any(isinstance(value, jax.Ref) for value in jaxpr.consts):
         raise BuildError(
