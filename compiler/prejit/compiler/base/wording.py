@@ -28,6 +28,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 program`, `2 programs`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def no_such_path(kind: str, path: str, directory: Path) -> str:
     """Return the problem with a path that leads to no `kind` (`file`, `directory`)."""
     wanted = f"expected a {kind} at {shown(path)}, relative to the manifest"

@@ -302,7 +302,7 @@ def chosen(targets: Sequence[Target], only: Sequence[str], where: str) -> tuple[
             listed = ", ".join(found.name for found in targets)
             guess = nearest(name, [found.name for found in targets])
             raise UsageError(
-                f"--target: expected one of {where}, {listed}; found {name!r}",
+                f"--target: expected a target of {where}, one of {listed}; found {name!r}",
                 hint=f"did you mean {guess!r}?" if guess else None,
             )
     return tuple(t for t in targets if not only or any(answers(t, name) for name in only))

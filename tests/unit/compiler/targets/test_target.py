@@ -126,7 +126,7 @@ def test_a_pinned_version_is_part_of_the_name(tmp_path: Path) -> None:
     assert chosen(both, ["cpu-x86-64-v3"], "m.toml") == both
     assert chosen(both, ["cpu-x86-64-v3-jax0.12.0.1"], "m.toml") == (pinned,)
     with pytest.raises(
-        UsageError, match=r"--target: expected one of m\.toml, cpu-x86-64-v3, cpu-x86"
+        UsageError, match=r"--target: expected a target of m\.toml, one of cpu-x86-64-v3, cpu-x86"
     ):
         chosen(both, ["cpu-x86-64-v4"], "m.toml")
 
