@@ -288,8 +288,8 @@ def _open_executor(
     timeout_seconds: float,
     shard: Shard | None,
 ) -> Executor:
-    name = name or os.environ.get(EXECUTOR) or LOCAL
-    if name == LOCAL:
+    place = name or os.environ.get(EXECUTOR) or LOCAL
+    if place == LOCAL:
         return WorkerPool(
             store,
             workers=workers,
@@ -299,14 +299,19 @@ def _open_executor(
         )
     from prejit.compiler.cluster.executor import ClusterExecutor
 
-    return ClusterExecutor(
-        name,
-        store,
-        shared=shared,
-        workers=workers,
-        progress=progress,
-        timeout_seconds=timeout_seconds,
-    )
+    try:
+        return ClusterExecutor(
+            place,
+            store,
+            shared=shared,
+            workers=workers,
+            progress=progress,
+            timeout_seconds=timeout_seconds,
+        )
+    except UsageError as error:
+        if not name:
+            error.args = (f"{EXECUTOR}: {error}",)
+        raise
 
 
 def _measured(measure: bool | None, shard: Shard | None) -> bool | None:

@@ -16,7 +16,7 @@ from prejit.compiler.cli.plan import PLAN_HAS_CHANGES
 from prejit.compiler.manifest.schema import manifest_schema
 from prejit.compiler.pipeline import plan
 from prejit.runtime.cli.commands import run
-from prejit.runtime.errors import ManifestError, UsageError
+from prejit.runtime.errors import ManifestError, PrejitError, UsageError
 from prejit.runtime.machine.targets import Target
 
 MANIFEST = """
@@ -81,6 +81,78 @@ def test_manifests_of_one_bundle_name_are_refused_before_anything_is_built(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("JAX_ENABLE_X64", "maybe", "expected true or false"),
+        ("JAX_RANDOM_SEED_OFFSET", "x", "expected a number"),
+        ("PREJIT_STORE", "http://", "expected the URL of a shared store"),
+        ("PREJIT_EXECUTOR", "foo", "expected local, ray://"),
+    ],
+)
+def test_a_variable_with_a_wrong_value_is_named(
+    manifest: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    expected: str,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.delitem(sys.modules, "jax", raising=False)  # as in a process that begins
+    options = ["-o", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    with pytest.raises(PrejitError, match=f"{variable}: .*{expected}"):
+        run(["build", str(manifest), *options, "--target", "cpu-host"])
+
+
+@pytest.mark.parametrize("variable", ["JAX_LOG_COMPILES", "JAX_DEFAULT_MATMUL_PRECISION"])
+def test_a_value_that_jax_refuses_at_its_import_is_an_error_with_the_variable(
+    manifest: Path, tmp_path: Path, variable: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "prejit.runtime", "build", manifest, "--cache", tmp_path / "cache"],
+        cwd=tmp_path,
+        env={**os.environ, variable: "maybe"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert (
+        f"error[usage]: {variable}: expected a value that jax takes, found 'maybe'" in done.stderr
+    )
+
+
+def test_a_manifest_that_is_given_twice_is_named(manifest: Path) -> None:
+    again = manifest.parent / "." / ".." / manifest.parent.name / manifest.name
+    with pytest.raises(UsageError, match="expected each manifest once, found it twice"):
+        run(["build", str(manifest), str(again)])
+
+
+def test_an_output_that_is_a_file_is_refused_before_anything_is_compiled(
+    manifest: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    options = ["-o", str(tmp_path / "file"), "--cache", str(tmp_path / "cache")]
+    with pytest.raises(UsageError, match=r"--output.*found a file") as caught:
+        run(["build", str(manifest), *options, "--target", "cpu-host"])
+    assert caught.value.hint
+
+
+def test_patterns_that_match_nothing_are_named_and_one_program_is_counted_as_one(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = manifest.read_text().replace("args =", 'reads = ["[", "*.none"]\nargs =')
+    manifest.write_text(text)
+    options = ["--cache", str(tmp_path / "cache"), "--target", "cpu-host"]
+    assert run(["build", str(manifest), "-o", str(tmp_path / "out"), *options]) == 0
+    said = capsys.readouterr().err
+    assert f"{manifest}: reads: '[' matches no file" in said
+    assert f"{manifest}: reads: '*.none' matches no file" in said
+    assert run(["plan", str(manifest), *options]) == 0
+    assert "\n1 program: 1 cached" in capsys.readouterr().out
+
+
 def test_a_plan_says_what_only_a_build_can_find_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,7 +164,7 @@ def test_a_plan_says_what_only_a_build_can_find_out(
     assert "p        traced at build\n" in printed
     assert "1 x  first build of this program\n" in printed
     assert printed.endswith(
-        "1 programs: 0 cached, at most 1 to compile (1 traced at build, which shows whether a store has "
+        "1 program: 0 cached, at most 1 to compile (1 traced at build, which shows whether a store has "
         "them)\n"
     )
     assert run([*command, "--json"]) == PLAN_HAS_CHANGES

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from prejit.runtime.base.nearest_name import nearest
@@ -24,3 +26,34 @@ def shown(value: Any) -> str:
         errors="backslashreplace"
     ).decode()  # half a surrogate pair cannot be printed
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 program`, `2 programs`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def no_such_path(kind: str, path: str, directory: Path) -> str:
+    """Return the problem with a path that leads to no `kind` (`file`, `directory`)."""
+    wanted = f"expected a {kind} at {shown(path)}, relative to the manifest"
+    if not path:
+        return f"{wanted}; found an empty path"
+    if os.path.exists(directory / path):
+        return f"{wanted}; found {_kind_of(directory / path)}"
+    parent, _, last = path.rpartition("/")
+    try:
+        siblings = os.listdir(directory / parent)
+    except (OSError, ValueError):
+        siblings = []
+    if last in siblings:
+        return f"{wanted}; found a symbolic link that leads nowhere"
+    return f"{wanted}; found none{did_you_mean(last, siblings)}"
+
+
+def _kind_of(path: Path) -> str:
+    """Return in words what a path leads to."""
+    if path.is_dir():
+        return "a directory"
+    if path.is_file():
+        return "a file"
+    return "a FIFO" if path.is_fifo() else "a device or a socket"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -152,7 +153,7 @@ def _read_all(paths: Sequence[Path]) -> list[Manifest]:
     """Read manifests and check that their bundle names differ. A second bundle would replace the first.
 
     Raises:
-        UsageError: two manifests have the same bundle name.
+        UsageError: two manifests have the same bundle name, or are one file.
         ManifestError, StoreError: a manifest has mistakes, or cannot be read.
     """
     from prejit.compiler.manifest.reading import read_manifest
@@ -164,6 +165,11 @@ def _read_all(paths: Sequence[Path]) -> list[Manifest]:
         manifest = read_manifest(path)
         name = manifest.bundle.name
         if (first := found.setdefault(name, path)) is not path:
+            if os.path.realpath(first) == os.path.realpath(path):
+                raise UsageError(
+                    f"{path}: expected each manifest once, found it twice; nothing was built",
+                    hint="give it once",
+                )
             raise UsageError(
                 f"{path}: bundle.name: expected another name than that of {first}, found {name!r}; "
                 "nothing was built",
@@ -174,13 +180,14 @@ def _read_all(paths: Sequence[Path]) -> list[Manifest]:
 
 
 def _print_built(result: Built, seconds: float) -> None:
+    from prejit.compiler.base.wording import counted
     from prejit.compiler.progress import tell
     from prejit.runtime.cli.tables import accuracy_table
 
     if result.packed_by is not None and not result.packed_here:
         tell(
             f"{result.path.name}: packed by shard {result.packed_by}; this one compiled {result.compiled} of "
-            f"{result.compiled + result.cached} programs, {seconds:.1f} s, {result.digest[:19]}"
+            f"{counted(result.compiled + result.cached, 'program')}, {seconds:.1f} s, {result.digest[:19]}"
         )
         return
     wrote = "wrote" if result.written else "up to date:"

@@ -41,6 +41,7 @@ def plan(
 ) -> int:
     """Show programs x targets of MANIFEST: what is cached, what will compile and why."""
     from prejit.compiler.api import plan as plan_manifest
+    from prejit.compiler.base.wording import counted
     from prejit.compiler.pipeline.reuse import CACHED, COMPILE, TRACED
 
     executables = plan_manifest(manifest, targets=targets, cache=cache, shared=shared, forms=forms)
@@ -70,7 +71,7 @@ def plan(
         most = "at most " if traced else ""
         rest = f" ({traced} {TRACED}, which shows whether a store has them)" if traced else ""
         click.echo(
-            f"\n{len(executables)} programs: {counts[CACHED]} cached, "
+            f"\n{counted(len(executables), 'program')}: {counts[CACHED]} cached, "
             f"{most}{counts[COMPILE] + traced} to compile{rest}"
         )
     return 0 if counts[CACHED] == len(executables) else PLAN_HAS_CHANGES
@@ -96,7 +97,7 @@ def _print_plan(executables: Sequence[PlannedExecutable]) -> None:
         click.echo(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
-    if counted := reasons(executables):
+    if found := reasons(executables):
         click.echo("\nwhy:")
-    for reason, count in counted.items():
+    for reason, count in found.items():
         click.echo(f"  {count:>4} x  {reason}")

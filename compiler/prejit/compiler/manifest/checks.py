@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from prejit.compiler.base.wording import did_you_mean, shown
+from prejit.compiler.base.wording import did_you_mean, no_such_path, shown
 from prejit.compiler.manifest.expected import (
     CACHE_DTYPES,
     DTYPES,
@@ -24,7 +24,6 @@ from prejit.compiler.manifest.expected import (
     SIZES,
     STATIC,
     expected,
-    no_such_path,
 )
 from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED, names_object
 from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
@@ -39,6 +38,8 @@ MAX_PROGRAMS = 10_000
 """Largest number of programs of a manifest. Each takes seconds to compile, for every target."""
 MAX_ELEMENTS = 2**40
 """Largest number of elements of a function's argument: 4 TiB of float32, more than any machine has."""
+BESIDE = (".report.json", ".report.html", ".sig")
+"""Endings of the files that are written beside a bundle, with its name before them."""
 OWN_NAMES = ("prefill", "decode", "verify", "copy", "encode")
 """The names of a model's programs, which a [[program]] cannot have."""
 
@@ -163,6 +164,10 @@ def _bundle_problems(bundle: dict[str, Any], directory: Path) -> Problems:
         len(name) > 128 or not re.fullmatch(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*", name)
     ):
         yield ("bundle", "name"), f"expected {expected('bundle.name')}; found {shown(name)}"
+    elif isinstance(name, str) and name.endswith(BESIDE):
+        ends = ", ".join(BESIDE)
+        problem = f"expected a name that does not end with {ends}, as files beside a bundle do"
+        yield ("bundle", "name"), f"{problem}; found {shown(name)}"
     if isinstance(license_path, str) and not os.path.isfile(directory / license_path):
         yield ("bundle", "license"), no_such_path("file", license_path, directory)
 
@@ -227,20 +232,21 @@ def _own_model_problems(data: dict[str, Any], directory: Path) -> Problems:
 
 
 def _params_problems(params: str, directory: Path) -> Problems:
-    if params.endswith(".safetensors"):
-        if not os.path.isfile(directory / params):
-            yield ("params",), no_such_path("file", params, directory)
-    elif not params or not os.path.isdir(directory / params):
-        yield ("params",), no_such_path("directory", params, directory)
+    found = os.path.isfile if params.endswith(".safetensors") else os.path.isdir
+    if not params or not found(directory / params):
+        kind = ".safetensors file or an orbax directory"
+        yield ("params",), no_such_path(kind, params, directory)
 
 
 def _reads_problems(reads: Any, directory: Path) -> Iterator[tuple[int, str]]:
     """Find paths that do not exist; a glob pattern may match nothing yet."""
     for index, name in enumerate(reads if isinstance(reads, list) else ()):
-        if not isinstance(name, str) or re.search(r"[*?\[]", name):
+        if not isinstance(name, str) or (re.search(r"[*?\[]", name) and "\0" not in name):
             continue
-        if not name or not os.path.exists(directory / name):
-            yield index, no_such_path("file", name, directory)
+        path = directory / name
+        # The content of a FIFO or a device has no end.
+        if not name or not (os.path.isfile(path) or os.path.isdir(path)):
+            yield index, no_such_path("file or directory", name, directory)
 
 
 def _generate_problems(generate: dict[str, Any]) -> Problems:
@@ -303,10 +309,14 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
     yield from _static_problems(program.get("static"), args)
     yield from key_problems("donate", program.get("donate"), args)
     yield from key_problems("carry", program.get("carry"), args)
+    for key in ("donate", "carry", "pad", "open_sizes"):
+        yield from _repeated_items(key, program.get(key))
     for where, problem in _size_problems(program.get("repeat") or None):
         yield ("repeat", *where), problem
     if program.get("repeat") and not program.get("carry"):
         yield ("repeat",), "expected carry beside it, which names the arguments that come back"
+    if program.get("carry") and not program.get("repeat"):
+        yield ("carry",), "expected repeat beside it, the numbers of steps that one call runs"
     if program.get("repeat") and REPEAT in (*_table(args), *_table(program.get("static"))):
         yield ("repeat",), f"expected no other argument of the name {REPEAT!r} beside it"
     buckets = _table(program.get("buckets"))
@@ -385,6 +395,13 @@ def key_problems(key: str, given: Any, args: Any) -> Problems:
             guess = did_you_mean(str(argument), map(str, known))
             problem = f"expected an argument, one of {names}; found {shown(argument)}{guess}"
             yield (key, index), problem
+
+
+def _repeated_items(key: str, given: Any) -> Problems:
+    items = given if isinstance(given, list) else []
+    for index, item in enumerate(items):
+        if item in items[:index] and isinstance(item, str | int):
+            yield (key, index), f"expected each once; found {shown(item)} again"
 
 
 def _args_problems(args: Any, buckets: Any) -> Problems:

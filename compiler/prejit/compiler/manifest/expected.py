@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from pathlib import Path
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
-from prejit.compiler.base.wording import did_you_mean, shown
+from prejit.compiler.base.wording import did_you_mean
 from prejit.compiler.manifest.shape_string import EXAMPLE, SIZE
 from prejit.compiler.manifest.toml_lines import KeyPath
 from prejit.compiler.targets.cpu_count import MAX_CPUS
@@ -28,6 +26,8 @@ _TARGET_TEXTS = (
     *("fingerprint", "jax", "tuning", "platform", "architecture", "cpu", "device_kind"),
     *("compute_capability", "driver", "generation", "topology"),
 )
+_TARGET_LISTS = ("cpu_features", "constraints", "xla_flags")
+_GPU = ("core_count", "bandwidth_bytes", "l2_bytes", "clock_mhz")
 _EXPECTED = {
     "bundle": "a [bundle] table with a name",
     "bundle.name": "lowercase letters and digits with single . _ - between them, at most 128",
@@ -90,12 +90,12 @@ _EXPECTED = {
     "target[]": "a [[target]] table with a name",
     "target[].name": "the name of a target (`prejit targets` lists them)",
     **{f"target[].{key}": "a text" for key in _TARGET_TEXTS},
-    **{
-        f"target[].{key}": "a list of texts" for key in ("cpu_features", "constraints", "xla_flags")
-    },
+    **{f"target[].{key}": "a list of texts" for key in _TARGET_LISTS},
+    **{f"target[].{key}[]": "a text" for key in _TARGET_LISTS},
     "target[].memory_bytes": "an integer",
     "target[].cpus": f"an integer of 1 to {MAX_CPUS}",
     "target[].gpu": "a table with core_count, bandwidth_bytes, l2_bytes and clock_mhz",
+    **{f"target[].gpu.{key}": "an integer" for key in _GPU},
     "mesh": "a [mesh] table with data and tensor",
     **{f"mesh.{key}": "an integer of 1 or more" for key in ("data", "tensor")},
     **{f"generate.{name}": SIZES for name in ("batch", "prompt", "context", "source")},
@@ -105,14 +105,14 @@ _EXPECTED = {
 
 
 def expected(where: KeyPath | str) -> str:
-    """Return in words what may stand at a place of a manifest.
+    """Return in words what may stand at a place of a manifest, or at the nearest place above it.
 
     Args:
         where: the place, or its pattern: `program[].name`.
     """
     if isinstance(where, str):
         return _EXPECTED[where]
-    pattern = ""
+    pattern, found = "", ""
     for depth, key in enumerate(where):
         free = (
             isinstance(key, str)
@@ -120,22 +120,10 @@ def expected(where: KeyPath | str) -> str:
             and where[2] in ("args", "buckets", "static", "shardings", "handlers")
         )
         pattern += "[]" if isinstance(key, int) else ".*" if free else f".{key}"
-    return _EXPECTED[pattern.removeprefix(".")]
+        found = _EXPECTED.get(pattern.removeprefix("."), found)
+    return found
 
 
 def unknown_key(name: str, allowed: Iterable[str]) -> str:
     """Return the problem with a key that does not exist."""
     return f"unknown key{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}"
-
-
-def no_such_path(kind: str, path: str, directory: Path) -> str:
-    """Return the problem with a path that leads to no `kind` (`file`, `directory`)."""
-    wanted = f"expected a {kind} at {shown(path)}, relative to the manifest"
-    if os.path.exists(directory / path):
-        return f"{wanted}; found something else"
-    parent, _, last = path.rpartition("/")
-    try:
-        siblings = os.listdir(directory / parent)
-    except (OSError, ValueError):
-        siblings = []
-    return f"{wanted}; found none{did_you_mean(last, siblings)}"

@@ -12,7 +12,13 @@ from typing import Any
 from prejit.compiler.base.wording import shown
 from prejit.compiler.manifest.checks import missing, value_problems
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
-from prejit.compiler.manifest.tables import ProgramTable, parse_sections, respelt, unknown_sections
+from prejit.compiler.manifest.tables import (
+    TOO_DEEP,
+    ProgramTable,
+    parse_sections,
+    respelt,
+    unknown_sections,
+)
 from prejit.compiler.manifest.toml_lines import KeyPath, key_lines
 from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
 from prejit.runtime.base.nearest_name import nearest_path
@@ -42,7 +48,7 @@ def read_manifest(path: str | Path) -> Manifest:
         if problems:
             raise _manifest_error(path, key_lines(text), problems)
     except RecursionError as error:
-        raise _syntax_error(path, text, "nested too deeply") from error
+        raise _syntax_error(path, text, TOO_DEEP) from error
     return Manifest(
         sections["bundle"],
         model=sections.get("model"),
@@ -89,8 +95,9 @@ def _sections(
     problems += missing(data)
     sections = parse_sections(data, problems)
     malformed = {where for where, _ in problems}
+    too_deep = {where for where, problem in problems if problem == TOO_DEEP}
     for where, problem in (*unknown_sections(data), *value_problems(data, directory)):
-        if where not in malformed:
+        if where not in malformed and where[:1] not in too_deep:
             problems.append((where, problem))
     for meant, written in reversed(misspelt):  # a section is renamed before its keys
         for place, (where, problem) in enumerate(problems):

@@ -19,7 +19,7 @@ from prejit.compiler.manifest.manifest import (
     Model,
 )
 from prejit.compiler.manifest.toml_lines import KeyPath
-from prejit.compiler.targets.target_table import TargetTable
+from prejit.compiler.targets.target_table import GpuTable, TargetTable
 from prejit.runtime.base.nearest_name import nearest
 
 
@@ -106,6 +106,8 @@ SECTIONS: dict[str, tuple[type[Any], bool]] = {
 """The class of each section, and whether the section is an array of tables."""
 
 
+TOO_DEEP = "nested too deeply"
+
 Respelt = list[tuple[KeyPath, KeyPath]]
 """Paths of misspelt keys: as they were probably meant, and as they are written."""
 
@@ -174,11 +176,12 @@ def _parse_section(
         for detail in error.errors(include_url=False, include_context=False):
             where: KeyPath = (name, *detail["loc"])
             if detail["type"] == "json_invalid":
-                problem = "nested too deeply"
+                problem = TOO_DEEP
             elif detail["type"] == "missing":
                 problem = f"missing; expected {expected(where)}"
             elif detail["type"] == "unexpected_keyword_argument":
-                allowed = [item.name for item in fields(kind)]
+                nested = GpuTable if "gpu" in where[:-1] else kind
+                allowed = [item.name for item in fields(nested)]
                 problem = unknown_key(str(where[-1]), allowed)
             else:
                 depth, found = _at(value, where[1:])
@@ -229,6 +232,8 @@ def _at(value: Any, path: KeyPath) -> tuple[int, Any]:
     for depth, key in enumerate(path):
         kind: type[Any] = list if isinstance(key, int) else dict
         if not isinstance(value, kind):
+            return depth, value
+        if isinstance(key, str) and key not in value:  # a branch of a union, at a table
             return depth, value
         value = value[key]
     return len(path), value

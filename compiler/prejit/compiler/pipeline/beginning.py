@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache, partial
+from glob import iglob
 from pathlib import Path
 
 from prejit.compiler.checkpoint.source import resolve_source
@@ -81,6 +82,7 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
     store, progress = service.store, service.progress
     check_place(manifest.bundle.name, service.output)
     directory = _fetch(manifest)
+    _note_reads(manifest, progress)
     plan = plan_build(
         manifest,
         store,
@@ -152,6 +154,14 @@ def _fetch(manifest: Manifest) -> Path | None:
         return None
     weights = not manifest.has_own_model
     return resolve_source(manifest.model.source, manifest.directory, weights=weights)
+
+
+def _note_reads(manifest: Manifest, progress: Progress) -> None:
+    """Say which patterns of `reads` match nothing."""
+    for section in (manifest.model, *manifest.programs):
+        for pattern in () if section is None else section.reads:
+            if next(iglob(pattern, root_dir=manifest.directory, recursive=True), None) is None:
+                progress.note(f"{manifest.where}: reads: {pattern!r} matches no file")
 
 
 def _make_toolchain(target: Target, progress: Progress) -> Toolchain:

@@ -64,9 +64,14 @@ def check_place(name: str, output: Path) -> None:
     A damaged bundle may be replaced: that repairs it.
 
     Raises:
-        UsageError: another bundle is there, or something that is none.
+        UsageError: another bundle is there, or something that is none; or the output is no directory.
     """
     path = output / name
+    if output.exists() and not output.is_dir():
+        raise UsageError(
+            f"{output}: expected a directory of bundles (--output), found a file; nothing was built",
+            hint="give another directory (-o DIR), or move the file away",
+        )
     if found := _found_at(path, name):
         raise UsageError(
             f"{path}: expected no bundle but an older {name!r} of `prejit build`, found {found}; nothing was "

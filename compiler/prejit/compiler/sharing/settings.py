@@ -23,7 +23,7 @@ from typing import Any
 from prejit.compiler.sharing.remote import Remote
 from prejit.compiler.sharing.tier import Tier
 from prejit.compiler.signing.private_key import PASSWORD_VARIABLE, PrivateKey, read_private_key
-from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.errors import PrejitError, StoreError, UsageError
 from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, read_key
 
 STORE = "PREJIT_STORE"
@@ -59,9 +59,14 @@ def read_stores(given: str | None, environ: dict[str, str] | None = None) -> Sha
     found = given or (os.environ if environ is None else environ).get(STORE, "")
     if not found:
         return SharedStores("", ())
-    if found.endswith(".toml"):
-        return _read_file(Path(found))
-    return SharedStores("", (Tier(_remote(found)),))
+    try:
+        if found.endswith(".toml"):
+            return _read_file(Path(found))
+        return SharedStores("", (Tier(_remote(found)),))
+    except PrejitError as error:
+        if not given:
+            error.args = (f"{STORE}: {error}",)
+        raise
 
 
 def _remote(url: str) -> Remote:

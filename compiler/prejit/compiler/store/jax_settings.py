@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prejit.runtime.device.jax_settings import TRACED, plain
+from prejit.runtime.errors import UsageError
 
 COUNTED: Mapping[str, bool | int | float | str | None] = {
     **TRACED,
@@ -94,6 +95,12 @@ _VARIABLES = {
 """Settings whose environment variable jax spells in another way (jax/_src/config.py)."""
 
 
+_TRUTH = {
+    **dict.fromkeys(("y", "yes", "t", "true", "on", "1"), True),
+    **dict.fromkeys(("n", "no", "f", "false", "off", "0"), False),
+}
+
+
 def jax_configuration(environ: Mapping[str, str]) -> str:
     """Return the settings of jax that may decide what functions lower to, where they are not the defaults.
 
@@ -102,13 +109,16 @@ def jax_configuration(environ: Mapping[str, str]) -> str:
 
     Args:
         environ: this process's environment variables.
+
+    Raises:
+        UsageError: jax refuses the value of a variable.
     """
     jax: Any = sys.modules.get("jax")
     if jax is not None:
         found = {name: plain(value) for name, value in jax.config.values.items()}
     else:
         found = {
-            name: _parsed(environ[variable], default)
+            name: _parsed(variable, environ[variable], default)
             for name, default in COUNTED.items()
             if (variable := _VARIABLES.get(name, name.upper())) in environ
         }
@@ -125,11 +135,17 @@ def jax_configuration(environ: Mapping[str, str]) -> str:
     )
 
 
-def _parsed(text: str, default: bool | int | float | str | None) -> bool | int | float | str:
+def _parsed(
+    variable: str, text: str, default: bool | int | float | str | None
+) -> bool | int | float | str:
     """Return a setting as jax reads it when it is imported (jax/_src/config.py)."""
-    if isinstance(default, bool):
-        return text.lower() in ("y", "yes", "t", "true", "on", "1")
     try:
+        if isinstance(default, bool):
+            return _TRUTH[text.lower()]
         return text if default is None else type(default)(text)
-    except ValueError:  # jax will refuse it
-        return text
+    except (KeyError, ValueError):
+        kind = "true or false" if isinstance(default, bool) else "a number"
+        raise UsageError(
+            f"{variable}: expected {kind}, because jax reads this environment variable; found {text!r:.80}",
+            hint=f"correct it, or unset it for {default}",
+        ) from None

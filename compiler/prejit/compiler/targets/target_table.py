@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from prejit.compiler.base.wording import did_you_mean, shown
+from prejit.compiler.base.wording import did_you_mean, no_such_path, shown
 from prejit.compiler.targets.cpu_count import MAX_CPUS
 from prejit.runtime.base.nearest_name import nearest
 from prejit.runtime.errors import PrejitError, UsageError
@@ -157,6 +158,9 @@ class TableError(ValueError):
 
 def _base(table: TargetTable, directory: Path) -> Target:
     if table.fingerprint is not None:
+        if not os.path.isfile(directory / table.fingerprint):
+            problem = no_such_path("file", table.fingerprint, directory)
+            raise TableError("fingerprint", f"{problem} (`prejit fingerprint > FILE` writes one)")
         try:
             machine = Fingerprint.read(directory / table.fingerprint)
         except PrejitError as error:
@@ -234,8 +238,8 @@ def _table_problems(table: TargetTable, directory: Path) -> Iterator[tuple[str, 
                 "constraints",
                 f'expected a package such as "numpy==2.3.4", without a URL; found {shown(text)}',
             )
-    if table.tuning is not None and not (directory / table.tuning).is_file():
-        yield "tuning", f"no such file {shown(table.tuning)} beside the manifest"
+    if table.tuning is not None and not os.path.isfile(directory / table.tuning):
+        yield "tuning", no_such_path("file", table.tuning, directory)
 
 
 def _incomplete(found: Target) -> Iterator[tuple[str, str]]:
@@ -298,7 +302,7 @@ def chosen(targets: Sequence[Target], only: Sequence[str], where: str) -> tuple[
             listed = ", ".join(found.name for found in targets)
             guess = nearest(name, [found.name for found in targets])
             raise UsageError(
-                f"--target: expected one of {where}, {listed}; found {name!r}",
+                f"--target: expected a target of {where}, one of {listed}; found {name!r}",
                 hint=f"did you mean {guess!r}?" if guess else None,
             )
     return tuple(t for t in targets if not only or any(answers(t, name) for name in only))

@@ -139,6 +139,17 @@ def run(arguments: Sequence[str]) -> int:
         form = f"{at.command_path} {' '.join(at.command.collect_usage_pieces(at))}"
         hint = f"expected {form}; `{at.command_path} --help` says more"
         raise UsageError(error.format_message(), hint=hint) from error
+    except ValueError as error:  # at the import of jax, which reads its settings
+        message = str(error).lower()
+        refused = [
+            each for each in os.environ if each.startswith("JAX_") and each.lower() in message
+        ]
+        if not refused:
+            raise
+        raise UsageError(
+            f"{refused[0]}: expected a value that jax takes, found {os.environ[refused[0]]!r:.80}: {error}",
+            hint="correct this environment variable, or unset it",
+        ) from error
     except ModuleNotFoundError as error:  # at the import, or later in a command
         if (error.name or "").partition(".")[0] not in _BUILD_PACKAGES:
             raise

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import string
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from prejit.compiler.manifest.manifest import Generate, Manifest
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.manifest.shape_string import parse_shape
 from prejit.compiler.manifest.specs import program_specs
+from prejit.compiler.manifest.tables import SECTIONS
 from prejit.compiler.manifest.toml_lines import key_lines
 from prejit.compiler.targets.target_table import names as target_names
 from prejit.compiler.targets.target_table import target
@@ -55,6 +59,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "checkpoint").mkdir()
     (path / "score.safetensors").touch()
     (path / "LICENSE").touch()
+    os.mkfifo(path / "fifo")
     return path
 
 
@@ -180,7 +185,8 @@ MISTAKES = {
     ),
     "params that do not exist": (
         ('source = "demo-model"', 'module = "m:m"\nparams = "scores.safetensors"'),
-        'm.toml:6: model.params: expected a file at "scores.safetensors", relative to the manifest;'
+        "m.toml:6: model.params: expected a .safetensors file or an orbax directory at "
+        '"scores.safetensors", relative to the manifest;'
         ' found none (did you mean "score.safetensors"?)',
     ),
     "params that are a list": (
@@ -370,7 +376,8 @@ MISTAKES = {
     ),
     "missing checkpoint": (
         ('"score.safetensors"', '"score.safetensor"'),
-        'm.toml:18: program[0].params: expected a directory at "score.safetensor", relative to the manifest;'
+        "m.toml:18: program[0].params: expected a .safetensors file or an orbax directory at "
+        '"score.safetensor", relative to the manifest;'
         ' found none (did you mean "score.safetensors"?)',
     ),
     "unknown target": (
@@ -404,6 +411,51 @@ MISTAKES = {
         ("float32[{batch}, 128]", "float32[{batch}, 65536, 2147483647]"),
         "m.toml:16: program[0].args.x: expected at most 2**40 elements;"
         ' found "float32[{batch}, 65536, 2147483647]" of 1125899906318336',
+    ),
+    "an item twice": (
+        ("buckets = { batch", 'pad = ["batch", "batch"]\ndonate = ["x", "x"]\nbuckets = { batch'),
+        'm.toml:17: program[0].pad[1]: expected each once; found "batch" again',
+        'm.toml:18: program[0].donate[1]: expected each once; found "x" again',
+    ),
+    "carry without repeat": (
+        ("buckets = { batch", 'carry = ["x"]\nbuckets = { batch'),
+        "m.toml:17: program[0].carry: expected repeat beside it, the numbers of steps that one call runs",
+    ),
+    "arguments without end": (
+        ('"float32[{batch}, 128]"', "[" * 200 + '"float32[{batch}]"' + "]" * 200),
+        "m.toml:13: program: nested too deeply",
+    ),
+    "a name that files beside a bundle have": (
+        ('name = "demo"', 'name = "demo.report.json"'),
+        "m.toml:2: bundle.name: expected a name that does not end with .report.json, .report.html, .sig, as "
+        'files beside a bundle do; found "demo.report.json"',
+    ),
+    "parameters that are a FIFO": (
+        ('"score.safetensors"', '"fifo"'),
+        "m.toml:18: program[0].params: expected a .safetensors file or an orbax directory at "
+        '"fifo", relative to the manifest; found a FIFO',
+    ),
+    "reading a device": (
+        ("buckets = { batch", 'reads = ["/dev/zero"]\nbuckets = { batch'),
+        "m.toml:17: program[0].reads[0]: expected a file or directory at "
+        '"/dev/zero", relative to the manifest; found a device or a socket',
+    ),
+    "a table where texts belong": (
+        ("buckets = { batch", "pad = {}\nbuckets = { batch"),
+        'm.toml:17: program[0].pad: expected a list of variables of buckets, or "unchecked"; found {}',
+    ),
+    "a number where a flag belongs": (
+        ('"cpu-x86-64-v3"', '"cpu-x86-64-v3"\nxla_flags = [1]'),
+        "m.toml:22: target[0].xla_flags[0]: expected a text; found 1",
+    ),
+    "a part of a gpu that does not exist": (
+        (
+            '"cpu-x86-64-v3"',
+            '"cpu-x86-64-v3"\ngpu = { core_count = 1, bandwidth_bytes = 1, l2_bytes = 1, clock = 1 }',
+        ),
+        "m.toml:22: target[0].gpu.clock_mhz: missing; expected an integer",
+        'm.toml:22: target[0].gpu.clock: unknown key (did you mean "clock_mhz"?); allowed: core_count, '
+        "bandwidth_bytes, l2_bytes, clock_mhz",
     ),
     "a date where text belongs": (
         ('name = "demo"', 'name = "demo"\nlicense = 2026-11-20'),
@@ -728,6 +780,25 @@ def test_a_manifest_with_one_thing_changed_is_read_or_refused(
         case _:
             node.append(draw.draw(VALUES))
     read_or_refuse(directory, toml(data))
+
+
+ODD = (-1, 1.5, True, "x", "\0", "a/\0/*", "x" * 5000, "fifo", "/dev/zero", [], {}, {"a": [1]})
+KEYS = [(name, key.name) for name, (kind, _) in SECTIONS.items() for key in fields(kind)]
+
+
+@pytest.mark.parametrize(("section", "key"), KEYS, ids=".".join)
+def test_a_key_with_any_value_is_read_or_refused(directory: Path, section: str, key: str) -> None:
+    whole = {
+        **tomllib.loads(GOOD),
+        "encode": {"shapes": [[1, 4]]},
+        "library": [{"path": "LICENSE", "handlers": {"a": "b"}}],
+        "mesh": {},
+    }
+    table = whole[section][0] if isinstance(whole[section], list) else whole[section]
+    for odd in ODD:
+        for value in (odd, [odd], {"a": [odd]}):
+            table[key] = value
+            read_or_refuse(directory, toml(whole))
 
 
 @given(

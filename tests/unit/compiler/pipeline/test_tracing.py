@@ -317,6 +317,17 @@ def test_a_declared_file_that_does_not_exist_is_a_mistake(tmp_path: Path) -> Non
         made.trace()
 
 
+@pytest.mark.parametrize("pattern", ["data", "data/*", "**"])
+def test_a_fifo_among_declared_files_is_refused_and_not_read(tmp_path: Path, pattern: str) -> None:
+    made = Project(
+        tmp_path / "p", {"p": f'model:f\nreads = ["{pattern}"]'}, model="def f(x):\n    return x\n"
+    )
+    (made.directory / "data").mkdir()
+    os.mkfifo(made.directory / "data" / "fifo")
+    with pytest.raises(ManifestError, match=r"data/fifo: expected a regular file.*found a FIFO"):
+        made.trace()
+
+
 @pytest.mark.parametrize(
     "read",
     [

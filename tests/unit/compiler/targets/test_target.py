@@ -126,7 +126,7 @@ def test_a_pinned_version_is_part_of_the_name(tmp_path: Path) -> None:
     assert chosen(both, ["cpu-x86-64-v3"], "m.toml") == both
     assert chosen(both, ["cpu-x86-64-v3-jax0.12.0.1"], "m.toml") == (pinned,)
     with pytest.raises(
-        UsageError, match=r"--target: expected one of m\.toml, cpu-x86-64-v3, cpu-x86"
+        UsageError, match=r"--target: expected a target of m\.toml, one of cpu-x86-64-v3, cpu-x86"
     ):
         chosen(both, ["cpu-x86-64-v4"], "m.toml")
 
@@ -196,8 +196,8 @@ def test_a_gpu_that_nobody_knows_is_described_in_the_table(tmp_path: Path) -> No
             "constraints",
             "without a URL",
         ),
-        ({"name": "cpu-host", "tuning": "none.json"}, "tuning", 'no such file "none.json"'),
-        ({"fingerprint": "none.json"}, "fingerprint", "cannot read a fingerprint"),
+        ({"name": "cpu-host", "tuning": "none.json"}, "tuning", 'expected a file at "none.json"'),
+        ({"fingerprint": "none.json"}, "fingerprint", 'expected a file at "none.json"'),
         ({"platform": "cpu", "cpu_features": ("avx2",)}, "cpu", "missing; LLVM's name"),
         ({"platform": "tpu"}, "device_kind", "missing; "),
         ({"name": "cpu-host", "cpus": 0}, "cpus", "expected 1 to 1024 CPUs, found 0"),

@@ -23,6 +23,7 @@ from typing import Any, Literal, final
 
 from prejit.compiler.store.code import code_digest, directories
 from prejit.runtime.base.digests import digest_of
+from prejit.runtime.errors import ManifestError
 from prejit.runtime.store.receipts import Receipts
 
 Kind = Literal[
@@ -172,13 +173,23 @@ class Present:
 
         Args:
             patterns: paths and glob patterns, relative to the manifest; a directory stands for all below.
+
+        Raises:
+            ManifestError: a pattern names a FIFO, a device or a socket.
         """
         found = set[str]()
         for pattern in patterns:
             for name in glob(pattern, root_dir=self._directory, recursive=True):
                 path = Path(self._directory, name)
-                below = (each for each in path.rglob("*") if each.is_file())
-                found |= {os.path.abspath(each) for each in (below if path.is_dir() else (path,))}
+                for each in path.rglob("*") if path.is_dir() else (path,):
+                    if each.is_file():
+                        found.add(os.path.abspath(each))
+                    elif each.exists() and not each.is_dir():
+                        raise ManifestError(
+                            f"{each}: expected a regular file, because the manifest names it by {pattern!r}; "
+                            "found a FIFO, a device or a socket",
+                            hint="move it to another directory, or name the other files one by one",
+                        )
         inputs = sorted(Input("file", portable_path(path, self._directory)) for path in found)
         return tuple((each.name, self.digest(each)) for each in inputs)
 
@@ -269,6 +280,8 @@ def file_digest(path: str) -> str:
     try:
         if os.path.isdir(path):
             return "a directory"
+        if not os.path.isfile(path):  # reading a FIFO or a device may never end
+            return "no regular file" if os.path.exists(path) else ABSENT
         if os.path.getsize(path) < _LARGE_BYTES:
             return digest_of(Path(path).read_bytes())
         receipts = Receipts(
