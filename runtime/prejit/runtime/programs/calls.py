@@ -22,6 +22,7 @@ from prejit.runtime.device.transfer import (
     check_alive,
     is_jax_array,
     is_number,
+    is_tracer,
     is_weak,
     to_numpy,
     weakened,
@@ -679,12 +680,19 @@ def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any
     """Return a value as a NumPy array, and a random key as its data.
 
     Raises:
-        UsageError: neither NumPy nor DLPack reads it, or it is a random key that the program does not take.
+        UsageError: neither NumPy nor DLPack reads it, it is a number that its dtype does not hold, or a
+            random key that the program does not take.
     """
+    if leaf.key and is_jax_array(value):  # keys are of another class
+        found = f"{value.dtype}{list(value.shape)}"
+        raise UsageError(
+            f"{pytree.spell(array.path)}: expected a random key of {leaf.key}, found {found}",
+            hint=f'use jax.random.key, or jax.random.wrap_key_data(data, impl="{leaf.key}")',
+        )
     if key_name(value):
         import jax
 
-        if not is_jax_array(value):
+        if not isinstance(value, jax.Array):
             raise UsageError(
                 f"{pytree.spell(array.path)}: expected an array, found a {type(value).__name__}",
                 hint="pass the arrays of a module's state alone: nnx.to_pure_dict(state)",
@@ -703,15 +711,20 @@ def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any
             f"{pytree.spell(array.path)}: expected an array without a mask, found a masked array of NumPy",
             hint="pass `.filled()`, or `.data` and `.mask` as two arguments",
         )
+    if is_number(value):
+        return _scalar(array, value)
     try:
-        if is_number(value):
-            return _scalar(value, dtype_of(array.dtype))
         if is_jax_array(value) or hasattr(value, "__array__") or not hasattr(value, "__dlpack__"):
             return np.asarray(value)
         return np.from_dlpack(value)
     except Exception as error:  # a deleted buffer, another device: whatever the library raises
         at = pytree.spell(array.path)
         check_alive(at, value)
+        if is_tracer(value):
+            raise UsageError(
+                f"{at}: expected an array, found a tracer: jax traces the caller",
+                hint="in functions that jax traces, call the function itself or prejit.runtime.jit of it",
+            ) from None
         raise UsageError(
             f"{at}: expected an array that NumPy or DLPack reads, found {type(value).__name__}: {error}",
             hint="pass the value of a Ref: ref[...]" if type(value).__name__ == "Ref" else None,
@@ -726,10 +739,21 @@ _NUMBERS = {
 """The dtypes in which jax takes a Python number: the second one where jax_enable_x64 is set."""
 
 
-def _scalar(value: complex, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return a Python number as an array of the dtype in which jax takes it."""
+def _scalar(array: Array, value: complex) -> np.ndarray[Any, Any]:
+    """Return a Python number as an array of the dtype in which jax takes it.
+
+    Raises:
+        UsageError: the dtype does not hold it.
+    """
     kind = next(kind for kind in _NUMBERS if isinstance(value, kind))
-    return np.asarray(kind(value), dtype if dtype.name in _NUMBERS[kind] else _NUMBERS[kind][0])
+    dtype = array.dtype if array.dtype in _NUMBERS[kind] else _NUMBERS[kind][0]
+    try:
+        with np.errstate(over="raise"):
+            return np.asarray(kind(value), dtype)
+    except (FloatingPointError, OverflowError):
+        raise UsageError(
+            f"{pytree.spell(array.path)}: expected a number in the range of {dtype}, found {value!r:.40}"
+        ) from None
 
 
 def _as_key(value: Any, leaf: trees.Leaf) -> Any:
