@@ -144,7 +144,7 @@ class Calls:
         chosen = self.choose_for(name, args, kwargs)
         # Reading a NumPy array waits for the program; an array of jax may be there before it is computed.
         copy = chosen.convert is not to_numpy
-        results = self.run(chosen.program, self.put(chosen, copy=copy))
+        results = self.run_checked(chosen, self.put(chosen, copy=copy))
         result = self.rebuild(chosen, results)
         self.finish()
         return chosen, result
@@ -152,14 +152,14 @@ class Calls:
     def call_async(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pending:
         """Run a program as `call` does, without waiting for it. The arguments are copied."""
         chosen = self.choose_for(name, args, kwargs)
-        results = self.run(chosen.program, self.put(chosen, copy=True))
+        results = self.run_checked(chosen, self.put(chosen, copy=True))
         chosen = chosen.emptied()
         return self.pending(chosen, results, lambda: self.rebuild(chosen, results))
 
     def call_on_device(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a program as `call` does, and leave its results on the device. The arguments are copied."""
         chosen = self.choose_for(name, args, kwargs)
-        results = self.run(chosen.program, self.put(chosen, copy=True))
+        results = self.run_checked(chosen, self.put(chosen, copy=True))
         arrays = self.programs.results(chosen.program.name)
         if chosen.sizes and any(array.variables for array in arrays):
             raise UsageError(
@@ -189,7 +189,7 @@ class Calls:
             return self.choose(name, given[2], lambda tree: pytree.by_path(tree, given[1]))
 
         chosen = self._known_calls.choose((name, given, static), choose, has_static=bool(static))
-        results = self.run(chosen.program, self.put(chosen))
+        results = self.run_checked(chosen, self.put(chosen))
         arrays = self.programs.results(chosen.program.name)
         convert = self.cutter(chosen)
         values = {
@@ -351,6 +351,20 @@ class Calls:
             inputs = [*self.programs.weights(program.weights), *inputs]
         return self.programs[program.name].run(inputs)
 
+    def run_checked(self, chosen: ChosenBucket, inputs: Sequence[DeviceArray]) -> list[DeviceArray]:
+        """Run the program of a call as `run`; look at its results where jax is set to look for NaNs.
+
+        Raises:
+            FloatingPointError: there is one, or an infinity, in what does not belong to padding.
+        """
+        results = self.run(chosen.program, inputs)
+        if _jaxlib.looks_for_nans():
+            name = chosen.program.name
+            for array, result in zip(self.programs.results(name), results, strict=True):
+                value = to_numpy(result)[_within(chosen, array)]
+                jax_settings.check_values(f"{pytree.spell(array.path)} of {name}", value)
+        return results
+
     def rebuild(self, chosen: ChosenBucket, results: Sequence[DeviceArray]) -> Any:
         """Return the results of a program, nested as the function returned them."""
         arrays = self.programs.results(chosen.program.name)
@@ -365,8 +379,7 @@ class Calls:
         def cut(array: Array, result: DeviceArray) -> Any:
             if not (chosen.sizes and array.variables):
                 return chosen.convert(result)
-            within = tuple(slice(chosen.sizes.get(name)) for name in array.variables)
-            value = to_numpy(result)[within]
+            value = to_numpy(result)[_within(chosen, array)]
             if chosen.convert is to_numpy:
                 return value
             return chosen.convert(weakened(value) if array.weak else value)
@@ -521,6 +534,11 @@ class Calls:
 
 
 _NO_STATIC: Mapping[str, Any] = {}
+
+
+def _within(chosen: ChosenBucket, array: Array) -> tuple[slice, ...]:
+    """Return the part of a result that does not belong to padding."""
+    return tuple(slice(chosen.sizes.get(name)) for name in array.variables)
 
 
 def fit(

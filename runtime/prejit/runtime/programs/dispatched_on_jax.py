@@ -65,7 +65,7 @@ class JaxDispatchedCalls:
         import jax
 
         inputs, structure = jax.tree.flatten((args, kwargs))
-        program = self._program(name, inputs, structure)
+        program = None if _jaxlib.looks_for_nans() else self._program(name, inputs, structure)
         if program is None:
             return self._calls.call(name, args, kwargs), None, False
         on_jax = self._programs()
