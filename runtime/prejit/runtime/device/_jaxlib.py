@@ -305,7 +305,7 @@ def looks_for_nans() -> bool:
     config = sys.modules.get("jax._src.config")
     if not hasattr(config, "debug_infs"):  # another thread is importing it just now
         return False
-    return config.debug_nans.value or config.debug_infs.value  # type: ignore[union-attr]
+    return bool(config.debug_nans.value or config.debug_infs.value)  # type: ignore[union-attr]
 
 
 def unguarded() -> contextlib.AbstractContextManager[Any]:
