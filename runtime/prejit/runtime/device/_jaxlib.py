@@ -300,6 +300,14 @@ def trace_settings() -> dict[str, Any]:
     return found | {name: values[name] for name in _UNKEYED}
 
 
+def looks_for_nans() -> bool:
+    """Return whether jax_debug_nans or jax_debug_infs is on in this thread."""
+    config = sys.modules.get("jax._src.config")
+    if not hasattr(config, "debug_infs"):  # another thread is importing it just now
+        return False
+    return bool(config.debug_nans.value or config.debug_infs.value)  # type: ignore[union-attr]
+
+
 def unguarded() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which jax's transfer guards let pass what is not the caller's transfer."""
     jax = sys.modules.get("jax")

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+import numpy as np
+
 from prejit.runtime.device import _jaxlib
 
 TRACED: Mapping[str, bool | int | float | str | None] = {
@@ -95,6 +97,20 @@ def differing(recorded: Mapping[str, str] | None) -> str:
         for name, found in _now().items()
         if (expected := recorded.get(name, _DEFAULTS.get(name, found))) != found
     )
+
+
+def check_values(at: str, value: np.ndarray[Any, Any]) -> None:
+    """Look for what jax_debug_nans and jax_debug_infs refuse.
+
+    Raises:
+        FloatingPointError: the value has one.
+    """
+    import jax
+
+    if jax.numpy.issubdtype(value.dtype, jax.numpy.inexact):
+        for name, is_one in (("nan", np.isnan), ("inf", np.isinf)):
+            if getattr(jax.config, f"jax_debug_{name}s") and is_one(value).any():
+                raise FloatingPointError(f"invalid value ({name}) encountered in {at}")
 
 
 def plain(value: Any) -> Any:

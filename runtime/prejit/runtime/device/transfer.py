@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,6 +161,12 @@ def is_jax_array(value: Any) -> bool:
     """Return whether a value is a jax.Array. Does not import jax to find out."""
     array_class = _jaxlib.imported_array_class()
     return array_class is not None and isinstance(value, array_class)
+
+
+def is_tracer(value: Any) -> bool:
+    """Return whether a value stands for an array while jax traces a function."""
+    tracer = getattr(sys.modules.get("jax.core"), "Tracer", None)
+    return tracer is not None and isinstance(value, tracer)
 
 
 DELETED = "a call that donates an array deletes it: pass on what that call returned, or a copy"

@@ -22,6 +22,7 @@ from prejit.runtime.device.transfer import (
     check_alive,
     is_jax_array,
     is_number,
+    is_tracer,
     is_weak,
     to_numpy,
     weakened,
@@ -143,7 +144,7 @@ class Calls:
         chosen = self.choose_for(name, args, kwargs)
         # Reading a NumPy array waits for the program; an array of jax may be there before it is computed.
         copy = chosen.convert is not to_numpy
-        results = self.run(chosen.program, self.put(chosen, copy=copy))
+        results = self.run_checked(chosen, self.put(chosen, copy=copy))
         result = self.rebuild(chosen, results)
         self.finish()
         return chosen, result
@@ -151,14 +152,14 @@ class Calls:
     def call_async(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pending:
         """Run a program as `call` does, without waiting for it. The arguments are copied."""
         chosen = self.choose_for(name, args, kwargs)
-        results = self.run(chosen.program, self.put(chosen, copy=True))
+        results = self.run_checked(chosen, self.put(chosen, copy=True))
         chosen = chosen.emptied()
         return self.pending(chosen, results, lambda: self.rebuild(chosen, results))
 
     def call_on_device(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a program as `call` does, and leave its results on the device. The arguments are copied."""
         chosen = self.choose_for(name, args, kwargs)
-        results = self.run(chosen.program, self.put(chosen, copy=True))
+        results = self.run_checked(chosen, self.put(chosen, copy=True))
         arrays = self.programs.results(chosen.program.name)
         if chosen.sizes and any(array.variables for array in arrays):
             raise UsageError(
@@ -188,7 +189,7 @@ class Calls:
             return self.choose(name, given[2], lambda tree: pytree.by_path(tree, given[1]))
 
         chosen = self._known_calls.choose((name, given, static), choose, has_static=bool(static))
-        results = self.run(chosen.program, self.put(chosen))
+        results = self.run_checked(chosen, self.put(chosen))
         arrays = self.programs.results(chosen.program.name)
         convert = self.cutter(chosen)
         values = {
@@ -350,6 +351,20 @@ class Calls:
             inputs = [*self.programs.weights(program.weights), *inputs]
         return self.programs[program.name].run(inputs)
 
+    def run_checked(self, chosen: ChosenBucket, inputs: Sequence[DeviceArray]) -> list[DeviceArray]:
+        """Run the program of a call as `run`; look at its results where jax is set to look for NaNs.
+
+        Raises:
+            FloatingPointError: there is one, or an infinity, in what does not belong to padding.
+        """
+        results = self.run(chosen.program, inputs)
+        if _jaxlib.looks_for_nans():
+            name = chosen.program.name
+            for array, result in zip(self.programs.results(name), results, strict=True):
+                value = to_numpy(result)[_within(chosen, array)]
+                jax_settings.check_values(f"{pytree.spell(array.path)} of {name}", value)
+        return results
+
     def rebuild(self, chosen: ChosenBucket, results: Sequence[DeviceArray]) -> Any:
         """Return the results of a program, nested as the function returned them."""
         arrays = self.programs.results(chosen.program.name)
@@ -364,8 +379,7 @@ class Calls:
         def cut(array: Array, result: DeviceArray) -> Any:
             if not (chosen.sizes and array.variables):
                 return chosen.convert(result)
-            within = tuple(slice(chosen.sizes.get(name)) for name in array.variables)
-            value = to_numpy(result)[within]
+            value = to_numpy(result)[_within(chosen, array)]
             if chosen.convert is to_numpy:
                 return value
             return chosen.convert(weakened(value) if array.weak else value)
@@ -520,6 +534,11 @@ class Calls:
 
 
 _NO_STATIC: Mapping[str, Any] = {}
+
+
+def _within(chosen: ChosenBucket, array: Array) -> tuple[slice, ...]:
+    """Return the part of a result that does not belong to padding."""
+    return tuple(slice(chosen.sizes.get(name)) for name in array.variables)
 
 
 def fit(
@@ -679,8 +698,15 @@ def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any
     """Return a value as a NumPy array, and a random key as its data.
 
     Raises:
-        UsageError: neither NumPy nor DLPack reads it, or it is a random key that the program does not take.
+        UsageError: neither NumPy nor DLPack reads it, it is a number that its dtype does not hold, or a
+            random key that the program does not take.
     """
+    if leaf.key and is_jax_array(value):  # keys are of another class
+        found = f"{value.dtype}{list(value.shape)}"
+        raise UsageError(
+            f"{pytree.spell(array.path)}: expected a random key of {leaf.key}, found {found}",
+            hint=f'use jax.random.key, or jax.random.wrap_key_data(data, impl="{leaf.key}")',
+        )
     if key_name(value):
         import jax
 
@@ -703,15 +729,20 @@ def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any
             f"{pytree.spell(array.path)}: expected an array without a mask, found a masked array of NumPy",
             hint="pass `.filled()`, or `.data` and `.mask` as two arguments",
         )
+    if is_number(value):
+        return _scalar(array, value)
     try:
-        if is_number(value):
-            return _scalar(value, dtype_of(array.dtype))
         if is_jax_array(value) or hasattr(value, "__array__") or not hasattr(value, "__dlpack__"):
             return np.asarray(value)
         return np.from_dlpack(value)
     except Exception as error:  # a deleted buffer, another device: whatever the library raises
         at = pytree.spell(array.path)
         check_alive(at, value)
+        if is_tracer(value):
+            raise UsageError(
+                f"{at}: expected an array, found a tracer: jax traces the caller",
+                hint="in functions that jax traces, call the function itself or prejit.runtime.jit of it",
+            ) from None
         raise UsageError(
             f"{at}: expected an array that NumPy or DLPack reads, found {type(value).__name__}: {error}",
             hint="pass the value of a Ref: ref[...]" if type(value).__name__ == "Ref" else None,
@@ -726,10 +757,21 @@ _NUMBERS = {
 """The dtypes in which jax takes a Python number: the second one where jax_enable_x64 is set."""
 
 
-def _scalar(value: complex, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return a Python number as an array of the dtype in which jax takes it."""
+def _scalar(array: Array, value: complex) -> np.ndarray[Any, Any]:
+    """Return a Python number as an array of the dtype in which jax takes it.
+
+    Raises:
+        UsageError: the dtype does not hold it.
+    """
     kind = next(kind for kind in _NUMBERS if isinstance(value, kind))
-    return np.asarray(kind(value), dtype if dtype.name in _NUMBERS[kind] else _NUMBERS[kind][0])
+    dtype = array.dtype if array.dtype in _NUMBERS[kind] else _NUMBERS[kind][0]
+    try:
+        with np.errstate(over="raise"):
+            return np.asarray(kind(value), dtype)
+    except (FloatingPointError, OverflowError):
+        raise UsageError(
+            f"{pytree.spell(array.path)}: expected a number in the range of {dtype}, found {value!r:.40}"
+        ) from None
 
 
 def _as_key(value: Any, leaf: trees.Leaf) -> Any:

@@ -79,7 +79,7 @@ class DispatchedCalls:
             on_jax = self._on_jax.functions.get(name) or self._on_jax.function(name)
             if on_jax is not None:
                 return on_jax(*args, **kwargs)
-        elif _are_plain_numpy(args, kwargs):
+        elif _are_plain_numpy(args, kwargs) and not _jaxlib.looks_for_nans():
             return function(*args, **kwargs)
         return self._calls.call(name, args, kwargs)
 

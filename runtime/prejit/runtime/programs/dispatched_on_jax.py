@@ -65,7 +65,7 @@ class JaxDispatchedCalls:
         import jax
 
         inputs, structure = jax.tree.flatten((args, kwargs))
-        program = self._program(name, inputs, structure)
+        program = None if _jaxlib.looks_for_nans() else self._program(name, inputs, structure)
         if program is None:
             return self._calls.call(name, args, kwargs), None, False
         on_jax = self._programs()
@@ -104,16 +104,17 @@ class JaxDispatchedCalls:
         stand_ins = [Held(array.dtype, array.shape, array.weak_type) for array in leaves]
         like, named = structure.unflatten(stand_ins)
         chosen = self._calls.choose_for(name, like, named)
-        program = chosen.program
-        arrays = self._calls.programs.arguments(program.name)
+        program, programs = chosen.program, self._calls.programs
+        arrays = programs.arguments(program.name)
         kept = (
             program.weights is None
             and not chosen.sizes
             and len(leaves) == len(chosen.values)
             and all(one is other for one, other in zip(stand_ins, chosen.values, strict=True))
             and not any(array.donated for array in arrays)
+            and not any(leaf.key for leaf in trees.leaves(programs.arguments_tree(program.name)))
             and any(program.name == each.name for each in on_jax.buckets(name))
-            and _is_plain(self._calls.programs.results_tree(program.name))
+            and _is_plain(programs.results_tree(program.name))
         )
         return program.name if kept else None
 

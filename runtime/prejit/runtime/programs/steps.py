@@ -143,7 +143,7 @@ class Steps:
         if chosen.values:
             state = [*state, *map(self._copied, route.others, chosen.values)]
             chosen = chosen.emptied()
-        results = self._calls.run(chosen.program, route.arguments(state))
+        results = self._calls.run_checked(chosen, route.arguments(state))
         return route.state(results), (route, route.rest(results), chosen)
 
     def rebuild(self, route: Route, rest: Sequence[DeviceArray], chosen: ChosenBucket) -> Any:

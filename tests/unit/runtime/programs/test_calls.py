@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,62 @@ def test_with_64_bits_no_array_becomes_narrower(tmp_path: Path, build_cache: Pat
         for name, x in (("narrow", X), ("wide", X.astype("f"))):
             with pytest.raises(UsageError, match=r"expected float.*, found float"):
                 bundle.call(name, x)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
+    programs = [
+        Program("halved", fn=lambda x: x / 2, args=[0.5]),
+        Program("doubled", fn=lambda x: x * 2, args=[3]),
+        Program("turned", fn=lambda x: x * 1j, args=[1j]),
+        Program("split", fn=jax.random.split, args=lambda: [jax.random.key(0)]),
+        Program("summed", fn=jnp.sum, args=["float32[2]"]),
+    ]
+    output = tmp_path_factory.mktemp("others")
+    path = build(programs, output, name="others", cache=build_cache, quiet=True).path
+    return load(path, on_mismatch="error")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "dtype"),
+    [
+        *(("halved", each, "float32") for each in (1e39, -1e300)),
+        *(("doubled", each, "int32") for each in (2**31, -(2**40), 2**70)),
+        ("turned", 1e300j, "complex64"),
+    ],
+)
+def test_numbers_that_their_dtype_does_not_hold_are_refused(
+    others: Bundle, name: str, value: complex, dtype: str
+) -> None:
+    with pytest.raises(UsageError, match=f"0: expected a number in the range of {dtype}, found"):
+        others.call(name, value)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3.4e38, 1e-50])
+def test_numbers_that_are_not_finite_are_numbers(others: Bundle, value: float) -> None:
+    np.testing.assert_array_equal(others.call("halved", value), jax.jit(lambda x: x / 2)(value))
+
+
+def test_the_data_of_a_key_is_no_key(others: Bundle) -> None:
+    """An array of jax has a type; NumPy has no keys, so their data stands for them."""
+    key = jax.random.key(3)
+    wanted = jax.random.key_data(jax.jit(jax.random.split)(key))
+    for _ in range(3):
+        for raw in (jax.random.PRNGKey(3), jax.device_put(jax.random.key_data(key))):
+            for way in (others.call, others.call_async, others.call_on_device):
+                with pytest.raises(UsageError, match="0: expected a random key of") as caught:
+                    way("split", raw)
+                assert "jax.random.wrap_key_data" in str(caught.value.hint)
+        found = others.call("split", key)
+        np.testing.assert_array_equal(jax.random.key_data(found), wanted)
+        np.testing.assert_array_equal(others.call("split", np.asarray(raw)), wanted)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap])
+def test_a_tracer_is_refused_in_one_sentence(others: Bundle, transform: Any) -> None:
+    x = np.ones((2, 2), "f") if transform is jax.vmap else np.ones(2, "f")
+    others.call("summed", np.ones(2, "f"))
+    with pytest.raises(UsageError, match="0: expected an array, found a tracer") as caught:
+        transform(lambda x: others.call("summed", x))(x)
+    assert "prejit.runtime.jit" in str(caught.value.hint)
+    assert "\n" not in caught.value.args[0]

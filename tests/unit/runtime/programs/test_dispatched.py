@@ -36,6 +36,10 @@ def scaled(x: Any, factor: int) -> Any:
     return x * factor
 
 
+def stepped(state: Any, x: Any) -> Any:
+    return {"state": state + 1, "y": x * 2}
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
     z = {"one": "float32[{n}]", "two": "int32[3]"}
@@ -45,6 +49,12 @@ def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
         Program("weighted", fn=weighted, args=["float32[2,8]"], params=np.eye(8, dtype="f") * 3),
         Program("ordered", fn=ordered, args=[OrderedDict(w=np.ones(2, "f"), b=np.ones(2, "f"))]),
         Program("returned", fn=ordered, args=[{"w": "float32[2]", "b": "float32[2]"}]),
+        Program(
+            "cut", fn=lambda x: x + 0 / x, args=["float32[{n}]"], buckets={"n": (4,)}, pad=["n"]
+        ),
+        Program("divided", fn=lambda x: x / 2, args=["float32[4]"]),
+        Program("mixed", fn=lambda x, y: x / y, args=["float32[4]", "float32[]"]),
+        Program("stepped", fn=stepped, args={"state": "float32[4]", "x": "float32[4]"}),
         Program("donated", fn=lambda x: x + 1, args=["float32[4]"], donate=[0]),
         Program("scaled", fn=scaled, args=["float32[4]"], static={"factor": (2, 3)}),
         Program(
@@ -177,10 +187,33 @@ def test_settings_of_jax_that_change_no_trace_do_not_matter(bundle: Bundle) -> N
                 np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
         with jax.default_device(jax.devices()[0]):
             np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
-        nan = np.full((2, 8), np.nan, np.float32)
-        with jax.debug_nans(True):
-            assert np.isnan(bundle.call("weighted", nan)).all()
         jax.clear_caches()
+
+
+@pytest.mark.parametrize(("setting", "value"), [(jax.debug_nans, np.nan), (jax.debug_infs, np.inf)])
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("name", ["divided", "donated", "mixed", "cut", "stepped"])
+def test_what_jax_is_set_to_look_for(
+    bundle: Bundle, name: str, of: Any, setting: Any, value: float
+) -> None:
+    """At the first call, after others, and in each way; in all that is no padding."""
+    ways: list[Any] = [bundle.call, bundle.call_async]
+    if name == "stepped":
+        ways = [lambda _, x: bundle.bind("stepped", state=np.zeros(4, "f"))(x=x)]
+    elif name != "cut":
+        ways.append(bundle.call_on_device)
+
+    def given(value: float) -> tuple[Any, ...]:
+        x = of(np.full(3 if name == "cut" else 4, value, np.float32))
+        return (x, (jnp if of is np.asarray else np).float32(2)) if name == "mixed" else (x,)
+
+    for way in ways * 2:
+        with setting(True):
+            way(name, *given(1))
+            with pytest.raises(FloatingPointError, match=r"invalid value \((nan|inf)\)"):
+                way(name, *given(value))
+        way(name, *given(value))
+        way(name, *given(value))
 
 
 def test_the_first_call_of_a_process_may_be_one_without_jit(path: Path) -> None:

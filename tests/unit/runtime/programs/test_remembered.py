@@ -234,11 +234,14 @@ def test_containers_of_equal_content(way: Callable[..., Any]) -> None:
         a, b = of(TWO), of(TWO + 5)
         expected = np.asarray(a * 10 + b)
         kinds = [
-            *({"a": a, "b": b}, {"b": b, "a": a}, OrderedDict(b=b, a=a), Named(a, b), Turned(b, a)),
-            *(Named(a=a, b=b), {"b": b, "a": a, "c": None}),
+            *({"a": a, "b": b}, {"b": b, "a": a}, OrderedDict(a=a, b=b), Named(a, b), Turned(b, a)),
+            Named(a=a, b=b),
         ]
         for given in [*kinds, *reversed(kinds)]:
             np.testing.assert_array_equal(way("joined", given), expected)
+        for other in (OrderedDict(b=b, a=a), {"b": b, "a": a, "c": None}):
+            with pytest.raises(UsageError):
+                way("joined", other)
 
 
 def test_a_list_whose_parts_are_not_its_items(way: Callable[..., Any]) -> None:

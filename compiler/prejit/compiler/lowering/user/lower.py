@@ -87,6 +87,7 @@ def lower_function(
     }
     call = _with_static(user, program, spec, section)
     returned: list[Arrays] = []
+    what = f"{at}: program {spec.name}: cannot lower {program.label}"
 
     def function(weights: Mapping[str, Any], *data: Any, call: Callable[..., Any] = call) -> Any:
         """Call the user's function; random keys go in and out as their data."""
@@ -112,7 +113,6 @@ def lower_function(
                 f"{', '.join(by_place)} by position otherwise than by name; found a table",
                 hint="list the arguments in their order, as in args = [...]",
             )
-    what = f"{at}: program {spec.name}: cannot lower {program.label}"
     pure = contextlib.nullcontext() if program.impure else refusing_chance(what)
     with user.modules.tracing(what), _on(mesh), pure:
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
