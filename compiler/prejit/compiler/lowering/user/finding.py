@@ -20,6 +20,7 @@ from prejit.compiler.lowering.user.files import read_file
 from prejit.compiler.lowering.user.pytrees import arrays_in, differing_names
 from prejit.runtime.device.transfer import is_weak, weakened
 from prejit.runtime.errors import ManifestError
+from prejit.runtime.programs.pytree import changes_itself
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.user.modules import UserModules
@@ -130,7 +131,7 @@ def find_function(
         module = call_module(found, program.label, where, values, nested)
     if module is not None:
         function, weights = module
-    elif callable(found) and jax.tree.leaves(found) != [found]:
+    elif callable(found) and not jax.tree_util.all_leaves([found]):
         function, weights = _of_pytree(found, where, values)
     elif callable(found):
         function, weights = _calling(found, nested if values is not None else None), values or {}
@@ -170,6 +171,12 @@ def _of_pytree(
     module: Callable[..., Any], where: str, parameters: Mapping[str, Any] | None
 ) -> tuple[Callable[..., Any], Mapping[str, Any]]:
     """Return a function that calls a module which is a pytree of its own parameters, as one of equinox."""
+    if changes_itself(module):
+        raise ManifestError(
+            f"{where}: function: expected a module that jax makes anew as it is, found a "
+            f"{type(module).__name__} whose own code changes its parts each time",
+            hint="give a function that calls it",
+        )
     own, bind = arrays_in(module, lambda path: jax.tree_util.keystr(path).strip(".[]"))
     if parameters is not None and (differing := differing_names(own, parameters)):
         raise ManifestError(

@@ -221,7 +221,7 @@ def _held(
         matrices = flat_parameters(nnx.state(found, nnx.Param)).keys()
         return _Held(own_values(found), parametrized(found).bind, matrices, is_nnx=True)
     tree = found
-    plain = jax.tree.leaves(found) == [found] and hasattr(found, "__dict__")
+    plain = jax.tree_util.all_leaves([found]) and hasattr(found, "__dict__")
     if plain:
         tree = dict(vars(found))
     names: list[str] = []
