@@ -312,3 +312,10 @@ def test_a_number_of_open_sizes_that_no_integer_holds_is_refused(
             jax.jit(fn)(np.ones(wraps, np.float32))
         with pytest.raises(BuildError, match="does not work for these sizes: Input shapes do not"):
             bundle.call("f", np.ones(wraps, np.float32))
+
+
+def test_a_random_key_is_an_argument(tmp_path: Path, build_cache: Path) -> None:
+    one = Program("drawn", fn=jax.random.bits, args=["key[]"])
+    path = build(one, tmp_path, cache=build_cache, quiet=True).path
+    found = load(path, on_mismatch="error").call("drawn", jax.random.key(7))
+    assert found == jax.random.bits(jax.random.key(7))
