@@ -285,3 +285,37 @@ def test_a_carry_whose_weak_type_changes_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ManifestError, match=message):
         build(one, tmp_path, quiet=True, cache=tmp_path / "cache")
+
+
+BY_SIZES: dict[str, tuple[Any, tuple[int, int], tuple[int, int]]] = {
+    "power": (lambda x: x.sum() * x.shape[0] ** 4, (215, 1), (216, 1)),
+    "product": (lambda x: x.sum() * (x.size * 65536), (4, 4095), (4, 8192)),
+    "sum": (lambda x: x.sum() * (x.shape[0] ** 2 + x.shape[1] * 10**6), (3, 1000), (3, 2200)),
+    "mean": (lambda x: x.mean() * (x.shape[0] // 2), (300, 3), (0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", BY_SIZES)
+def test_a_number_of_open_sizes_that_no_integer_holds_is_refused(
+    name: str, tmp_path: Path, build_cache: Path
+) -> None:
+    """jax.jit refuses it too."""
+    fn, fits, wraps = BY_SIZES[name]
+    sizes: dict[str, Any] = {"buckets": {"n": (2,), "m": (2,)}, "open_sizes": ("n", "m")}
+    one = Program("f", fn=fn, args=["float32[{n}, {m}]"], **sizes)
+    bundle = load(build(one, tmp_path, cache=build_cache, quiet=True).path)
+    with pytest.warns(FallbackWarning, match="no bucket has the sizes"):
+        found = bundle.call("f", np.ones(fits, np.float32))
+    np.testing.assert_allclose(found, jax.jit(fn)(np.ones(fits, np.float32)), rtol=1e-6)
+    if any(wraps):
+        with pytest.raises(OverflowError):
+            jax.jit(fn)(np.ones(wraps, np.float32))
+        with pytest.raises(BuildError, match="does not work for these sizes: Input shapes do not"):
+            bundle.call("f", np.ones(wraps, np.float32))
+
+
+def test_a_random_key_is_an_argument(tmp_path: Path, build_cache: Path) -> None:
+    one = Program("drawn", fn=jax.random.bits, args=["key[]"])
+    path = build(one, tmp_path, cache=build_cache, quiet=True).path
+    found = load(path, on_mismatch="error").call("drawn", jax.random.key(7))
+    assert found == jax.random.bits(jax.random.key(7))

@@ -54,6 +54,12 @@ class Scaled:
             object.__setattr__(self, "w", self.w * 7)
 
 
+@struct.dataclass
+class Callable(Scaled):
+    def __call__(self, x: Any) -> Any:
+        return x * self.w
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["k"])
 @dataclasses.dataclass
 class Counted:
@@ -147,3 +153,9 @@ def test_steps_take_a_class_that_converts_its_parts(tmp_path: Path, build_cache:
     bound()
     np.testing.assert_array_equal(bundle.call("step", given, repeat=2).w, X + 2)
     np.testing.assert_array_equal(bound.read()[0].w, X + 1)
+
+
+def test_a_module_that_changes_itself_is_refused_as_a_function(tmp_path: Path) -> None:
+    """jax.jit calls it as it is; its parameters come into a bundle as those of a module made anew."""
+    with pytest.raises(ManifestError, match="found a Callable whose own code changes its parts"):
+        build(Program("p", fn=Callable(X), args=[X]), tmp_path, quiet=True)

@@ -248,8 +248,11 @@ def specialize(
         try:
             static_portable = _jaxlib.refined(module, _version(portable))
         except Exception as error:  # errors of MLIR, and assertions of the function on its sizes
-            reason = str(error).strip().partition("\n")[0]
-            raise BuildError(f"this program does not work for these sizes: {reason}") from error
+            reason = str(error).strip().partition("\n")[0].rpartition('loc("shape_assertion"): ')[2]
+            raise BuildError(
+                f"this program does not work for these sizes: {reason.partition('  Using the')[0]}",
+                hint="a number that its function computes of them may not fit an integer: give smaller ones",
+            ) from error
     with ir.Context():
         module = _jaxlib.parse_stablehlo(static_portable)
         kind = _functions(module)["main"].attributes["function_type"].value

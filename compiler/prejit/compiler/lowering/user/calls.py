@@ -37,24 +37,25 @@ def find_calls(traced: ClosedJaxpr, *primitives: str) -> list[tuple[str, str]]:
     """
     return [
         (equation.primitive.name, place_of(equation))
-        for equation in _equations(traced.jaxpr)
+        for equation in equations(traced.jaxpr)
         if equation.primitive.name in primitives
     ]
 
 
 def count_operations(traced: ClosedJaxpr) -> int:
     """Return the number of operations of a traced function and of all functions that it calls."""
-    return sum(1 for _ in _equations(traced.jaxpr))
+    return sum(1 for _ in equations(traced.jaxpr))
 
 
 def source_files(traced: ClosedJaxpr) -> set[str]:
     """Return the files of all code that made the operations of a traced function."""
-    tracebacks = {id(t): t for e in _equations(traced.jaxpr) if (t := e.source_info.traceback)}
+    tracebacks = {id(t): t for e in equations(traced.jaxpr) if (t := e.source_info.traceback)}
     codes = {id(code): code for each in tracebacks.values() for code in each.raw_frames()[0]}
     return {code.co_filename for code in codes.values()}
 
 
-def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
+def equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yield the operations of a traced function and of all functions that it calls."""
     for equation in jaxpr.eqns:
         yield equation
         inner = jax.tree.leaves(
@@ -62,7 +63,7 @@ def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
         )
         for each in inner:
             if isinstance(each, _JAXPRS):
-                yield from _equations(each.jaxpr if isinstance(each, ClosedJaxpr) else each)
+                yield from equations(each.jaxpr if isinstance(each, ClosedJaxpr) else each)
 
 
 _JAXPRS = (ClosedJaxpr, Jaxpr)

@@ -28,6 +28,7 @@ from prejit.compiler.manifest.checks import key_problems
 from prejit.runtime.device.transfer import is_weak, weakened
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.recorded.hook.plain_functions import is_plain
+from prejit.runtime.programs.pytree import changes_itself
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.user.modules import UserModules
@@ -236,6 +237,12 @@ def _of_pytree(
     module: Callable[..., Any], where: str, parameters: Mapping[str, Any] | None
 ) -> tuple[Callable[..., Any], Mapping[str, Any]]:
     """Return a function that calls a module which is a pytree of its own parameters, as one of equinox."""
+    if changes_itself(module):
+        raise ManifestError(
+            f"{where}: function: expected a module that jax makes anew as it is, found a "
+            f"{type(module).__name__} whose own code changes its parts each time",
+            hint="give a function that calls it",
+        )
     own, bind = arrays_in(module, lambda path: jax.tree_util.keystr(path).strip(".[]"))
     if parameters is not None and (differing := differing_names(own, parameters)):
         raise ManifestError(

@@ -31,6 +31,7 @@ from prejit.compiler.lowering.user.inputs import is_installed
 from prejit.compiler.lowering.user.padding import Shapes, Variables, variables_of
 from prejit.compiler.lowering.user.repeating import repeated
 from prejit.compiler.lowering.user.shardings import Shardings, split_results
+from prejit.compiler.lowering.user.size_limits import size_limits
 from prejit.compiler.lowering.user.trial_sizes import numbers_in, open_sizes, padded_sizes
 from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED
 from prejit.compiler.manifest.specs import ProgramSpec
@@ -150,12 +151,17 @@ def lower_function(
     if spec.open_sizes:
         if mesh is not None:
             raise ManifestError(f"{section}: open_sizes: expected no [mesh] beside them")
-        sizes = jax.export.symbolic_shape(",".join(spec.open_sizes))
-        bucket = {**spec.bucket, **dict(zip(spec.open_sizes, sizes, strict=True))}
+
+        def values_at_any_size(limits: Sequence[str] = ()) -> tuple[Any, ...]:
+            sizes = jax.export.symbolic_shape(",".join(spec.open_sizes), constraints=limits)
+            bucket = {**spec.bucket, **dict(zip(spec.open_sizes, sizes, strict=True))}
+            return user.weights, *data_at(bucket)
+
         with user.modules.tracing(
             f"{section}: open_sizes: cannot lower {program.label} for any size"
         ):
-            values = (user.weights, *data_at(bucket))
+            of_symbols = jax.jit(function, keep_unused=True).trace(*values_at_any_size()).jaxpr
+            values = values_at_any_size(size_limits(of_symbols, spec.open_sizes))
             of_any_size = export_program(function, values, exported.platforms, **options)
         symbolic = of_any_size.mlir_module_serialized
 

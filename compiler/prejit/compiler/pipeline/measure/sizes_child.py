@@ -52,6 +52,8 @@ that moves as far says more about rounding than about sizes."""
 _SIGNS = (0, 1, -1)
 """Each size is tried with numbers of both signs, with positive ones, and with negative ones: zeros of padding
 are the least, or the greatest, of some."""
+_FAR = (3, 1000)
+"""Each size is also tried with numbers so far from zero, because code has thresholds beyond 1."""
 
 
 @dataclass(frozen=True)
@@ -243,25 +245,31 @@ def _resized(arrays: Sequence[Array], sizes: Mapping[str, int]) -> list[Array]:
 def _inputs(
     arguments: Sequence[Array], sizes: Mapping[str, int], mask: str
 ) -> Iterator[list[Values]]:
-    """Yield arguments of several signs. Whole numbers are below every size: they may be places or lengths."""
+    """Yield arguments of several signs and magnitudes.
+
+    Whole numbers are below every size: they may be places or lengths.
+    """
     arrays = _resized(arguments, sizes)
     values = [call_input(array, SEED, place, mask) for place, array in enumerate(arrays)]
-    for sign in _SIGNS:
+    for far, sign in (*((False, sign) for sign in _SIGNS), (True, 1), (True, -1)):
         yield [
-            _of_sign(value, sign, min(sizes.values())) if array.dtype != "bool" else value
+            _of_sign(value, sign, far, min(sizes.values())) if array.dtype != "bool" else value
             for array, value in zip(arrays, values, strict=True)
         ]
 
 
-def _of_sign(value: Values, sign: int, below: int) -> Values:
-    """Return a value with numbers of one sign; 0: of both."""
+def _of_sign(value: Values, sign: int, far: bool, below: int) -> Values:
+    """Return a value with numbers of one sign, all far from zero if wanted; sign 0: of both signs."""
     dtype = value.dtype
     if dtype.kind in "iu" or dtype.name.startswith(("int", "uint")):
         most = max(0, min(2, below - 1))
         return np.clip(value.astype(np.int64), min(1, most) if sign else 0, most).astype(dtype)
     if not sign or dtype.kind == "c" or dtype == dtype_of("float8_e8m0fnu"):
         return value
-    return (sign * np.abs(value.astype(np.float64))).astype(dtype)
+    size = np.abs(value.astype(np.float64))
+    if far and dtype.itemsize > 1:  # float8 is too narrow
+        size = _FAR[0] + size * (_FAR[1] - _FAR[0])
+    return (sign * size).astype(dtype)
 
 
 def _nudged(value: Values) -> Values:
