@@ -44,11 +44,17 @@ def check_user_model(
     modules = UserModules(Path.cwd())
     try:
         found = find_model(
-            Model(module=_name("MODEL", model)), "check-model", parameters, modules, _nested
+            Model(module=_name("MODEL", model), impure=True),
+            "check-model",
+            parameters,
+            modules,
+            _nested,
         )
         reference = None
         if against is not None:
-            reference = modules.find(_name("--reference", against), "check-model: --reference")
+            reference = modules.find(
+                _name("--reference", against), "check-model: --reference", impure=True
+            )
     except ManifestError as error:  # here is no manifest, and no other command to try
         hint = None if error.hint in (None, CHECK_MODEL) else _without_manifest(str(error.hint))
         raise UsageError(_without_manifest(str(error)), hint=hint) from error

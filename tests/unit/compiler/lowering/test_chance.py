@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import logging
 import os
 import random
@@ -23,12 +24,17 @@ import pytest
 
 from prejit.compiler import Manifest, Program, build
 from prejit.compiler.lowering.user.chance import refusing_chance
+from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.runtime import load
 from prejit.runtime.errors import BuildError
 
 SEEDED, ARRAYS = random.Random(0), np.random.default_rng(0)
 NOW = datetime.datetime.now
+
+
+class Later(datetime.datetime):
+    pass
 
 
 def seeded_here() -> Any:
@@ -63,6 +69,13 @@ def logged() -> Any:
         (lambda: uuid.uuid4(), "uuid.uuid4"),
         (lambda: uuid.uuid1(), "uuid.uuid1"),
         (lambda: np.random.default_rng().normal(), "random.SystemRandom.getrandbits"),
+        (lambda: time.strftime("%s"), "time.strftime"),
+        (lambda: time.asctime(), "time.asctime"),
+        (lambda: time.localtime(None), "time.localtime"),
+        (lambda: Later.now(), "datetime.now"),
+        (lambda: functools.partial(time.time)(), "time.time"),
+        (lambda: next(iter(time.time, None)), "time.time"),
+        (lambda: np.datetime64("now"), "np.datetime64[now]"),
     ],
 )
 def test_each_is_refused_by_name_and_line(call: Callable[[], Any], name: str) -> None:
@@ -76,7 +89,13 @@ def test_each_is_refused_by_name_and_line(call: Callable[[], Any], name: str) ->
 
 
 @pytest.mark.parametrize(
-    "call", [lambda: np.random.rand(), lambda: np.random.shuffle(np.arange(9)), np.random.seed]
+    "call",
+    [
+        lambda: np.random.rand(),
+        lambda: np.random.shuffle(np.arange(9)),
+        lambda: np.random.seed(),
+        lambda: (np.random.rand(), np.random.seed(0)),
+    ],
 )
 def test_numpys_global_generator_is_refused(call: Callable[[], Any]) -> None:
     with (
@@ -95,6 +114,9 @@ def test_numpys_global_generator_is_refused(call: Callable[[], Any]) -> None:
         lambda: uuid.UUID(int=5),
         lambda: uuid.uuid5(uuid.NAMESPACE_DNS, "prejit"),
         lambda: time.sleep(0),
+        lambda: time.strftime("%Y", time.gmtime(0)),
+        lambda: (np.random.seed(0), np.random.rand()),
+        lambda: np.datetime64("2026-01-01"),
         lambda: datetime.datetime(2026, 1, 1).isoformat(),
         seeded_here,
         logged,
@@ -119,7 +141,7 @@ def test_another_profiler_keeps_its_place() -> None:
     sys.setprofile(profile)
     try:
         with refusing_chance("here"):
-            time.time()
+            random.random()
         assert sys.getprofile() is profile
     finally:
         sys.setprofile(None)
@@ -167,3 +189,44 @@ def test_a_manifest_allows_it_and_forbids_it_again(tmp_path: Path, build_cache: 
     build(manifest("impure = true"), tmp_path / "out", cache=build_cache, quiet=True)
     with pytest.raises(BuildError, match=r"time\.perf_counter\(\) at .*timed\.py:5, .*timed\.py:7"):
         build(manifest(""), tmp_path / "out", cache=build_cache, quiet=True)
+
+
+@pytest.mark.parametrize("impure", [False, True])
+@pytest.mark.parametrize(
+    ("draws", "name"),
+    [
+        ("time.time() % 10", r"time\.time\(\)"),
+        ("random.random()", r"random\.random\(\)"),
+        ("np.random.rand()", r"global generator of np\.random"),
+        ("uuid.uuid4().int % 7", r"uuid\.uuid4\(\)"),
+    ],
+)
+def test_a_module_that_draws_when_it_is_imported_is_refused(
+    tmp_path: Path, draws: str, name: str, impure: bool
+) -> None:
+    (tmp_path / "drawn.py").write_text("from drawing import S\n\n\ndef f(x):\n    return x * S\n")
+    (tmp_path / "drawing.py").write_text(
+        f"import random, time, uuid\nimport numpy as np\n\nS = {draws}\n"
+    )
+    modules = UserModules(tmp_path)
+    if impure:
+        assert callable(modules.find("drawn:f", "here", impure=True))
+    else:
+        with pytest.raises(BuildError, match=rf"here: cannot import 'drawn': .*{name}"):
+            modules.find("drawn:f", "here")
+
+
+def test_what_libraries_draw_when_they_are_imported_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "toydrawing.py").write_text(
+        "import random, time, uuid\nS = time.time(), random.random(), uuid.uuid4()\n"
+    )
+    monkeypatch.syspath_prepend(str(packages))
+    (tmp_path / "drawn.py").write_text("import toydrawing\n\n\ndef f(x):\n    return x\n")
+    try:
+        assert callable(UserModules(tmp_path).find("drawn:f", "here"))
+    finally:
+        sys.modules.pop("toydrawing", None)

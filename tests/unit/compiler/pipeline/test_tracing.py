@@ -7,10 +7,13 @@ import builtins
 import importlib
 import json
 import os
+import py_compile
 import shutil
 import sqlite3
 import sys
+import tempfile
 import threading
+import zipfile
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -577,6 +580,24 @@ ASKED = {
     "whether there is a module": "2 + (importlib.util.find_spec('appears') is not None)",
     "a version": "float(metadata.version('toyversion'))",
     "whether there is a distribution": "2 + has('toynew')",
+    "time of a file": "os.stat(HERE / 'sub' / 'a').st_mtime % 1000",
+    "time of a file, in a thread": (
+        "ThreadPoolExecutor().submit(os.path.getmtime, HERE / 'sub' / 'a').result() % 1000"
+    ),
+    "mode of a file": "float(os.stat(HERE / 'sub' / 'a').st_mode & 7)",
+    "size of an entry": "max(entry.stat().st_size for entry in os.scandir(HERE / 'sub'))",
+    "which entries are directories": "2 + sum(len(names) for _, names, _ in os.walk(HERE / 'kind'))",
+    "a file beside the working directory": "float(pathlib.Path('factor.txt').read_text())",
+    "the working directory": "float(os.getcwd()[-1])",
+    "the working directory of a path": "float(str(pathlib.Path('x').absolute())[-3])",
+    "a variable in a text": "float(os.path.expandvars('$CI_TOY'))",
+    "a variable in a template": "float(string.Template('$CI_TOY').substitute(os.environ))",
+    "a directory for temporary files": "float(tempfile.gettempdir()[-1])",
+    "a module that another one shadows": "getattr(__import__('colorsys'), 'FACTOR', 2)",
+    "a module in a zip file that reads a file": "__import__('zipped').FACTOR",
+    "a module in a zip file that reads a variable": "__import__('zipped').VARIABLE",
+    "a module without its source": "__import__('compiled').FACTOR",
+    "a file with the name of a cache": "float((HERE / 'my__pycache__.txt').read_text())",
 }
 ASKING = """
 import contextlib
@@ -584,11 +605,16 @@ import importlib.util
 import os
 import pathlib
 import sqlite3
+import string
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
 from tokenizers import Tokenizer
 
 HERE = pathlib.Path(__file__).parent
+sys.path += [str(HERE / 'zipped.zip'), str(HERE / 'compiled')]
 
 
 def value_in(database):
@@ -625,14 +651,43 @@ def test_what_code_asks_without_opening_a_file_is_noticed(
         described = packages / "toyversion.dist-info" / "METADATA"
         described.parent.mkdir(parents=True, exist_ok=True)
         described.write_text(f"Name: toyversion\nVersion: {value}\n")
+        (made.directory / "sub" / "a").chmod(0o600 + value)
+        os.utime(made.directory / "sub" / "a", (1000 + value, 1000 + value))
+        for place in (made.directory, tmp_path / f"from{value}"):
+            place.mkdir(exist_ok=True)
+            (place / "factor.txt").write_text(str(value))
+        made.write("my__pycache__.txt", str(value))
+        monkeypatch.chdir(tmp_path / f"from{value}")
+        monkeypatch.setenv("CI_TOY", str(value))
+        monkeypatch.setattr(tempfile, "tempdir", None)  # as in a new process
+        monkeypatch.setenv("TMPDIR", str(tmp_path / f"from{value}"))
 
+    module = (
+        "import os, pathlib\n"
+        f"FACTOR = int(pathlib.Path({str(made.directory / 'factor.txt')!r}).read_text())\n"
+        "VARIABLE = int(os.environ['CI_TOY'])\n"
+    )
+    with zipfile.ZipFile(made.directory / "zipped.zip", "w") as archive:
+        archive.writestr("zipped.py", module)
+    (made.directory / "compiled").mkdir()
+    made.write("source.txt", module)
+    py_compile.compile(
+        str(made.directory / "source.txt"),
+        str(made.directory / "compiled" / "compiled.pyc"),
+        "c.py",
+    )
+    made.write("kind/entry", "")
     write(2)
     assert made.trace() == {"p"}
     assert made.trace() == set()
     write(3)
     for name in ("sub/new", "appears.py", "../site-packages/toynew.dist-info/METADATA"):
         made.write(name, "Name: toynew\nVersion: 1\n" if "toynew" in name else "")
+    (made.directory / "kind" / "entry").unlink()
+    (made.directory / "kind" / "entry").mkdir()
+    made.write("colorsys.py", "FACTOR = 3\n")
     monkeypatch.setenv("TOY_A", "3")
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     importlib.invalidate_caches()
     assert made.changed()
 

@@ -131,9 +131,9 @@ def find_function(
                 hint='give shape strings such as "float32[{batch}, 128]", and buckets',
             )
     elif isinstance(found, str):
-        found = modules.find(found, f"{where}: function")
+        found = modules.find(found, f"{where}: function", impure=program.impure)
     if isinstance(args, str):
-        args = modules.find(args, f"{where}: args")
+        args = modules.find(args, f"{where}: args", impure=program.impure)
     values = None if parameters is None else dict(sorted(parameters.items()))
     nested = nested or nested_by_dots
     module = None

@@ -19,7 +19,7 @@ from glob import glob
 from importlib import metadata
 from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 from prejit.compiler.store.code import code_digest, directories
 from prejit.runtime.base.digests import digest_of
@@ -27,7 +27,15 @@ from prejit.runtime.errors import ManifestError
 from prejit.runtime.store.receipts import Receipts
 
 Kind = Literal[
-    "module", "file", "existence of", "directory", "variable", "version of", "our code in"
+    "module",
+    "file",
+    "existence of",
+    "status of",
+    "directory",
+    "working directory",
+    "variable",
+    "version of",
+    "our code in",
 ]
 
 ABSENT = "absent"
@@ -35,6 +43,8 @@ INSTALLED = "installed"
 """The digest of a module of an installed package, whose version decides what it does."""
 UNSET = "unset"
 """The digest of an environment variable without a value."""
+OF_BUILD = "of the build"
+"""The name of the working directory, to which relative paths belong."""
 VARIABLES = "*"
 """In place of the name of a variable: the names of all variables, which code asked for."""
 _VARYING = re.compile(
@@ -77,15 +87,16 @@ class Input:
 
 def is_input(ingredient: str) -> bool:
     """Return whether an ingredient of a key holds the digest of an input."""
-    kinds = ("module", "file", "existence of", "directory", "variable", "version of", "our code in")
-    return ingredient.startswith(tuple(f"{kind} " for kind in kinds))
+    return ingredient.startswith(tuple(f"{kind} " for kind in get_args(Kind)))
 
 
+@cache
 def is_installed(file: str) -> bool:
     """Return whether a source file belongs to Python, to an installed package or to prejit."""
     return bool(_PACKAGES & {*Path(file).parts}) or file.startswith(("<", *_library_places()))
 
 
+@cache
 def is_standard(file: str) -> bool:
     """Return whether a source file belongs to Python's standard library."""
     return not _PACKAGES & {*Path(file).parts} and file.startswith(("<", *_python_places()))
@@ -202,6 +213,10 @@ class Present:
                 return file_digest(local_path(name, self._directory))
             case "existence of":
                 return existence(local_path(name, self._directory))
+            case "status of":
+                return status(local_path(name, self._directory))
+            case "working directory":
+                return working_directory(self._directory)
             case "directory":
                 return directory_digest(local_path(name, self._directory))
             case "variable":
@@ -307,10 +322,32 @@ def existence(path: str) -> str:
         return f"{link}{ABSENT}"
 
 
-def directory_digest(path: str) -> str:
-    """Return the digest of the names in a directory."""
+def status(path: str) -> str:
+    """Return what the status of a path says with its mode and time, and those of the link that it may be."""
     try:
-        names = sorted(name for name in os.listdir(path) if name != "__pycache__")
+        found = [f"{each.st_mode:o} {each.st_mtime_ns}" for each in (os.lstat(path), os.stat(path))]
+    except OSError:
+        found = []
+    return ", ".join([existence(path), *found])
+
+
+def working_directory(directory: str) -> str:
+    """Return the portable path of the working directory."""
+    try:
+        return portable_path(os.getcwd(), directory)
+    except OSError:  # it was deleted
+        return ABSENT
+
+
+def directory_digest(path: str) -> str:
+    """Return the digest of the names in a directory, and of which ones are directories and links."""
+    try:
+        with os.scandir(path) as entries:
+            names = sorted(
+                f"{each.name}{'/' * each.is_dir()}{'@' * each.is_symlink()}"
+                for each in entries
+                if each.name != "__pycache__"
+            )
     except OSError:
         return ABSENT
     return digest_of("\0".join(names).encode("utf-8", "surrogateescape"))

@@ -105,7 +105,7 @@ def find_model(
     where, label = f"{at}: model.module", model.label
     found = model.module
     if isinstance(found, str):
-        found = modules.find(found, where)
+        found = modules.find(found, where, impure=model.impure)
     found = _instance(found, modules, where, label)
     held = _held(found, parameters, nested or nested_by_dots, where, label)
     arrays = held.arrays if parameters is None else _fitting(held.arrays, parameters, at, label)

@@ -15,12 +15,20 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import (
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, final
 
+from prejit.compiler.lowering.user.chance import refusing_chance
 from prejit.compiler.lowering.user.inputs import Present, portable_path
 from prejit.compiler.lowering.user.observer import Observer
 from prejit.compiler.lowering.user.observing import observing
@@ -58,19 +66,23 @@ class UserModules:
         self._depth = 0
         self.observer = Observer(self._directory)
 
-    def find(self, function: str, where: str) -> Any:
+    def find(self, function: str, where: str, *, impure: bool = False) -> Any:
         """Import the object that `function` of a [[program]] names.
 
         Args:
             function: `module:attribute`.
             where: the place in the manifest, for errors.
+            impure: whether the module may read clocks and draw random numbers.
 
         Raises:
             ManifestError: the module or attribute does not exist, or the module raises.
+            BuildError: the module reads a clock or draws random numbers without a seed.
         """
         module_name, _, attribute = function.partition(":")
         with self.in_use():
-            found = self._import(module_name, where)
+            what = f"{where}: cannot import {module_name!r}"
+            with nullcontext() if impure else refusing_chance(what):
+                found = self._import(module_name, where)
             self.observer.note_import(module_name, None)
             for name in attribute.split("."):
                 try:

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, Literal, final
 
 from prejit.compiler.lowering.user.inputs import (
+    OF_BUILD,
     VARIABLES,
     Input,
     Kind,
@@ -33,8 +34,8 @@ from prejit.compiler.lowering.user.inputs import (
 )
 
 _BOOTSTRAP_FILE = "<frozen importlib._bootstrap>"
-_MAPPINGS = ("os.py", "_collections_abc.py", "<frozen os>", "<frozen _collections_abc>")
-"""The files of the code between `os.environ` and its reader."""
+_STATUSES = ("stat", "lstat", "access", "getmtime", "getctime", "getatime")
+"""The functions of the standard library whose callers see all that the status of a path holds."""
 _JAX = re.compile(r"[/\\](site|dist)-packages[/\\](jax|jaxlib)[/\\]")
 _ALIVE = ("/proc/", "/sys/", "/dev/")
 _ANYONE = "a thread"
@@ -103,6 +104,7 @@ class Observer:
                 inputs.add(Input("our code in", name))
             elif owner == "installed":
                 packages.add(name.partition(".")[0])
+                inputs.add(Input("module", name.partition(".")[0]))  # others may shadow it
             else:
                 complete = complete and name not in self._before
                 inputs.add(Input("module", name))
@@ -145,10 +147,12 @@ class Observer:
                 path = os.readlink(f"/proc/self/fd/{path}")
             except OSError:
                 return
+        if not os.path.isabs(os.fsdecode(path)):
+            self._reads.add(Input("working directory", OF_BUILD))
         file = os.path.abspath(os.fsdecode(path))
         if file in self._modules or is_installed(file) or file.startswith((*_ALIVE, *_caches())):
             return
-        if "__pycache__" in file:
+        if file.endswith(".pyc") and os.path.basename(os.path.dirname(file)) == "__pycache__":
             return
         found = Input(kind, portable_path(file, self._directory))
         self._reads.add(found)
@@ -159,12 +163,16 @@ class Observer:
         """Note that an environment variable was read."""
         if self._reader() is None:
             return
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename.endswith(_MAPPINGS):
-            frame = frame.f_back
-        is_own = frame is not None and frame.f_code.co_filename in self._modules
-        if is_own or not varies(name):
+        frame, asked = _caller()
+        is_own = frame is None or self._is_users(frame.f_code.co_filename)
+        # Paths below the home are the same on all machines that have the files.
+        if (is_own and asked not in ("expanduser", "home")) or not varies(name):
             self._reads.add(Input("variable", name))
+
+    def note_working_directory(self) -> None:
+        """Note that code asked for the working directory."""
+        if self._reader() is not None:
+            self._reads.add(Input("working directory", OF_BUILD))
 
     def note_variables(self) -> None:
         """Note that the names of the environment variables were read."""
@@ -209,12 +217,25 @@ class Observer:
                     self._modules.setdefault(file, name)
         return self._owners[name]
 
+    def _is_users(self, file: str) -> bool:
+        """Return whether code is the user's: also without a source file, as in a zip file."""
+        return file in self._modules or not is_installed(file)
+
+    def _module_of(self, file: str, *, ours: bool) -> str | None:
+        """Return the module of the user with a file; `ours`: prejit is on the stack between.
+
+        Below prejit is what started the build, whose own reads count for nothing.
+        """
+        if ours:
+            return self._modules.get(file)
+        return self._modules.get(file, Path(file).stem) if self._is_users(file) else None
+
     def _importer(self, frame: FrameType | None, *, direct: bool) -> str | None:
         """Return the module of the user that imports; `direct`: not through a library."""
         ours = False
         while frame is not None:
             file = frame.f_code.co_filename
-            if (found := self._modules.get(file)) is not None:
+            if (found := self._module_of(file, ours=ours)) is not None:
                 return found
             ours = ours or (file not in _HOOKS and is_ours(file))
             if direct and not is_standard(file):
@@ -232,7 +253,7 @@ class Observer:
         library, ours = "", False
         while frame is not None:
             file = frame.f_code.co_filename
-            if (found := self._modules.get(file)) is not None:
+            if (found := self._module_of(file, ours=ours)) is not None:
                 return found
             if file == _BOOTSTRAP_FILE:
                 return None
@@ -244,6 +265,25 @@ class Observer:
                     return None
             frame = frame.f_back
         return None if ours else _ANYONE
+
+
+def _caller() -> tuple[FrameType | None, str]:
+    """Return the code that called what is observed, and the function of the standard library that it called.
+
+    That is an empty text where it called what is observed itself.
+    """
+    frame, asked = sys._getframe(1), ""
+    while frame is not None and ((file := frame.f_code.co_filename) in _HOOKS or is_standard(file)):
+        if file not in _HOOKS:
+            asked = frame.f_code.co_name
+        frame = frame.f_back
+    return frame, asked
+
+
+def sees_status() -> bool:
+    """Return whether the code that asks for a status sees all of it, and not just a size or presence."""
+    frame, asked = _caller()
+    return frame is None or asked in ("", *_STATUSES)
 
 
 def _caches() -> tuple[str, ...]:

@@ -14,9 +14,10 @@ import builtins
 import importlib.util
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from importlib import metadata
 from importlib.machinery import SourceFileLoader
@@ -28,7 +29,7 @@ from weakref import WeakKeyDictionary
 
 from prejit.compiler.lowering.user.inputs import is_installed
 from prejit.compiler.lowering.user.native_reading import NativeReaders
-from prejit.compiler.lowering.user.observer import Observer, canonical
+from prejit.compiler.lowering.user.observer import Observer, canonical, sees_status
 
 _BOOTSTRAP: Any = importlib._bootstrap
 _UTIL: Any = importlib.util
@@ -53,6 +54,8 @@ def observing(observer: Observer) -> Iterator[None]:
     get_code, fork = SourceFileLoader.get_code, _posixsubprocess.fork_exec
     start, search = threading.Thread.start, _UTIL._find_spec
     of_system = {name: getattr(os, name) for name in (*_STATUSES, "open")}
+    working = {name: getattr(os, name) for name in ("getcwd", "getcwdb")}
+    temporary = tempfile.gettempdir
     from_name = vars(metadata.Distribution)["from_name"]
 
     def is_on() -> bool:
@@ -130,6 +133,24 @@ def observing(observer: Observer) -> Iterator[None]:
 
         return read
 
+    def asking(call: str) -> Callable[[], Any]:
+        """Return a call of the system that notes that it asks for the working directory."""
+
+        @wraps(working[call])
+        def ask() -> Any:
+            if is_on():
+                observer.note_working_directory()
+            return working[call]()
+
+        return ask
+
+    @wraps(temporary)
+    def find_temporary() -> str:  # Python keeps what it found first
+        if is_on():
+            for name in ("TMPDIR", "TEMP", "TMP"):
+                observer.note_variable(name)
+        return temporary()
+
     def start_process(*args: Any) -> int:  # that of multiprocessing raises no audit event
         if is_on():
             observer.note_trouble("starts a process")
@@ -148,6 +169,9 @@ def observing(observer: Observer) -> Iterator[None]:
     metadata.Distribution.from_name = classmethod(find_distribution)  # type: ignore[method-assign, assignment]
     for name in of_system:
         setattr(os, name, reader(name))
+    for name in working:
+        setattr(os, name, asking(name))
+    tempfile.gettempdir = find_temporary
     _posixsubprocess.fork_exec = start_process
     threading.Thread.start = start_thread  # type: ignore[method-assign]
     readers.wrap()
@@ -163,8 +187,9 @@ def observing(observer: Observer) -> Iterator[None]:
         SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
         _UTIL._find_spec = search
         metadata.Distribution.from_name = from_name  # type: ignore[method-assign]
-        for name, call in of_system.items():
+        for name, call in {**of_system, **working}.items():
             setattr(os, name, call)
+        tempfile.gettempdir = temporary
 
 
 @contextmanager
@@ -245,7 +270,7 @@ def _install_audit_hook() -> None:
     handlers: dict[str, Callable[[Observer, tuple[Any, ...]], None]] = {
         "open": _note_open,
         "os.listdir": lambda observer, args: observer.note_path("directory", args[0] or "."),
-        "os.scandir": lambda observer, args: observer.note_path("directory", args[0] or "."),
+        "os.scandir": _note_entries,
         "ctypes.dlopen": _note_library,
         "sqlite3.connect": _note_database,
         **dict.fromkeys(
@@ -281,9 +306,25 @@ def _note_status(observer: Observer, call: str, path: Any, directory: int | None
             path = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), os.fsdecode(path))
         except OSError:
             return
+    if call == "open":
+        observer.note_path("file", path)
+    elif sees_status():
+        observer.note_path("status of", path)
     # `realpath` asks about each directory of a path: only links among them matter, and what is below.
-    if call != "lstat" or isinstance(path, int) or os.path.islink(path) or not os.path.isdir(path):
-        observer.note_path("file" if call == "open" else "existence of", path)
+    elif call != "lstat" or os.path.islink(path) or not os.path.isdir(path):
+        observer.note_path("existence of", path)
+
+
+def _note_entries(observer: Observer, args: tuple[Any, ...]) -> None:
+    """Note that code lists a directory; its own code may ask the entries for their status."""
+    path = args[0] or "."
+    observer.note_path("directory", path)
+    if not sees_status():
+        return
+    with suppress(OSError):
+        directory = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path
+        for name in os.listdir(directory):
+            observer.note_path("status of", os.path.join(directory, name))
 
 
 def _note_database(observer: Observer, args: tuple[Any, ...]) -> None:
