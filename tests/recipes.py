@@ -296,6 +296,14 @@ def _make_recipe(
     return Recipe(tuple(packed), name, weights)
 
 
+def with_trees(program: Any) -> Any:
+    """A program whose arguments and results are nested as their paths say."""
+    from prejit.runtime.format.arrays import Array
+
+    taken, given = ([*map(Array.parse, texts)] for texts in (program.arguments, program.results))
+    return dataclasses.replace(program, arguments_tree=tree_of(taken), results_tree=tree_of(given))
+
+
 def tree_of(arrays: Sequence[Array]) -> str:
     """The tree whose leaves have the paths of these arrays: dicts for names, tuples for places."""
 

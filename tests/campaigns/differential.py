@@ -92,19 +92,20 @@ def compare(found: Any, wanted: Any) -> None:
 
 
 def plain(tree: Any) -> Any:
-    """Return a tree with dicts in place of records with names, and tuples in place of lists.
+    """Return a tree with OrderedDicts for dicts and records with names, and tuples for lists.
 
-    Calls of a bundle return dicts for ordered ones. They take one for the other, and return what was built.
+    Calls of a bundle return what was built. They take a record for a dict, in any order, and a list for a
+    tuple. A dict has the order that it has.
     """
 
     def is_other(node: Any) -> bool:
-        return isinstance(node, OrderedDict | tuple | list)
+        return isinstance(node, dict | tuple | list)
 
     def change(node: Any) -> Any:
         if isinstance(node, Pair | Turned):
-            node = node._asdict()
+            node = dict(sorted(node._asdict().items()))
         if isinstance(node, dict):
-            return {name: plain(part) for name, part in node.items()}
+            return OrderedDict((name, plain(part)) for name, part in node.items())
         return tuple(map(plain, node)) if is_other(node) else node
 
     return jax.tree.map(change, tree, is_leaf=is_other)

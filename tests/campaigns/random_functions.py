@@ -223,6 +223,9 @@ def function_of_trees(name: str, chance: random.Random) -> Function:
             read, result = f"{NAMES[place]}{jax.tree_util.keystr(path)}", f"r{len(results)}"
             lines.append(f"    {result} = {operation(read, leaf, len(results) + 2, chance)}")
             results.append(result)
+        if isinstance(tree, dict) and all(isinstance(part, Leaf) for part in tree.values()):
+            lines.append(f"    r{len(results)} = {in_turn(NAMES[place])}")
+            results.append(f"r{len(results)}")
     while len(results) > 1:
         first, second = results.pop(0), results.pop(0)
         results.append(
@@ -240,6 +243,11 @@ def function_of_trees(name: str, chance: random.Random) -> Function:
     parameters = ", ".join(NAMES[: len(example)])
     source = "\n".join((f"def {name}({parameters}):", *lines, f"    return {results[0]}"))
     return Function(name, source, example)
+
+
+def in_turn(read: str) -> str:
+    """Return an expression of the arrays of a dict that depends on their order."""
+    return f"sum(jnp.sum(part) * (place + 2) for place, part in enumerate({read}.values()))"
 
 
 def operation(read: str, leaf: Leaf, weight: int, chance: random.Random) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -9,6 +10,7 @@ import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ import pytest
 from flax import struct
 from jax import monitoring
 
-from prejit.compiler import Manifest, Mesh, Program, build, program
+from prejit.compiler import Manifest, ManifestError, Mesh, Program, build, program
 from prejit.runtime import (
     Fingerprint,
     MismatchError,
@@ -31,6 +33,7 @@ from prejit.runtime import (
     load,
 )
 from prejit.runtime.device import _jaxlib
+from prejit.runtime.errors import FallbackWarning
 
 from .conftest import Run
 
@@ -108,6 +111,13 @@ def parts(x, *others):
     return [x, *(each + 1 for each in others)], {"none": None, "sum": sum(others)}
 
 
+def share(x):
+    return x / x.sum()
+
+
+columns = jax.vmap(share, in_axes=1)
+
+
 def first_state() -> State:
     return State({"w": jnp.ones((4, 2))}, jax.random.key(3))
 
@@ -132,6 +142,8 @@ def bundle_path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> 
         program(jax.jit(accumulate, donate_argnums=0), jnp.ones(1024), jnp.ones(1024)),
         program(difference, Metrics(jnp.ones(2), jnp.ones(2))),
         program(parts, jnp.ones(2), jnp.ones(3), jnp.ones(3)),
+        Program("placed", fn=columns, args=["float32[3,3]"]),
+        Program("named", fn=lambda x: columns(x=x), args={"x": "float32[3,3]"}),
         Program(
             "trained",
             fn=train,
@@ -261,6 +273,20 @@ def test_arguments_by_place_and_by_name(bundle_path: Path, call: Any, events: li
         jitted(z, b=a)
 
 
+@pytest.mark.parametrize("name", ["placed", "named"])
+def test_a_wrapper_may_treat_names_otherwise_than_places(bundle_path: Path, name: str) -> None:
+    """`in_axes` of jax.vmap is of arguments by position: the same by name is another function."""
+    x = jnp.arange(9.0).reshape(3, 3)
+    for call, fits in ((lambda f: f(x), "placed"), (lambda f: f(x=x), "named")):
+        jitted = jit(columns, bundle=bundle_path, name=name)
+        warns = pytest.warns(FallbackWarning)
+        with contextlib.nullcontext() if name == fits else warns:
+            same(call(jitted), call(jax.jit(columns)))
+        assert jitted.stats().loaded == (name,) * (name == fits)
+    assert program(columns, x).args == [x]
+    assert program(columns, x=x).args == {"x": x}
+
+
 def test_varargs_none_and_containers(bundle_path: Path) -> None:
     arguments = jnp.ones(2), jnp.ones(3), jnp.ones(3)
     same(jit(parts, bundle=bundle_path, on_miss="error")(*arguments), jax.jit(parts)(*arguments))
@@ -376,6 +402,62 @@ def test_donated_arguments_are_deleted(bundle_path: Path) -> None:
     keeping = jit(accumulate, bundle=bundle_path, on_miss="error")
     with pytest.raises(UsageError, match="total: expected it donated, found it kept"):
         keeping(total, x)
+
+
+def power(x: Any, n: Any, y: Any, k: Any = 1) -> Any:
+    return jnp.asarray(x * n + y * k), jnp.asarray(n)
+
+
+def crossed(y: Any, n: Any, x: Any, k: Any = 1) -> Any:
+    """Its arrays are not in the order of their names, in which its program takes them."""
+    return power(y, n, x, k)
+
+
+def total(x: Any, *others: Any) -> Any:
+    return x + sum(others)
+
+
+@pytest.mark.filterwarnings("ignore::prejit.runtime.FallbackWarning")
+def test_places_and_names_of_options_are_those_of_jax(tmp_path: Path, build_cache: Path) -> None:
+    """jax takes by its place what a call has by place, and by its name what it has by name."""
+    a, b, both = np.ones(2, "f"), np.full(2, 2, "f"), {"static_argnums": 1, "static_argnames": "k"}
+    jitted = [jax.jit(power, **both), jax.jit(crossed, **both)]
+    programs = [*(program(each, a, 2, b, k=3) for each in jitted), program(total, a, 2, b)]
+    path = build(programs, tmp_path, name="both", cache=build_cache, quiet=True).path
+    calls: list[Callable[..., Any]] = [
+        lambda f: f(a, 2, b, k=3),
+        lambda f: f(a, n=2, **{"y" if f.__name__ == "power" else "x": b}, k=3),
+        lambda f: f(a, n=5, **{"y" if f.__name__ == "power" else "x": b}, k=3),
+        lambda f: f(a, 5, b, k=3),
+    ]
+    for each in jitted:
+        mine = jit(each.__wrapped__, bundle=path, **both)
+        for call in calls * 2:
+            same(call(mine), call(each))
+        assert mine.stats().loaded == (("power/n=2-k=3",) if each is jitted[0] else ())
+    mine, expected = (f(total, static_argnums=1) for f in (partial(jit, bundle=path), jax.jit))
+    for number in (2, 2, 5):
+        same(mine(a, number, b), expected(a, number, b))
+    with pytest.raises(ManifestError, match=r"static 'args\[0\]': expected an argument that has a"):
+        program(expected, a, 2, b)
+
+
+@pytest.mark.parametrize(
+    "options", [{"donate_argnums": 0, "donate_argnames": "x"}, {"donate_argnums": -1}]
+)
+def test_what_jax_keeps_is_not_deleted(
+    tmp_path: Path, build_cache: Path, options: dict[str, Any]
+) -> None:
+    jitted, deleted = jax.jit(accumulate, **options), []
+    path = build(
+        program(jitted, jnp.ones(8), jnp.ones(8)), tmp_path, cache=build_cache, quiet=True
+    ).path
+    mine = jit(accumulate, bundle=path, on_miss="error", **options)
+    for function in (mine, mine, jitted):
+        given = jnp.ones(8), jnp.ones(8)
+        function(*given)
+        deleted.append([each.is_deleted() for each in given])
+    assert deleted == [deleted[-1]] * 3
 
 
 def test_transformations_use_the_function_itself(bundle_path: Path) -> None:

@@ -456,8 +456,7 @@ def test_tables_that_contradict_themselves_are_rejected(built: Path) -> None:
 def test_another_reader_and_the_command_line_read_it(
     built: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written, [target] = second_reader.read(built)
-    assert written >= 5
+    [target] = second_reader.read(built)
     assert target.config["libraries"][0]["handlers"] == HANDLERS
     assert main(["inspect", str(built)]) == 0
     assert main(["verify", str(built)]) == 0

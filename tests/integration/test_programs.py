@@ -208,6 +208,40 @@ def test_the_command_line_calls_on_files(run: Run, bundle: Path, tmp_path: Path)
     assert np.load(tmp_path / "out" / "1.dense.kernel.npy").shape == (8, 16)
 
 
+WIDE = """
+def f(params, x):
+    return params["table"][x] * params["scale"]
+"""
+WIDE_MANIFEST = """
+[bundle]
+name = "wide"
+[[program]]
+name = "f"
+function = "wide:f"
+args = { x = "int32[2]" }
+params = "wide.safetensors"
+[[target]]
+name = "cpu-host"
+"""
+
+
+def test_parameters_of_64_bits_become_those_of_32_as_in_jit(run: Run, tmp_path: Path) -> None:
+    table, scale = np.arange(5), np.linspace(0, 1, 2)
+    (tmp_path / "wide.py").write_text(WIDE)
+    manifest = tmp_path / "wide.toml"
+    manifest.write_text(WIDE_MANIFEST)
+    save_file({"table": table, "scale": scale}, tmp_path / "wide.safetensors")
+    said = run("build", manifest, "-o", tmp_path).stderr
+    assert "['params']['scale'] as float32 and not float64" in said
+    assert "no golden answer" not in said
+    found = load(tmp_path / "wide", on_mismatch="error").call("f", x=np.array([1, 4], np.int32))
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, (table[[1, 4]] * scale).astype(np.float32))
+    save_file({"table": table + 2**40, "scale": scale}, tmp_path / "wide.safetensors")
+    error = run("build", manifest, "-o", tmp_path, status=2).stderr
+    assert "'f': params: table: expected int64 whose values are in the range of int32" in error
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

@@ -97,7 +97,12 @@ def raw(x):
     return x + 1
 
 
-vectorized = jax.jit(jax.vmap(raw))
+def share(x):
+    return x / x.sum()
+
+
+vectorized = jax.jit(jax.vmap(share, in_axes=1, out_axes=1))
+slope = jax.jit(jax.grad(lambda x: (x**3).sum()))
 
 
 class Scaler:
@@ -172,6 +177,7 @@ CALLS = {
     "keyword": (keyword, [lambda: ((ones(3),), {"y": ones(3)})]),
     "call": (jax.jit(raw), [lambda: ((ones(3),), {}), lambda: ((ones(7),), {})]),
     "vmap": (vectorized, [lambda: ((ones(2, 3),), {})]),
+    "grad": (slope, [lambda: ((ones(3),), {})]),
     "module": (distance, [lambda: ((Point(ones(3), ones(3)),), {})]),
     "lambda": (squared, [lambda: ((ones(3),), {})]),
     "method": (scaler.apply, [lambda: ((ones(4),), {})]),
@@ -200,6 +206,7 @@ PROGRAMS = {
     "keyword": ["keyword"],
     "call": ["raw", "raw"],
     "vmap": ["vectorized"],
+    "grad": ["slope"],
     "module": ["distance"],
     "lambda": ["squared"],
     "method": ["apply"],
@@ -263,7 +270,7 @@ def test_a_recorded_call_has_a_program_that_answers_as_jax(
         given.update(given.pop("kwargs", {}))
         if shape == "literal":  # they are in the program
             del given["epsilon"], given["shape"]
-        if shape != "linen":  # *args
+        if shape not in ("linen", "vmap", "grad"):  # *args, and wrappers
             args, kwargs = (), given
         found = bundle.call(program, *args, **kwargs)
         pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
@@ -292,3 +299,102 @@ def test_a_manifest_of_other_people_is_not_written_over(
     )
     assert f"found {recorded}; nothing was recorded" in done.stderr
     assert recorded.read_bytes() == before
+
+
+def test_a_manifest_in_a_directory_that_is_not_there_is_refused_before_the_program_runs(
+    run: Run, tmp_path: Path
+) -> None:
+    manifest, ran = tmp_path / "sub" / "app.toml", tmp_path / "ran"
+    code = f"open({str(ran)!r}, 'w')"
+    command = ("record", "-o", tmp_path / "b", "--manifest", manifest, "--")
+    assert (
+        f"found {manifest}; nothing" in run(*command, sys.executable, "-c", code, status=2).stderr
+    )
+    assert not ran.exists()
+
+
+CHANGED = """
+import os
+import jax
+import jax.numpy as jnp
+
+CONFIG = {"scale": 1.0}
+SIGN = 1.0
+jnp.ones(3).sum()  # jax compiles at the import, too
+
+
+@jax.jit
+def by_global(x):
+    return x * SIGN
+
+
+@jax.jit
+def by_entry(x):
+    return x * CONFIG["scale"]
+
+
+@jax.jit
+def by_variable(x):
+    return x * float(os.environ.get("FACTOR", "1"))
+
+
+@jax.jit
+def unchanged(x):
+    return x * 3
+
+
+if __name__ == "__main__":
+    unchanged(jnp.ones(3))
+    by_global(jnp.ones(3))
+    SIGN, CONFIG["scale"], os.environ["FACTOR"] = -1.0, 2.0, "7"
+    for function in (by_global, by_entry, by_variable, unchanged):
+        function(jnp.ones(4))
+"""
+WIDE = """
+import jax
+import numpy as np
+
+
+@jax.jit
+def wide(x):
+    return x / 3
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    wide(np.ones(5))
+"""
+
+
+def record(run: Run, directory: Path, script: str) -> tuple[Path, str]:
+    """Record a script; return its manifest and what was said."""
+    path, manifest = directory / "changed.py", directory / "changed.toml"
+    path.write_text(script)
+    bundle = directory / "artifacts" / "changed"
+    done = run("record", "-o", bundle, "--manifest", manifest, "--", sys.executable, path)
+    return manifest, done.stderr
+
+
+def test_a_call_that_the_program_changed_something_for_is_left_out(
+    run: Run, tmp_path: Path
+) -> None:
+    """A build imports the module anew, where the global, the entry and the variable are as at first."""
+    manifest, said = record(run, tmp_path, CHANGED)
+    programs = {each.name: dict(each.args) for each in read_manifest(manifest).programs}
+    assert programs == {
+        "unchanged": {"x": "float32[{batch}]"},
+        "by_global": {"x": "float32[3]"},  # the call after SIGN changed is none of it
+    }
+    for name in ("by_global", "by_entry", "by_variable"):
+        assert (
+            f"left out jit_{name} at changed.py:36: imported anew, it compiles to another" in said
+        )
+
+
+def test_a_program_of_64_bits_says_what_its_build_needs(run: Run, tmp_path: Path) -> None:
+    manifest, said = record(run, tmp_path, WIDE)
+    assert "build it with JAX_ENABLE_X64=1" in said
+    assert "# Build it with JAX_ENABLE_X64=1" in manifest.read_text()
+    for command in ("plan", "build"):
+        refused = run(command, manifest, status=2).stderr
+        assert "expected a dtype of at most 32 bits, found 'float64[5]'" in refused

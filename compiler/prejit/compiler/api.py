@@ -30,7 +30,7 @@ from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.interface import Store
 from prejit.runtime.device._jaxlib import Dispatch
 from prejit.runtime.errors import ManifestError, StoreError, UsageError
-from prejit.runtime.jitted.calls import Parameters
+from prejit.runtime.jitted.calls import Chosen, Parameters
 
 AnyManifest = Manifest | str | os.PathLike[str]
 """A manifest, or the path of its TOML file."""
@@ -93,8 +93,8 @@ def program(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Progr
     Raises:
         ManifestError: the function does not take these arguments, or has no name.
     """
-    static: tuple[int | str, ...] = ()
-    donated: tuple[int | str, ...] = ()
+    static: Chosen = (None, None)
+    donated: Chosen = (None, None)
     if (jitted := Dispatch.of(function)) is not None:
         static, donated = jitted.static, jitted.donated
     name = getattr(function, "program_name", None) or getattr(function, "__name__", None)
@@ -107,6 +107,12 @@ def program(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Progr
         call = Parameters(function, static=static, donated=donated).bind(args, kwargs)
     except TypeError as error:
         raise ManifestError(f"program {name!r}: args: {error}") from error
+    for key in call.static:
+        if not key.isidentifier():
+            raise ManifestError(
+                f"program {name!r}: static {key!r}: expected an argument that has a name, found one of *args",
+                hint="make it a parameter of its own",
+            )
     if len(call.placed) < len(call.arrays) and not call.nameable:
         raise ManifestError(
             f"program {name!r}: args: expected all arrays by position or all by name, found a function that "

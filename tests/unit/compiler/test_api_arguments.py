@@ -270,3 +270,18 @@ def test_a_module_in_training_mode_says_how_to_leave_it(options: dict[str, Any])
     with pytest.raises(BuildError) as caught:
         build(Program("m", fn=module, args=[X]), **options)
     assert ".eval()" in str(caught.value.hint)
+
+
+def drifting(state: Any, x: Any) -> Any:
+    return {"state": jnp.asarray(state, jnp.float32) * 1.001, "y": x * state}
+
+
+def test_a_carry_whose_weak_type_changes_is_refused(tmp_path: Path) -> None:
+    """The second step of jax.jit has other types than the first."""
+    args = {"state": "weak float32[]", "x": "bfloat16[2]"}
+    one = Program("step", fn=drifting, args=args, repeat=(1, 2), carry=("state",))
+    message = (
+        "repeat: the function returns nothing with the structure, shapes and dtypes of 'state'"
+    )
+    with pytest.raises(ManifestError, match=message):
+        build(one, tmp_path, quiet=True, cache=tmp_path / "cache")

@@ -57,7 +57,7 @@ def record(
 
     output = Path("artifacts", default_name(command)) if output is None else output
     if manifest is not None:
-        _refuse_existing(manifest)
+        _check_new(manifest)
     recording = record_command(command, output)
     if manifest is not None:
         _write_manifest(manifest, recording)
@@ -73,11 +73,16 @@ def record(
     return recording.status
 
 
-def _refuse_existing(manifest: Path) -> None:
-    """Raise UsageError if a manifest of other people's work would be written over."""
+def _check_new(manifest: Path) -> None:
+    """Raise UsageError if a manifest cannot be written, or if it would replace other people's work."""
     from prejit.compiler.recording.manifest_text import examples_path
     from prejit.runtime.errors import UsageError
 
+    if not manifest.parent.is_dir():
+        raise UsageError(
+            f"--manifest: expected a file in a directory that exists, found {manifest}; nothing was recorded",
+            hint=f"make the directory {manifest.parent}",
+        )
     for path in (manifest, examples_path(manifest)):
         if path.exists():
             raise UsageError(
@@ -89,14 +94,26 @@ def _refuse_existing(manifest: Path) -> None:
 def _write_manifest(path: Path, recording: Recording) -> None:
     """Write the manifest of a recording, and the Python file beside it if it needs one."""
     from prejit.compiler.progress import tell
-    from prejit.compiler.recording.manifest_text import examples_path, recorded_manifest
+    from prejit.compiler.recording.imported_anew import CALLS, compared
+    from prejit.compiler.recording.manifest_text import (
+        code_of_calls,
+        examples_path,
+        recorded_manifest,
+        with_troubles,
+    )
     from prejit.runtime.cli.output import write_text
 
-    made = recorded_manifest(recording.name, recording.requests, path)
+    requests = with_troubles(recording.requests)
+    requests, needs_x64 = compared(requests, code_of_calls(requests, CALLS), path.parent)
+    made = recorded_manifest(recording.name, requests, path, needs_x64=needs_x64)
     write_text(os.fspath(path), made.text)
     if made.examples:
         write_text(os.fspath(examples_path(path)), made.examples)
     tell(f"wrote {path}: {made.programs} programs")
+    if needs_x64:
+        tell(
+            f"{path}: build it with JAX_ENABLE_X64=1: the program sets jax_enable_x64 after the import"
+        )
     for line in made.left_out:
         tell(f"{path}: left out {line}")
     here = path.absolute().parent

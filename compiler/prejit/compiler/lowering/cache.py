@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from prejit.compiler.lowering.user.arrays import arrays_of
+from prejit.compiler.lowering.user.arrays import Example, arrays_of
 from prejit.compiler.models.layers.config import DecoderConfig
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.protocol import Cache, EncoderDecoderModel
@@ -92,7 +92,8 @@ def cache_layout(model: Parametrized, shape: DecoderConfig, source: int | None) 
         jax.tree_util.tree_leaves_with_path(_shapes(model, shape.cache_dtype, source, *sizes))
         for sizes in ((2, 5), (3, 5), (2, 7))
     )
-    named = arrays_of(_shapes(model, shape.cache_dtype, source, 1, 1), "cache").arrays
+    example = _shapes(model, shape.cache_dtype, source, 1, 1)
+    named = arrays_of(Example(example, jax.tree.leaves(example)), "cache").arrays
     if not len(base) == len(taller) == len(longer) == len(named):
         raise BuildError(
             "cache: expected the same arrays for every number of rows and positions, found "

@@ -307,8 +307,8 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
     elif args is not None:
         yield from _args_problems(args, program.get("buckets", {}))
     yield from _static_problems(program.get("static"), args)
-    yield from _key_problems("donate", program.get("donate"), args)
-    yield from _key_problems("carry", program.get("carry"), args)
+    yield from key_problems("donate", program.get("donate"), args)
+    yield from key_problems("carry", program.get("carry"), args)
     for key in ("donate", "carry", "pad", "open_sizes"):
         yield from _repeated_items(key, program.get(key))
     for where, problem in _size_problems(program.get("repeat") or None):
@@ -384,14 +384,16 @@ def _static_problems(static: Any, args: Any) -> Problems:
             yield ("static", name), f"expected {STATIC}; found []"
 
 
-def _key_problems(key: str, given: Any, args: Any) -> Problems:
-    if not isinstance(given, list) or not isinstance(args, dict | list):
+def key_problems(key: str, given: Any, args: Any) -> Problems:
+    """Find names or positions under `donate` or `carry` that args have not; args may be examples, too."""
+    if not isinstance(given, list | tuple) or not isinstance(args, dict | list | tuple):
         return
     known = [*args] if isinstance(args, dict) else [*range(len(args))]
     for index, argument in enumerate(given):
         if argument not in known or type(argument) is bool:
             names = ", ".join(map(shown, known)) or "none"
-            problem = f"expected an argument, one of {names}; found {shown(argument)}"
+            guess = did_you_mean(str(argument), map(str, known))
+            problem = f"expected an argument, one of {names}; found {shown(argument)}{guess}"
             yield (key, index), problem
 
 

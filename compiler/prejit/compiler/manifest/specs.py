@@ -53,7 +53,8 @@ def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
     for program in manifest.programs:
         spelled = _spelled(program)
         for bucket, static in program.expand():
-            sized = [f"{name}{size}" for name, size in bucket.items()]
+            # `n4`, and `n2=4`: not `n24`.
+            sized = [f"{name}{'=' * name[-1:].isdigit()}{size}" for name, size in bucket.items()]
             sized += [
                 f"{name}={spelled[name, type(static[name]), static[name]]}" for name in static
             ]

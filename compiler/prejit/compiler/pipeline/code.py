@@ -139,8 +139,6 @@ def _parameters(
                 f"{where}: {name}: expected an array of one of {', '.join(DTYPES)}, found {value.dtype}",
                 hint="give a pytree of JAX or NumPy arrays",
             )
-        # As jax.jit takes it: 64 bits become 32 unless jax_enable_x64 is set.
-        value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
         values[name] = weakened(value) if is_weak(leaf) else value
 
     def nested(weights: Mapping[str, Any]) -> Any:

@@ -127,7 +127,7 @@ def function_section(
         ("mesh", "none" if mesh is None else f"{mesh.data} x {mesh.tensor}"),
         ("handlers", " ".join(handlers)),
         ("platforms", " ".join(sorted({*platforms}))),
-        *_files(program, present),
+        *_files(manifest, program, present),
         ("our code", code_digest(*USER_FUNCTIONS)),
         *_environment(),
     )
@@ -157,20 +157,27 @@ def decoder_section(
         ("longest context", str(longest_context(manifest))),
         ("longest source", str(longest_source(manifest))),
         ("matrices", "out, in" if out_in else "each as XLA wants it"),
-        *_files(model, present),
+        *_files(manifest, model, present),
         ("our code", code_digest(*USER_DECODERS)),
         *_environment(),
         *installed("flax").items(),
     )
 
 
-def _files(section: Program | Model, present: Present) -> Ingredients:
-    named = [] if section.params is None else [str(section.params)]
+def declared_reads(manifest: Manifest) -> tuple[str, ...]:
+    """Return the `reads` of all sections: each section may depend on what another one reads."""
+    sections = [*manifest.programs, *filter(None, [manifest.model])]
+    return tuple(sorted({pattern for section in sections for pattern in section.reads}))
+
+
+def _files(manifest: Manifest, section: Program | Model, present: Present) -> Ingredients:
+    reads = declared_reads(manifest)
+    named = () if section.params is None else (str(section.params),)
     return (
         ("impure", str(section.impure)),
-        ("reads", _as_text(section.reads)),
+        ("reads", _as_text(reads)),
         *((f"params {name}", digest) for name, digest in present.files(named)),
-        *((f"reads {name}", digest) for name, digest in present.files(section.reads)),
+        *((f"reads {name}", digest) for name, digest in present.files(reads)),
     )
 
 

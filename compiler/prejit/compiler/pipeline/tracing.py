@@ -9,16 +9,21 @@ for the same inputs: `prejit build --retrace`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from prejit.compiler.lowering.user.inputs import Input, Present
+from prejit.compiler.lowering.user.inputs import Input
 from prejit.compiler.pipeline.code import ReadCode, UserCode, values_of
 from prejit.compiler.pipeline.keys import Contents, content_of
 from prejit.compiler.pipeline.lowering import lower_function, lower_own_decoder
 from prejit.compiler.pipeline.plan import Lowered, OwnFacts, Plan, PlannedProgram
-from prejit.compiler.pipeline.traces import Known, remember_trace, remembered
+from prejit.compiler.pipeline.traces import (
+    Known,
+    declared_reads,
+    remember_trace,
+    remembered,
+)
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.runtime.base.digests import digest_of
@@ -83,7 +88,7 @@ def remember(
     assert modules is not None
     with progress.phase("comparing second traces"):
         _check_again(plan, traced, lowered, code())
-    present = modules.present()
+    read = _read(plan, modules)
     troubles = dict[str, str]()  # with the first program that has each
     for program in traced:
         assert program.trace is not None
@@ -98,7 +103,6 @@ def remember(
                 program.trace, {}, ((), ()), {"trace": result}, made.blobs, store, reads=False
             )
             continue
-        read = _read(plan, program.spec.section, modules, present)
         if read is None:
             continue
         if read.trouble:
@@ -106,17 +110,16 @@ def remember(
         else:
             _check_stored(plan, program, made, read.inputs, store)
         _put(program.trace, read, modules, result, made.blobs, store)
-    if reads_model and own is not None:
+    if reads_model and own is not None and read is not None:
         assert plan.own_trace is not None
-        if (read := _read(plan, "", modules, present)) is not None:
-            _put(plan.own_trace, read, modules, asdict(own), (), store)
+        _put(plan.own_trace, read, modules, asdict(own), (), store)
     for trouble, name in troubles.items():
         progress.note(f"{name} is traced at every build: {trouble}")
 
 
 @dataclass(frozen=True)
 class _Read:
-    """What a program read.
+    """What the code of a manifest read.
 
     Attributes:
         inputs: the inputs, each with its digest.
@@ -127,23 +130,9 @@ class _Read:
     trouble: str
 
 
-def _read(plan: Plan, section: str, modules: UserModules, present: Present) -> _Read | None:
-    """Return what a program read; None: some of it changed meanwhile, or was read before this build.
-
-    Args:
-        plan: the plan of the build.
-        section: name of the section; empty: the decoder of [model].
-        modules: the modules of the user.
-        present: the inputs as they are now.
-    """
-    declared: Sequence[str]
-    if section:
-        program = plan.manifest.section(section)
-        objects, declared = (program.fn, program.args), program.reads
-    else:
-        assert plan.manifest.model is not None
-        objects, declared = (plan.manifest.model.module, None), plan.manifest.model.reads
-    seen = modules.observer.seen(section, [name for name in objects if isinstance(name, str)])
+def _read(plan: Plan, modules: UserModules) -> _Read | None:
+    """Return what the code read; None: some of it changed meanwhile, or was read before this build."""
+    seen, present = modules.observer.seen(), modules.present()
     if not seen.complete:
         return None
     inputs: dict[Input, str] = {}
@@ -158,7 +147,7 @@ def _read(plan: Plan, section: str, modules: UserModules, present: Present) -> _
             return None
         inputs[each] = digest
     trouble = seen.trouble
-    if seen.hidden and not declared and not trouble:
+    if seen.hidden and not declared_reads(plan.manifest) and not trouble:
         trouble = f"{seen.hidden}, which prejit cannot see: name them in `reads`"
     return _Read(inputs, trouble)
 

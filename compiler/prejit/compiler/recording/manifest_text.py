@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ _HEAD = """\
 # installed: what a script shall not do then belongs behind `if __name__ == "__main__":`.
 [bundle]
 name = "{name}-functions"
+"""
+_HEAD_X64 = """\
+# Build it with JAX_ENABLE_X64=1 in the environment: the program sets jax_enable_x64 after the import.
 """
 _TAIL = """
 [[target]]
@@ -60,25 +63,49 @@ def examples_path(manifest: Path) -> Path:
     return manifest.with_name(re.sub(r"\W", "_", f"{manifest.stem}_examples") + ".py")
 
 
-def recorded_manifest(name: str, requests: Iterable[JaxRequest], path: Path) -> RecordedManifest:
+def code_of_calls(requests: Sequence[JaxRequest], module: str) -> str:
+    """Return a Python module with `args_N()` and `fixed_N()` of the requests whose call has no trouble."""
+    writer = _Writer(module)
+    for place, request in enumerate(requests):
+        if request.call is not None and not request.call["trouble"]:
+            section = ProgramSection(request.call, request.call["arguments"], {}, {})
+            writer.call(str(place), section)
+    return writer.examples(module)
+
+
+def with_troubles(requests: Iterable[JaxRequest]) -> tuple[JaxRequest, ...]:
+    """Return requests with the trouble of calls whose arguments no manifest can have."""
+    return tuple(
+        request
+        if request.call is None or request.call["trouble"]
+        else replace(request, call={**request.call, "trouble": _unbuildable(request.call)})
+        for request in requests
+    )
+
+
+def recorded_manifest(
+    name: str, requests: Iterable[JaxRequest], path: Path, *, needs_x64: bool = False
+) -> RecordedManifest:
     """Return a manifest.
 
     Args:
         name: the name of the recording.
-        requests: the programs of a run. Those whose function can be imported become sections; the others are
+        requests: the programs of a run. Those whose call has no trouble become sections; the others are
             named in comments.
         path: where it will be written.
+        needs_x64: whether a build needs JAX_ENABLE_X64=1.
     """
     calls, others, left_out = [], Counter[str](), dict[str, None]()
-    for request in requests:
+    for request in with_troubles(requests):
         if request.call is None:
             others[request.name] += 1
-        elif trouble := request.call["trouble"] or _unbuildable(request.call):
+        elif trouble := request.call["trouble"]:
             left_out[f"{request.name} at {request.where}: {trouble}"] = None
         else:
             calls.append(request.call)
     writer = _Writer(examples_path(path).stem)
-    parts = [_HEAD.format(name=name), *map(writer.section, sections_of(calls)), _TAIL]
+    head = _HEAD_X64 * needs_x64 + _HEAD.format(name=name)
+    parts = [head, *map(writer.section, sections_of(calls)), _TAIL]
     if left_out:
         parts.append("\n# Functions that are left out:\n")
         parts += [f"#   {line}\n" for line in left_out]
@@ -158,13 +185,24 @@ class _Writer:
         lines = [f"import {each}\n" for each in sorted(self._imports)]
         return _EXAMPLES_HEAD.format(manifest=manifest) + "".join([*lines, *self._code])
 
-    def _fix(self, identifier: str, call: Mapping[str, Any]) -> None:
-        self._imports.add("functools")
-        fixed = ", ".join(
+    def call(self, place: str, section: ProgramSection) -> None:
+        """Add the functions of `code_of_calls` for a call."""
+        self._example(f"args_{place}", section)
+        fixed = self._fixed(section.call)
+        self._code.append(f"\n\ndef fixed_{place}():\n    return dict({fixed})\n")
+        self._imports.add(section.call["name"].partition(":")[0])
+
+    def _fixed(self, call: Mapping[str, Any]) -> str:
+        """Return the fixed arguments of a call as keyword arguments."""
+        return ", ".join(
             f"{key}={each[1:] if each.startswith('=') else self._imported(each)}"
             for key, each in call["fixed"].items()
         )
+
+    def _fix(self, identifier: str, call: Mapping[str, Any]) -> None:
+        self._imports.add("functools")
         function = self._imported(call["name"])
+        fixed = self._fixed(call)
         self._code.append(f"\n{identifier} = functools.partial({function}, {fixed})\n")
 
     def _example(self, identifier: str, section: ProgramSection) -> None:

@@ -41,6 +41,7 @@ def sections_of(calls: Iterable[Mapping[str, Any]]) -> list[ProgramSection]:
     alike = dict[str, dict[tuple[Any, ...], Mapping[str, Any]]]()
     for call in calls:
         form = {**call, "arguments": _mapped(call["arguments"], _rank), "static": [*call["static"]]}
+        form.pop("lowering", None)
         columns = (*_sizes(call), *map(json.dumps, call["static"].values()))  # 1 is no True
         alike.setdefault(json.dumps(form), {}).setdefault(columns, call)
     return [_section(rows) for found in alike.values() for rows in _split(list(found.items()))]

@@ -14,6 +14,7 @@ import importlib
 import io
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -368,15 +369,15 @@ class Dispatch:
             return None
 
     @property
-    def static(self) -> tuple[int | str, ...]:
-        """The places and names of static arguments."""
-        return (*self._state["static_argnums"], *self._state["static_argnames"])
+    def static(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """The places and the names of static arguments, which jax completed."""
+        return tuple(self._state["static_argnums"]), tuple(self._state["static_argnames"])
 
     @property
-    def donated(self) -> tuple[int | str, ...]:
-        """The places and names of donated arguments."""
+    def donated(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """The places and the names of donated arguments, which jax completed."""
         key = self._state["global_cache_key"]
-        return (*(key.donate_argnums or ()), *(key.donate_argnames or ()))
+        return tuple(key.donate_argnums or ()), tuple(key.donate_argnames or ())
 
     def function(self, jitted: Any, miss: Callable[..., Missed]) -> Any:
         """Return a function as the jitted one that calls another function for a new signature."""
@@ -429,12 +430,17 @@ class _Results:
 
 @functools.cache
 def _registry() -> Any:
-    """Return a registry of pytrees that has Python's containers and `_Results`."""
+    """Return a registry of pytrees that has Python's containers, OrderedDict and `_Results`."""
     registry = import_jaxlib()[1].pytree.PyTreeRegistry()
     registry.register_node(
         _Results,
         lambda results: (results.arrays, results.nest),
         lambda nest, arrays: nest(list(arrays)),
+    )
+    registry.register_node(
+        OrderedDict,
+        lambda given: (tuple(given.values()), tuple(given)),
+        lambda keys, parts: OrderedDict(zip(keys, parts, strict=True)),
     )
     return registry
 

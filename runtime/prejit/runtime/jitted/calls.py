@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 from typing import Any, final
 
+from prejit.runtime.recorded.hook.plain_functions import is_plain
+
+Chosen = tuple[int | Sequence[int] | None, str | Sequence[str] | None]
+"""The places and the names of parameters, such as static_argnums and static_argnames of jax.jit."""
 _BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _ANY = Signature(
     [Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)]
@@ -49,18 +53,14 @@ class Parameters:
     """The parameters of a function: which ones are static and which are donated.
 
     Attributes:
-        static: names of the static ones.
         defaults: default values by name.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        static: Iterable[int | str],
-        donated: Iterable[int | str],
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], *, static: Chosen, donated: Chosen) -> None:
         """Read the function's signature.
+
+        A wrapper, such as of jax.vmap, may treat an argument by name otherwise than the same by position.
+        Its calls are bound as they are written.
 
         Args:
             function: the function. One without a signature takes any arguments.
@@ -73,22 +73,33 @@ class Parameters:
             self._signature = _ANY
         parameters = self._signature.parameters
         self._names = [name for name, each in parameters.items() if each.kind in _BY_PLACE]
-        self.static = frozenset(self._named(static))
-        self._donated = frozenset(self._named(donated))
+        self._static = self._completed(*static)
+        self._donated = self._completed(*donated)
+        if not is_plain(function):
+            self._signature, self._names, parameters = _ANY, [], _ANY.parameters
         self.defaults = {
             name: each.default
             for name, each in parameters.items()
             if each.default is not Parameter.empty
         }
 
-    def _named(self, given: Iterable[int | str]) -> Iterable[str]:
-        for each in given:
-            if isinstance(each, str):
-                yield each
-            elif -len(self._names) <= each < len(self._names):
-                yield self._names[each]
-            else:  # one of *args
-                yield _item(each - len(self._names))
+    def _completed(self, places: Any, names: Any) -> tuple[frozenset[int], frozenset[str]]:
+        """Return places and names as jax completes them: from the others, unless both are given.
+
+        A place chooses arguments by position, and a name those by name.
+        """
+        by_place = frozenset((places,) if isinstance(places, int) else places or ())
+        by_name = frozenset((names,) if isinstance(names, str) else names or ())
+        both = [
+            (place, name)
+            for place, (name, each) in enumerate(self._signature.parameters.items())
+            if each.kind is Parameter.POSITIONAL_OR_KEYWORD
+        ]
+        if places is None:
+            by_place = frozenset(place for place, name in both if name in by_name)
+        elif names is None:
+            by_name = frozenset(name for place, name in both if place in by_place)
+        return by_place, by_name
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return all arguments by name, of a call of which `bind` said that they are nameable."""
@@ -101,6 +112,17 @@ class Parameters:
             TypeError: the function does not take these arguments.
         """
         bound = self._signature.bind(*args, **kwargs).arguments
+        more = (_item(place) for place in range(max(0, len(args) - len(self._names))))
+        first = [*self._names[: len(args)], *more]
+        if both := {*first} & kwargs.keys():  # a positional-only parameter, and a key of **kwargs
+            raise TypeError(f"expected one argument of each name, found two of {min(both)!r}")
+        places, names = self._static
+        if min(places, default=0) < -len(args):
+            raise TypeError(f"expected {-min(places)} arguments by position, found {len(args)}")
+        is_static = {
+            *(first[place] for place in places if place < len(first)),
+            *(names & kwargs.keys()),
+        }
         arrays: dict[str, Any] = {}
         static: dict[str, Any] = {}
         placed: list[str] = []
@@ -108,14 +130,17 @@ class Parameters:
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is Parameter.VAR_KEYWORD:
                 given = bound.get(name, {})
-                static |= {key: given[key] for key in given if key in self.static}
-                arrays |= {key: given[key] for key in given if key not in self.static}
+                static |= {key: given[key] for key in given if key in is_static}
+                arrays |= {key: given[key] for key in given if key not in is_static}
             elif parameter.kind is Parameter.VAR_POSITIONAL:
                 items = {_item(place): each for place, each in enumerate(bound.get(name, ()))}
+                static |= {key: items[key] for key in items if key in is_static}
+                unbroken = unbroken and not items.keys() & is_static
+                items = {key: items[key] for key in items if key not in is_static}
                 arrays |= items
                 placed += [*items] if unbroken else []
                 nameable = nameable and not items
-            elif name not in bound or name in self.static:
+            elif name not in bound or name in is_static:
                 unbroken = False
                 if name in bound:
                     static[name] = bound[name]
@@ -124,10 +149,13 @@ class Parameters:
                 nameable = nameable and parameter.kind is not Parameter.POSITIONAL_ONLY
                 unbroken = unbroken and parameter.kind in _BY_PLACE
                 placed += [name] if unbroken else []
-        more = (_item(place) for place in range(max(0, len(args) - len(self._names))))
-        first = [*self._names[: len(args)], *more]
         order = (name for name in (*first, *sorted(kwargs)) if name in arrays)
-        donated = self._donated & arrays.keys()
+        places, names = self._donated
+        chosen = {
+            *(first[place] for place in places if 0 <= place < len(first)),
+            *(names & kwargs.keys()),
+        }
+        donated = frozenset(chosen & arrays.keys())
         return JittedCall(arrays, tuple(placed), nameable, static, donated, tuple(order))
 
 

@@ -27,7 +27,6 @@ P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
 
-Places = int | str | Sequence[int | str] | None
 _UNGUARDED = {None, "allow"}
 """Values of jax_transfer_guard that neither refuse nor log transfers."""
 
@@ -194,8 +193,8 @@ class _Jitted(OneProcess):
         self._on_miss = on_miss
         self._parameters = Parameters(
             function,
-            static=(*_listed(options["static_argnums"]), *_listed(options["static_argnames"])),
-            donated=(*_listed(options["donate_argnums"]), *_listed(options["donate_argnames"])),
+            static=(options["static_argnums"], options["static_argnames"]),
+            donated=(options["donate_argnums"], options["donate_argnames"]),
         )
         self._jitted = jax.jit(function, **options)
         self._dispatch = _jaxlib.Dispatch.of(self._jitted)
@@ -237,12 +236,19 @@ class _Jitted(OneProcess):
             if fit.order != call.order:
                 # jaxlib passes arrays in the call's order. The same call in the program's order is another
                 # signature.
-                if fit.order == call.placed:
-                    args, kwargs = call.by_place()
-                else:
-                    args, kwargs = call.by_name()
+                by_place = fit.order == call.placed
+                ordered = call.by_place() if by_place else call.by_name()
+                again = self._parameters.bind(*ordered)
+                if (again.static.keys(), again.donated) != (call.static.keys(), call.donated):
+                    raise MissError(
+                        "structure",
+                        f"expected the arrays in the order {', '.join(fit.order)}, found "
+                        f"{', '.join(call.order)}; with places and names of static or donated arguments both "
+                        "given, jax would take others as such in that order: give one of the two",
+                    )
+                if not by_place:
                     self._by_name.add(form)
-                return self.function(*args, **kwargs), None, False
+                return self.function(*ordered[0], **ordered[1]), None, False
             returned = self._returned(bundle, fit, args, kwargs)
             self._check_answer(bundle, fit)
         except MissError as error:
@@ -319,8 +325,7 @@ class _Jitted(OneProcess):
         tree = programs.results_tree(name)
         if fit.is_exact and (known := from_bundle(tree)) is not None:
             return known
-        shapes = self._jitted.eval_shape(*args, **kwargs)
-        returned = from_trace(shapes, tree, programs.results(name))
+        returned = from_trace(self._jitted.trace(*args, **kwargs), tree, programs.results(name))
         with self._lock:
             self._traced[name] = None
         return returned
@@ -402,12 +407,6 @@ class _Interpreted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._jitted, name)
-
-
-def _listed(given: Places) -> tuple[int | str, ...]:
-    if given is None:
-        return ()
-    return (given,) if isinstance(given, int | str) else tuple(given)
 
 
 def _has_tracer(values: Any) -> bool:

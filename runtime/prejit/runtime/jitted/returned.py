@@ -11,6 +11,7 @@ from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.constants import decode, imported
 from prejit.runtime.jitted.fitting import MissError
+from prejit.runtime.programs.pytree import bare_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def from_bundle(tree: trees.Tree) -> Returned | None:
         leaves, structure = jax.tree.flatten(value)
     except _UnknownError:
         return None
-    except Exception:  # a class of the application that does not take stand-ins
+    except Exception:  # of the code of a class of the application
         return None
     same = len(leaves) == len(stand_ins) and all(map(_is, leaves, stand_ins))
     return Returned(structure, keys) if same else None
@@ -92,7 +93,7 @@ def _value(tree: trees.Tree, leaves: Iterator[Any]) -> Any:
             fields = getattr(class_, "__dataclass_fields__", {})
             if fields.keys() != known.keys():  # other constant fields, or no dataclass
                 raise _UnknownError
-            return class_(**known)
+            return bare_object(class_, known)
         case _:
             raise _UnknownError
 
@@ -105,11 +106,11 @@ def _imported(type_: str) -> Any:
     return found
 
 
-def from_trace(shapes: Any, tree: trees.Tree, arrays: Sequence[Array]) -> Returned:
+def from_trace(traced: Any, tree: trees.Tree, arrays: Sequence[Array]) -> Returned:
     """Return what a traced function returns.
 
     Args:
-        shapes: the traced results, a pytree of jax.ShapeDtypeStruct.
+        traced: the function, as `trace` of jax.jit returns it.
         tree: the program's results tree.
         arrays: the program's results.
 
@@ -119,13 +120,12 @@ def from_trace(shapes: Any, tree: trees.Tree, arrays: Sequence[Array]) -> Return
     import jax
     import jax.numpy as jnp
 
-    leaves, structure = jax.tree.flatten(shapes)
     expected = [
         (leaf.key, dtype_of(array.dtype), array.weak, array.shape)
         for leaf, array in zip(trees.leaves(tree), arrays, strict=True)
     ]
     found = []
-    for leaf in leaves:
+    for leaf in traced.jaxpr.out_avals:
         key = ""
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             key, leaf = _key_name(leaf), jax.eval_shape(jax.random.key_data, leaf)
@@ -141,7 +141,7 @@ def from_trace(shapes: Any, tree: trees.Tree, arrays: Sequence[Array]) -> Return
             f"expected a function that returns {sides[0]}, found one that returns {sides[1]}: it has "
             "changed since the build",
         )
-    return Returned(structure, tuple(key for key, *_ in found))
+    return Returned(traced.out_tree, tuple(key for key, *_ in found))
 
 
 def _key_name(shape: Any) -> str:

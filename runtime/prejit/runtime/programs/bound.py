@@ -156,6 +156,12 @@ class Bound(OneProcess):
                     f"{key!r} is no part of the state of {self._name!r}",
                     hint=f"its parts are: {', '.join(map(str, self._steps.state))}",
                 )
+            if pytree.changes_itself(value):
+                raise UsageError(
+                    f"bind: expected {key!r} of classes that jax makes anew as they are, found one whose "
+                    "own code changes its parts each time",
+                    hint="give its arrays: a dict with the names of its fields will do",
+                )
             try:
                 leaves = pytree.flatten(branch.tree, value, (key,))
             except pytree.MisfitError as misfit:

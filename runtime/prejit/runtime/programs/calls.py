@@ -262,7 +262,9 @@ class Calls:
             f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
             hint=self._hint(buckets, known)
             + "; Python numbers are weak, np.float32(2) is not"
-            * any("weak" in each for each in complaints),
+            * any("weak" in each for each in complaints)
+            + "; numpy.asarray makes an array of a list"
+            * any("as an array" in each for each in complaints),
         )
 
     def _hint(self, buckets: Sequence[ProgramEntry], known: Mapping[str, list[Any] | str]) -> str:
@@ -545,7 +547,7 @@ def fit(
         found = value if isinstance(value, Held | OnDevice) else _as_numpy(array, leaf, value)
         is_wide = array.dtype == _NARROW.get(found.dtype) and isinstance(found, np.ndarray)
         if narrows and is_wide and not is_jax_array(value):
-            narrow = _narrowed(np.asarray(found), dtype_of(array.dtype))
+            narrow = halved(np.asarray(found), dtype_of(array.dtype))
             if narrow is None:
                 return (
                     f"{pytree.spell(array.path)}: expected {found.dtype} whose values are in the range of "
@@ -635,7 +637,7 @@ def narrows(program: ProgramEntry) -> bool:
     return program.settings is not None and "jax_enable_x64" not in program.settings
 
 
-def _narrowed(value: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None:
+def halved(value: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None:
     """Return an array with half the bits; None: integers would wrap, or numbers become infinite."""
     with np.errstate(over="ignore"):
         narrow = value.astype(dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import re
 import sys
 from collections import OrderedDict, defaultdict, namedtuple
@@ -31,7 +32,8 @@ def flatten(tree: Tree, value: Any, at: Path = ()) -> list[Any]:
 
     Lists and tuples are taken for each other. A record or named tuple is any object with its fields, a
     mapping of them, or a list in their order. A dict is a mapping, or a named tuple or dataclass whose fields
-    are its keys: its parts have no order, so no list stands for it.
+    are its keys; no list stands for it. A dict has its keys in the order in which jax gives them to the
+    function: those of an OrderedDict as they are, all others sorted. Keyword arguments have no order.
 
     Args:
         tree: what the program takes.
@@ -99,9 +101,7 @@ def _structure(value: Any) -> Any:
 
 def _collect(tree: Tree, value: Any, at: Path, walk: _Walk) -> None:
     if isinstance(tree, Leaf):
-        if value is None or isinstance(value, Mapping):
-            raise MisfitError(f"{spell(at)} is missing")
-        walk.found.append(value)
+        walk.found.append(_leaf(value, at))
         return
     if tree.kind == "none":
         if value is not None:
@@ -119,14 +119,44 @@ def _collect(tree: Tree, value: Any, at: Path, walk: _Walk) -> None:
         try:
             part = part_of(key)
         except (KeyError, IndexError, AttributeError):
-            if isinstance(child, Node) and child.kind == "none":
-                continue
             missing = next(_first_leaf(child, (*at, key)), (*at, key))
+            is_none = ": expected None" * (child == trees.NONE)
             strays = (f", and unexpected {spell((*at, key))}" for key in _more_keys(tree, value))
-            raise MisfitError(f"{spell(missing)} is missing{next(strays, '')}") from None
+            raise MisfitError(f"{spell(missing)} is missing{is_none}{next(strays, '')}") from None
         _collect(child, part, (*at, key), walk)
     for key in _more_keys(tree, value):
         raise MisfitError(f"unexpected {spell((*at, key))}")
+    if tree.kind == "dict" and at and isinstance(value, Mapping):
+        order = (*value,) if type(value) is OrderedDict else _sorted(tree.keys)
+        if order != tree.keys:
+            expected, found = (", ".join(map(repr, keys)) for keys in (tree.keys, order))
+            raise MisfitError(
+                f"expected the keys of {spell(at)} in the order {expected}, found {found}: jax keeps the "
+                "order of an OrderedDict, and sorts the keys of a dict"
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def _sorted(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+    return tuple(sorted(keys, key=lambda key: (isinstance(key, str), key)))
+
+
+_OF_ARRAYS = ("__array__", "__array_interface__", "__dlpack__", "__jax_array__", "dtype")
+"""Attributes of which an array of any library has one."""
+
+
+def _leaf(value: Any, at: Path) -> Any:
+    """Return what a caller gave for an array.
+
+    Raises:
+        MisfitError: it is none, or a container, of which NumPy would make an array.
+    """
+    if value is None or isinstance(value, Mapping):
+        raise MisfitError(f"{spell(at)} is missing")
+    is_container = hasattr(value, "__len__") and not isinstance(value, str | bytes)
+    if is_container and not any(hasattr(value, name) for name in _OF_ARRAYS):
+        raise MisfitError(f"expected {spell(at)} as an array, found {type(value).__name__}")
+    return value
 
 
 def _parts(tree: Node, value: Any) -> Callable[[Key], Any]:
@@ -146,15 +176,13 @@ def _parts(tree: Node, value: Any) -> Callable[[Key], Any]:
 
 
 def _more_keys(tree: Node, value: Any) -> Iterator[Key]:
-    """Yield the keys of parts that a value has and the tree has not. None is no part."""
+    """Yield the keys of parts that a value has and the tree has not. None is a part, as for jax."""
     if (parts := _registered_parts(tree, value)) is not None:
         yield from range(len(tree.keys), len(parts))
-    elif isinstance(value, Mapping):
-        more = [key for key in value.keys() - set(tree.keys) if value[key] is not None]
-        yield from sorted(more, key=str)
+    elif isinstance(value, Mapping) or (tree.kind == "dict" and not _fields(value)):
+        yield from sorted({*value.keys()} - {*tree.keys}, key=str)
     elif tree.kind == "dict":
-        more = [name for name in _fields(value) if name not in tree.keys]
-        yield from (name for name in more if getattr(value, name) is not None)
+        yield from (name for name in _fields(value) if name not in tree.keys)
     elif isinstance(value, list | tuple):
         yield from range(len(tree.keys), len(value))
 
@@ -251,6 +279,9 @@ def unflatten(
         leaves: the values of its leaves, in order.
         types: classes of named tuples and records by `module:Name`. Others become named tuples and frozen
             dataclasses with the same name and fields; types whose parts have no names become tuples.
+
+    Raises:
+        UsageError: a class does not take what the bundle holds of it.
     """
     if isinstance(tree, Leaf):
         return next(leaves)
@@ -261,30 +292,94 @@ def unflatten(
         case "list":
             return children
         case "dict":
-            return dict(zip(tree.keys, children, strict=True))
+            kind = dict if _sorted(tree.keys) == tree.keys else OrderedDict
+            return kind(zip(tree.keys, children, strict=True))
         case "namedtuple" | "record":
             fields = dict(zip(map(str, tree.keys), children, strict=True))
             known = (types or {}).get(tree.type)
             fields |= _decoded(tree, known)
-            return (known or _substitute(tree.kind, tree.type, tuple(fields)))(**fields)
+            if known is None:
+                return _substitute(tree.kind, tree.type, tuple(fields))(**fields)
+            return _of_class(known, tree.type, fields, children)
         case _:
             return tuple(children)
 
 
-def _decoded(tree: Node, known: type[Any] | None) -> dict[str, Any]:
-    """Return the constant fields of a record that its class takes.
+def _of_class(
+    class_: type[Any], type_: str, fields: Mapping[str, Any], children: Sequence[Any]
+) -> Any:
+    """Return an object of a class, as jax makes it where the class is registered with jax.
+
+    Other classes are called with their fields.
 
     Raises:
-        UsageError: the bundle does not hold one of them. A class of our own goes without it.
+        UsageError: the class does not take them.
+    """
+    try:
+        if structure := _registered_structure(class_, fields, children):
+            return structure.unflatten(children)
+        own = getattr(class_, "__dataclass_fields__", {})
+        taken = {name: value for name, value in fields.items() if name not in own or own[name].init}
+        return class_(**taken)
+    except Exception as error:
+        raise UsageError(
+            f"result {type_}: expected a class that takes {', '.join(fields)}, found that its call raises "
+            f"{type(error).__name__}: {error}",
+            hint=f"leave {type_} out of types: the result is then a class with these fields",
+        ) from error
+
+
+def _registered_structure(
+    class_: type[Any], fields: Mapping[str, Any], children: Sequence[Any]
+) -> Any:
+    """Return jax's structure of an object with these fields; None: jax does not know its class.
+
+    It is None too where jax finds other parts in it, as of a class that keeps more than its fields.
+    """
+    if (registry := _registry()) is not None:
+        with contextlib.suppress(Exception):  # of the code of the class
+            bare = bare_object(class_, fields)
+            parts, structure = registry.flatten(bare, lambda part: part is not bare)
+            if len(parts) == len(children) and all(map(operator.is_, parts, children)):
+                return structure
+    return None
+
+
+def changes_itself(value: Any) -> bool:
+    """Return whether a class of a value changes its own parts each time that jax makes it.
+
+    A class that only converts them, as to arrays of jax, leaves what it has converted as it is.
+    """
+    if (registry := _registry()) is not None:
+        with contextlib.suppress(Exception):  # of the code of the class
+            leaves, structure = registry.flatten(value)
+            once, first = registry.flatten(structure.unflatten(leaves))
+            twice, second = registry.flatten(first.unflatten(once))
+            return first != second or not all(map(operator.is_, once, twice))
+    return False
+
+
+def bare_object(class_: type[Any], fields: Mapping[str, Any]) -> Any:
+    """Return an object of a class with these fields, without a call of the class's own code."""
+    found = object.__new__(class_)
+    for name, value in fields.items():
+        object.__setattr__(found, name, value)
+    return found
+
+
+def _decoded(tree: Node, known: type[Any] | None) -> dict[str, Any]:
+    """Return the constant fields of a record, as far as the bundle holds them.
+
+    Raises:
+        UsageError: it does not hold one that the known class is called with.
     """
     found = {}
-    taken = {name: field.init for name, field in getattr(known, "__dataclass_fields__", {}).items()}
+    fields = getattr(known, "__dataclass_fields__", {})
     for name, kept in tree.constants:
         try:
-            if taken.get(name, True):
-                found[name] = constants.decode(kept)
+            found[name] = constants.decode(kept)
         except LookupError:
-            if known is not None:
+            if known is not None and (name not in fields or fields[name].init):
                 raise UsageError(
                     f"result {tree.type}: the bundle does not hold the value of {name}: {_shown(kept)}",
                     hint=f"leave {tree.type} out of types: the result is then a class with its other fields",
@@ -308,12 +403,10 @@ def _substitute(kind: str, type_: str, fields: tuple[str, ...]) -> Callable[...,
 def by_path(tree: Tree, given: Mapping[Path, Any]) -> list[Any]:
     """Return the leaves of a tree from values by path. Raises MisfitError as `flatten`."""
     expected = list(trees.paths(tree))
-    for path in expected:
-        if given.get(path) is None:
-            raise MisfitError(f"{spell(path)} is missing")
+    found = [_leaf(given.get(path), path) for path in expected]
     if unexpected := given.keys() - set(expected):
         raise MisfitError(f"unexpected {spell(min(unexpected, key=str))}")
-    return [given[path] for path in expected]
+    return found
 
 
 def spell(path: Path) -> str:

@@ -12,11 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline import lowering
-from prejit.compiler.pipeline.code import UserCode, find_code
+from prejit.compiler.pipeline.checks import check_planned
+from prejit.compiler.pipeline.code import UserCode, find_code, values_of
 from prejit.compiler.pipeline.plan import Lowered, Plan, plan_build
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory import DirectoryStore
@@ -235,6 +238,114 @@ def test_what_code_replaces_in_python_is_put_back(tmp_path: Path, where: str, pa
     done = built(project(tmp_path, module))
     assert done.returncode == 0, done.stderr
     assert "wrote artifacts/mine" in done.stderr
+
+
+NAMED = """
+import jax, jax.numpy as jnp
+import numpy as np
+from flax import nnx
+def f(state, x, kind="a"):
+    return state + x
+def args():
+    return {"state": jnp.ones(3), "x": jnp.ones(3)}
+class Head(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.ones((4, 8)))
+    def __call__(self, x):
+        return x @ self.kernel[...]
+head = Head()
+"""
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            'args = "mymodel:args"\ndonate = ["sate"]',
+            r"donate: .*\(did you mean \"state\"\?\)",
+        ),
+        (
+            'args = "mymodel:args"\ndonate = [9]',
+            r"donate: .* one of \"state\", \"x\"; found 9",
+        ),
+        (
+            'args = "mymodel:args"\nmask = "xx"\npad = "unchecked"',
+            r"mask: .*\(did you mean \"x\"\?\)",
+        ),
+        (
+            'args = { state = "float32[3]", x = "float32[3]" }\nstatic = { knd = ["a"] }',
+            r"static: .* one of state, x, kind; found knd \(did you mean \"kind\"\?\)",
+        ),
+        (
+            'args = { state = "float64[3]", x = "float32[3]" }',
+            r"args\['state'\]: expected a dtype of at most 32 bits, found 'float64\[3\]'",
+        ),
+        (
+            'args = ["float32[4]"]\nparams = "w.safetensors"',
+            r"params: kernel: expected float32\[4, 8\], as in mymodel:head; found float32\[8, 4\]",
+        ),
+    ],
+)
+def test_names_and_shapes_are_checked_before_anything_is_traced(
+    tmp_path: Path, section: str, message: str
+) -> None:
+    found = project(tmp_path, NAMED)
+    save_file({"kernel": np.ones((8, 4), np.float32)}, tmp_path / "w.safetensors")
+    text = MANIFEST.replace('args = { x = "float32[3]" }', section)
+    (tmp_path / "m.toml").write_text(text.replace(":f", ":head") if "params" in section else text)
+    plan = plan_build(read_manifest(tmp_path / "m.toml"), found.store)
+    with pytest.raises(ManifestError, match=rf"m.toml: program 'p': {message}"):
+        check_planned(plan)
+
+
+WRAPPED = """
+import functools, jax
+def g(x):
+    return x / x.sum(axis=0)
+def by_rows(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*(each[::-1] for each in args), **kwargs)
+    return wrapper
+f = """
+
+
+@pytest.mark.parametrize(
+    "made", ["jax.jit(jax.vmap(g, in_axes=1))", "jax.grad(lambda x: x.sum())", "by_rows(g)"]
+)
+def test_a_table_is_refused_where_a_wrapper_treats_names_otherwise_than_places(
+    tmp_path: Path, made: str
+) -> None:
+    found = project(tmp_path, WRAPPED + made)
+    (tmp_path / "m.toml").write_text(MANIFEST.replace("[3]", "[3, 3]"))
+    plan = plan_build(read_manifest(tmp_path / "m.toml"), found.store)
+    with pytest.raises(
+        ManifestError, match=r"'p': args: expected a list, .* x by position"
+    ) as caught:
+        lower(Project(plan, found.store))
+    assert caught.value.hint == "list the arguments in their order, as in args = [...]"
+
+
+def test_a_modules_own_arrays_of_64_bits_become_those_of_32(tmp_path: Path) -> None:
+    module = """
+import jax, numpy as np
+@jax.tree_util.register_dataclass
+@__import__("dataclasses").dataclass
+class Scale:
+    by: object
+    def __call__(self, x):
+        return x * self.by
+f = Scale(np.linspace(0, 1, 3))
+"""
+    found = project(tmp_path, module)
+    lower(found)
+    values = values_of(found.code, "p")
+    assert [str(value.dtype) for value in values.values()] == ["float32"]
+
+
+@pytest.mark.parametrize("made", ["jax.checkpoint(g)", "functools.partial(g)", "jax.named_call(g)"])
+def test_a_table_is_taken_where_a_wrapper_treats_names_as_places(tmp_path: Path, made: str) -> None:
+    assert len(lower(project(tmp_path, WRAPPED + made)).results) == 1
 
 
 @pytest.mark.parametrize("where", ["import", "trace"])

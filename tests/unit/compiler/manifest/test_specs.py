@@ -72,3 +72,9 @@ def test_buckets_of_a_function_are_all_combinations() -> None:
     ]
     assert specs[1].bucket == {"a": 1, "b": 4}
     assert all(spec.kind == "call" for spec in specs)
+
+
+def test_a_variable_that_ends_with_a_digit_does_not_run_into_its_size() -> None:
+    program = Program("embed", "m:f", {"x": "float32[{batch2}]"}, {"batch2": (4, 16)})
+    found = [spec.name for spec in program_specs(manifest(None, program))]
+    assert found == ["embed/batch2=4", "embed/batch2=16"]

@@ -81,9 +81,9 @@ def test_the_error_of_a_program_names_the_one_that_waited_for_it(store: Director
     second, _ = jobs.submit("b", job("g"))
     assert executor.taken[0][0].program == "a/f"
     executor.taken[0][1].set_exception(BuildError("a/f for cpu-host: XLA died", hint="try again"))
-    with pytest.raises(BuildError, match=r"^a/f for cpu-host: XLA died$"):
+    with pytest.raises(BuildError, match=r"(?m)^a/f for cpu-host: XLA died$"):
         first.result()
-    with pytest.raises(BuildError, match=r"^b/g for cpu-host: XLA died$") as caught:
+    with pytest.raises(BuildError, match=r"(?m)^b/g for cpu-host: XLA died$") as caught:
         second.result()
     assert caught.value.hint == "try again"
 

@@ -736,16 +736,21 @@ def test_no_shared_store_learns_anything_of_a_variable_that_code_reads(
     monkeypatch.setenv("JAX_MY_SETTING", "2")
     read = "import os\n\n\ndef f(x):\n    return x * len(os.environ.get({!r}, '2'))\n"
     names = {"pin": "MY_PIN", "setting": "JAX_MY_SETTING", "unset": "MY_UNSET_SETTING"}
-    found = Project(
-        tmp_path / "p",
-        {name: f"{name}_module:f" for name in names},
-        **{f"{name}_module": read.format(variable) for name, variable in names.items()},
-    )
+    manifests = {
+        name: Project(
+            tmp_path / name,
+            {name: f"{name}_module:f"},
+            **{f"{name}_module": read.format(variable)},
+        )
+        for name, variable in names.items()
+    }
     place = Memory()
-    local, notes = found.store, list[str]()
-    found.store = LayeredStore(local, [Tier(place)], notes.append)
-    assert found.trace() == {*names}
-    found.store.finish()
+    local, notes = manifests["pin"].store, list[str]()
+    store = LayeredStore(local, [Tier(place)], notes.append)
+    for name, found in manifests.items():
+        found.store = store
+        assert found.trace() == {name}
+    store.finish()
     results = [each for path, each in place.files.items() if path.startswith("ac/")]
     sent = [base64.b64decode(json.loads(each)["stdoutRaw"]) for each in results]
     shared = {name for name in names if any(f'"m/{name}"'.encode() in each for each in sent)}
@@ -757,10 +762,11 @@ def test_no_shared_store_learns_anything_of_a_variable_that_code_reads(
     kept = [path.read_text() for path in tmp_path.glob("cache/v1/*/*/*.json")]
     assert any("variable MY_PIN" in each for each in kept)
     assert not [each for each in (*kept, *map(bytes.decode, sent)) if digest in each]
-    found.store = local
-    assert found.trace() == set()
+    for found in manifests.values():
+        found.store = local
+        assert found.trace() == set()
     monkeypatch.setenv("MY_PIN", "12345")
-    assert found.trace() == {"pin"}
+    assert {name for name, found in manifests.items() if found.trace()} == {"pin"}
 
 
 def test_a_variable_is_noticed_however_often_code_was_observed(
@@ -857,27 +863,81 @@ def test_code_that_starts_a_process_is_traced_at_every_build(tmp_path: Path, run
     assert found.trace() == set()
 
 
-def test_only_what_imports_a_changed_module_is_traced_again(tmp_path: Path) -> None:
+def test_a_changed_module_changes_only_the_programs_that_use_it(tmp_path: Path) -> None:
+    """Every section is traced again, and gives the program that is compiled already."""
     found = Project(
         tmp_path / "project",
-        {"a": "one:f", "b": "one:g", "c": "two:f", "d": "three:f"},
-        one="import common\n\n\ndef f(x):\n    return x * 2\n\n\ndef g(x):\n    return x * common.N\n",
-        two="import common\n\n\ndef f(x):\n    return x - common.N\n",
-        three="def f(x):\n    return x + 1\n",
-        common="N = 4\n",
+        {"a": "one:f", "b": "one:g", "c": "two:f"},
+        one="def f(x):\n    return x * 2\n\n\ndef g(x):\n    return x * 4\n",
+        two="def f(x):\n    return x - 4\n",
     )
-    assert found.trace() == {"a", "b", "c", "d"}
+    assert found.trace() == {*"abc"}
     before = found.lowered
-    text = (found.directory / "one.py").read_text()
-    found.write("one.py", text.replace("x * 2", "x * 3"))
-    assert found.trace() == {"a", "b"}
-    assert {name for name in "abcd" if found.lowered[name].portable != before[name].portable} == {
+    found.write("one.py", (found.directory / "one.py").read_text().replace("x * 2", "x * 3"))
+    assert found.trace() == {*"abc"}
+    assert [name for name in "abc" if found.lowered[name].portable != before[name].portable] == [
         "a"
-    }
-    found.write("three.py", "def f(x):\n    return x + 2\n")
-    assert found.trace() == {"d"}
-    found.write("common.py", "N = 5\n")
-    assert found.trace() == {"a", "b", "c"}
+    ]
+    assert found.trace() == set()
+
+
+SHARED = {
+    "a registry": (
+        "import registry\n\nregistry.known['factor'] = {}\n\n\ndef f(x):\n    return x + 1\n",
+        "import registry\n\n\ndef f(x):\n    return x * registry.known['factor']\n",
+    ),
+    "a setting of jax": (
+        "import jax\n\njax.config.update('jax_default_matmul_precision', [None, 'highest'][{} - 2])\n\n\n"
+        "def f(x):\n    return x + 1\n",
+        "import jax\n\n\ndef f(x):\n    return x * len(str(jax.config.jax_default_matmul_precision))\n",
+    ),
+    "a module that the other reads": (
+        "FACTOR = {}\n\n\ndef f(x):\n    return x + FACTOR\n",
+        "import pathlib\n\nPATH = pathlib.Path(__file__).with_name('one.py')\n\n\n"
+        "def f(x):\n    names = {}\n    exec(PATH.read_text(), names)\n    return x * names['FACTOR']\n",
+    ),
+    "a value that is kept": (
+        "import registry\n# {}\n\n\ndef f(x):\n    return x * registry.once(lambda: registry.read())\n",
+        "import registry\n\n\ndef f(x):\n    return x + registry.once(lambda: registry.read())\n",
+    ),
+}
+REGISTRY = """
+import pathlib
+
+known = {}
+
+
+def read():
+    return float(pathlib.Path(__file__).with_name("factor.txt").read_text())
+
+
+def once(make):
+    if "once" not in known:
+        known["once"] = make()
+    return known["once"]
+"""
+
+
+@pytest.mark.parametrize("modules", SHARED.values(), ids=SHARED.keys())
+def test_what_one_section_leaves_for_another_is_noticed(
+    tmp_path: Path, modules: tuple[str, str]
+) -> None:
+    one, two = modules
+    found = Project(
+        tmp_path / "project", {"one": "one:f", "two": "two:f"}, registry=REGISTRY, two=two
+    )
+
+    def write(value: int) -> None:
+        found.write("one.py", one.replace("{}", str(value), 1))
+        found.write("factor.txt", str(value))
+
+    write(2)
+    assert found.trace() == {"one", "two"}
+    before = found.lowered["two"]
+    assert found.trace() == set()
+    write(3)
+    assert found.trace() == {"one", "two"}
+    assert found.lowered["two"].portable != before.portable
 
 
 def test_a_module_that_is_no_longer_imported_counts_no_more(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.recipes import with_trees
 
 from prejit.runtime import __main__
 from prejit.runtime.base.digests import digest_of
@@ -302,7 +303,11 @@ def positional_dir(recipe: Any, tmp_path: Path) -> Path:
 
     def change(config: Any) -> Any:
         programs = tuple(
-            dataclasses.replace(p, arguments=tuple(t.replace('["x"]', "[0]") for t in p.arguments))
+            with_trees(
+                dataclasses.replace(
+                    p, arguments=tuple(t.replace('["x"]', "[0]") for t in p.arguments)
+                )
+            )
             for p in config.programs
         )
         return dataclasses.replace(config, programs=programs)
@@ -392,10 +397,12 @@ def named(recipe: Any, tmp_path: Path) -> Callable[..., Path]:
 
         def change(config: Any) -> Any:
             programs = (
-                dataclasses.replace(
-                    program,
-                    arguments=rename(program.arguments, paths.get("arguments", {})),
-                    results=rename(program.results, paths.get("results", {})),
+                with_trees(
+                    dataclasses.replace(
+                        program,
+                        arguments=rename(program.arguments, paths.get("arguments", {})),
+                        results=rename(program.results, paths.get("results", {})),
+                    )
                 )
                 for program in config.programs
             )

@@ -103,11 +103,10 @@ class Layer:
 
 @pytest.mark.parametrize("name", ["ordered", "returned"])
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
-@pytest.mark.parametrize(
-    "kind", [dict, OrderedDict, Layer, lambda w, b: namedtuple("Layer", "b w")(b, w)]
-)
+@pytest.mark.parametrize("kind", [None, Layer, lambda w, b: namedtuple("Layer", "b w")(b, w)])
 def test_parts_keep_their_names(bundle: Bundle, of: Any, kind: Any, name: str) -> None:
     """Also after a call that had one array in two places, which tells no order."""
+    kind = kind or (OrderedDict if name == "ordered" else dict)
     once = of(np.ones(2, np.float32))
     for w, b in ((once, once), (once * 2, once), (once, once * 2), (once, once)):
         for _ in range(2):

@@ -247,7 +247,6 @@ PAIR = Node("dict", ("b", "w"), (Leaf(), Leaf()))
         {"w": 2, "b": 1},
         namedtuple("Layer", "w b")(2, 1),
         dataclasses.make_dataclass("Layer", ["w", "b"])(2, 1),
-        dataclasses.make_dataclass("Layer", ["w", "b", "name"])(2, 1, None),
     ],
 )
 def test_the_parts_of_a_dict_are_found_by_name(value: Any) -> None:
@@ -262,6 +261,8 @@ def test_the_parts_of_a_dict_are_found_by_name(value: Any) -> None:
         (PAIR, jax.tree_util.Partial(print, 1, 2), "expected value as a mapping, found Partial"),
         (PAIR, namedtuple("Layer", "w c")(1, 2), "b is missing"),
         (PAIR, namedtuple("Layer", "w b c")(1, 2, 3), "unexpected c"),
+        (PAIR, dataclasses.make_dataclass("Layer", ["w", "b", "c"])(1, 2, None), "unexpected c"),
+        (PAIR, {"w": 1, "b": 2, "c": None}, "unexpected c"),
         (Node("dict"), [1], "expected value as a mapping, found list"),
     ],
 )
@@ -274,10 +275,12 @@ def test_none_and_empty_containers_are_kept() -> None:
     tree = trees.parse('["dict",[["a",null],["b",["tuple",[]]],["c",["list",["*",null]]]]]')
     value = {"a": None, "b": (), "c": [7, None]}
     assert pytree.flatten(tree, value) == [7]
-    assert pytree.flatten(tree, {"b": (), "c": [7]}) == [7]
     assert pytree.unflatten(tree, iter([7])) == value
     with pytest.raises(MisfitError, match="unexpected a: expected None"):
         pytree.flatten(tree, {**value, "a": 1})
+    for less, missing in (({"b": (), "c": [7, None]}, "a"), ({**value, "c": [7]}, r"c\[1\]")):
+        with pytest.raises(MisfitError, match=f"{missing} is missing: expected None"):
+            pytree.flatten(tree, less)
 
 
 def test_a_path_is_spelled_as_python_writes_it() -> None:

@@ -31,9 +31,20 @@ def local():
     return jax.jit(inner)
 
 
+def chosen(x, n):
+    return x * n
+
+
 @jax.jit
 def keywords(x, **rest):
     return x + rest["y"]
+
+
+def shares(x, y):
+    return x / y.sum()
+
+
+columns = jax.jit(jax.vmap(shares, in_axes=1))
 
 
 @jax.jit
@@ -62,6 +73,8 @@ def odd(value):
 if __name__ == "__main__":
     x = np.ones((2, 3), np.float32)
     own(jnp.ones((2, 3)), 2, scale=3.0, how=(1, 2.5))
+    own_places = {"static_argnums": 1, "static_argnames": (), "donate_argnums": (), "donate_argnames": "x"}
+    jax.jit(library.chosen, **own_places)(x, n=x)
     jax.jit(library.plain)(x)
     jax.jit(jax.vmap(library.plain))(x)
     guarded = jax.jit(lambda x: x - 4)
@@ -70,6 +83,10 @@ if __name__ == "__main__":
     library.local()(x)
     library.keywords(x, y=library.values)
     library.places(x, x, x)
+    square = np.ones((3, 3))
+    library.columns(square, square)
+    library.columns(x=square, y=square)
+    library.columns(square, y=square)
     odd(Odd(x))
     jnp.tanh(x)
     os.write(1, b"done")
@@ -115,8 +132,15 @@ def test_a_call_has_its_tree_its_static_and_its_donated_arguments(calls: Any, re
         "static": {"n": 2},
         "fixed": {"how": "=(1, 2.5)"},
         "donated": ["x"],
+        "lowering": {"placed": ["x", "n"], "keep_unused": False, "x64": False},
         "trouble": "",
     }
+
+
+def test_places_and_names_choose_what_the_call_has_by_place_and_by_name(calls: Any) -> None:
+    [chosen] = called(calls, "jit_chosen")
+    assert [name for name, _ in chosen["arguments"]] == ["x", "n"]
+    assert (chosen["static"], chosen["fixed"], chosen["donated"]) == ({}, {}, [])
 
 
 def test_a_transformed_function_is_not_taken_for_the_one_that_it_wraps(calls: Any) -> None:
@@ -139,6 +163,14 @@ def test_arguments_have_the_names_or_places_that_the_function_takes(calls: Any) 
     assert not keywords["by_place"]
     assert len(places["arguments"]) == 3
     assert places["by_place"]
+
+
+def test_arguments_of_a_wrapper_are_passed_as_the_call_passed_them(calls: Any) -> None:
+    """`in_axes` of jax.vmap is of arguments by position."""
+    placed, named, mixed = called(calls, "jit_shares")
+    assert [each["trouble"] for each in (placed, named)] == ["", ""]
+    assert (placed["by_place"], named["by_place"]) == (True, False)
+    assert "some arrays by position only and others by name only" in mixed["trouble"]
 
 
 def test_a_class_that_fails_to_compare_is_no_failure_of_the_hook(calls: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,22 +18,40 @@ from jax.tree_util import (
 )
 
 from prejit.compiler.manifest.shape_string import KEY, MAX_SIZE, parse_shape
+from prejit.runtime.device.transfer import is_weak, weakened
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import DTYPES, Array
 from prejit.runtime.format.constants import Constant, encode
 from prejit.runtime.format.limits import MAX_DIMENSIONS
+from prejit.runtime.programs.calls import halved
 from prejit.runtime.programs.pytree import auxiliary
 
 
-def example_of(args: Any, bucket: Mapping[str, int], where: str) -> Any:
-    """Return a manifest's args at a bucket as a pytree of jax.ShapeDtypeStruct.
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A pytree as the user made it: a class may change its own parts whenever jax makes it anew.
+
+    Attributes:
+        value: the pytree.
+        shapes: a jax.ShapeDtypeStruct for each of its leaves.
+    """
+
+    value: Any
+    shapes: list[Any]
+
+
+def example_of(
+    args: Any, bucket: Mapping[str, int], where: str, leaves: Sequence[Any] = ()
+) -> Example:
+    """Return a manifest's args at a bucket.
 
     Args:
         args: nested as the function takes them, with shape strings, arrays, jax.ShapeDtypeStruct and numbers
             as leaves.
         bucket: the size of each variable.
         where: the place of args in the manifest, for errors.
+        leaves: what stands for the leaves of args; empty: they do themselves.
 
     Raises:
         ManifestError: a shape string has mistakes, a leaf is no array, or args is no dict, list or tuple.
@@ -44,9 +62,12 @@ def example_of(args: Any, bucket: Mapping[str, int], where: str) -> Any:
             f"{type(args).__name__}",
             hint="give [argument] for a single one",
         )
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _shape_of(leaf, bucket, f"{where}{jax.tree_util.keystr(path)}"), args
-    )
+    found = tree_flatten_with_path(args)[0]
+    shapes = [
+        _shape_of(leaf, bucket, f"{where}{jax.tree_util.keystr(path)}")
+        for (path, _), leaf in zip(found, leaves or [leaf for _, leaf in found], strict=True)
+    ]
+    return Example(args, shapes)
 
 
 def _shape_of(leaf: Any, bucket: Mapping[str, int], where: str) -> Any:
@@ -93,6 +114,24 @@ def narrowed(args: Any) -> tuple[str, ...]:
     )
 
 
+def narrow_parameter(value: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
+    """Return a parameter as jax.jit takes it: 64 bits become 32 unless jax_enable_x64 is set.
+
+    Raises:
+        ManifestError: integers would wrap, or numbers become infinite.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    if dtype == value.dtype:
+        return value
+    narrow = halved(value, dtype)
+    if narrow is None:
+        raise ManifestError(
+            f"{where}: expected {value.dtype} whose values are in the range of {dtype}, found others",
+            hint="give values that 32 bits hold, or set JAX_ENABLE_X64=1 in the environment of the build",
+        )
+    return weakened(narrow) if is_weak(value) else narrow
+
+
 def _canonical(leaf: Any) -> Any:
     """Return the dtype that jax gives an argument."""
     return leaf.dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(leaf.dtype)
@@ -111,8 +150,8 @@ class Arrays:
     arrays: tuple[Array, ...]
 
 
-def arrays_of(example: Any, what: str, donated: tuple[Any, ...] = ()) -> Arrays:
-    """Return the arrays of a pytree of jax.ShapeDtypeStruct.
+def arrays_of(example: Example, what: str, donated: tuple[Any, ...] = ()) -> Arrays:
+    """Return the arrays of a pytree.
 
     Args:
         example: the pytree.
@@ -122,8 +161,8 @@ def arrays_of(example: Any, what: str, donated: tuple[Any, ...] = ()) -> Arrays:
     Raises:
         BuildError: a bundle could not hold a dtype, a key of a dict, a size, as many dimensions, or a name.
     """
-    tree = _tree(example, what)
-    shapes = [_data_of(leaf) for leaf in jax.tree.leaves(example)]
+    tree = _tree(example.value, what, iter(example.shapes))
+    shapes = [_data_of(shape) for shape in example.shapes]
     arrays = []
     for path, shape in zip(trees.paths(tree), shapes, strict=True):
         if str(shape.dtype) not in DTYPES:
@@ -181,15 +220,18 @@ def key_name(shape: Any) -> str:
     return names[0]
 
 
-def _tree(value: Any, what: str) -> trees.Tree:
-    """Return how a pytree is nested."""
+def _tree(value: Any, what: str, shapes: Iterator[Any]) -> trees.Tree:
+    """Return how a pytree is nested, whose leaves have these shapes."""
     if value is None:
         return trees.NONE
     parts, structure = tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
     if jax.tree_util.treedef_is_leaf(structure) and len(parts) == 1 and not parts[0][0]:
-        return trees.Leaf(key_name(value) if is_key(value) else "")
+        shape = next(shapes)
+        return trees.Leaf(key_name(shape) if is_key(shape) else "")
     keys = [path[0] for path, _ in parts]
-    children = tuple(_tree(child, f"{what}{jax.tree_util.keystr(path)}") for path, child in parts)
+    children = tuple(
+        _tree(child, f"{what}{jax.tree_util.keystr(path)}", shapes) for path, child in parts
+    )
     kind = type(value)
     if kind in (list, tuple):
         sequence: trees.Kind = "list" if kind is list else "tuple"

@@ -14,12 +14,20 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from prejit.compiler.base.wording import did_you_mean
 from prejit.compiler.lowering.program import LoweredProgram, Shapes
-from prejit.compiler.lowering.user.arrays import example_of, narrowed
+from prejit.compiler.lowering.user.arrays import (
+    Example,
+    example_of,
+    narrow_parameter,
+    narrowed,
+)
 from prejit.compiler.lowering.user.files import read_file
-from prejit.compiler.lowering.user.pytrees import arrays_in, differing_names
+from prejit.compiler.lowering.user.pytrees import arrays_in, check_fit, differing_names
+from prejit.compiler.manifest.checks import key_problems
 from prejit.runtime.device.transfer import is_weak, weakened
 from prejit.runtime.errors import ManifestError
+from prejit.runtime.recorded.hook.plain_functions import is_plain
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.user.modules import UserModules
@@ -37,6 +45,8 @@ class UserFunction:
         values: values of the weights, from the manifest's params or the flax.nnx module.
         modules: the modules that it was found in.
         file: the file of its code; empty: it has none in Python.
+        narrower: in words, the weights that jax takes for narrower ones than they are.
+        wrapped: of a wrapper, such as of jax.vmap, the names of the arguments that it takes by position too.
     """
 
     function: Callable[..., Any]
@@ -45,27 +55,35 @@ class UserFunction:
     values: Mapping[str, np.ndarray[Any, Any]]
     modules: UserModules
     file: str = ""
+    narrower: tuple[str, ...] = ()
+    wrapped: tuple[str, ...] = ()
 
-    def example(self, bucket: Mapping[str, int], where: str) -> Any:
-        """Return the arguments at a bucket as a pytree of jax.ShapeDtypeStruct.
+    def example(self, bucket: Mapping[str, int], where: str) -> Example:
+        """Return the arguments at a bucket.
 
         Raises:
             BuildError: a function of the user that returns examples fails.
             ManifestError: as `example_of`.
         """
-        args = self.args
-        if callable(args):
-            with self.modules.tracing(where):
-                args = jax.eval_shape(lambda: self.args(**bucket))
-        return example_of(args, bucket, where)
+        if not callable(self.args):
+            return example_of(self.args, bucket, where)
+        made: list[Any] = []
+
+        def leaves() -> list[Any]:
+            made.append(self.args(**bucket))
+            return jax.tree.leaves(made[0])
+
+        with self.modules.tracing(where):
+            shapes = jax.eval_shape(leaves)
+        return example_of(made[0], bucket, where, shapes)
 
     def narrowed(self, bucket: Mapping[str, int], where: str) -> tuple[str, ...]:
-        """Return, in words, the arguments at a bucket that jax takes for narrower ones than they are."""
+        """Return, in words, the weights, and the arguments at a bucket, that jax takes for narrower ones."""
         given = [self.args]
         if callable(self.args):
             with self.modules.tracing(where):
                 jax.eval_shape(lambda: given.append(self.args(**bucket)))
-        return narrowed(given[-1])
+        return (*self.narrower, *narrowed(given[-1]))
 
 
 def find_function(
@@ -124,7 +142,7 @@ def find_function(
         module = call_module(found, program.label, where, values, nested)
     if module is not None:
         function, weights = module
-    elif callable(found) and jax.tree.leaves(found) != [found]:
+    elif callable(found) and not jax.tree_util.all_leaves([found]):
         function, weights = _of_pytree(found, where, values)
     elif callable(found):
         function, weights = _calling(found, nested if values is not None else None), values or {}
@@ -133,11 +151,65 @@ def find_function(
             f"{where}: function: expected something to call, found "
             f"{type(found).__name__} {program.label!r}"
         )
+    narrower = narrowed({"params": {n: v for n, v in weights.items() if not is_weak(v)}})
+    weights = {n: narrow_parameter(v, f"{where}: params: {n}") for n, v in weights.items()}
     shapes = {
         name: jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=is_weak(value))
         for name, value in weights.items()
     }
-    return UserFunction(function, args, shapes, weights, modules, _file_of(found))
+    wrapped = () if is_plain(found) else _names_by_place(found)
+    if wrapped and module is None and values is not None and jax.tree_util.all_leaves([found]):
+        wrapped = wrapped[1:]  # the first one is the weights
+    user = UserFunction(
+        function, args, shapes, weights, modules, _file_of(found), narrower, wrapped
+    )
+    _check_names(user, found, program, where)
+    return user
+
+
+def _check_names(
+    user: UserFunction, found: Callable[..., Any], program: manifest.Program, where: str
+) -> None:
+    """Check names under `donate`, `carry`, `mask` and `static`, and what `example` checks, before a trace.
+
+    Raises:
+        ManifestError: there is no such argument, or `args` have a mistake.
+        BuildError: a function of the user that returns examples fails.
+    """
+    smallest = {name: sizes[0] for name, sizes in program.buckets.items()}
+    example = user.example(smallest, f"{where}: args")
+    mask = () if program.mask is None else (program.mask,)
+    for key, given in (("donate", program.donate), ("carry", program.carry), ("mask", mask)):
+        for _, problem in key_problems(key, given, example):
+            raise ManifestError(f"{where}: {key}: {problem}")
+    if not is_plain(found):  # the signature is that of the function inside
+        return
+    with suppress(TypeError, ValueError):  # code in C
+        parameters = inspect.signature(found).parameters.values()
+        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+            return
+        names = [each.name for each in parameters if each.kind in _NAMED]
+        for name in program.static.keys() - {*names}:
+            raise ManifestError(
+                f"{where}: static: expected an argument of {program.label}, one of "
+                f"{', '.join(names) or 'none'}; found {name}{did_you_mean(name, names)}"
+            )
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _names_by_place(found: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the parameters that a signature allows by position and by name."""
+    try:
+        parameters = inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        return ()
+    return tuple(
+        name
+        for name, each in parameters.items()
+        if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    )
 
 
 def _file_of(found: Any) -> str:
@@ -169,6 +241,7 @@ def _of_pytree(
         raise ManifestError(
             f"{where}: params: expected the names of the module's arrays: {differing}"
         )
+    check_fit(own, parameters or {}, f"{where}: params", "the module")
 
     def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         return bind(weights)(*args, **kwargs)

@@ -11,6 +11,7 @@ from flax import linen, nnx
 from prejit.compiler.lowering.user.pytrees import (
     ALL_BUT_RANDOM_STATE,
     NO_RANDOM_STATE,
+    check_fit,
     differing_names,
 )
 from prejit.compiler.models.parameters import flat_parameters, parametrized
@@ -75,6 +76,7 @@ def _of_nnx(
             f"{at}: params: expected the names of {label}: {differing}",
             hint=NO_RANDOM_STATE if parameters.keys() & random.keys() else ALL_BUT_RANDOM_STATE,
         )
+    check_fit(own, parameters or {}, f"{at}: params", label)
     values = parameters or {name: np.asarray(leaf) for name, leaf in own.items()}
     bind = parametrized(module).bind
 

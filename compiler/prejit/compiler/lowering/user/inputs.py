@@ -155,6 +155,7 @@ class Present:
         ]
         self._digests: dict[Input, str] = {}
         self._specs: dict[str, ModuleSpec | None] = {}
+        self.files = cache(self._files)
         importlib.invalidate_caches()  # a file may be newer than the importer's caches
 
     def digests(self, inputs: Iterable[Input]) -> dict[Input, str]:
@@ -167,7 +168,7 @@ class Present:
             self._digests[wanted] = self._read(wanted)
         return self._digests[wanted]
 
-    def files(self, patterns: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    def _files(self, patterns: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
         """Return the files that patterns name by their portable paths, each with its digest, sorted.
 
         Args:

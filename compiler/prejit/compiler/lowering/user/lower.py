@@ -17,7 +17,7 @@ from jax.sharding import use_abstract_mesh
 
 from prejit.compiler.lowering.export import abstract_mesh, export_program, sharding_on
 from prejit.compiler.lowering.program import LoweredProgram, SizedTrial
-from prejit.compiler.lowering.user.arrays import arrays_of, is_key, key_name
+from prejit.compiler.lowering.user.arrays import Arrays, Example, arrays_of, is_key, key_name
 from prejit.compiler.lowering.user.calls import (
     CALLBACKS,
     PALLAS,
@@ -76,7 +76,7 @@ def lower_function(
     shardings = Shardings(program.shardings, mesh, section)
     with user.modules.in_use():
         example = user.example(spec.bucket, f"{section}: args")
-    leaves, structure = jax.tree.flatten(example)
+    leaves, structure = example.shapes, jax.tree.structure(example.value)
     taken = arrays_of(example, f"{section}: args", tuple(program.donate))
     arguments = tuple(
         replace(array, sharding=shardings.of(array.path, array.shape)) for array in taken.arrays
@@ -86,35 +86,48 @@ def lower_function(
         for name, shape in user.weights.items()
     }
     call = _with_static(user, program, spec, section)
-    returned: list[Any] = []
+    returned: list[Arrays] = []
 
-    def function(weights: Mapping[str, Any], *data: Any) -> Any:
+    def function(weights: Mapping[str, Any], *data: Any, call: Callable[..., Any] = call) -> Any:
         """Call the user's function; random keys go in and out as their data."""
         given = jax.tree.unflatten(structure, map(_as_given, data, leaves))
         args, kwargs = ((), given) if isinstance(given, dict) else (tuple(given), {})
-        result = jax.tree.map(jnp.asarray, call(weights, *args, **kwargs))
-        returned[:] = [jax.tree.map(_shape_of, result)]  # the user's own nodes, of shapes
-        return [_as_data(leaf) for leaf in jax.tree.leaves(result)]
+        result = call(weights, *args, **kwargs)
+        found = [jnp.asarray(leaf) for leaf in jax.tree.leaves(result)]
+        if not returned:
+            returned.append(arrays_of(Example(result, [*map(_shape_of, found)]), f"{what}: result"))
+        return list(map(_as_data, found))
 
     values = (user.weights, *_data_shapes(leaves))
+    wanted = tuple(name for name in PLATFORMS if name in platforms)
+    by_place = user.wrapped[: len(example)] if isinstance(example, dict) else ()
+    if by_place and {*by_place} <= example.keys():
+        placed = _with_static(user, program, spec, section, by_place)
+        with user.modules.in_use(), _on(mesh):
+            texts = [_text_of(partial(function, call=f), values, wanted) for f in (call, placed)]
+        if None not in texts[1:] and texts[0] != texts[1]:
+            raise ManifestError(
+                f"{section}: args: expected a list, because {program.label} is a wrapper that treats "
+                f"{', '.join(by_place)} by position otherwise than by name; found a table",
+                hint="list the arguments in their order, as in args = [...]",
+            )
     what = f"{at}: program {spec.name}: cannot lower {program.label}"
     pure = contextlib.nullcontext() if program.impure else refusing_chance(what)
     with user.modules.tracing(what), _on(mesh), pure:
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
         settings = jax_settings.to_record()
-    user.modules.observer.note_executed(program.name, source_files(jaxpr))
     _refuse_callbacks(jaxpr, what)
     if any(isinstance(value, jax.Ref) for value in jaxpr.consts):
         raise BuildError(
             f"{what}: expected a function of its arguments alone, found a Ref that it changes in place",
             hint="take its array as an argument and return it anew; Bundle.bind keeps it between calls",
         )
-    given = arrays_of(returned[0], f"{what}: result")
+    [given] = returned
     results = split_results(shardings, (taken.tree, arguments), (given.tree, given.arrays))
     shardings.check_all_used()
 
     def data_at(bucket: Mapping[str, Any]) -> list[Any]:
-        return _data_shapes(jax.tree.leaves(user.example(bucket, f"{section}: args")))
+        return _data_shapes(user.example(bucket, f"{section}: args").shapes)
 
     def shapes_at(bucket: Mapping[str, int]) -> tuple[Shapes, Shapes]:
         data = data_at(bucket)
@@ -126,7 +139,6 @@ def lower_function(
     arguments = _with_variables(arguments, variables[0])
     results = _with_variables(results, variables[1])
     options = {**_options(weights, arguments, results, mesh), "calls": calls}
-    wanted = tuple(name for name in PLATFORMS if name in platforms)
     with user.modules.tracing(what), _on(mesh):
         exported, refused = _export_where_possible(function, values, wanted, options)
     if exported is None:
@@ -213,15 +225,33 @@ def _options(
     }
 
 
+def _text_of(
+    function: Callable[..., Any], values: tuple[Any, ...], platforms: tuple[str, ...]
+) -> str | None:
+    """Return a function's StableHLO for the first of the platforms; None: it has none."""
+    with contextlib.suppress(Exception):  # of the user's code
+        traced = jax.jit(function, keep_unused=True).trace(*values)
+        return traced.lower(lowering_platforms=platforms[:1]).as_text()
+    return None
+
+
 def _with_static(
-    user: UserFunction, program: manifest.Program, spec: ProgramSpec, section: str
+    user: UserFunction,
+    program: manifest.Program,
+    spec: ProgramSpec,
+    section: str,
+    by_place: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Return the user's function of weights and arguments, with its static arguments, repeated if wanted."""
+    """Return the user's function of weights and arguments, with its static arguments, repeated if wanted.
+
+    It passes the arguments in `by_place` by position, although it takes them by name.
+    """
     static = dict(spec.static)
     times = static.pop(REPEAT, None) if program.repeat else None
 
     def call(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         def once(*args: Any, **kwargs: Any) -> Any:
+            args = (*args, *(kwargs.pop(name) for name in by_place))
             return user.function(weights, *args, **kwargs, **static)
 
         if times is None:

@@ -17,7 +17,7 @@ from flax import linen, nnx
 
 from prejit.compiler.lowering.user.finding import nested_by_dots
 from prejit.compiler.lowering.user.flax_modules import own_values, variables_of
-from prejit.compiler.lowering.user.pytrees import Bind, arrays_in, differing_names
+from prejit.compiler.lowering.user.pytrees import Bind, arrays_in, check_fit, differing_names
 from prejit.compiler.models import precision
 from prejit.compiler.models.narrowing import Stored, narrowed
 from prejit.compiler.models.parameters import Parametrized, flat_parameters, parametrized
@@ -221,7 +221,7 @@ def _held(
         matrices = flat_parameters(nnx.state(found, nnx.Param)).keys()
         return _Held(own_values(found), parametrized(found).bind, matrices, is_nnx=True)
     tree = found
-    plain = jax.tree.leaves(found) == [found] and hasattr(found, "__dict__")
+    plain = jax.tree_util.all_leaves([found]) and hasattr(found, "__dict__")
     if plain:
         tree = dict(vars(found))
     names: list[str] = []
@@ -256,19 +256,11 @@ def _fitting(own: Values, given: Values, at: str, label: str) -> Values:
             f"{where}: expected the names of the parameters of {label}: {differing}",
             hint="names are joined by dots, such as layers.0.weight",
         )
-    found = {}
-    for name, leaf in own.items():
-        value, dtype = given[name], jax.dtypes.canonicalize_dtype(leaf.dtype)
-        same_kind = np.can_cast(value.dtype, dtype, "same_kind") or all(
-            jnp.issubdtype(each, jnp.floating) for each in (value.dtype, dtype)
-        )
-        if tuple(value.shape) != tuple(leaf.shape) or not same_kind:
-            raise ManifestError(
-                f"{where}: {name}: expected {dtype}{[*leaf.shape]}, as in {label}; found "
-                f"{value.dtype}{[*value.shape]}"
-            )
-        found[name] = value.astype(dtype, copy=False)
-    return found
+    check_fit(own, given, where, label)
+    return {
+        name: given[name].astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
+        for name, leaf in own.items()
+    }
 
 
 def _value(leaf: Any, where: str) -> np.ndarray[Any, Any]:

@@ -73,6 +73,7 @@ class UserModules:
         module_name, _, attribute = function.partition(":")
         with self.in_use():
             found = self._import(module_name, where)
+            self.observer.note_import(module_name, None)
             for name in attribute.split("."):
                 try:
                     present = hasattr(found, name)

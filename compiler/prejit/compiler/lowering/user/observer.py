@@ -1,8 +1,9 @@
-"""Note what the code of one manifest reads while it is imported and traced, by the module that reads it.
+"""Note what the code of one manifest reads while it is imported and traced.
 
-What a library does while it is imported does not count: its version stands for it. What a thread reads is the
-reading of the module of the user on its stack. Where there is none, such as in a pool that runs `numpy.load`,
-it counts for every program; only threads of prejit, which have its code on their stacks, count for none.
+All of it counts for every program of the manifest: its sections share modules and the settings of the
+process, so each may depend on what another one reads. What a library does while it is imported does not
+count: its version stands for it. What a thread reads counts, unless it has prejit's code on its stack and
+none of the user's.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -37,8 +37,8 @@ _MAPPINGS = ("os.py", "_collections_abc.py", "<frozen os>", "<frozen _collection
 """The files of the code between `os.environ` and its reader."""
 _JAX = re.compile(r"[/\\](site|dist)-packages[/\\](jax|jaxlib)[/\\]")
 _ALIVE = ("/proc/", "/sys/", "/dev/")
-_ANYONE = ""
-"""In place of a module of the user: a thread without one on its stack, which may read for any of them."""
+_ANYONE = "a thread"
+"""In place of a module of the user: a thread without one on its stack, such as in a pool."""
 _HOOKS = tuple(
     str(Path(__file__).with_name(name))
     for name in ("observer.py", "observing.py", "native_reading.py")
@@ -50,7 +50,7 @@ Owner = Literal["user", "ours", "installed"]
 
 @dataclass(frozen=True)
 class Seen:
-    """The inputs that a program reads when it is traced.
+    """The inputs that the code of a manifest has read.
 
     Attributes:
         inputs: by name.
@@ -72,7 +72,7 @@ class Seen:
 
 @final
 class Observer:
-    """The inputs that the code of one manifest reads, by the module of the user that reads them."""
+    """The inputs that the code of one manifest reads."""
 
     def __init__(self, directory: str) -> None:
         """Observe nothing yet.
@@ -83,38 +83,21 @@ class Observer:
         self._directory = directory
         self._before = frozenset[str]()
         self._owners: dict[str, Owner] = {}
-        self._imports: defaultdict[str, set[str]] = defaultdict(set)
-        self._reads: defaultdict[str, set[Input]] = defaultdict(set)
-        self._troubles: dict[str, str] = {}
-        self._hidden: dict[str, str] = {}
+        self._imports = set[str]()
+        self._reads = set[Input]()
+        self._trouble = ""
+        self._hidden = ""
         self._digests: dict[Input, str] = {}
         self._modules: dict[str, str] = {}  # by source file
-        self._executed: defaultdict[str, set[str]] = defaultdict(set)
 
     def note_loaded(self, modules: Iterable[str]) -> None:
         """Note the modules that the process has before it runs any code of the user."""
         self._before = frozenset(modules)
 
-    def note_executed(self, program: str, files: Iterable[str]) -> None:
-        """Note the source files whose code a program's operations come from."""
-        self._executed[program] |= {self._modules[file] for file in files if file in self._modules}
-
-    def seen(self, program: str, functions: Iterable[str]) -> Seen:
-        """Return what a program reads.
-
-        Args:
-            program: name of its section.
-            functions: the objects that the section names, each as `package.module:attribute`.
-        """
-        found, inputs, complete = set[str](), set[Input](), True
-        left = [name.partition(":")[0] for name in functions] + sorted(self._executed[program])
-        left.append(_ANYONE)
-        packages = set[str]()
-        while left:
-            name = left.pop()
-            if name in found:
-                continue
-            found.add(name)
+    def seen(self) -> Seen:
+        """Return what the code has read until now."""
+        inputs, complete, packages = self._reads.copy(), True, set[str]()  # a thread may still add
+        for name in self._imports.copy():
             owner = self._owners.get(name)
             if owner == "ours":
                 inputs.add(Input("our code in", name))
@@ -122,50 +105,40 @@ class Observer:
                 packages.add(name.partition(".")[0])
             else:
                 complete = complete and name not in self._before
-                if name:
-                    inputs.add(Input("module", name))
-                inputs |= self._reads[name].copy()  # a thread may still add to it
-                left += [*self._imports[name].copy(), *filter(None, [name.rpartition(".")[0]])]
+                inputs.add(Input("module", name))
         inputs |= {Input("version of", each) for each in _distributions(packages)}
         files = {
             Input("module", module): portable_path(os.path.abspath(file), self._directory)
             for file, module in self._modules.items()
         }
         digests = {each: self._digests[each] for each in inputs & self._digests.keys()}
-        trouble, hidden = (
-            min((said[name] for name in found & said.keys()), default="")
-            for said in (self._troubles, self._hidden)
-        )
-        return Seen(frozenset(inputs), digests, files, trouble, hidden, complete)
+        return Seen(frozenset(inputs), digests, files, self._trouble, self._hidden, complete)
 
     # The hooks in `observing` call these.
 
     def note_import(self, name: str, frame: FrameType | None) -> None:
-        """Note that a module was imported."""
+        """Note that a module was imported; no frame: a section names it."""
         while name:
             owner = self._owner(name)
-            if (reader := self._importer(frame, direct=owner == "installed")) is not None:
-                self._imports[reader].add(name)
+            if self._importer(frame, direct=owner == "installed") is not None:
+                self._imports.add(name)
             name = name.rpartition(".")[0]
 
     def note_absent(self, name: str, frame: FrameType | None) -> None:
         """Note that a module was looked for and not found."""
-        if (reader := self._importer(frame, direct=True)) is not None:
-            self._reads[reader].add(Input("module", name))
+        if self._importer(frame, direct=True) is not None:
+            self._reads.add(Input("module", name))
 
     def note_source(self, name: str, path: str, content: bytes, *, is_package: bool) -> None:
         """Note the content that a module of the user is made from."""
         self._modules[path] = name
         self._owners[name] = "user"
-        digest = module_digest(content, is_package=is_package)
-        self._digests[Input("module", name)] = digest
-        # A module may be loaded from a path, without an import of its name.
-        if (reader := self._importer(sys._getframe(2), direct=False)) is not None:
-            self._imports[reader].add(name)
+        self._imports.add(name)
+        self._digests[Input("module", name)] = module_digest(content, is_package=is_package)
 
     def note_path(self, kind: Kind, path: Any) -> None:
         """Note that a file or directory was read, or looked for; an integer is its descriptor."""
-        if (reader := self._reader()) is None:
+        if self._reader() is None:
             return
         if isinstance(path, int):
             try:
@@ -178,42 +151,42 @@ class Observer:
         if "__pycache__" in file:
             return
         found = Input(kind, portable_path(file, self._directory))
-        self._reads[reader].add(found)
+        self._reads.add(found)
         if kind == "file" and found not in self._digests:
             self._digests[found] = file_digest(file)
 
     def note_variable(self, name: str) -> None:
         """Note that an environment variable was read."""
-        if (reader := self._reader()) is None:
+        if self._reader() is None:
             return
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename.endswith(_MAPPINGS):
             frame = frame.f_back
         is_own = frame is not None and frame.f_code.co_filename in self._modules
         if is_own or not varies(name):
-            self._reads[reader].add(Input("variable", name))
+            self._reads.add(Input("variable", name))
 
     def note_variables(self) -> None:
         """Note that the names of the environment variables were read."""
-        if (reader := self._reader()) is not None:
-            self._reads[reader].add(Input("variable", VARIABLES))
+        if self._reader() is not None:
+            self._reads.add(Input("variable", VARIABLES))
 
     def note_search(self, kind: Literal["module", "version of"], name: str) -> None:
         """Note that code asked whether there is a module, or for the version of a distribution."""
-        if (reader := self._reader()) is not None:
-            self._reads[reader].add(Input(kind, name))
+        if self._reader() is not None:
+            self._reads.add(Input(kind, name))
 
     def note_trouble(self, what: str) -> None:
         """Note that code did something whose result nothing stands for."""
         if (reader := self._reader()) is not None:
-            self._troubles.setdefault(reader, f"{reader or 'a thread'} {what}")
+            self._trouble = self._trouble or f"{reader} {what}"
 
     def note_native(self, call: str, path: Any) -> None:
         """Note that native code reads a file; `path` is None where nobody knows which ones."""
         if path is not None and os.path.isfile(path):
             self.note_path("file", path)
         elif (reader := self._reader()) is not None:
-            self._hidden.setdefault(reader, f"{reader or 'a thread'} reads files by {call}")
+            self._hidden = self._hidden or f"{reader} reads files by {call}"
 
     def is_users(self) -> bool:
         """Return whether the present code works for a module of the user."""

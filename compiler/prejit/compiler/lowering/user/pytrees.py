@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from prejit.compiler.lowering.user.arrays import is_key
+from prejit.runtime.errors import ManifestError
 
 Bind = Callable[[Mapping[str, Any]], Any]
 
@@ -56,6 +58,26 @@ def differing_names(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
         for names, where in sides
         if names
     )
+
+
+def check_fit(own: Mapping[str, Any], given: Mapping[str, Any], where: str, label: str) -> None:
+    """Check that given arrays can replace an object's own ones of these names.
+
+    Floating-point numbers may have another precision.
+
+    Raises:
+        ManifestError: one has another shape, or a dtype of another kind.
+    """
+    for name, value in given.items():
+        leaf, dtype = own[name], jax.dtypes.canonicalize_dtype(own[name].dtype)
+        same_kind = np.can_cast(value.dtype, dtype, "same_kind") or all(
+            jnp.issubdtype(each, jnp.floating) for each in (value.dtype, dtype)
+        )
+        if tuple(value.shape) != tuple(leaf.shape) or not same_kind:
+            raise ManifestError(
+                f"{where}: {name}: expected {dtype}{[*leaf.shape]}, as in {label}; found "
+                f"{value.dtype}{[*value.shape]}"
+            )
 
 
 def _is_array(leaf: Any) -> bool:

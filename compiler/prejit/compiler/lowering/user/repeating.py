@@ -10,6 +10,7 @@ from jax import lax
 
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.branches import candidates, how_to_name
+from prejit.runtime.programs.pytree import changes_itself
 
 Key = str | int
 
@@ -32,6 +33,13 @@ def repeated(
         given: dict[Key, Any] = dict(enumerate(args))
         given.update(kwargs)
         values = {key: given[key] for key in carry}
+        for key, value in values.items():
+            if changes_itself(value):
+                raise ManifestError(
+                    f"{where}: repeat: expected {key!r} of classes that jax makes anew as they are, found "
+                    "one whose own code changes its parts each time",
+                    hint="carry its arrays, in a dict, tuple or list",
+                )
         returned = jax.eval_shape(lambda: function(*args, **kwargs))
         places = _places(returned, values, given.keys(), where)
 
@@ -65,9 +73,10 @@ def _places(
         may_be = [at for at in candidates(key, alike, arguments) if at not in found.values()]
         if not may_be:
             raise ManifestError(
-                f"{where}: repeat: expected a result with the structure, shapes and dtypes of {key!r}, "
-                "found none",
-                hint="return the next value of each argument that is carried, in a tuple or a dict",
+                f"{where}: repeat: the function returns nothing with the structure, shapes and dtypes of "
+                f"{key!r}",
+                hint="return the next value of each argument that is carried, in a tuple or a dict; a weak "
+                "type is part of a dtype, and .astype() makes one that is not weak",
             )
         if len(may_be) > 1:
             raise ManifestError(
@@ -86,6 +95,7 @@ def _alike(one: Any, other: Any) -> bool:
     return all(
         jax.numpy.shape(a) == jax.numpy.shape(b)
         and jax.numpy.result_type(a) == jax.numpy.result_type(b)
+        and getattr(a, "weak_type", False) == getattr(b, "weak_type", False)
         for a, b in pairs
     )
 

@@ -16,9 +16,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prejit.runtime.recorded.hook.jax_texts import CALL_FRAME, CALL_LOCALS
+from prejit.runtime.recorded.hook.plain_functions import is_plain
 
 _NUMBERS = (bool, int, float, complex)
 """The classes of Python's numbers: jax gives them weak types."""
+
+
+_Parameter = inspect.Parameter
 
 
 class _UnknownError(Exception):
@@ -31,10 +35,13 @@ def outer_call() -> dict[str, Any] | None:
         {"name": "serve:score",              how its function is imported; None: it cannot be
          "home": "/app",                     the directory where its module is found; None: an installed one
          "arguments": [["x", tree], ...],    in the order of the call
-         "by_place": false,                  whether the function takes them by position only
+         "by_place": false,                  whether the manifest must pass them by position
          "static": {"mode": "fast"},         texts, integers and booleans
          "fixed": {"limit": "=1e-06"},       other static arguments: "=" and a literal, or a name to import
          "donated": ["state"],
+         "lowering": {"placed": ["x"],       the names that the call passed by position
+                      "keep_unused": false,  as jax.jit was given it
+                      "x64": false},         the setting jax_enable_x64
          "trouble": "..."}                   why no manifest can name it; empty: one can
 
     A tree is {"kind": ..., "of": ..., "items": [[key, tree], ...]}. Kinds with items are list, tuple, dict,
@@ -83,6 +90,8 @@ def _of_flax(frame: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any, An
 def _described(
     function: Any, name: str | None, info: Any, args: Any, kwargs: Any, names: _Names
 ) -> dict[str, Any]:
+    import jax
+
     if name is None:
         raise _UnknownError("no name was found by which its function can be imported")
     try:
@@ -92,34 +101,46 @@ def _described(
         raise _UnknownError("its parameters are not known") from error
     kinds = {name: each.kind for name, each in signature.parameters.items()}
     order = list(kinds)
+    if not is_plain(function):  # a wrapper may treat names otherwise: pass each as the call did
+        for place, key in enumerate(order):
+            if kinds[key] is _Parameter.POSITIONAL_OR_KEYWORD:
+                is_placed = place < len(args)
+                kinds[key] = _Parameter.POSITIONAL_ONLY if is_placed else _Parameter.KEYWORD_ONLY
 
     def named(places: Any, by_name: Any) -> set[str]:
-        return {order[place] for place in places if place < len(order)} | {*by_name}
+        """Return what jax takes by its place or its name, as this call has it."""
+        return {*(key for place, key in enumerate(order[: len(args)]) if place in places)} | (
+            {*by_name} & kwargs.keys()
+        )
 
     is_static = named(info.static_argnums, info.static_argnames)
     donated = named(info.donate_argnums, info.donate_argnames)
     arguments: list[tuple[str, Any]] = []
     static, fixed = dict[str, Any](), dict[str, str]()
-    places = set[str]()
+    places, by_name = set[str](), {*bound.kwargs}
     for key, value in bound.arguments.items():
         kind = kinds[key]
-        if key in is_static and type(value) in (str, int, bool):
-            static[key] = value
-        elif key in is_static and key == order[0] and "." in name.partition(":")[2]:
+        if key in is_static and key == order[0] and "." in name.partition(":")[2]:
             # A method whose object is static: the method of the same object has the rest.
             name = f"{names.of_object(value, key)}.{name.rpartition('.')[2]}"
+        elif key in is_static and kind is _Parameter.POSITIONAL_ONLY:
+            raise _UnknownError(f"it takes the static argument {key} by position only")
+        elif key in is_static and type(value) in (str, int, bool):
+            static[key] = value
         elif key in is_static:
             fixed[key] = _literal(value) or names.of_object(value, key)
-        elif kind is inspect.Parameter.VAR_KEYWORD:
+        elif kind is _Parameter.VAR_KEYWORD:
             arguments += value.items()
-        elif kind is inspect.Parameter.VAR_POSITIONAL:
+        elif kind is _Parameter.VAR_POSITIONAL:
             arguments += [(key, each) for each in value]
             places.add(key)
         else:
             arguments.append((key, value))
-            if kind is inspect.Parameter.POSITIONAL_ONLY:
+            if kind is _Parameter.POSITIONAL_ONLY:
                 places.add(key)
-    if places and {key for key, _ in arguments} & {*bound.kwargs}:
+            elif kind is _Parameter.KEYWORD_ONLY:
+                by_name.add(key)
+    if places and {key for key, _ in arguments} & by_name:
         raise _UnknownError("it takes some arrays by position only and others by name only")
     return {
         "name": name,
@@ -129,6 +150,13 @@ def _described(
         "static": static,
         "fixed": fixed,
         "donated": [key for key, _ in arguments if key in donated],
+        "lowering": {
+            "placed": [
+                key for key in order[: len(args)] if key in {*dict(arguments), *static, *fixed}
+            ],
+            "keep_unused": info.keep_unused,
+            "x64": jax.config.jax_enable_x64,
+        },
     }
 
 

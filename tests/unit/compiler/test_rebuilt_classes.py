@@ -1,0 +1,149 @@
+"""Classes whose own code changes their parts: it runs as often as with jax.jit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+from prejit.compiler import Program, build, program
+from prejit.runtime import Bundle, jit, load
+from prejit.runtime.errors import ManifestError, UsageError
+from prejit.runtime.format.trees import Leaf, Node
+from prejit.runtime.programs.pytree import unflatten
+
+X = np.ones(2, np.float32)
+
+
+class After(eqx.Module):
+    w: Any
+
+    def __post_init__(self) -> None:
+        self.w = jnp.asarray(self.w) * 10
+
+
+class Converted(eqx.Module):
+    w: Any = eqx.field(converter=lambda value: value + 1)
+
+
+class Sized(eqx.Module):
+    """A class that is not called with its fields."""
+
+    w: Any
+
+    def __init__(self, size: int) -> None:
+        self.w = jnp.ones(size)
+
+
+@struct.dataclass
+class Scaled:
+    """A class whose own code runs whenever jax makes it."""
+
+    w: Any
+
+    def __post_init__(self) -> None:
+        if isinstance(self.w, np.ndarray | jax.Array):
+            object.__setattr__(self, "w", self.w * 7)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["k"])
+@dataclasses.dataclass
+class Counted:
+    w: Any
+    k: int = 1
+
+    def __post_init__(self) -> None:
+        self.k += 1
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=[])
+@dataclasses.dataclass
+class Converting:
+    w: Any
+
+    def __post_init__(self) -> None:
+        if isinstance(self.w, np.ndarray | jax.Array):
+            self.w = jnp.asarray(self.w)
+
+
+GIVEN = (After(X), Converted(X), Sized(2), Scaled(X), Counted(X))
+
+
+def name_of(given: Any) -> str:
+    return type(given).__name__.lower()
+
+
+def doubled(given: Any) -> Any:
+    """Return an object of the class of the argument, of all that this class holds."""
+    made = jax.tree.map(lambda leaf: leaf * 2 * getattr(given, "k", 1), given)
+    return made, given
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
+    programs = [
+        *(Program(name_of(given), fn=doubled, args=[given]) for given in GIVEN),
+        Program("of_function", fn=doubled, args=lambda: [Counted(X)]),
+    ]
+    output = tmp_path_factory.mktemp("rebuilt")
+    path = build(programs, output, name="m", cache=build_cache, quiet=True).path
+    return load(path, on_mismatch="error", types=[*map(type, GIVEN)])
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=name_of)
+def test_the_code_of_a_class_runs_as_often_as_with_jax(bundle: Bundle, given: Any) -> None:
+    expected = jax.jit(lambda one: doubled(one))(given)
+    names = [name_of(given), *["of_function"] * isinstance(given, Counted)]
+    for name in names:
+        jitted = jit(doubled, bundle=bundle, name=name, on_miss="error")
+        for found in (bundle.call(name, given), jitted(given)):
+            for one, other in zip(expected, found, strict=True):
+                assert type(other) is type(given)
+                np.testing.assert_array_equal(one.w, other.w)
+                assert getattr(one, "k", None) == getattr(other, "k", None)
+
+
+def test_a_class_that_does_not_take_its_fields_is_an_error() -> None:
+    class Other:
+        def __init__(self, size: int) -> None:
+            raise NotImplementedError
+
+    tree = Node("record", ("w",), (Leaf(),), "app:Other")
+    with pytest.raises(UsageError, match="result app:Other: expected a class that takes w, found"):
+        unflatten(tree, iter([X]), {"app:Other": Other})
+
+
+def step(state: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf + 1, state)
+
+
+@pytest.mark.parametrize("given", [Scaled(X), Counted(X)], ids=name_of)
+def test_steps_that_would_not_make_a_class_as_often_as_jax_are_refused(
+    given: Any, tmp_path: Path, build_cache: Path
+) -> None:
+    options: dict[str, Any] = {"cache": build_cache, "quiet": True}
+    found = "code changes its parts each time"
+    repeated = Program("step", fn=step, args=[given], repeat=(1, 2), carry=(0,))
+    with pytest.raises(ManifestError, match=f"repeat: .*{found}"):
+        build(repeated, tmp_path, **options)
+    path = build(program(step, given), tmp_path, **options).path
+    with pytest.raises(UsageError, match=f"bind: .*{found}|bind: step returns nothing"):
+        load(path, on_mismatch="error").bind("step", given)
+
+
+def test_steps_take_a_class_that_converts_its_parts(tmp_path: Path, build_cache: Path) -> None:
+    given = Converting(X)
+    one = Program("step", fn=step, args=[given], repeat=(1, 2), carry=(0,))
+    bundle = load(build(one, tmp_path, cache=build_cache, quiet=True).path, on_mismatch="error")
+    bound = bundle.bind("step", given, repeat=1)
+    bound()
+    np.testing.assert_array_equal(bundle.call("step", given, repeat=2).w, X + 2)
+    np.testing.assert_array_equal(bound.read()[0].w, X + 1)
