@@ -166,7 +166,7 @@ def decoder_section(
 
 def declared_reads(manifest: Manifest) -> tuple[str, ...]:
     """Return the `reads` of all sections: each section may depend on what another one reads."""
-    sections = [*manifest.programs, *filter(None, [manifest.model])]
+    sections: list[Program | Model] = [*manifest.programs, *filter(None, [manifest.model])]
     return tuple(sorted({pattern for section in sections for pattern in section.reads}))
 
 

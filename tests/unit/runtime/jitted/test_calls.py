@@ -49,8 +49,8 @@ def call(
         (call(wrapped, 1, 2), "args[0] args[1]", "args[0] args[1]", False),
         (call(wrapped, y=1, x=2), "", "x y", True),
         (call(wrapped, 1, y=2), "args[0]", "args[0] y", False),
-        (call(wrapped, 1, "m", 3, static=["mode"]), "", "args[0] args[2]", False),
-        (call(wrapped, 1, mode="m", static=[-2]), "args[0]", "args[0]", False),
+        (call(wrapped, 1, "m", 3, static=(None, ["mode"])), "", "args[0] args[2]", False),
+        (call(wrapped, 1, mode="m", static=(1, None)), "args[0]", "args[0]", False),
     ],
 )
 def test_arguments_by_place_and_in_jaxs_order(

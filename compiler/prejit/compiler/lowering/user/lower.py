@@ -100,8 +100,9 @@ def lower_function(
 
     values = (user.weights, *_data_shapes(leaves))
     wanted = tuple(name for name in PLATFORMS if name in platforms)
-    by_place = user.wrapped[: len(example)] if isinstance(example, dict) else ()
-    if by_place and {*by_place} <= example.keys():
+    table = example.value if isinstance(example.value, dict) else {}
+    by_place = user.wrapped[: len(table)]
+    if by_place and {*by_place} <= table.keys():
         placed = _with_static(user, program, spec, section, by_place)
         with user.modules.in_use(), _on(mesh):
             texts = [_text_of(partial(function, call=f), values, wanted) for f in (call, placed)]
