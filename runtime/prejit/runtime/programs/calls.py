@@ -684,7 +684,7 @@ def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any
     if key_name(value):
         import jax
 
-        if not is_jax_array(value):
+        if not isinstance(value, jax.Array):
             raise UsageError(
                 f"{pytree.spell(array.path)}: expected an array, found a {type(value).__name__}",
                 hint="pass the arrays of a module's state alone: nnx.to_pure_dict(state)",

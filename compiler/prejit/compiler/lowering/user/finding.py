@@ -177,7 +177,7 @@ def _check_names(
         BuildError: a function of the user that returns examples fails.
     """
     smallest = {name: sizes[0] for name, sizes in program.buckets.items()}
-    example = user.example(smallest, f"{where}: args")
+    example = user.example(smallest, f"{where}: args").value
     mask = () if program.mask is None else (program.mask,)
     for key, given in (("donate", program.donate), ("carry", program.carry), ("mask", mask)):
         for _, problem in key_problems(key, given, example):
