@@ -93,7 +93,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: expected a file, found none") from error
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{path}: damaged or cut off: {error}", hint="fetch the checkpoint again"
+            f"{path}: damaged or cut off: {error}", hint="fetch or write the checkpoint again"
         ) from error
 
 
@@ -112,7 +112,7 @@ def _msgpack(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # msgpack raises most of its errors as plain ValueError or Exception
         raise CheckpointError(
             f"{path}: damaged or cut off: {type(error).__name__}: {error}",
-            hint="fetch the checkpoint again",
+            hint="fetch or write the checkpoint again",
         ) from error
 
     def part_of(leaf: Values, part: slice | None = None) -> Values:

@@ -93,6 +93,7 @@ def _check_new(manifest: Path) -> None:
 
 def _write_manifest(path: Path, recording: Recording) -> None:
     """Write the manifest of a recording, and the Python file beside it if it needs one."""
+    from prejit.compiler.base.wording import counted
     from prejit.compiler.progress import tell
     from prejit.compiler.recording.imported_anew import CALLS, compared
     from prejit.compiler.recording.manifest_text import (
@@ -106,10 +107,13 @@ def _write_manifest(path: Path, recording: Recording) -> None:
     requests = with_troubles(recording.requests)
     requests, needs_x64 = compared(requests, code_of_calls(requests, CALLS), path.parent)
     made = recorded_manifest(recording.name, requests, path, needs_x64=needs_x64)
-    write_text(os.fspath(path), made.text)
-    if made.examples:
-        write_text(os.fspath(examples_path(path)), made.examples)
-    tell(f"wrote {path}: {made.programs} programs")
+    if made.programs:
+        write_text(os.fspath(path), made.text)
+        if made.examples:
+            write_text(os.fspath(examples_path(path)), made.examples)
+        tell(f"wrote {path}: {counted(made.programs, 'program')}")
+    else:
+        tell(f"did not write {path}: it would have no program")
     if needs_x64:
         tell(
             f"{path}: build it with JAX_ENABLE_X64=1: the program sets jax_enable_x64 after the import"

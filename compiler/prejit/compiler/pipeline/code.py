@@ -14,7 +14,7 @@ from prejit.compiler.checkpoint.tensor_files import read_parameters
 from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.runtime.device.transfer import is_weak, weakened
-from prejit.runtime.errors import ManifestError
+from prejit.runtime.errors import CheckpointError, ManifestError
 from prejit.runtime.format.arrays import DTYPES
 
 if TYPE_CHECKING:
@@ -107,7 +107,13 @@ def _parameters(
     if params is None:
         return None, None
     if isinstance(params, str | Path):
-        return read_parameters(manifest.resolve(str(params))), None
+        try:
+            return read_parameters(manifest.resolve(str(params))), None
+        except CheckpointError as error:
+            hint = (
+                error.hint or "a .safetensors file or orbax's StandardCheckpointer().save() will do"
+            )
+            raise CheckpointError(f"{where}: {error}", hint=hint) from error
     import jax
 
     from prejit.compiler.lowering.user.arrays import is_key

@@ -23,7 +23,7 @@ from prejit.compiler.pipeline.code import UserCode, find_code, values_of
 from prejit.compiler.pipeline.plan import Lowered, Plan, plan_build
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory import DirectoryStore
-from prejit.runtime.errors import BuildError, ManifestError
+from prejit.runtime.errors import BuildError, CheckpointError, ManifestError
 
 MANIFEST = """
 [bundle]
@@ -135,6 +135,109 @@ def test_a_function_that_fails_while_it_is_traced_is_an_error_with_its_line(
     assert re.search(
         rf"\({tmp_path / 'mymodel.py'}, line {'[56]' if 'Recursion' in text else 6}\)", text
     )
+
+
+@pytest.mark.parametrize("name", ["glob", "time"])
+def test_a_module_with_the_name_of_one_of_python_is_an_error(tmp_path: Path, name: str) -> None:
+    found = project(tmp_path, "", **{name: "def f(x):\n    return x\n"})
+    manifest = found.plan.manifest.path
+    assert manifest is not None
+    manifest.write_text(MANIFEST.replace("mymodel", name))
+    with pytest.raises(
+        ManifestError, match=rf"expected '{name}' to be {tmp_path}/{name}.py"
+    ) as caught:
+        find_code(read_manifest(manifest))
+    assert caught.value.hint == f"rename {tmp_path}/{name}.py"
+
+
+@pytest.mark.parametrize("params", ["p.safetensors", "directory"])
+def test_parameters_that_cannot_be_read_are_named_with_the_program(
+    tmp_path: Path, params: str
+) -> None:
+    project(tmp_path, "def f(params, x):\n    return x\n")
+    (tmp_path / "p.safetensors").touch()
+    (tmp_path / "directory").mkdir()
+    path = tmp_path / "m.toml"
+    path.write_text(MANIFEST.replace("args =", f'params = "{params}"\nargs ='))
+    with pytest.raises(
+        CheckpointError, match=rf"{path}: program 'p': params: .*{params}: "
+    ) as caught:
+        find_code(read_manifest(path))
+    assert "write" in str(caught.value.hint) or "save" in str(caught.value.hint)
+
+
+def built(found: Project) -> subprocess.CompletedProcess[str]:
+    """Build a project in a process of its own, which the user's code may break."""
+    directory = found.plan.manifest.directory
+    return subprocess.run(
+        [sys.executable, "-m", "prejit.runtime", "build", "m.toml", "--cache", "cache"],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("where", ["import", "call"])
+def test_code_cannot_end_prejit_without_an_error(tmp_path: Path, where: str) -> None:
+    module = {
+        "import": "import os\nos._exit(0)\n",
+        "call": "import os\ndef f(x):\n    os._exit(0)\n",
+    }[where]
+    done = built(project(tmp_path, module))
+    assert done.returncode == 1 + (where == "import")
+    assert re.search(rf"'?p'?: .*SystemExit: os._exit\(0\) \({tmp_path}/mymodel.py", done.stderr)
+
+
+def test_a_forked_process_that_returns_from_a_function_ends_there(tmp_path: Path) -> None:
+    module = """
+import os
+
+def f(x):
+    child = os.fork()
+    if child == 0:
+        return x * 3
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    return x * 2
+"""
+    done = built(project(tmp_path, module))
+    assert done.returncode == 0, done.stderr
+    assert "prejit ends that process" in done.stderr
+    assert done.stderr.count("wrote artifacts/mine") == 1
+
+
+def test_a_forked_process_that_ends_itself_is_left_alone(tmp_path: Path) -> None:
+    module = """
+import os
+
+def f(x):
+    child = os.fork()
+    if child == 0:
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    return x * 2
+"""
+    done = built(project(tmp_path, module))
+    assert done.returncode == 0, done.stderr
+    assert "prejit ends that process" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("where", "patch"),
+    [
+        ("call", "builtins.open = None"),
+        ("call", "sys.modules['hashlib'] = None"),
+        ("import", "builtins.__dict__.pop('open')"),
+        ("import", "os.replace = lambda *paths: None"),
+        ("import", "sys.modules.pop('hashlib')"),
+    ],
+)
+def test_what_code_replaces_in_python_is_put_back(tmp_path: Path, where: str, patch: str) -> None:
+    before, inside = (patch, "pass") if where == "import" else ("", patch)
+    module = f"import builtins, os, sys\n{before}\ndef f(x):\n    {inside}\n    return x * 2\n"
+    done = built(project(tmp_path, module))
+    assert done.returncode == 0, done.stderr
+    assert "wrote artifacts/mine" in done.stderr
 
 
 NAMED = """

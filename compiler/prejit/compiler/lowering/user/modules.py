@@ -3,8 +3,8 @@
 One command may build several manifests, each with a `model.py` beside it. While a manifest's code runs, its
 directory is first on `sys.path` and its modules are in `sys.modules`; afterwards both are restored. So
 relative imports, imports inside functions, and everything that finds a class by the name of its module work
-as in a separate process. The working directory, environment variables and jax's settings are separate too,
-because modules change them.
+as in a separate process. The working directory, environment variables, jax's settings, and the names of
+`builtins` and `os` are separate too, because modules change them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from types import FrameType, ModuleType
 from typing import Any, final
 
 from prejit.compiler.lowering.user.chance import refusing_chance
-from prejit.compiler.lowering.user.inputs import Present, portable_path
+from prejit.compiler.lowering.user.inputs import Present, is_installed, portable_path
 from prejit.compiler.lowering.user.observer import Observer
 from prejit.compiler.lowering.user.observing import observing
+from prejit.compiler.lowering.user.process_guard import Patches, ending_forks, refusing_exit
 from prejit.compiler.progress import Unbreakable
 from prejit.runtime.base.nearest_name import nearest
 from prejit.runtime.errors import BuildError, ManifestError, PrejitError
@@ -63,6 +64,7 @@ class UserModules:
         self._path_before: list[str] = []
         self._own: dict[str, ModuleType] = {}
         self._settings = _Settings()
+        self._patches = Patches()
         self._depth = 0
         self.observer = Observer(self._directory)
 
@@ -127,7 +129,7 @@ class UserModules:
 
     def _import(self, module_name: str, where: str) -> Any:
         try:
-            return importlib.import_module(module_name)
+            found = importlib.import_module(module_name)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -139,6 +141,20 @@ class UserModules:
             raise ManifestError(
                 f"{where}: cannot import {module_name!r}: {self.describe(error)}", hint=hint
             ) from error
+        self._refuse_other(module_name.partition(".")[0], where)
+        return found
+
+    def _refuse_other(self, name: str, where: str) -> None:
+        """Refuse a module of Python or of a package in place of one of its name beside the manifest."""
+        file = getattr(sys.modules.get(name), "__file__", None) or ""
+        places = (Path(self._directory, f"{name}.py"), Path(self._directory, name, "__init__.py"))
+        beside = next((place for place in places if place.is_file()), None)
+        if self._apart and beside is not None and (not file or is_installed(file)):
+            raise ManifestError(
+                f"{where}: expected {name!r} to be {beside}, found {file or 'a module in Python itself'}, "
+                "which prejit has imported already",
+                hint=f"rename {beside if beside.stem == name else beside.parent}",
+            )
 
     def _nearest(self, missing: str) -> str | None:
         """Return the module that was probably meant: one of the same package, or beside the manifest."""
@@ -167,11 +183,12 @@ class UserModules:
         """Use these modules inside the block, and send what they print to stderr. Blocks may nest."""
         self._depth += 1
         try:
-            if self._depth > 1 or not self._apart:
-                yield
-            else:
-                with self._alone():
+            with ending_forks():
+                if self._depth > 1 or not self._apart:
                     yield
+                else:
+                    with self._alone():
+                        yield
         finally:
             self._depth -= 1
 
@@ -186,10 +203,22 @@ class UserModules:
         sys.modules.update(self._own)
         importlib.invalidate_caches()  # the module may be newer than the importer's caches
         self._settings.apply()
+        originals = Patches.now()
+        self._patches.apply()
         try:
-            with _printing_to_stderr(), observing(self.observer):
+            with _printing_to_stderr(), observing(self.observer), refusing_exit():
                 yield
+        except Exception as error:
+            if isinstance(error, PrejitError) or not (left := str(Patches.now().since(originals))):
+                raise
+            raise BuildError(
+                f"{self._directory}: the code of this manifest replaced {left}, which prejit uses: "
+                f"{type(error).__name__}: {_text(error)}",
+                hint="put it back when your code is done",
+            ) from error
         finally:
+            self._patches = Patches.now().since(originals)
+            originals.of(self._patches).apply()
             self._path = list(sys.path)
             self._roots |= {os.path.abspath(entry) for entry in {*sys.path} - {*path}}
             self._own = {

@@ -93,6 +93,16 @@ def _described(
     import jax
 
     if name is None:
+        script = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or "")
+        if (
+            script
+            and getattr(function, "__module__", None) == "__main__"
+            and not _module_name("__main__")
+        ):
+            raise _UnknownError(
+                f"it is in {script!r}, whose name no import statement can have: rename the file, to letters, "
+                "digits and underscores before .py"
+            )
         raise _UnknownError("no name was found by which its function can be imported")
     try:
         signature = inspect.signature(function)
