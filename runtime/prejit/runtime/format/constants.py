@@ -34,8 +34,8 @@ _MAX_CHARACTERS = 4096
 _MAX_OBJECTS = 100_000
 """Maximum number of objects that a constant is made of; one of more is unknown."""
 _functions: WeakKeyDictionary[types.FunctionType, list[Any]] = WeakKeyDictionary()
-"""The digests of functions that constants are. A call may change the values that a function closes over, and it
-stays the same function for jax."""
+"""The digests of functions that constants are. A call may change the values that a function closes over, and
+it stays the same function for jax."""
 _READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 """Instructions that read a global by name."""
 _OF_CODE = (
@@ -327,7 +327,7 @@ def _parts(value: Any) -> list[Any]:
     if kind.__name__ == "PyTreeDef":
         return [value.node_data(), value.children()]
     reduced = value.__reduce_ex__(4)
-    found = [kind, reduced] if isinstance(reduced, str) else [*reduced]
+    found: list[Any] = [kind, reduced] if isinstance(reduced, str) else [*reduced]
     if not _is_told(kind.__module__) and _reduces(kind) != _reduces(object):
         found.append(_attributes(value))
     return [list(part) if hasattr(part, "__next__") else part for part in found]

@@ -95,9 +95,8 @@ def _described(
 
     def named(places: Any, by_name: Any) -> set[str]:
         """Return what jax takes by its place or its name, as this call has it."""
-        return {*(key for place, key in enumerate(order[: len(args)]) if place in places)} | (
-            {*by_name} & kwargs.keys()
-        )
+        placed = {key for place, key in enumerate(order[: len(args)]) if place in places}
+        return placed.union(key for key in by_name if key in kwargs)
 
     is_static = named(info.static_argnums, info.static_argnames)
     donated = named(info.donate_argnums, info.donate_argnames)
