@@ -14,14 +14,15 @@ A constant is JSON. Text, integers, true, false and null stand for themselves, a
 from __future__ import annotations
 
 import dataclasses
+import dis
 import enum
 import json
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,14 +34,44 @@ _MAX_CHARACTERS = 4096
 _MAX_OBJECTS = 100_000
 """Maximum number of objects that a constant is made of; one of more is unknown."""
 _functions: WeakKeyDictionary[types.FunctionType, list[Any]] = WeakKeyDictionary()
-"""The digests of functions. A call may change the values that a function closes over, and it stays the same
-function for jax."""
+"""The digests of functions that constants are. A call may change the values that a function closes over, and
+it stays the same function for jax."""
+_READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+"""Instructions that read a global by name."""
+_OF_CODE = (
+    *("co_qualname", "co_code", "co_consts", "co_names", "co_varnames", "co_freevars"),
+    *("co_cellvars", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags"),
+    "co_exceptiontable",
+)
+"""Attributes of code that decide what it does. The others tell where it was written."""
+_TOLD = {*sys.stdlib_module_names, "jax", "jaxlib", "numpy", "ml_dtypes"}
+"""Packages whose classes tell pickle all that counts, and whose functions read no globals that do."""
 _CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "list": list,
     "set": set,
     "frozenset": frozenset,
 }
+
+
+@dataclass(slots=True)
+class _Walk:
+    """A walk through all that a constant is made of.
+
+    Attributes:
+        visits: the number of objects so far.
+        has_cycle: whether one of them is a part of itself.
+        depth: the number of objects around the next one that jax compares by identity: it traces a new one of
+            them anew, with the functions in it as they are by then.
+        functions: the digests of functions so far.
+        outer: those of them at depth 0.
+    """
+
+    visits: int = 0
+    has_cycle: bool = False
+    depth: int = 0
+    functions: dict[types.FunctionType, list[Any]] = field(default_factory=dict)
+    outer: dict[types.FunctionType, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +115,16 @@ def encode(value: object) -> Constant:
 
 def described(value: object) -> EncodedConstant:
     """Return any object as JSON, also one that JSON has a value for."""
+    walk = _Walk()
     try:
-        text = _dumps(found := _plain(value, (), count()))
+        text = _dumps(found := _plain(value, (), walk))
         if len(text) > _MAX_CHARACTERS and not EncodedConstant(text).is_unknown:
             text = _dumps(_digest(type(value), [found]))
     except Exception:  # whatever the code of an object raises that describes it
-        text = _dumps(["unknown", _name_of(type(value))])
+        return EncodedConstant(_dumps(["unknown", _name_of(type(value))]))
+    if not walk.has_cycle:  # or the digest of a function depends on where the walk began
+        for function, digest in walk.outer.items():
+            _functions.setdefault(function, digest)
     return EncodedConstant(text)
 
 
@@ -208,20 +243,22 @@ def _digest(of: Any, parts: Any) -> list[Any]:
     return ["digest", _name_of(of), digest_of(_dumps(parts).encode())]
 
 
-def _plain(value: Any, inside: tuple[int, ...], visits: Iterator[int]) -> Any:
+def _plain(value: Any, inside: tuple[int, ...], walk: _Walk) -> Any:
     """Return an object as JSON.
 
     Args:
         value: the object.
         inside: the identities of the objects that it is a part of.
-        visits: counts objects.
+        walk: the walk that met it.
 
     Raises:
         Exception: it has too many parts, or the code of one raises.
     """
-    if next(visits) > _MAX_OBJECTS:
+    walk.visits += 1
+    if walk.visits > _MAX_OBJECTS:
         raise ValueError("too many parts")
     if id(value) in inside:
+        walk.has_cycle = True
         return ["cycle", len(inside) - inside.index(id(value))]
     inside = (*inside, id(value))
     kind = type(value)
@@ -234,23 +271,31 @@ def _plain(value: Any, inside: tuple[int, ...], visits: Iterator[int]) -> Any:
     if kind is bytes:
         return ["bytes", value.hex()]
     if kind in (tuple, list):
-        return [kind.__name__, [_plain(each, inside, visits) for each in value]]
+        return [kind.__name__, [_plain(each, inside, walk) for each in value]]
     if kind in (set, frozenset):
-        return [kind.__name__, sorted((_plain(each, inside, visits) for each in value), key=_dumps)]
+        return [kind.__name__, sorted((_plain(each, inside, walk) for each in value), key=_dumps)]
     if kind is dict:
-        return ["dict", [[_plain(each, inside, visits) for each in pair] for pair in value.items()]]
+        return ["dict", [[_plain(each, inside, walk) for each in pair] for pair in value.items()]]
     if isinstance(value, enum.Enum) and imported(_name_of(kind)) is kind and value.name:
         return ["enum", _name_of(kind), value.name]
     if hasattr(value, "__qualname__") and imported(_name_of(value)) is value:
         return ["name", _name_of(value)]
-    if isinstance(value, types.FunctionType) and (known := _functions.get(value)) is not None:
-        return known
-    parts = [_plain(part, inside, visits) for part in _parts(value)]
+    if isinstance(value, types.FunctionType):
+        known = walk.functions.get(value) if walk.depth else _functions.get(value)
+        if known is not None:
+            return known
+    is_by_value = isinstance(value, tuple) or _is_by_fields(value)
+    walk.depth += not is_by_value
+    parts = [_plain(part, inside, walk) for part in _parts(value)]
+    walk.depth -= not is_by_value
     if '["unknown",' in _dumps(parts):
         return ["unknown", _name_of(kind)]
     if not isinstance(value, types.FunctionType):
         return _digest(kind, parts)
-    return _functions.setdefault(value, _digest(value, parts))
+    walk.functions[value] = found = _digest(value, parts)
+    if not walk.depth:
+        walk.outer[value] = found
+    return found
 
 
 def _parts(value: Any) -> list[Any]:
@@ -262,16 +307,19 @@ def _parts(value: Any) -> list[Any]:
     kind = type(value)
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return [value.__code__, value.__defaults__, value.__kwdefaults__, *cells]
+        known, code, kept = value.__globals__, value.__code__, value.__dict__
+        names = sorted(_globals_of(code) & known.keys())
+        read = [] if _is_told(known.get("__name__")) else [[name, known[name]] for name in names]
+        return [code, value.__defaults__, value.__kwdefaults__, kept, read, *cells]
     if isinstance(value, types.CodeType):
-        return [value.co_qualname, value.co_code, value.co_consts, value.co_names]
+        return [getattr(value, name) for name in _OF_CODE]
     if isinstance(value, types.MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, types.ModuleType):
         return [value.__name__]
     if isinstance(value, type):
         raise TypeError("a class without a name")
-    if dataclasses.is_dataclass(value):
+    if _is_by_fields(value):
         return [
             kind,
             {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.compare},
@@ -279,6 +327,40 @@ def _parts(value: Any) -> list[Any]:
     if kind.__name__ == "PyTreeDef":
         return [value.node_data(), value.children()]
     reduced = value.__reduce_ex__(4)
-    if isinstance(reduced, str):
-        return [kind, reduced]
-    return [list(part) if hasattr(part, "__next__") else part for part in reduced]
+    found: list[Any] = [kind, reduced] if isinstance(reduced, str) else [*reduced]
+    if not _is_told(kind.__module__) and _reduces(kind) != _reduces(object):
+        found.append(_attributes(value))
+    return [list(part) if hasattr(part, "__next__") else part for part in found]
+
+
+def _is_told(module: object) -> bool:
+    return str(module).partition(".")[0] in _TOLD
+
+
+@lru_cache
+def _globals_of(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals that code and the functions inside of it read."""
+    read = {each.argval for each in dis.get_instructions(code) if each.opname in _READS}
+    inner = [_globals_of(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return frozenset(read.union(*inner))
+
+
+def _is_by_fields(value: Any) -> bool:
+    """Return whether an object is equal to others with equal fields: `dataclass` made its `__eq__`."""
+    code = getattr(type(value).__eq__, "__code__", None)
+    return dataclasses.is_dataclass(value) and getattr(code, "co_filename", "") == "<string>"
+
+
+def _reduces(kind: type[Any]) -> list[Any]:
+    """Return the methods by which a class tells pickle what an object is made of."""
+    return [getattr(kind, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__")]
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return all attributes of an object itself: a class may hide some of them from pickle."""
+    found = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        for name, each in vars(kind).items():
+            if isinstance(each, types.MemberDescriptorType) and hasattr(value, name):
+                found[name] = each.__get__(value)
+    return found

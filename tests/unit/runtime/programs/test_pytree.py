@@ -8,6 +8,8 @@ from collections import namedtuple
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -207,6 +209,127 @@ def test_constants_that_nobody_can_compare_are_refused() -> None:
     with pytest.raises(UsageError, match="the bundle does not hold the value of name"):
         pytree.unflatten(tree, iter([1, 2, 3]), {"shapes:Circle": Circle})
     assert not hasattr(pytree.unflatten(tree, iter([1, 2, 3])), "name")
+
+
+FACTOR = 2.0
+HELPER = lambda v: v * FACTOR  # noqa: E731
+
+
+def inner_code() -> Any:
+    return lambda v: [part * FACTOR for part in v]
+
+
+def with_attribute(factor: float) -> Any:
+    def scaled(v: Any) -> Any:
+        return v * scaled.factor  # type: ignore[attr-defined]
+
+    scaled.factor = factor  # type: ignore[attr-defined]
+    return scaled
+
+
+def of_two(first: float, second: float) -> Any:
+    """Return a function that calls itself by way of another one."""
+
+    def one(v: Any) -> Any:
+        return v * first if v else other(v)
+
+    def other(v: Any) -> Any:
+        return one(v) * second
+
+    return other
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ByIdentity:
+    k: float = dataclasses.field(compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByOwnRule:
+    k: float = dataclasses.field(compare=False)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+class NoState:
+    def __init__(self, k: float) -> None:
+        self.k = k
+
+    def __getstate__(self) -> Any:
+        return {}
+
+
+class Reduced:
+    __slots__ = ("__k",)
+
+    def __init__(self, k: float) -> None:
+        self.__k = k
+
+    def __reduce__(self) -> Any:
+        return Reduced, (1.0,)
+
+
+class Labelled(np.ndarray[Any, Any]):
+    """NumPy's own way to pickle an array drops the attributes of a class like this."""
+
+
+def labelled(k: float) -> Any:
+    found = np.ones(2).view(Labelled)
+    found.k = k
+    return found
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda a, b: a - b, lambda b, a: a - b),
+        (lambda a: a, lambda *a: a),
+        (lambda a, b=1: a, lambda a, *, b=1: a),
+        (lambda a, /: a, lambda a: a),
+        (with_attribute(2.0), with_attribute(5.0)),
+        *((kind(2.0), kind(5.0)) for kind in (ByIdentity, ByOwnRule, NoState, Reduced, labelled)),
+    ],
+)
+def test_no_part_of_a_constant_is_left_out(one: Any, other: Any) -> None:
+    encoded = constants.encode(one)
+    assert constants.same(encoded, constants.encode(one))
+    assert not isinstance(encoded, constants.EncodedConstant) or not encoded.is_unknown
+    assert encoded != constants.encode(other)
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: lambda v: v * FACTOR, lambda: lambda v: HELPER(v), inner_code]
+)
+def test_globals_that_a_function_reads_are_parts_of_it(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, again = constants.encode(made()), constants.encode(made())
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    monkeypatch.setitem(globals(), "HELPER", lambda v: v * FACTOR)
+    assert before == again != constants.encode(made())
+    monkeypatch.setitem(globals(), "FACTOR", threading.Lock())
+    refused = constants.encode(made())
+    assert isinstance(refused, constants.EncodedConstant)
+    assert refused.is_unknown
+
+
+def test_the_functions_of_a_cycle_are_compared_whole() -> None:
+    pairs = [of_two(2, 3), of_two(5, 3)]
+    for pair in pairs:  # the one function first, of which the other is a part
+        constants.encode(pair.__closure__[0].cell_contents)
+    assert constants.encode(pairs[0]) != constants.encode(pairs[1])
+    assert constants.encode(pairs[0]) == constants.encode(of_two(2, 3))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda v: jnp.tanh(v), jax.checkpoint(lambda v: v * 2), jax.vmap(lambda v: jax.nn.gelu(v))],
+)
+def test_functions_that_read_modules_can_be_compared(function: Any) -> None:
+    assert constants.same(constants.encode(function), constants.encode(function))
 
 
 def test_known_classes_come_back_and_others_get_a_substitute() -> None:

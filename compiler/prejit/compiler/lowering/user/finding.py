@@ -27,8 +27,8 @@ from prejit.compiler.lowering.user.pytrees import arrays_in, check_fit, differin
 from prejit.compiler.manifest.checks import key_problems
 from prejit.runtime.device.transfer import is_weak, weakened
 from prejit.runtime.errors import ManifestError
-from prejit.runtime.recorded.hook.plain_functions import is_plain
 from prejit.runtime.programs.pytree import changes_itself
+from prejit.runtime.recorded.hook.plain_functions import is_plain
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.user.modules import UserModules

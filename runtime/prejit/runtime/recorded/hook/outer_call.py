@@ -120,7 +120,7 @@ def _described(
     def named(places: Any, by_name: Any) -> set[str]:
         """Return what jax takes by its place or its name, as this call has it."""
         placed = {key for place, key in enumerate(order[: len(args)]) if place in places}
-        return placed | {key for key in kwargs if key in by_name}
+        return placed.union(key for key in by_name if key in kwargs)
 
     is_static = named(info.static_argnums, info.static_argnames)
     donated = named(info.donate_argnums, info.donate_argnames)
