@@ -166,8 +166,8 @@ def decoder_section(
 
 def declared_reads(manifest: Manifest) -> tuple[str, ...]:
     """Return the `reads` of all sections: each section may depend on what another one reads."""
-    sections: list[Program | Model] = [*manifest.programs, *filter(None, [manifest.model])]
-    return tuple(sorted({pattern for section in sections for pattern in section.reads}))
+    found = {pattern for program in manifest.programs for pattern in program.reads}
+    return tuple(sorted(found.union(manifest.model.reads if manifest.model is not None else ())))
 
 
 def _files(manifest: Manifest, section: Program | Model, present: Present) -> Ingredients:

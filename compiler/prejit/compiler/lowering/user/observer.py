@@ -272,7 +272,8 @@ def _caller() -> tuple[FrameType | None, str]:
 
     That is an empty text where it called what is observed itself.
     """
-    frame, asked = sys._getframe(1), ""
+    frame: FrameType | None = sys._getframe(1)
+    asked = ""
     while frame is not None and ((file := frame.f_code.co_filename) in _HOOKS or is_standard(file)):
         if file not in _HOOKS:
             asked = frame.f_code.co_name
