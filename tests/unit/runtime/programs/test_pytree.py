@@ -364,10 +364,24 @@ def test_a_part_that_is_missing_or_too_many_is_named(value: Any, problem: str) -
 PAIR = Node("dict", ("b", "w"), (Leaf(), Leaf()))
 
 
+class State:
+    """As flax.nnx.State, which is no Mapping."""
+
+    def __init__(self, **parts: Any) -> None:
+        self._parts = parts
+
+    def keys(self) -> Any:
+        return self._parts.keys()
+
+    def __getitem__(self, name: str) -> Any:
+        return self._parts[name]
+
+
 @pytest.mark.parametrize(
     "value",
     [
         {"w": 2, "b": 1},
+        State(w=2, b=1),
         namedtuple("Layer", "w b")(2, 1),
         dataclasses.make_dataclass("Layer", ["w", "b"])(2, 1),
     ],
@@ -386,6 +400,7 @@ def test_the_parts_of_a_dict_are_found_by_name(value: Any) -> None:
         (PAIR, namedtuple("Layer", "w b c")(1, 2, 3), "unexpected c"),
         (PAIR, dataclasses.make_dataclass("Layer", ["w", "b", "c"])(1, 2, None), "unexpected c"),
         (PAIR, {"w": 1, "b": 2, "c": None}, "unexpected c"),
+        (PAIR, State(w=1, b=2, c=3), "unexpected c"),
         (Node("dict"), [1], "expected value as a mapping, found list"),
     ],
 )
