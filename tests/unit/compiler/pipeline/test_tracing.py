@@ -943,8 +943,10 @@ SHARED = {
         "def f(x):\n    names = {}\n    exec(PATH.read_text(), names)\n    return x * names['FACTOR']\n",
     ),
     "a value that is kept": (
-        "from registry import PATH, once\n\n\ndef f(x):\n    return x * once(lambda: float(PATH.read_text()))\n",
-        "from registry import PATH, once\n\n\ndef f(x):\n    return x + once(lambda: float(PATH.read_text()))\n",
+        "from registry import PATH, once\n\n\ndef f(x):\n"
+        "    return x * once(lambda: float(PATH.read_text()))\n",
+        "from registry import PATH, once\n\n\ndef f(x):\n"
+        "    return x + once(lambda: float(PATH.read_text()))\n",
     ),
 }
 REGISTRY = """
