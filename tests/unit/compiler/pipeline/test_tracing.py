@@ -580,12 +580,12 @@ ASKED = {
     "whether there is a module": "2 + (importlib.util.find_spec('appears') is not None)",
     "a version": "float(metadata.version('toyversion'))",
     "whether there is a distribution": "2 + has('toynew')",
-    "time of a file": "os.stat(HERE / 'sub' / 'a').st_mtime % 1000",
+    "time of a file": "os.stat(HERE / 'empty').st_mtime % 1000",
     "time of a file, in a thread": (
-        "ThreadPoolExecutor().submit(os.path.getmtime, HERE / 'sub' / 'a').result() % 1000"
+        "ThreadPoolExecutor().submit(os.path.getmtime, HERE / 'empty').result() % 1000"
     ),
-    "mode of a file": "float(os.stat(HERE / 'sub' / 'a').st_mode & 7)",
-    "size of an entry": "max(entry.stat().st_size for entry in os.scandir(HERE / 'sub'))",
+    "mode of a file": "float(os.stat(HERE / 'empty').st_mode & 7)",
+    "size of an entry": "max(entry.stat().st_size for entry in os.scandir(HERE / 'sizes'))",
     "which entries are directories": "2 + sum(len(names) for _, names, _ in os.walk(HERE / 'kind'))",
     "a file beside the working directory": "float(pathlib.Path('factor.txt').read_text())",
     "the working directory": "float(os.getcwd()[-1])",
@@ -651,8 +651,10 @@ def test_what_code_asks_without_opening_a_file_is_noticed(
         described = packages / "toyversion.dist-info" / "METADATA"
         described.parent.mkdir(parents=True, exist_ok=True)
         described.write_text(f"Name: toyversion\nVersion: {value}\n")
-        (made.directory / "sub" / "a").chmod(0o600 + value)
-        os.utime(made.directory / "sub" / "a", (1000 + value, 1000 + value))
+        made.write("sizes/a", "x" * value)
+        made.write("empty", "")
+        (made.directory / "empty").chmod(0o600 + value)
+        os.utime(made.directory / "empty", (1000 + value, 1000 + value))
         for place in (made.directory, tmp_path / f"from{value}"):
             place.mkdir(exist_ok=True)
             (place / "factor.txt").write_text(str(value))
@@ -952,18 +954,17 @@ SHARED = {
         "def f(x):\n    names = {}\n    exec(PATH.read_text(), names)\n    return x * names['FACTOR']\n",
     ),
     "a value that is kept": (
-        "import registry\n# {}\n\n\ndef f(x):\n    return x * registry.once(lambda: registry.read())\n",
-        "import registry\n\n\ndef f(x):\n    return x + registry.once(lambda: registry.read())\n",
+        "from registry import PATH, once\n\n\ndef f(x):\n"
+        "    return x * once(lambda: float(PATH.read_text()))\n",
+        "from registry import PATH, once\n\n\ndef f(x):\n"
+        "    return x + once(lambda: float(PATH.read_text()))\n",
     ),
 }
 REGISTRY = """
 import pathlib
 
+PATH = pathlib.Path(__file__).with_name("factor.txt")
 known = {}
-
-
-def read():
-    return float(pathlib.Path(__file__).with_name("factor.txt").read_text())
 
 
 def once(make):
