@@ -301,7 +301,15 @@ def with_trees(program: Any) -> Any:
     from prejit.runtime.format.arrays import Array
 
     taken, given = ([*map(Array.parse, texts)] for texts in (program.arguments, program.results))
+    if any(_is_no_tree(arrays) for arrays in (taken, given)):
+        return program
     return dataclasses.replace(program, arguments_tree=tree_of(taken), results_tree=tree_of(given))
+
+
+def _is_no_tree(arrays: Sequence[Array]) -> bool:
+    paths = [array.path for array in arrays]
+    inner = {path[:place] for path in paths for place in range(len(path))}
+    return len({*paths}) != len(paths) or not inner.isdisjoint(paths)
 
 
 def tree_of(arrays: Sequence[Array]) -> str:

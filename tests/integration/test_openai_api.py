@@ -724,7 +724,7 @@ def test_models_are_listed_and_described(client: openai.OpenAI, stories_bundle: 
         ("/v1/completions", {"prompt": ONCE, "stream_options": {}}, "stream_options"),
         ("/v1/completions", {"prompt": ONCE, "temperature": "hot"}, "temperature"),
         ("/v1/completions", {"prompt": ONCE, "logit_bias": {"x": 1}}, "logit_bias"),
-        ("/v1/completions", {}, None),
+        ("/v1/completions", {}, "prompt"),
         ("/v1/completions", {"model": None, "prompt": ONCE}, "model"),
         (
             "/v1/chat/completions",

@@ -237,7 +237,7 @@ def test_a_file_that_is_missing_and_a_target_that_is_none_are_errors(
     with pytest.raises(StoreError, match=r"missing\.toml: cannot read the manifest"):
         prejit.compiler.plan(tmp_path / "missing.toml", cache=options["cache"])
     manifest = Manifest("score", programs=[scoring()], targets=["cpu-host"])
-    with pytest.raises(UsageError, match="expected one of manifest 'score', cpu-host"):
+    with pytest.raises(UsageError, match="expected a target of manifest 'score', one of cpu-host"):
         prejit.compiler.build(manifest, tmp_path, targets=("cpu-hots",), **options)
 
 

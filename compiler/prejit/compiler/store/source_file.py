@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from prejit.compiler.base import python_source
+
 
 @dataclass(frozen=True, slots=True)
 class Import:
@@ -122,7 +124,7 @@ class _Reader:
 def definitions(source: str) -> tuple[list[Definition], list[Import]]:
     """Return the top-level definitions of a source, and its top-level imports of prejit."""
     found, imports = list[Definition](), list[Import]()
-    for statement in ast.parse(source).body:
+    for statement in python_source.parse(source).body:
         match statement:
             case ast.Expr(ast.Constant(str())) | ast.If(ast.Name("TYPE_CHECKING"), orelse=[]):
                 continue

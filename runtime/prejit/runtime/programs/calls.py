@@ -769,8 +769,9 @@ def _scalar(array: Array, value: complex) -> np.ndarray[Any, Any]:
         with np.errstate(over="raise"):
             return np.asarray(kind(value), dtype)
     except (FloatingPointError, OverflowError):
+        found = arguments.described(value)
         raise UsageError(
-            f"{pytree.spell(array.path)}: expected a number in the range of {dtype}, found {value!r:.40}"
+            f"{pytree.spell(array.path)}: expected a number in the range of {dtype}, found {found}"
         ) from None
 
 

@@ -92,7 +92,7 @@ def test_params_replace_the_values_and_a_reference_gives_other_logits(
     assert "15 checks: 14 passed" not in printed
     save_file(values, directory / "fewer.safetensors")
     assert main(["check-model", "model:model", "--params", "fewer.safetensors"]) == 2
-    assert "embedding differ" in capsys.readouterr().err
+    assert "embedding is in the module alone" in capsys.readouterr().err
 
 
 def test_an_error_of_the_model_has_the_line_of_its_code(
@@ -141,7 +141,7 @@ def test_a_module_of_linen_is_checked_with_its_params(
     [
         (["model"], "MODEL: expected package.module:attribute, found 'model'", "is the object"),
         (["model.py:model:x"], "expected package.module:attribute", "is the object"),
-        (["modle:model"], "cannot import 'modle'", "put the module into this directory"),
+        (["modle:model"], "cannot import 'modle'", "did you mean 'model'?"),
         (["model:modle"], "'model' has no 'modle'", "did you mean 'model'?"),
         (["own:linen_decoder"], "check-model: expected --params beside own:linen_decoder", "orbax"),
         (["model:number"], "has no make_cache, no __call__", None),

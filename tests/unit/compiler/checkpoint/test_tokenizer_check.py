@@ -68,7 +68,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     ),
     "vocabulary": (
         crafted(word_level(vocab={**WORDS, "b": 7})),
-        "expected token ids of 0 to 4, which the model has; found 7$",
+        "expected token ids of 0 to 4, which the model has; found 7\n",
     ),
     "begun with a token beyond the vocabulary": (
         crafted(post_processor=begun_with("[BOS]", 9)),

@@ -360,7 +360,7 @@ def test_the_description_is_the_decoders() -> None:
 @pytest.mark.parametrize("size", [FRAMES - 2, FRAMES // 2, FRAMES + 1])
 def test_another_number_of_frames_is_refused(size: int) -> None:
     module = registry.make_decoder(config())
-    said = re.escape(f"generate.source: expected {FRAMES} frames") + f".*; found {size}$"
+    said = re.escape(f"generate.source: expected {FRAMES} frames") + f".*; found {size}\n"
     with pytest.raises(ManifestError, match=said) as caught:
         module.source(1, size)
     assert caught.value.hint

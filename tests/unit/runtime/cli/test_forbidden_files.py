@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v5" / "chunks"
+GOLDEN = Path(__file__).parents[3] / "format" / "v1" / "chunks"
 AS_OTHERS = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"]
 """Without these capabilities, permissions count for root too."""
 

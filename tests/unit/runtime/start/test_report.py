@@ -22,7 +22,7 @@ from prejit.runtime.base.process import Span
 from prejit.runtime.device.device import Device
 from prejit.runtime.format.verification import Job, Verification
 from prejit.runtime.loader import load
-from prejit.runtime.programs import calls
+from prejit.runtime.programs import placing
 from prejit.runtime.start.report import split
 
 X = np.ones((2, 16), np.float32)
@@ -198,7 +198,7 @@ def slow_method(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
         ("reading", slow_reading),
         ("verifying", slow_verifying),
         ("loading", slow_method(Device, "load")),
-        ("first_run", slow_method(calls, "to_numpy")),
+        ("first_run", slow_method(placing, "to_numpy")),
     ],
 )
 def test_a_slow_stage_shows_in_its_part(

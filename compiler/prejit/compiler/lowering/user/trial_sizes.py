@@ -6,6 +6,8 @@ import ast
 import linecache
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from prejit.compiler.base import python_source
+
 _MOST_NUMBERS = 16
 """Maximum number of sizes that are tried because the user's code mentions them."""
 _LARGEST = 4096
@@ -73,7 +75,7 @@ def numbers_in(files: Iterable[str]) -> list[int]:
     found = set[int]()
     for file in files:
         try:
-            tree = ast.parse("".join(linecache.getlines(file)))
+            tree = python_source.parse("".join(linecache.getlines(file)))
         except (SyntaxError, ValueError):  # no Python: a file that generates code
             continue
         found.update(each for each in _numbers(tree) if 1 < each <= _LARGEST)

@@ -18,6 +18,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, Literal
 
+from prejit.compiler.base import python_source
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.pipeline.model import file_digest
 from prejit.runtime.base.digests import digest_of
@@ -156,7 +157,7 @@ def _imports(module: str, file: str) -> Iterator[str]:
     """Yield the names that a module may import, of modules and of others."""
     package = module if file.endswith("__init__.py") else module.rpartition(".")[0]
     try:
-        tree = ast.parse(Path(file).read_bytes())
+        tree = python_source.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return
     for node in ast.walk(tree):
