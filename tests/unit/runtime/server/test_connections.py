@@ -191,7 +191,7 @@ def test_nothing_that_a_client_sends_is_without_end(
     monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 1 << 20, raising=False)
     # More than what all buffers of a connection hold.
     sent = itertools.chain([begin], itertools.repeat(part, (64 << 20) // len(part)))
-    with server.connect(10) as connection, pytest.raises(OSError, match=r"reset|[Bb]roken|aborted"):
+    with server.connect(60) as connection, pytest.raises(OSError, match=r"reset|[Bb]roken|aborted"):
         collections.deque(map(connection.sendall, sent), maxlen=0)
     wait_for(lambda: not server.server.server_state.connections)
 
