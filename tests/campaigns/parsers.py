@@ -506,8 +506,8 @@ def _request() -> Callable[[bytes], object]:
     import msgspec
 
     from prejit.runtime.errors import UsageError
-    from prejit.runtime.server.errors import ApiError
-    from prejit.runtime.server.openai import (
+    from prejit.server.gate.errors import ApiError
+    from prejit.server.openai import (
         chat,
         completions,
         embeddings,
@@ -516,7 +516,7 @@ def _request() -> Callable[[bytes], object]:
         responses_schema,
         tokens,
     )
-    from prejit.runtime.server.openai.bodies import read
+    from prejit.server.openai.bodies import read
 
     expected = (ApiError, UsageError, msgspec.DecodeError, UnicodeDecodeError)
     readers: list[tuple[Any, list[Callable[[Any], object]]]] = [
@@ -562,7 +562,7 @@ def _infer_request() -> Callable[[bytes], object]:
     import msgspec
 
     from prejit.runtime.errors import UsageError
-    from prejit.runtime.server.inference.routes import _read
+    from prejit.server.inference.routes import _read
 
     model: Any = SimpleNamespace(inputs=[SimpleNamespace(name="x", datatype="FP32")])
 
@@ -585,7 +585,7 @@ def _build_manifest() -> Callable[[bytes], object]:
 
 
 def _keys_of_server() -> Callable[[bytes], object]:
-    from prejit.runtime.server.keys import read_keys
+    from prejit.server.gate.keys import read_keys
 
     return _of_file("keys", read_keys)
 
@@ -628,7 +628,7 @@ PARSERS: dict[str, Parser] = {
     "request": Parser(("prejit.runtime.server",), _request, _requests),
     "inference request": Parser(("prejit.runtime.server",), _infer_request, _infer_requests),
     "server keys": Parser(
-        ("prejit.runtime.server.keys",),
+        ("prejit.server.gate.keys",),
         _keys_of_server,
         lambda: [b"# a\nname: 0123456789abcdef\nfedcba9876543210\n"],
         "bytes",

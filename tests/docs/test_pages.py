@@ -156,7 +156,9 @@ def test_a_decision_has_a_date_a_figure_and_a_command(record: Path) -> None:
 
 def test_every_variable_of_the_code_is_on_the_page_and_no_other() -> None:
     code = "\n".join(
-        path.read_text() for root in ("runtime", "compiler") for path in (ROOT / root).rglob("*.py")
+        path.read_text()
+        for root in ("runtime", "server", "compiler")
+        for path in (ROOT / root).rglob("*.py")
     )
     page = (DOCS / "reference" / "environment.md").read_text()
     names = {name for name in re.findall(r"PREJIT_[A-Z_]+[A-Z]", code)}

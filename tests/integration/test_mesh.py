@@ -69,7 +69,7 @@ for path in sys.argv[3:]:
     assert copied.token_ids == results[0].token_ids and copied.stats.reused_tokens
     device = bundle.decoder.device
     try:
-        engine = bundle.engine()
+        engine = Engine(bundle)
     except UsageError as error:
         assert "mesh of one process" in str(error)
         engine = None

@@ -15,12 +15,13 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from tests.unit.runtime.server.running import Running, running, wait_for
+from tests.unit.server.running import Running, running, wait_for
 
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.server.served import Models, Served
-from prejit.runtime.server.settings import Settings
+from prejit.server.engine.engine import Engine
+from prejit.server.gate.settings import Settings
+from prejit.server.served.served import Models, Served
 
 USER: list[Any] = [{"role": "user", "content": "ab"}]
 CAR: dict[str, Any] = {
@@ -75,7 +76,7 @@ def bundle(lettered_dir: Path) -> Bundle:
 
 @pytest.fixture(scope="module")
 def server(bundle: Bundle) -> Iterator[Running]:
-    models = Models(Served("model", bundle, bundle.engine(slots=2, queue=200), 1))
+    models = Models(Served("model", bundle, Engine(bundle, slots=2, queue=200), 1))
     try:
         with running(models, Settings()) as found:
             yield found
@@ -304,7 +305,7 @@ def test_masks_that_take_long_end_their_own_request_only(
 def test_a_schema_is_written_once_for_all_choices(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prejit.runtime.grammar import sources
+    from prejit.server.grammar import sources
 
     written: list[object] = []
     write = sources._schema_text

@@ -21,6 +21,8 @@ import pytest
 from prejit.compiler import Program
 from prejit.compiler import build as build_bundle
 from prejit.runtime import Bundle, ClosedError, jit, load
+from prejit.server.engine.engine import Engine
+from prejit.server.grammar.grammars import Grammars
 
 PROMPT = [1, 2, 3]
 
@@ -32,8 +34,8 @@ CALLS: dict[str, Callable[[Bundle], Any]] = {
     "session": lambda bundle: bundle.session(),
     "prefix": lambda bundle: bundle.prefix(PROMPT),
     "batch": lambda bundle: bundle.batch(1),
-    "engine": lambda bundle: bundle.engine(),
-    "grammars": lambda bundle: bundle.grammars,
+    "engine": lambda bundle: Engine(bundle),
+    "grammars": lambda bundle: Grammars(bundle),
     "request": lambda bundle: bundle.request(PROMPT),
     "decoder": lambda bundle: bundle.decoder,
     "tokenizer": lambda bundle: bundle.tokenizer,
@@ -95,16 +97,17 @@ _FORKING = """
 import os, sys
 import numpy as np
 from prejit.runtime import ClosedError, load
+from prejit.server import Engine
 
 path, x = sys.argv[1], np.ones(4, np.float32)
 bundle = load(path)
-bound, engine = bundle.bind("f", x), bundle.engine()
+bound, engine = bundle.bind("f", x), Engine(bundle)
 expected = [float(call("f", x).sum()) for call in (bundle.call, engine.call, bundle.call)]
 tried = [
     lambda: bundle.call("f", x),
     lambda: bundle.call_async("f", x),
     lambda: bundle.report(),
-    lambda: bundle.engine().call("f", x),
+    lambda: Engine(bundle).call("f", x),
     lambda: engine.call("f", x),
     lambda: engine.submit_call("f", x),
     lambda: bound(),
@@ -149,7 +152,7 @@ def test_a_bundle_is_not_sent_to_another_process(
 ) -> None:
     with load(functions_dir) as bundle:
         held = bundle.bind("f", np.ones(4, np.float32))
-        for each in (bundle, bundle.engine(), held):
+        for each in (bundle, Engine(bundle), held):
             with pytest.raises(TypeError, match="send the path of the bundle"):
                 way([each])
         with pytest.raises(TypeError, match="send the path of the bundle"):
@@ -204,7 +207,7 @@ def test_a_running_generation_ends_and_an_engine_is_closed(decoder_dir: Path) ->
     bundle = load(decoder_dir)
     stream = bundle.stream(PROMPT, max_new_tokens=60)
     next(stream)
-    engine = bundle.engine(slots=1)
+    engine = Engine(bundle, slots=1)
     waiting = engine.submit(PROMPT, max_new_tokens=60)
     bundle.close()
     with pytest.raises(ClosedError):
@@ -245,6 +248,7 @@ ROUNDS = """
 import gc, json, os, sys, threading, time
 import numpy
 from prejit.runtime import load
+from prejit.server import Engine
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -268,7 +272,7 @@ for turn in range(20):
             bundle.call("f", numpy.ones(4, "f"))
     else:
         bundle.generate([1, 2, 3], max_new_tokens=8)
-        engine = bundle.engine(slots=1)
+        engine = Engine(bundle, slots=1)
         engine.generate([1, 2, 3], max_new_tokens=8)
     bundle.close()
     maps = open("/proc/self/maps").read().count(sys.argv[1])

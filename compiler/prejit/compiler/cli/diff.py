@@ -144,8 +144,8 @@ def _layer(media_type: str) -> str:
 
 
 def _print_speed(speed: Speed) -> None:
+    from prejit.compiler.bench.wording import spelled, spelled_ratio
     from prejit.runtime.base.tables import table
-    from prejit.runtime.bench.wording import spelled, spelled_ratio
 
     if speed.why_not:
         click.echo(f"\nspeed was not measured: {speed.why_not}")

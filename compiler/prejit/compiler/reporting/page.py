@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from prejit.compiler.pages.render import render
 from prejit.compiler.reporting.report import COMPILED, BuildReport
 from prejit.compiler.reporting.timing import BETWEEN, Placed
 from prejit.runtime.base.tables import size
 from prejit.runtime.cli.tables import accuracy_table
-from prejit.runtime.pages.render import render
 
 _WIDTH, _LABELS, _HEAD, _STEP = 1000, 90, 24, 26
 _PLOT = _WIDTH - _LABELS - 10

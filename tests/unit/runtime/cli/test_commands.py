@@ -563,7 +563,7 @@ def test_the_build_side_is_named_where_it_is_missing(run_python: Any, tmp_path: 
         "sys.exit(main(['build', 'x.toml']))"
     )
     done = run_python(code, status=2)
-    assert done.stderr.startswith("error[usage]: `prejit build` needs the build side")
+    assert done.stderr.startswith("error[usage]: `prejit build` needs prejit's compiler")
     assert "hint: pip install 'prejit[compiler]'" in done.stderr
 
 

@@ -687,7 +687,7 @@ def test_the_fallback_warning_names_the_axis_of_the_closest_target(two_levels: P
     [
         *("errors", "verdict", "base.typed_json", "machine.accelerator", "machine.targets"),
         *("machine.fingerprint", "format.audit", "format.checks.config", "format.layout"),
-        *("format.opening", "format.schema", "store.receipts", "fleet.report", "pages.fleet"),
+        *("format.opening", "format.schema", "store.receipts"),
     ],
 )
 def test_the_format_part_imports_no_jax(module: str, run_python: Any) -> None:
@@ -699,7 +699,7 @@ def test_the_format_part_imports_no_jax(module: str, run_python: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["fingerprint", "explain", "explain --fleet . --page p.html", "inspect", "verify"]
+    "command", ["fingerprint", "explain", "fleet . --page p.html", "inspect", "verify"]
 )
 def test_commands_that_run_nothing_import_no_jax(
     command: str, settled_dir: Path, run_python: Any, tmp_path: Path

@@ -19,6 +19,7 @@ from prejit.runtime import Bundle, UsageError, load
 from prejit.runtime.device.transfer import aligned_zeros
 from prejit.runtime.programs import signatures
 from prejit.runtime.programs.calls import Calls
+from prejit.server.engine.engine import Engine
 
 
 class Named(NamedTuple):
@@ -148,7 +149,7 @@ def way(request: pytest.FixtureRequest, bundle: Bundle) -> Iterator[Callable[...
     if request.param != "engine":
         yield lambda *args, **kwargs: WAYS[request.param](bundle, *args, **kwargs)
         return
-    engine = bundle.engine()
+    engine = Engine(bundle)
     yield lambda *args, **kwargs: engine.submit_call(*args, **kwargs).result()
     engine.close()
 
