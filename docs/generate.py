@@ -44,7 +44,8 @@ _COMMAND_LINE = """\
 
 `prejit COMMAND --help` prints the same, and so does `python -m prejit.runtime COMMAND --help`. The commands
 that serve need `pip install 'prejit[server]'`, those that build and compare `pip install 'prejit[compiler]'`.
-`prejit --version` prints the versions of prejit, jax, jaxlib and Python. [Errors and exit statuses](errors.md) lists what a command ends with.
+`prejit --version` prints the versions of prejit, jax, jaxlib and Python. [Errors and exit statuses](errors.md)
+lists what a command ends with.
 
 A shell completes commands, options and files. For bash, put this line into `~/.bashrc`:
 

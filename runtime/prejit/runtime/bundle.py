@@ -189,6 +189,9 @@ class Bundle(OneProcess):
         self._users: weakref.WeakSet[BundleUser] = weakref.WeakSet()
         self._parts: _Parts | None = _Parts(layers, verification, text, device, programs)
         self._is_forked = False
+        if config.decoder is not None:
+            with importing():  # what the first token needs, while threads verify
+                import prejit.runtime.generation.generator  # noqa: F401
         if config.decoder is not None and matched and not is_plain_start():
             programs.expect(
                 first_programs(digest),
@@ -360,8 +363,7 @@ class Bundle(OneProcess):
         Raises:
             UsageError: the bundle holds no decoder.
         """
-        with importing():
-            from prejit.runtime.generation.session import Session  # only conversations need it
+        from prejit.runtime.generation.session import Session  # only conversations need it
 
         return Session(self.generator)
 
@@ -408,8 +410,7 @@ class Bundle(OneProcess):
         Raises:
             RejectError: the model's generation config is damaged.
         """
-        with importing():
-            from prejit.runtime.generation.defaults import Defaults, check_generation
+        from prejit.runtime.generation.defaults import Defaults, check_generation
 
         layer = self._open.layers.get(GENERATION_MEDIA_TYPE)
         if layer is None or self.config.decoder is None or not self._generation_config:
@@ -425,8 +426,7 @@ class Bundle(OneProcess):
             RejectError: the model's generation config is damaged.
         """
         decoder = self.decoder
-        with importing():
-            from prejit.runtime.generation.generator import Generator
+        from prejit.runtime.generation.generator import Generator
 
         return Generator(self.name, decoder, self.text, self.defaults)
 
@@ -441,8 +441,7 @@ class Bundle(OneProcess):
             raise UsageError(
                 f"{self.name}: this bundle holds no decoder", hint=self._programs.usage
             )
-        with importing():
-            from prejit.runtime.generation.decoder_programs import DecoderPrograms
+        from prejit.runtime.generation.decoder_programs import DecoderPrograms
 
         return DecoderPrograms(self.config.decoder, self._programs, self._device)
 
