@@ -20,11 +20,11 @@ from typing import Any
 
 import click
 
-from prejit.compiler.manifest.schema import manifest_schema
+from prejit.compiler.manifest.manifest_schema import manifest_schema
 from prejit.runtime import errors
 from prejit.runtime.cli.commands import HOUSES, commands
 from prejit.server.served.served import Models
-from prejit.server.telemetry.collector import EngineCollector
+from prejit.server.telemetry.metrics_collector import EngineCollector
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -44,8 +44,8 @@ _COMMAND_LINE = """\
 
 `prejit COMMAND --help` prints the same, and so does `python -m prejit.runtime COMMAND --help`. The commands
 that serve need `pip install 'prejit[server]'`, those that build and compare `pip install 'prejit[compiler]'`.
-`prejit --version` prints the versions of prejit, jax, jaxlib and Python. [Errors and exit statuses](errors.md)
-lists what a command ends with.
+`prejit --version` prints the versions of prejit, jax, jaxlib and Python. [Errors and exit
+statuses](errors.md) lists what a command ends with.
 
 A shell completes commands, options and files. For bash, put this line into `~/.bashrc`:
 

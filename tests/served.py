@@ -8,10 +8,10 @@ from typing import Any
 
 from prejit.runtime.generation.generate import Piece, Result, Stats
 from prejit.runtime.programs.ready import ProgramReport
-from prejit.runtime.start.report import StartReport
+from prejit.runtime.start.start_report import StartReport
 from prejit.runtime.verdict import Axis, Verdict
-from prejit.server.engine.metrics import EngineMetrics
-from prejit.server.engine.recorder import ENCODE, GENERATE, Cost, Recorder
+from prejit.server.engine.engine_metrics import EngineMetrics
+from prejit.server.engine.request_recorder import ENCODE, GENERATE, Cost, Recorder
 from prejit.server.served.served import Models, Served
 
 DIGEST = "sha256:" + "5e" * 32

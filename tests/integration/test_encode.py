@@ -106,11 +106,11 @@ def module(model: Path) -> Any:
     from flax import nnx
 
     from prejit.compiler.checkpoint.checkpoint import open_encoder
-    from prejit.compiler.models import config_file, registry
+    from prejit.compiler.models import config_file, model_registry
     from prejit.compiler.models.parameters import with_parameters
 
     checkpoint = open_encoder(model)
-    graph, state = nnx.split(registry.make_encoder(config_file.load_encoder(model)))
+    graph, state = nnx.split(model_registry.make_encoder(config_file.load_encoder(model)))
     weights = {name: checkpoint.read(name) for name in checkpoint.names}
 
     @jax.jit

@@ -22,7 +22,7 @@ from prejit.runtime import load
 from prejit.runtime.errors import QueueFullError
 from prejit.server.engine.engine import Engine
 from prejit.server.served.served import Models, Served
-from prejit.server.telemetry.collector import Exposition
+from prejit.server.telemetry.metrics_collector import Exposition
 
 PROMPTS = ([number % 48 for number in range(40)], [7, 8], [1, 2, 3, 4, 9, 10])
 TRACE = "0af7651916cd43dd8448eb211c80319c"

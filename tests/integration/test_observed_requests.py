@@ -19,7 +19,7 @@ from tests.unit.server.running import Running, running, wait_for
 from prejit.compiler import Program, build
 from prejit.runtime import FallbackWarning, load
 from prejit.server.engine.engine import Engine
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.server_settings import Settings
 from prejit.server.served.served import Models, Served
 
 ABSENT = {

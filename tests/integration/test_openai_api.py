@@ -27,8 +27,8 @@ from tests.unit.server.running import Running, running, wait_for
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.server.engine.engine import Engine
-from prejit.server.gate.settings import Settings
-from prejit.server.openai.chat import ChatRequest
+from prejit.server.gate.server_settings import Settings
+from prejit.server.openai.chat_completions import ChatRequest
 from prejit.server.openai.completions import CompletionRequest
 from prejit.server.openai.embeddings import EmbeddingRequest
 from prejit.server.openai.responses_schema import ResponseRequest

@@ -20,7 +20,7 @@ from tests.unit.server.running import Running, running
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.server.engine.engine import Engine
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.server_settings import Settings
 from prejit.server.grammar.grammars import Grammars
 from prejit.server.served.served import Models, Served
 

@@ -20,8 +20,8 @@ from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.generation.batch import Batch
 from prejit.server.engine.engine import Engine
-from prejit.server.gate.keys import read_keys
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.api_keys import read_keys
+from prejit.server.gate.server_settings import Settings
 from prejit.server.served.served import Models, Served
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())

@@ -24,9 +24,9 @@ import pytest
 
 import prejit.compiler
 from prejit.compiler import Generate, Manifest, Model
-from prejit.compiler.lowering.sampling import SamplingInputs, sample
-from prejit.compiler.lowering.user.models import find_model
+from prejit.compiler.lowering.sampling_programs import SamplingInputs, sample
 from prejit.compiler.lowering.user.modules import UserModules
+from prejit.compiler.lowering.user.own_decoder import find_model
 from prejit.runtime import Bundle, FallbackWarning, Fingerprint, Sampling, load
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.generation import decode

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from prejit.runtime.loader import load
     from prejit.runtime.machine.fingerprint import Fingerprint
     from prejit.runtime.programs.canary import CheckedAnswer
-    from prejit.runtime.start.report import StartReport
+    from prejit.runtime.start.start_report import StartReport
     from prejit.runtime.verdict import Axis
 
 _HOMES = {
@@ -94,7 +94,7 @@ _HOMES = {
     "machine.fingerprint": ("Fingerprint",),
     "programs.canary": ("CheckedAnswer",),
     "generation.session": ("Session",),
-    "start.report": ("StartReport",),
+    "start.start_report": ("StartReport",),
     "verdict": ("Axis",),
 }
 
@@ -155,11 +155,11 @@ def __getattr__(name: str) -> Any:
 def _load() -> Any:
     """Return `load`, with NumPy and most of the modules that it needs imported."""
     started = perf_counter()
-    with import_module("prejit.runtime.base.collector").collector_off():
+    with import_module("prejit.runtime.base.garbage_collector").collector_off():
         start = import_module("prejit.runtime.device.start")
         start.read_library_ahead()
         start.import_numpy()
         load = import_module("prejit.runtime.loader").load
-    process = import_module("prejit.runtime.base.process")
+    process = import_module("prejit.runtime.base.process_facts")
     process.imports.append(process.span("imports", started))
     return load

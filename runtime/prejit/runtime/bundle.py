@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Unpack, final
 
 from prejit.runtime.base.once import once
 from prejit.runtime.base.one_process import OneProcess, disown_in_forks
-from prejit.runtime.base.process import Span, importing, is_plain_start, span
+from prejit.runtime.base.process_facts import Span, importing, is_plain_start, span
 from prejit.runtime.device.device import Device, free_dropped
 from prejit.runtime.errors import ClosedError, UsageError
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.checks.config import check_weight_sets
+from prejit.runtime.format.bundle_schema import Config, ProgramEntry, handler_names
+from prejit.runtime.format.checks.program_table import check_weight_sets
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
     GENERATION_MEDIA_TYPE,
     PORTABLE_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.schema import Config, ProgramEntry, handler_names
 from prejit.runtime.format.verification import Verification
+from prejit.runtime.programs.mapped_weights import open_weights
 from prejit.runtime.programs.ready import ProgramReport, Programs
-from prejit.runtime.programs.weights import open_weights
 from prejit.runtime.store.first_programs import first_programs, remember_first_programs
 from prejit.runtime.text.bundle_text import BundleText
 from prejit.runtime.verdict import Axis, Verdict
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from prejit.runtime.generation.session import Session
     from prejit.runtime.machine.fingerprint import Fingerprint
     from prejit.runtime.programs.bound import Bound
-    from prejit.runtime.programs.calls import Calls, Pending
     from prejit.runtime.programs.canary import CheckedAnswer, Checks
     from prejit.runtime.programs.dispatched import DispatchedCalls
+    from prejit.runtime.programs.known_calls import ChosenBucket
     from prejit.runtime.programs.on_jax import JaxPrograms
-    from prejit.runtime.programs.signatures import ChosenBucket
-    from prejit.runtime.start.report import StartReport
+    from prejit.runtime.programs.user_programs import Calls, Pending
+    from prejit.runtime.start.start_report import StartReport
     from prejit.runtime.text.tokenizer import Tokenizer
 
 
@@ -704,7 +704,7 @@ class Bundle(OneProcess):
     @once
     def user_programs(self) -> Calls:
         """The programs of the user, by name."""
-        from prejit.runtime.programs.calls import Calls
+        from prejit.runtime.programs.user_programs import Calls
 
         return Calls(self._programs, self._device, self._types, compiles=self._compiles)
 
@@ -763,7 +763,7 @@ class Bundle(OneProcess):
         the first result, a start ends with `load`.
         """
         from prejit.runtime.start.hints import hints
-        from prejit.runtime.start.report import split
+        from prejit.runtime.start.start_report import split
 
         verification, programs = self._verification, self._programs
         report = split(

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prejit.server.engine.engine import Engine
-    from prejit.server.engine.metrics import EngineMetrics
+    from prejit.server.engine.engine_metrics import EngineMetrics
     from prejit.server.engine.stream import Stream
     from prejit.server.grammar.grammars import Grammars
 
 _HOMES = {
     "Engine": "engine.engine",
-    "EngineMetrics": "engine.metrics",
+    "EngineMetrics": "engine.engine_metrics",
     "Grammars": "grammar.grammars",
     "Stream": "engine.stream",
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
 from prejit.server.http.connections import Connection
 from prejit.server.http.uvicorn_server import configure

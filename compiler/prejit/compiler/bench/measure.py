@@ -15,10 +15,9 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 
-from prejit.compiler.bench.comparison import Comparison, Ratio, better_of, compare_reports
-from prejit.compiler.bench.probes import probes_of
-from prejit.compiler.bench.processes import Setup, fresh_heads, measure_fresh_processes
-from prejit.compiler.bench.report import (
+from prejit.compiler.bench.bench_comparison import Comparison, Ratio, better_of, compare_reports
+from prejit.compiler.bench.bench_processes import Setup, fresh_heads, measure_fresh_processes
+from prejit.compiler.bench.bench_report import (
     GROUPS,
     REPORT_VERSION,
     YARDSTICK,
@@ -26,6 +25,7 @@ from prejit.compiler.bench.report import (
     BenchRow,
     summarize,
 )
+from prejit.compiler.bench.probes import probes_of
 from prejit.compiler.bench.rounds import Head, Rounds, Say, ratio_in_turns, run_in_rounds
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.machine.fingerprint import Fingerprint

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from prejit.compiler.bench.report import YARDSTICK
+from prejit.compiler.bench.bench_report import YARDSTICK
 from prejit.compiler.bench.rounds import SEED, Head, Probe, seeded_random
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.encoding.encoder import EncoderPrograms
-from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decode import steps_per_call
 from prejit.runtime.generation.decoder_programs import DecoderPrograms

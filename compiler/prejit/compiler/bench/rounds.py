@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prejit.compiler.bench.comparison import MIN_QUARTILE_SAMPLES, Ratio
+from prejit.compiler.bench.bench_comparison import MIN_QUARTILE_SAMPLES, Ratio
 
 Say = Callable[[str], None]
 """A function that shows one line of progress."""

@@ -14,7 +14,7 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.compiler.bench.comparison import Ratio
+from prejit.compiler.bench.bench_comparison import Ratio
 from prejit.compiler.bench.rounds import ratio_in_turns
 from prejit.compiler.comparing.difference import ReadBundle
 from prejit.compiler.targets import environments

@@ -1,6 +1,6 @@
 """All commands by name, and how one is run.
 
-A command stands in the module of its name, in the room `cli` of its package, and returns the exit status. Its
+The command `NAME` stands in `NAME_command`, in the room `cli` of its package, and returns the exit status. Its
 module is imported by name when the command runs: `prejit --help` and completion need no other.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import click
 
-from prejit.runtime.base.process import importing
+from prejit.runtime.base.process_facts import importing
 from prejit.runtime.errors import UsageError
 
 
@@ -121,7 +121,7 @@ class _Commands(click.Group):
 def _imported(name: str) -> click.Command:
     attribute = name.replace("-", "_")
     with importing():
-        module = importlib.import_module(f"prejit.{HOMES[name]}.cli.{attribute}")
+        module = importlib.import_module(f"prejit.{HOMES[name]}.cli.{attribute}_command")
     command: click.Command = getattr(module, attribute)
     return command
 

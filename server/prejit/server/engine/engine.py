@@ -18,11 +18,11 @@ from prejit.runtime.fallback import fallback_counts
 from prejit.runtime.generation.generate import Result
 from prejit.runtime.generation.options import Options, Prompt
 from prejit.runtime.generation.rows import admit
+from prejit.server.engine.engine_metrics import EngineMetrics
 from prejit.server.engine.loop import Loop
 from prejit.server.engine.memory import CachePlan, free_bytes, plan_caches
-from prejit.server.engine.metrics import EngineMetrics
-from prejit.server.engine.queue import NO_LIMITS, Limits
-from prejit.server.engine.recorder import ENCODE, Recorder, kinds_of
+from prejit.server.engine.request_queue import NO_LIMITS, Limits
+from prejit.server.engine.request_recorder import ENCODE, Recorder, kinds_of
 from prejit.server.engine.stream import Answer, Pipe, Stream
 from prejit.server.engine.ticket import GuardedMask, Ticket
 

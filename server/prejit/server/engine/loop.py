@@ -17,8 +17,8 @@ from prejit.runtime.generation.prefix_cache import PrefixCache
 from prejit.runtime.generation.rows import Token
 from prejit.server.engine.admission import positions_between, positions_of_call
 from prejit.server.engine.memory import CachePlan
-from prejit.server.engine.queue import LONGER_QUEUE, FairQueue
-from prejit.server.engine.recorder import Recorder
+from prejit.server.engine.request_queue import LONGER_QUEUE, FairQueue
+from prejit.server.engine.request_recorder import Recorder
 from prejit.server.engine.stream import Waker, wake
 from prejit.server.engine.ticket import Ticket
 

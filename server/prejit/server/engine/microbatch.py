@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError, UsageError
-from prejit.server.engine.metrics import GOOD_REASONS
-from prejit.server.engine.queue import LONGER_QUEUE
-from prejit.server.engine.recorder import ONE_RUN, Cost, RequestRecorder
+from prejit.server.engine.engine_metrics import GOOD_REASONS
+from prejit.server.engine.request_queue import LONGER_QUEUE
+from prejit.server.engine.request_recorder import ONE_RUN, Cost, RequestRecorder
 from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, overdue, reason_of
 
 _P = TypeVar("_P")

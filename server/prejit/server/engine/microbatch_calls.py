@@ -19,13 +19,13 @@ import numpy as np
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import aligned_zeros, to_numpy, weakened
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.trees import Path
-from prejit.runtime.programs.calls import Calls, Fitted
 from prejit.runtime.programs.dispatched import DispatchedCalls
-from prejit.runtime.programs.signatures import ChosenBucket
+from prejit.runtime.programs.known_calls import ChosenBucket
+from prejit.runtime.programs.user_programs import Calls, Fitted
 from prejit.server.engine.microbatch import Lane
-from prejit.server.engine.recorder import Cost, RequestRecorder
+from prejit.server.engine.request_recorder import Cost, RequestRecorder
 from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 
 BATCH = "batch"

@@ -11,7 +11,7 @@ import numpy as np
 from prejit.runtime.generation.generate import Generation
 from prejit.runtime.generation.options import TokenMask
 from prejit.runtime.generation.rows import checked_mask
-from prejit.server.engine.queue import Limits
+from prejit.server.engine.request_queue import Limits
 from prejit.server.engine.stream import Receiver
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from prejit.server.gate.errors import ApiError
+from prejit.server.gate.http_errors import ApiError
 
 if TYPE_CHECKING:
-    from prejit.server.gate.keys import ApiKey
+    from prejit.server.gate.api_keys import ApiKey
 
 
 def priority(key: ApiKey, given: int | None) -> int:

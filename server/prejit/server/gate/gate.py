@@ -10,8 +10,8 @@ import uuid
 from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.errors import ClosedError
-from prejit.server.gate.errors import RETRY_SECONDS, ApiError, as_api_error, response
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.http_errors import RETRY_SECONDS, ApiError, as_api_error, response
+from prejit.server.gate.server_settings import Settings
 from prejit.server.served.say import say
 from prejit.server.served.served import Models
 from prejit.server.telemetry.requestlog import KEPT_HEADERS, Entry
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from prejit.server.gate.keys import ApiKey
+    from prejit.server.gate.api_keys import ApiKey
 
 ABORT = "prejit.abort"
 """Extension of a scope: a function that cuts the connection, unsent bytes included (connections.py)."""

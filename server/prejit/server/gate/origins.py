@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from typing import final
 from urllib.parse import urlsplit
 
-from prejit.server.gate.errors import ApiError
+from prejit.server.gate.http_errors import ApiError
 
 _READING = frozenset(("GET", "HEAD", "OPTIONS"))
 """Methods that change nothing. Browsers keep their answers from foreign pages."""

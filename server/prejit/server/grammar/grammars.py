@@ -8,15 +8,15 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base.once import once
-from prejit.server.grammar.compiling import CompiledGrammar, compiled, tokenizer_of
-from prejit.server.grammar.mask import GrammarMask
-from prejit.server.grammar.sources import (
+from prejit.server.grammar.grammar_compiling import CompiledGrammar, compiled, tokenizer_of
+from prejit.server.grammar.grammar_sources import (
     GrammarSource,
     lark_source,
     regex_source,
     schema_source,
     tools_source,
 )
+from prejit.server.grammar.mask import GrammarMask
 from prejit.server.grammar.tools import ToolForm
 
 if TYPE_CHECKING:

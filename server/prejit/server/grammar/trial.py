@@ -23,8 +23,8 @@ from socket import socketpair
 from typing import Any, final
 
 from prejit.runtime.errors import UsageError
-from prejit.server.grammar.compiling import compiled, tokenizer_of
-from prejit.server.grammar.sources import GrammarSource
+from prejit.server.grammar.grammar_compiling import compiled, tokenizer_of
+from prejit.server.grammar.grammar_sources import GrammarSource
 
 MAX_SECONDS = 2.0
 """Maximum CPU time of a compilation. A schema of 4,000 properties takes 1.3 seconds."""

@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prejit.server.gate import errors
-from prejit.server.gate.errors import ApiError
+from prejit.server.gate import http_errors
+from prejit.server.gate.http_errors import ApiError
 from prejit.server.gate.origins import Origins
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.server_settings import Settings
 from prejit.server.served.served import Models
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def make_admin(models: Models, settings: Settings, origins: Origins | None) -> S
             Route("/undrain", post_undrain, methods=["POST"]),
         ],
         middleware=[] if origins is None else [Middleware(_Guard, origins=origins)],
-        exception_handlers={HTTPException: errors.handle, ApiError: errors.handle},
+        exception_handlers={HTTPException: http_errors.handle, ApiError: http_errors.handle},
     )
 
 
@@ -85,7 +85,7 @@ class _Guard:
         try:
             self._origins.check(scope["method"], dict(scope["headers"]))
         except ApiError as error:
-            await errors.response(error, scope["path"])(scope, receive, send)
+            await http_errors.response(error, scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

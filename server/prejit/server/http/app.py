@@ -7,15 +7,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from prejit.server.gate import errors
+from prejit.server.gate import http_errors
 from prejit.server.gate.gate import Gate
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.server_settings import Settings
 from prejit.server.http import health
 from prejit.server.http.operations import OPERATIONS
-from prejit.server.inference import routes as inference
-from prejit.server.openai import routes as openai
+from prejit.server.inference import inference_routes as inference
+from prejit.server.openai import openai_routes as openai
 from prejit.server.openai.openapi import openapi_route
-from prejit.server.page import routes as page
+from prejit.server.page import page_routes as page
 from prejit.server.served.served import Models
 from prejit.server.telemetry import prometheus
 
@@ -49,5 +49,5 @@ def make_app(models: Models, settings: Settings) -> Starlette:
         ],
         middleware=middleware,
         # Starlette answers its own HTTPException in its own form; all other errors reach the gate.
-        exception_handlers={HTTPException: errors.handle},
+        exception_handlers={HTTPException: http_errors.handle},
     )

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prejit.server.gate.errors import RETRY_SECONDS
+from prejit.server.gate.http_errors import RETRY_SECONDS
 from prejit.server.served.served import Models
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from prejit.server.inference.routes import OPERATIONS as OF_INFERENCE
+from prejit.server.inference.inference_routes import OPERATIONS as OF_INFERENCE
+from prejit.server.openai.openai_routes import OPERATIONS as OF_OPENAI
 from prejit.server.openai.openapi import Operation
-from prejit.server.openai.routes import OPERATIONS as OF_OPENAI
 
 _OF_SERVER = (
     Operation("get", "/health/live", "Say that the process runs"),

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, final
 import uvicorn
 
 from prejit.server.gate.origins import Origins
-from prejit.server.gate.settings import BACKLOG, Settings
+from prejit.server.gate.server_settings import BACKLOG, Settings
 from prejit.server.http.admin import drain, make_admin
 from prejit.server.http.app import make_app
 from prejit.server.http.connections import HEAD_SECONDS, Connection
 from prejit.server.http.malloc import trim
-from prejit.server.served.loading import Loading
 from prejit.server.served.say import say
 from prejit.server.served.served import Models
+from prejit.server.served.served_loading import Loading
 
 if TYPE_CHECKING:
     from prejit.server.telemetry.spans import Telemetry

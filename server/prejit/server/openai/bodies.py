@@ -9,8 +9,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prejit.server.gate.errors import ApiError
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.prompts import off_loop
 from prejit.server.openai.unknown_fields import decode
 from prejit.server.served.served import Models, Served

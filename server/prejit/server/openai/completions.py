@@ -14,9 +14,9 @@ from starlette.responses import Response
 
 from prejit.runtime.generation.generate import Piece, Result, Stats
 from prejit.runtime.generation.sampling import Logprob
-from prejit.server.gate.errors import ApiError
-from prejit.server.gate.settings import Settings
-from prejit.server.openai import calls, prompt_scores, prompts
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.server_settings import Settings
+from prejit.server.openai import engine_calls, prompt_scores, prompts
 from prejit.server.openai.bodies import (
     ResponseFields,
     answered,
@@ -25,9 +25,9 @@ from prejit.server.openai.bodies import (
     read,
     served_model,
 )
-from prejit.server.openai.calls import TextCall, text_call
 from prejit.server.openai.constraints import mask_of
-from prejit.server.openai.events import DONE, EventStream
+from prejit.server.openai.engine_calls import TextCall, text_call
+from prejit.server.openai.event_streams import DONE, EventStream
 from prejit.server.openai.fields import (
     Logprobs,
     Sampled,
@@ -143,8 +143,8 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
     answer = _Answer(body, served, wanted, echoes, scores)
     if body.stream:
         return EventStream(answer.events())
-    found = None if body.max_tokens == 0 else await calls.results(request, wanted)
-    listed = calls.listed(found or (), scores)
+    found = None if body.max_tokens == 0 else await engine_calls.results(request, wanted)
+    listed = engine_calls.listed(found or (), scores)
     return await prompts.off_loop(listed, lambda: answered(answer.completion(found)))
 
 
@@ -258,7 +258,7 @@ class _Answer:
             for place in range(self._choices)
         ]
         if found is None:
-            usage = calls.token_usage(sum(len(each.prompt) for each in self._wanted))
+            usage = engine_calls.token_usage(sum(len(each.prompt) for each in self._wanted))
         else:
             usage = self._usage([[result.stats for result in results] for results in found])
         return self._response(choices, usage)
@@ -276,7 +276,9 @@ class _Answer:
             index=prompt * self._choices + place,
             text=self._echoes[prompt] + ("" if result is None else result.text),
             logprobs=lists,
-            finish_reason="length" if result is None else calls.openai_reason(result.finish_reason),
+            finish_reason="length"
+            if result is None
+            else engine_calls.openai_reason(result.finish_reason),
             prompt_logprobs=likely,
         )
 
@@ -290,7 +292,7 @@ class _Answer:
 
     def _usage(self, stats: list[list[Stats]]) -> TokenUsage:
         # Its own scoring put the prompt into the cache.
-        return calls.usage(stats, were_cached=not self._is_scored)
+        return engine_calls.usage(stats, were_cached=not self._is_scored)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
@@ -305,7 +307,7 @@ class _Answer:
         lists = [self._lists() for _ in range(count)]
         begun = [False] * count
         stats: dict[int, Stats] = {}
-        async with calls.pieces(self._wanted) as pieces:
+        async with engine_calls.pieces(self._wanted) as pieces:
             yield b""  # the head of the response need not wait in the queue
             async for index, piece in pieces:
                 text = piece.text
@@ -350,7 +352,7 @@ def _chunk(index: int, text: str, piece: Piece, logprobs: CompletionLogprobs | N
     """Return a choice of a chunk as JSON."""
     reason = b"null"
     if piece.finish_reason is not None:
-        reason = encode(calls.openai_reason(piece.finish_reason))
+        reason = encode(engine_calls.openai_reason(piece.finish_reason))
     return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
         index,
         encode(text),

@@ -11,11 +11,16 @@ from starlette.requests import Request
 
 from prejit.runtime.errors import UsageError
 from prejit.server.gate.disconnect import unless_gone
-from prejit.server.gate.errors import ApiError, as_api_error
-from prejit.server.grammar.sources import GrammarSource, SchemaPart, schema_source, tools_source
+from prejit.server.gate.http_errors import ApiError, as_api_error
+from prejit.server.grammar.grammar_sources import (
+    GrammarSource,
+    SchemaPart,
+    schema_source,
+    tools_source,
+)
 from prejit.server.grammar.tools import ToolForm
 from prejit.server.openai import prompts
-from prejit.server.openai.messages import Function, plain_tools
+from prejit.server.openai.chat_messages import Function, plain_tools
 from prejit.server.served.served import Served
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from starlette.responses import Response
 
 from prejit.runtime.errors import NumbersError
 from prejit.server.gate.allowed import check_tokens
+from prejit.server.gate.api_keys import ApiKey
 from prejit.server.gate.disconnect import unless_gone
-from prejit.server.gate.errors import ApiError
-from prejit.server.gate.keys import ApiKey
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import (
     ResponseFields,
     Unused,

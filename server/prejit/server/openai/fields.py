@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from prejit.runtime.generation.options import MAX_LOGPROBS
-from prejit.server.gate.errors import ApiError
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import (
     RequestFields,
     ResponseFields,

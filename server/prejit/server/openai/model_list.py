@@ -7,7 +7,7 @@ from typing import Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import ResponseFields, answered
 from prejit.server.openai.tokens import longest
 from prejit.server.served.served import Models, Served

@@ -16,9 +16,9 @@ from starlette.requests import Request
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import ContextError
 from prejit.runtime.generation.sampling import Logprob
-from prejit.server.openai import calls
+from prejit.server.openai import engine_calls
 from prejit.server.openai.bodies import ResponseFields
-from prejit.server.openai.calls import TextCall
+from prejit.server.openai.engine_calls import TextCall
 from prejit.server.openai.logprobs import LEAST, TokenNames
 from prejit.server.served.served import Served
 
@@ -60,7 +60,7 @@ async def scores(
     if top is None:
         return [[] for _ in wanted]
     scored = [call for call in wanted if len(call.prompt) > 1]
-    found = await calls.results(request, [_scoring(served, call, top) for call in scored])
+    found = await engine_calls.results(request, [_scoring(served, call, top) for call in scored])
     by_call = {
         id(call): list(result.logprobs or ()) for call, [result] in zip(scored, found, strict=True)
     }

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from prejit.runtime.errors import ContextError
-from prejit.server.gate.errors import ApiError
+from prejit.server.gate.http_errors import ApiError
 from prejit.server.served.served import Served
-from prejit.server.served.threads import TEXTS, in_thread
+from prejit.server.served.work_threads import TEXTS, in_thread
 
 T = TypeVar("T")
 

@@ -15,23 +15,23 @@ from starlette.responses import Response
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.generation.generate import Result, Stats
 from prejit.runtime.generation.sampling import Logprob
-from prejit.server.gate.errors import ApiError, as_api_error
-from prejit.server.gate.settings import Settings
-from prejit.server.openai import calls, prompts
-from prejit.server.openai.answers import Tools, allowed_functions, chosen_tools, masks
+from prejit.server.gate.http_errors import ApiError, as_api_error
+from prejit.server.gate.server_settings import Settings
+from prejit.server.openai import engine_calls, prompts
+from prejit.server.openai.answer_bodies import Tools, allowed_functions, chosen_tools, masks
 from prejit.server.openai.bodies import answered, check_only, encode, read, served_model
-from prejit.server.openai.calls import TextCall, text_call
-from prejit.server.openai.constraints import AnyConstraint, Constraint
-from prejit.server.openai.events import EventStream
-from prejit.server.openai.fields import check_fields, new_tokens
-from prejit.server.openai.logprobs import TokenLogprob, for_chat, token_names
-from prejit.server.openai.messages import (
+from prejit.server.openai.chat_messages import (
     Function,
     JsonObjectFormat,
     RefusalPart,
     plain_call,
     plain_tools,
 )
+from prejit.server.openai.constraints import AnyConstraint, Constraint
+from prejit.server.openai.engine_calls import TextCall, text_call
+from prejit.server.openai.event_streams import EventStream
+from prejit.server.openai.fields import check_fields, new_tokens
+from prejit.server.openai.logprobs import TokenLogprob, for_chat, token_names
 from prejit.server.openai.responses_schema import (
     DECODER,
     AllowedResponseTools,
@@ -94,9 +94,9 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
     answer = _Answer(body, served, tools)
     if body.stream:
         return EventStream(answer.events(wanted), answer.failed)
-    [[result]] = await calls.results(request, [wanted])
+    [[result]] = await engine_calls.results(request, [wanted])
     return await prompts.off_loop(
-        calls.listed([[result]], []), lambda: answered(answer.whole(result))
+        engine_calls.listed([[result]], []), lambda: answered(answer.whole(result))
     )
 
 
@@ -241,7 +241,7 @@ class _Answer:
             output.event("response.in_progress", response=self._begun),
         ]
         logprobs: list[TokenLogprob] = []
-        async with calls.pieces([wanted]) as pieces:
+        async with engine_calls.pieces([wanted]) as pieces:
             yield b"".join(events)
             async for _, piece in pieces:
                 events = []
@@ -395,4 +395,4 @@ def _part(text: str, logprobs: list[TokenLogprob]) -> OutputPart:
 
 
 def _is_complete(reason: str) -> bool:
-    return calls.openai_reason(reason) == "stop"
+    return engine_calls.openai_reason(reason) == "stop"

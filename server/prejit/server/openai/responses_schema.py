@@ -8,15 +8,15 @@ import msgspec
 from msgspec import Meta
 
 from prejit.server.openai.bodies import RequestFields, ResponseFields
-from prejit.server.openai.fields import Logprobs, Sampled, Tokens
-from prejit.server.openai.logprobs import TokenLogprob
-from prejit.server.openai.messages import (
+from prejit.server.openai.chat_messages import (
     JsonObjectFormat,
     RefusalPart,
     TextFormat,
     TextPart,
     ToolName,
 )
+from prejit.server.openai.fields import Logprobs, Sampled, Tokens
+from prejit.server.openai.logprobs import TokenLogprob
 
 
 class InputText(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="input_text"):

@@ -12,8 +12,8 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prejit.server.gate.errors import ApiError
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import (
     RequestFields,
     ResponseFields,

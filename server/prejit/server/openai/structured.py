@@ -9,8 +9,13 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from prejit.server.gate.errors import ApiError
-from prejit.server.grammar.sources import GrammarSource, any_source, choice_source, regex_source
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.grammar.grammar_sources import (
+    GrammarSource,
+    any_source,
+    choice_source,
+    regex_source,
+)
 from prejit.server.openai.bodies import RequestFields, Unused
 from prejit.server.openai.constraints import AnyConstraint, Constraint, TextConstraint
 

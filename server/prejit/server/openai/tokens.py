@@ -9,8 +9,8 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prejit.server.gate.errors import ApiError
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import prompts
 from prejit.server.openai.bodies import (
     RequestFields,
@@ -19,7 +19,7 @@ from prejit.server.openai.bodies import (
     read,
     served_model,
 )
-from prejit.server.openai.messages import (
+from prejit.server.openai.chat_messages import (
     FunctionTools,
     Message,
     for_template,

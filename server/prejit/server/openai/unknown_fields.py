@@ -10,7 +10,7 @@ import msgspec
 from msgspec import inspect
 
 from prejit.runtime.base.nearest_name import nearest
-from prejit.server.gate.errors import ApiError
+from prejit.server.gate.http_errors import ApiError
 
 T = TypeVar("T")
 

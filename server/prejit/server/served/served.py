@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.errors import UsageError
-from prejit.server.served.compiling import Compiling
+from prejit.server.served.client_grammars import Compiling
 from prejit.server.served.http_requests import HttpRequests
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prejit.server.served.threads import OPERATORS, in_thread
+from prejit.server.served.work_threads import OPERATORS, in_thread
 
 if TYPE_CHECKING:
     from prejit.server.served.served import Models
-    from prejit.server.telemetry.collector import Exposition
+    from prejit.server.telemetry.metrics_collector import Exposition
 
 
 def routes(models: Models) -> list[Route]:
@@ -22,7 +22,7 @@ def routes(models: Models) -> list[Route]:
     @cache
     def exposition() -> Exposition:
         # The package takes 30 ms to import, and the first scrape is not in the way of a start.
-        from prejit.server.telemetry.collector import Exposition
+        from prejit.server.telemetry.metrics_collector import Exposition
 
         return Exposition(models)
 

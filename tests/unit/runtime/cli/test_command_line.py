@@ -13,8 +13,8 @@ import click
 import pytest
 
 from prejit.runtime import __main__
+from prejit.runtime.cli.command_options import byte_count
 from prejit.runtime.cli.commands import HOMES, HOUSES, commands
-from prejit.runtime.cli.options import byte_count
 
 TOP = click.Context(commands, **commands.context_settings)
 
@@ -161,7 +161,7 @@ def test_the_versions_are_those_that_matter(capsys: pytest.CaptureFixture[str]) 
         ("prejit ", set(HOMES)),
         ("prejit channel r", {"release", "rotate"}),
         ("prejit serve demo --max", {"--max-body", "--max-tokens"}),
-        ("prejit explain demo --on-mismatch ", {"jit", "error"}),
+        ("prejit fleet demo saved --on-mismatch ", {"jit", "error"}),
     ],
 )
 def test_a_shell_completes(

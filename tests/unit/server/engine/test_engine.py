@@ -37,7 +37,7 @@ from prejit.runtime.generation.prefix_cache import PrefixCache
 from prejit.server.engine.engine import Engine
 from prejit.server.engine.loop import Loop
 from prejit.server.engine.memory import plan_caches
-from prejit.server.engine.queue import FairQueue, Limits
+from prejit.server.engine.request_queue import FairQueue, Limits
 from prejit.server.engine.stream import Pipe
 
 LONG = [number % VOCABULARY for number in range(3, 40)]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from prejit.runtime import ClosedError, DeadlineError, QueueFullError, UsageError
 from prejit.server.engine import microbatch
-from prejit.server.engine.metrics import RequestMetrics
+from prejit.server.engine.engine_metrics import RequestMetrics
 from prejit.server.engine.microbatch import Lane
-from prejit.server.engine.recorder import Cost, RequestRecorder
+from prejit.server.engine.request_recorder import Cost, RequestRecorder
 from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 
 MOST = 8

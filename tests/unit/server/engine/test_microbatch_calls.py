@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from prejit.compiler import Program, build
 from prejit.runtime import Bundle, ClosedError, DeadlineError, QueueFullError, UsageError, load
 from prejit.server.engine.microbatch_calls import Calling
-from prejit.server.engine.recorder import Recorder
+from prejit.server.engine.request_recorder import Recorder
 
 PATIENCE = 30.0
 BUCKETS = {"batch": (1, 4, 8)}

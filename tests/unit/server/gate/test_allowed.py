@@ -15,8 +15,8 @@ from tests.unit.server.running import Running, running, wait_for
 
 from prejit.runtime import load
 from prejit.server.engine.engine import Engine
-from prejit.server.gate.keys import read_keys
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.api_keys import read_keys
+from prejit.server.gate.server_settings import Settings
 from prejit.server.served.served import Models, Served
 
 KEYS = """\

@@ -18,10 +18,10 @@ from starlette.routing import Route
 
 from prejit.runtime.errors import DeadlineError, QueueFullError, RejectError, UsageError
 from prejit.server.gate import gate
+from prejit.server.gate.api_keys import Keys, read_keys
 from prejit.server.gate.gate import Gate
-from prejit.server.gate.keys import Keys, read_keys
 from prejit.server.gate.origins import Origins
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.server_settings import Settings
 from prejit.server.served.served import Models
 from prejit.server.telemetry.requestlog import RequestLog
 

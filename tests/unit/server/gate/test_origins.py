@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prejit.server.gate.errors import ApiError
+from prejit.server.gate.http_errors import ApiError
 from prejit.server.gate.origins import Origins
 
 OWN = Origins("127.0.0.1", ("https://app.example",), "give --cors")

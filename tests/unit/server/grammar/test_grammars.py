@@ -11,8 +11,8 @@ from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar import grammars as module
+from prejit.server.grammar.grammar_sources import GrammarSource
 from prejit.server.grammar.grammars import Grammars
-from prejit.server.grammar.sources import GrammarSource
 from prejit.server.grammar.tools import ToolForm
 
 

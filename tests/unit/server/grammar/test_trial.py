@@ -12,8 +12,13 @@ import pytest
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar import grammars as module
+from prejit.server.grammar.grammar_sources import (
+    GrammarSource,
+    lark_source,
+    regex_source,
+    schema_source,
+)
 from prejit.server.grammar.grammars import Grammars
-from prejit.server.grammar.sources import GrammarSource, lark_source, regex_source, schema_source
 from prejit.server.grammar.trial import _Process
 
 

@@ -23,14 +23,13 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from tests.unit.server.running import Running, answer, running, wait_for
 
 from prejit.server.gate import gate
 from prejit.server.gate.gate import Gate
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.server_settings import Settings
 from prejit.server.http import connections
 from prejit.server.served.served import Models
-
-from .running import Running, answer, running, wait_for
 
 GET = b"GET /hello HTTP/1.1\r\nHost: x\r\n\r\n"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
 from prejit.server.http.uvicorn_server import _Server, configure
 from prejit.server.served.served import Models

@@ -13,7 +13,7 @@ from tests.monitoring import ALERTS, DASHBOARDS, FILES, RULES_FILE, panels, quer
 from prejit.runtime.__main__ import main
 from prejit.runtime.cli.commands import commands
 from prejit.runtime.errors import StoreError, UsageError
-from prejit.server.cli.serve import serve
+from prejit.server.cli.serve_command import serve
 from prejit.server.observe.monitoring_files import files, write
 
 

@@ -19,7 +19,7 @@ from tests.ports import free_port
 from tests.served import StandIn, models, served
 
 from prejit.runtime.programs.ready import ProgramReport
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
 from prejit.server.observe.monitoring_files import files
 
@@ -179,7 +179,7 @@ def test_every_metric_of_dashboards_and_rules_exists(scraped):
 def test_metrics_that_no_test_can_scrape_are_written_by_the_collector(scraped):
     engine = StandIn()
     engine.state["device_memory_bytes"] = 5
-    from prejit.server.telemetry.collector import EngineCollector
+    from prejit.server.telemetry.metrics_collector import EngineCollector
 
     families = list(EngineCollector(models(served(engine=engine))).collect())
     names = {family.name for family in families}

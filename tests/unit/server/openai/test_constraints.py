@@ -7,10 +7,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from prejit.server.gate.errors import ApiError
-from prejit.server.openai.answers import chosen_tools
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.openai.answer_bodies import chosen_tools
+from prejit.server.openai.chat_messages import Function
 from prejit.server.openai.constraints import Tool, forced_calls
-from prejit.server.openai.messages import Function
 
 POINT: dict[str, Any] = {
     "type": "object",

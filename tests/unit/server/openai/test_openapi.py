@@ -8,7 +8,7 @@ import re
 import jsonschema
 from starlette.routing import Route
 
-from prejit.server.gate.settings import Settings
+from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
 from prejit.server.http.operations import OPERATIONS
 from prejit.server.openai.openapi import document

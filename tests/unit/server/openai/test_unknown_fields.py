@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from prejit.server.gate.errors import ApiError
-from prejit.server.openai.chat import ChatRequest
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.openai.chat_completions import ChatRequest
 from prejit.server.openai.completions import CompletionRequest
 from prejit.server.openai.responses_schema import ResponseRequest
 from prejit.server.openai.unknown_fields import decode

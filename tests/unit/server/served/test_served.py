@@ -6,11 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.unit.server.running import served
 
 from prejit.runtime.errors import UsageError
 from prejit.server.served.served import ModelNotFoundError, Models
-
-from .running import served
 
 
 def bundle(name: str) -> Any:
