@@ -1,7 +1,7 @@
 """All commands by name, and how one is run.
 
-The command `NAME` stands in `NAME_command`, in the room `cli` of its package, and returns the exit status. Its
-module is imported by name when the command runs: `prejit --help` and completion need no other.
+The command `NAME` stands in `NAME_command`, in the room `cli` of its package, and returns the exit status.
+That module is imported by name when the command runs: `prejit --help` and completion need no other.
 """
 
 from __future__ import annotations
