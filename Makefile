@@ -10,6 +10,9 @@ OTHER := $(shell for v in 3.13 3.12; do p=$$(command -v python$$v) && "$$p" -c '
 	p=$$(ls -d $$HOME/.pyenv/versions/$$v.*/bin/python 2>/dev/null | head -n 1); [ -n "$$p" ] && echo $$p && break; done)
 OTHER_VENV := .venv-other
 OTHER_READY := $(OTHER_VENV)/.ready
+# The three wheels, and what an environment with all of them is made from.
+HOUSES := --editable './runtime[otel,trust,keyless,store]' --editable ./server --editable ./compiler
+SETTINGS := pyproject.toml runtime/pyproject.toml server/pyproject.toml compiler/pyproject.toml
 # Tools that verify what prejit signs; they have dependencies that the other packages cannot share.
 TOOLS_VENV := .venv-tools
 TOOLS_READY := $(TOOLS_VENV)/.ready
@@ -145,8 +148,8 @@ docs: $(READY) $(DOCS_READY) ## generate the reference pages, build the document
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 	$(BIN)/python docs/check_site.py site
 
-dist: $(READY) ## build a wheel into dist/
-	$(BIN)/python -m build --wheel --outdir dist .
+dist: $(READY) ## build the three wheels into dist/
+	for house in runtime server compiler; do $(BIN)/python -m build --outdir dist $$house || exit; done
 
 demo-model: $(READY) ## train the demo model again
 	$(BIN)/python -m pip install --quiet --group demo-model
@@ -163,16 +166,16 @@ define environment
 	@echo 'setting up $(1) (a few minutes the first time)'
 	@$(2) -m venv $(1)
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) --editable '.[compiler,server,otel,trust,keyless,store]' --group test --group lint
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) $(HOUSES) --group test --group lint
 	@# Its dependencies would hold back ml_dtypes; without them it works with the newest.
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'tritonclient>=2.60'
 	@touch $(1)/.ready
 endef
 
-$(READY): pyproject.toml
+$(READY): $(SETTINGS)
 	$(call environment,$(VENV),$(PYTHON))
 
-$(OTHER_READY): pyproject.toml
+$(OTHER_READY): $(SETTINGS)
 	$(call environment,$(OTHER_VENV),$(OTHER),$(LATE))
 
 $(TOOLS_READY): pyproject.toml

@@ -20,11 +20,11 @@ from typing import Any
 
 import click
 
-from prejit.compiler.manifest.schema import manifest_schema
+from prejit.compiler.manifest.manifest_schema import manifest_schema
 from prejit.runtime import errors
-from prejit.runtime.cli.commands import BUILD_COMMANDS, commands
-from prejit.runtime.server.collector import EngineCollector
-from prejit.runtime.server.served import Models
+from prejit.runtime.cli.commands import HOUSES, commands
+from prejit.server.served.served import Models
+from prejit.server.telemetry.metrics_collector import EngineCollector
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -43,8 +43,9 @@ _COMMAND_LINE = """\
 # Command line
 
 `prejit COMMAND --help` prints the same, and so does `python -m prejit.runtime COMMAND --help`. The commands
-that build need `pip install 'prejit[compiler]'`. `prejit --version` prints the versions of prejit, jax,
-jaxlib and Python. [Errors and exit statuses](errors.md) lists what a command ends with.
+that serve need `pip install 'prejit[server]'`, those that build and compare `pip install 'prejit[compiler]'`.
+`prejit --version` prints the versions of prejit, jax, jaxlib and Python. [Errors and exit
+statuses](errors.md) lists what a command ends with.
 
 A shell completes commands, options and files. For bash, put this line into `~/.bashrc`:
 
@@ -129,7 +130,7 @@ def _copy_results(page: Path) -> None:
 def rooms() -> str:
     """Return a table of the packages of each root, from the docstrings of their `__init__.py`."""
     parts = []
-    for root in ("runtime", "compiler"):
+    for root in ("runtime", "server", "compiler"):
         top = ROOT / root / "prejit" / root
         parts += [f"### prejit.{root}", "", "| room | subject |", "| --- | --- |"]
         for path in sorted(top.rglob("__init__.py")):
@@ -242,10 +243,11 @@ def every_command() -> Iterator[tuple[str, click.Command]]:
 
 def command_line_page() -> str:
     """Return the reference of all commands."""
-    parts = [_COMMAND_LINE, "## Commands that use a bundle\n"]
+    parts = [_COMMAND_LINE]
+    titles = {next(iter(house.commands)): house.title for house in HOUSES.values()}
     for name, command in every_command():
-        if name == next(iter(BUILD_COMMANDS)):
-            parts.append("## Commands that build\n")
+        if name in titles:
+            parts.append(f"## {titles[name]}\n")
         parts.append(_described(name, command))
     return "\n".join(parts)
 

@@ -24,6 +24,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROOTS = {
     "prejit.runtime": Path("runtime", "prejit", "runtime"),
+    "prejit.server": Path("server", "prejit", "server"),
     "prejit.compiler": Path("compiler", "prejit", "compiler"),
 }
 UNIT = Path("tests", "unit")

@@ -52,7 +52,7 @@ LONGEST = (
     *("test_state_space.py", "test_encoder_decoders.py", "test_encode.py", "test_accuracy.py"),
     *("test_parity.py", "test_openai_api.py", "test_recording.py", "test_serving.py"),
     *("test_environments.py", "test_executable.py", "test_wheel.py", "test_jax_coverage.py"),
-    *("test_golden.py", "test_examples.py", "test_pool.py", "test_sampling.py"),
+    *("test_golden_answers.py", "test_examples.py", "test_pool.py", "test_sampling_programs.py"),
 )
 """The files that take longest, in the order in which workers of pytest-xdist take them: see durations.md."""
 

@@ -16,9 +16,9 @@ def with_answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe],
     """Gives the programs of a recipe golden answers, as a build does."""
 
     def make(recipe: Recipe) -> Recipe:
-        from prejit.compiler.pipeline.measure.golden import with_golden_answers
+        from prejit.compiler.pipeline.measure.golden_answers import with_golden_answers
         from prejit.compiler.progress import Quiet
-        from prejit.compiler.store.directory import DirectoryStore
+        from prejit.compiler.store.directory_store import DirectoryStore
         from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 
         at = tmp_path_factory.mktemp("answers")

@@ -35,10 +35,11 @@ def kernel_recipe(
     from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features
     from prejit.compiler.compile.worker.xla import compile_portable
     from prejit.compiler.pipeline.pack import bundle_files
-    from prejit.compiler.store.directory import DirectoryStore
+    from prejit.compiler.store.directory_store import DirectoryStore
     from prejit.runtime.base.digests import digest_of
     from prejit.runtime.device import kernels
     from prejit.runtime.format.arrays import Array
+    from prejit.runtime.format.bundle_schema import Config, Kernels, ProgramEntry, Segment
     from prejit.runtime.format.names import (
         EXECUTABLES_MEDIA_TYPE,
         FORMAT_VERSION,
@@ -46,7 +47,6 @@ def kernel_recipe(
         PORTABLE_MEDIA_TYPE,
         kernel_target,
     )
-    from prejit.runtime.format.schema import Config, Kernels, ProgramEntry, Segment
     from prejit.runtime.machine.requirement import Requirement
 
     library, content = toy_library
@@ -122,8 +122,8 @@ def with_kernels(build_cache: Path) -> Any:
     """Forms with kernels, for this machine; XLA knows them by the names that lowering writes."""
     import jax
 
-    from prejit.compiler.models.layers.forms import Forms
-    from prejit.compiler.native.calls import KERNEL_CALLS
+    from prejit.compiler.models.layers.product_forms import Forms
+    from prejit.compiler.native.kernel_names import KERNEL_CALLS
     from prejit.compiler.native.library import SOURCES
     from prejit.runtime.device import kernels
     from prejit.runtime.format.names import kernel_target
@@ -139,7 +139,7 @@ def with_kernels(build_cache: Path) -> Any:
 def built_kernels(target_name: str, sources: Path, cache: Path) -> tuple[Any, bytes]:
     """A library of kernels out of a build cache, which makes it once, with its content."""
     from prejit.compiler.native.library import KernelLibrary, build_kernels
-    from prejit.compiler.store.directory import DirectoryStore
+    from prejit.compiler.store.directory_store import DirectoryStore
     from prejit.compiler.targets.target_table import target
     from prejit.compiler.targets.toolchain import host_toolchain
 
@@ -159,12 +159,12 @@ def with_library(recipe: Recipe, content: bytes) -> Recipe:
     import zstandard
 
     from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.format.bundle_schema import Segment
     from prejit.runtime.format.names import (
         EXECUTABLES_MEDIA_TYPE,
         KERNELS_MEDIA_TYPE,
         kernel_target,
     )
-    from prejit.runtime.format.schema import Segment
 
     before = recipe.targets[0].config.kernels
     digest = digest_of(content)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from prejit.runtime.observe.monitoring_files import files
+from prejit.server.observe.monitoring_files import files
 
 FILES = files("runbooks")
 RULES_FILE = "prometheus/prejit.rules.yml"

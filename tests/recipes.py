@@ -67,8 +67,8 @@ class Recipe:
     def write(self, path: Path) -> Path:
         """Writes the files as they are, without the care (and the time) of `write_layout`."""
         from prejit.runtime.base.typed_json import from_json
+        from prejit.runtime.format.bundle_schema import Index
         from prejit.runtime.format.root import encode_root
-        from prejit.runtime.format.schema import Index
 
         index, blobs = self.assemble()
         write_files(path, index, blobs)
@@ -192,8 +192,9 @@ def _make_recipe(
     from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features
     from prejit.compiler.compile.worker.xla import compile_portable
     from prejit.compiler.pipeline.pack import bundle_files
-    from prejit.compiler.store.directory import DirectoryStore
+    from prejit.compiler.store.directory_store import DirectoryStore
     from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.format.bundle_schema import Config, ProgramEntry, Segment
     from prejit.runtime.format.names import (
         EXECUTABLES_MEDIA_TYPE,
         FORMAT_VERSION,
@@ -201,7 +202,6 @@ def _make_recipe(
         PORTABLE_MEDIA_TYPE,
         WEIGHTS_MEDIA_TYPE,
     )
-    from prejit.runtime.format.schema import Config, ProgramEntry, Segment
     from prejit.runtime.machine.requirement import Requirement
 
     random = np.random.default_rng(0)

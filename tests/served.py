@@ -6,13 +6,13 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
-from prejit.runtime.engine.metrics import EngineMetrics
-from prejit.runtime.engine.recorder import ENCODE, GENERATE, Cost, Recorder
 from prejit.runtime.generation.generate import Piece, Result, Stats
 from prejit.runtime.programs.ready import ProgramReport
-from prejit.runtime.server.served import Models, Served
-from prejit.runtime.start.report import StartReport
+from prejit.runtime.start.start_report import StartReport
 from prejit.runtime.verdict import Axis, Verdict
+from prejit.server.engine.engine_metrics import EngineMetrics
+from prejit.server.engine.request_recorder import ENCODE, GENERATE, Cost, Recorder
+from prejit.server.served.served import Models, Served
 
 DIGEST = "sha256:" + "5e" * 32
 

@@ -133,7 +133,7 @@ def sources_digest() -> str:
 def digest_now() -> str:
     """Return `sources_digest` of the files as they are now."""
     digest = hashlib.sha256(version("jaxlib").encode())
-    for root in ("compiler", "runtime"):
+    for root in ("compiler", "runtime", "server"):
         for path in sorted((BENCHMARKS.parent / root).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
                 digest.update(f"\0{path.relative_to(BENCHMARKS.parent)}\0".encode())

@@ -26,6 +26,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from benchmarks.harness import workload
+from prejit.server import Engine
 
 REQUESTS = 2
 """Requests of each client that count. One more comes before them."""
@@ -171,7 +172,7 @@ def engine_client(bundle_path: str, slots: int) -> tuple[Callable[[], Ask], Call
     """Return how to make a client of prejit's engine, and how to close it."""
     from prejit.runtime import load
 
-    engine = load(bundle_path, on_mismatch="error").engine(slots=slots, prefix_memory=0)
+    engine = Engine(load(bundle_path, on_mismatch="error"), slots=slots, prefix_memory=0)
 
     def ask(prompt: list[int], tokens: int) -> Callable[[], Tokens]:
         found = []

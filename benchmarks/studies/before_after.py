@@ -80,7 +80,10 @@ def environment(checkout: Path, cache: Path) -> dict[str, str]:
     Raises:
         SystemExit: prejit would come from elsewhere.
     """
-    paths = [str(checkout / "runtime"), str(checkout / "compiler"), str(BENCHMARKS.parent)]
+    paths = [
+        *(str(checkout / each) for each in ("runtime", "server", "compiler")),
+        str(BENCHMARKS.parent),
+    ]
     found = {"PYTHONPATH": os.pathsep.join(paths), "PREJIT_RUNTIME_CACHE": str(cache)}
     code = "import prejit.runtime; print(prejit.runtime.__file__)"
     done = subprocess.run(

@@ -32,6 +32,7 @@ from benchmarks.harness.results import begin, save, use_two_cores
 from benchmarks.harness.workload import Llama, Sizes
 from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
 from prejit.runtime import Bundle, load
+from prejit.server import Engine
 
 TOKENS, PROMPT = 64, 32
 THREADS = (1, 4, 8, 16)
@@ -53,7 +54,7 @@ def many_callers(path: str, rounds: int) -> dict[str, list[float]]:
     """Return tokens a second of each way and number of threads."""
     bundle = load(path, on_mismatch="error")
     bundle.prepare()
-    engine = bundle.engine(slots=8, prefix_memory=0)
+    engine = Engine(bundle, slots=8, prefix_memory=0)
     asked: dict[str, Any] = {"max_new_tokens": TOKENS, "stop_token_ids": ()}
 
     def by(ask: Callable[..., Any], threads: int, first: int) -> None:
@@ -95,7 +96,7 @@ def joining(bundle: Bundle, number: int, chunk: int | None) -> dict[str, float]:
         chunk: `prefill_tokens` of the engine; None: the prompt is inserted whole.
     """
     whole = bundle.decoder.contexts[-1]
-    engine = bundle.engine(slots=STREAMS + 8, prefix_memory=0, prefill_tokens=chunk or whole)
+    engine = Engine(bundle, slots=STREAMS + 8, prefix_memory=0, prefill_tokens=chunk or whole)
     asked: dict[str, Any] = {"stop_token_ids": ()}
     times: list[list[float]] = [[] for _ in range(STREAMS)]
     ends = [False]

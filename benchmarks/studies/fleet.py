@@ -1,4 +1,4 @@
-"""Measure how long `prejit explain --fleet --page` takes in a fresh process.
+"""Measure how long `prejit fleet --page` takes in a fresh process.
 
     python -m benchmarks.studies.fleet BUNDLE
 
@@ -103,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         write(fleet(options.machines), Path(scratch, "fleet"))
-        command = [sys.executable, "-m", "prejit.runtime", "explain", options.bundle]
-        command += ["--fleet", f"{scratch}/fleet", "--page", f"{scratch}/fleet.html"]
+        command = [sys.executable, "-m", "prejit.runtime", "fleet", options.bundle]
+        command += [f"{scratch}/fleet", "--page", f"{scratch}/fleet.html"]
         seconds = []
         for _ in range(5):
             started = time.perf_counter()

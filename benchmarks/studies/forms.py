@@ -28,14 +28,14 @@ from prejit.compiler.native.form_table import (
 )
 from prejit.compiler.native.library import KernelLibrary, build_kernels
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.code import UserCode
-from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.lowering import products_of
-from prejit.compiler.pipeline.measure.forms import measure_products, runs_here
+from prejit.compiler.pipeline.measure.measured_forms import measure_products, runs_here
 from prejit.compiler.pipeline.model import read_model
 from prejit.compiler.pipeline.plan import plan_build
+from prejit.compiler.pipeline.program_keys import versions
+from prejit.compiler.pipeline.user_code import UserCode
 from prejit.compiler.progress import Progress, open_progress
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.base.files import write_file

@@ -13,6 +13,6 @@ if [ ! -x "$venv/bin/prejit" ]; then
     echo "setting up $venv (several GB: jax with CUDA)"
     "${PYTHON:-python3}" -m venv "$venv"
     "$venv/bin/python" -m pip install --quiet --upgrade pip
-    "$venv/bin/python" -m pip install --quiet --editable '.[compiler,cuda]'
+    "$venv/bin/python" -m pip install --quiet --editable './runtime[cuda]' --editable ./server --editable ./compiler
 fi
 exec "$venv/bin/python" -m benchmarks.studies.gpu "$@"

@@ -23,6 +23,7 @@ from benchmarks.harness.workload import LLAMA_TINY, Sizes
 from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
 from prejit.runtime import Bundle, load
 from prejit.runtime.generation.kv_cache import cache_bytes
+from prejit.server import Engine
 
 SLOTS, LONGEST, TURNS = 4, 200, 6
 SIZES: Sizes = {"batch": (1, 2, 4), "prompt": (16, 64), "context": (64, 256)}
@@ -43,7 +44,7 @@ def chat(bundle: Bundle, users: int, prefix_memory: int) -> float:
     def words(count: int) -> list[int]:
         return [values.randrange(LLAMA_TINY.vocabulary) for _ in range(count)]
 
-    engine = bundle.engine(slots=SLOTS, prefix_memory=prefix_memory)
+    engine = Engine(bundle, slots=SLOTS, prefix_memory=prefix_memory)
     system = words(30)
     texts = [list(system) for _ in range(users)]
     for _ in range(TURNS * users // SLOTS):

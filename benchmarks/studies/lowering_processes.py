@@ -30,7 +30,7 @@ from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.lowerers import units
 from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.errors import BuildError
 
 COUNTS = (40, 160)

@@ -27,6 +27,7 @@ from benchmarks.harness.results import begin, save, use_two_cores
 from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
 from prejit.compiler import Program, build
 from prejit.runtime import Bundle, load
+from prejit.server import Engine
 
 THREADS = (1, 16)
 BUCKETS = (1, 2, 4, 8, 16)
@@ -80,7 +81,7 @@ def calls(bench: Bench) -> dict[str, dict[str, Call]]:
     """Return the ways of each call."""
     functions, sentences = programs(bench), encoder(bench)
     sentences.prepare()
-    of_functions, of_sentences = functions.engine(), sentences.engine()
+    of_functions, of_sentences = Engine(functions), Engine(sentences)
     of_program = {"tiny": ("tanh of 128 numbers", 128)}
     for name, (width, inner) in WIDTHS.items():
         of_program[name] = (f"MLP {width} x {inner} x {width}", width)

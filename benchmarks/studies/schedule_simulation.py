@@ -35,10 +35,10 @@ from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedul
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.remote import RemoteFile
 from prejit.compiler.sharing.tier import Tier
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.runtime.base.digests import digest_of
-from prejit.runtime.format.schema import Memory, Segment
+from prejit.runtime.format.bundle_schema import Memory, Segment
 
 DURATIONS = Path(__file__).with_name("compile_times.json")
 SLOTS = (2, 16, 256)

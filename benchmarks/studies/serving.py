@@ -38,6 +38,7 @@ from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, save, use_two_cores
 from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
 from benchmarks.studies.engine import GPT2, PROMPT, TOKENS, prompt_of
+from prejit.server import Engine
 
 REQUESTS = 4
 """Requests of each client. The first one is not counted."""
@@ -98,9 +99,9 @@ def prompt(client: int, number: int) -> list[int]:
 def in_process(path: str, clients: int) -> None:
     """Print what an engine in this process gives, and when its first token came after exec."""
     from prejit.runtime import load
-    from prejit.runtime.base.process import seconds_since_exec
+    from prejit.runtime.base.process_facts import seconds_since_exec
 
-    engine = load(path, on_mismatch="error").engine(slots=8, prefix_memory=0)
+    engine = Engine(load(path, on_mismatch="error"), slots=8, prefix_memory=0)
     times = Times()
 
     def ask(client: int) -> None:

@@ -37,8 +37,11 @@ FUNCTIONS = {
     },
     "prejit.runtime.format.blobs": {"Blobs.__init__": "bundle", "Blobs.begin": "bundle"},
     "prejit.runtime.machine.fingerprint": {"Fingerprint.current": "bundle"},
-    "prejit.runtime.programs.weights": {"open_weights": "weights", "Weights.wait": "weights"},
-    "prejit.runtime.format.checks.config": {"check_weight_sets": "weights"},
+    "prejit.runtime.programs.mapped_weights": {
+        "open_weights": "weights",
+        "Weights.wait": "weights",
+    },
+    "prejit.runtime.format.checks.program_table": {"check_weight_sets": "weights"},
     "prejit.runtime.format.checks.layers": {"unpack": "programs"},
     "prejit.runtime.device.device": {
         "Device.__init__": "first array",

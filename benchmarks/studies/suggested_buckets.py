@@ -25,7 +25,7 @@ from benchmarks.harness.results import begin, save
 from benchmarks.harness.workspace import RESULTS
 from prejit.compiler.manifest.manifest import Encode, Generate
 from prejit.compiler.manifest.specs import decoder_specs, encoder_specs
-from prejit.compiler.suggesting.buckets import (
+from prejit.compiler.suggesting.chosen_buckets import (
     Buckets,
     decoder_buckets,
     encoder_buckets,

@@ -19,8 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from prejit.compiler.signing.bundle_signing import sign
 from prejit.compiler.signing.private_key import read_private_key
-from prejit.compiler.signing.sign import sign
 
 
 def run(bundle: Path, policy: Path | None) -> tuple[float, float]:

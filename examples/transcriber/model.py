@@ -12,7 +12,7 @@ from mel import HOP
 from safetensors.numpy import load_file
 from tones import KEYS, MOST_KEYS, RATE, SECONDS
 
-from prejit.compiler.models import registry
+from prejit.compiler.models import model_registry
 from prejit.compiler.models.parameters import parametrized
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
@@ -42,7 +42,7 @@ CONFIG = {
 }
 
 # Matrices are stored (out, in), as in a published checkpoint.
-whisper = parametrized(registry.make_decoder(SimpleNamespace(**CONFIG), out_in=True))
+whisper = parametrized(model_registry.make_decoder(SimpleNamespace(**CONFIG), out_in=True))
 
 
 @jax.jit

@@ -106,7 +106,7 @@ def build(arguments: tuple[str, str, str]) -> int:
     from tests.signers import key_table, signer, write_policy
 
     from prejit.compiler.pipeline.pack import chunks
-    from prejit.compiler.signing.sign import sign
+    from prejit.compiler.signing.bundle_signing import sign
     from prejit.runtime.__main__ import main
 
     chunks.CHUNK_BYTES = 1 << 20

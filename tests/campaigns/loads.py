@@ -472,8 +472,8 @@ def _import_all() -> None:
     import prejit.runtime.device.portable
     import prejit.runtime.generation.decode
     import prejit.runtime.loader
-    import prejit.runtime.programs.calls
     import prejit.runtime.programs.local
+    import prejit.runtime.programs.user_programs
     import prejit.runtime.trust.enforcing  # noqa: F401
     from prejit.runtime.device import _jaxlib
 
@@ -517,7 +517,7 @@ def sign_all(bundles: Sequence[Path], policy: Path) -> None:
     """Sign bundles with a new key, and write the policy that wants its signature."""
     from tests.signers import key_table, signer, write_policy
 
-    from prejit.compiler.signing.sign import sign
+    from prejit.compiler.signing.bundle_signing import sign
 
     for bundle in bundles:
         sign(bundle, signer("a"))

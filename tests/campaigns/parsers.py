@@ -205,7 +205,7 @@ def _libraries() -> list[bytes]:
 
 
 def _requests() -> list[bytes]:
-    messages = [
+    chat_messages = [
         {"role": "system", "content": "a"},
         {"role": "user", "content": [{"type": "text", "text": "b"}]},
         {"role": "assistant", "tool_calls": [_CALL]},
@@ -213,13 +213,19 @@ def _requests() -> list[bytes]:
     ]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     bodies: list[Any] = [
-        {"model": "m", "messages": messages, "tools": [tool], "temperature": 0.5, "stream": True},
-        {"model": "m", "messages": messages[:2], "response_format": {"type": "json_object"}},
+        {
+            "model": "m",
+            "messages": chat_messages,
+            "tools": [tool],
+            "temperature": 0.5,
+            "stream": True,
+        },
+        {"model": "m", "messages": chat_messages[:2], "response_format": {"type": "json_object"}},
         {"model": "m", "prompt": ["a", "b"], "max_tokens": 4, "logprobs": 2, "stop": ["x"]},
         {"model": "m", "prompt": [[1, 2], [3]], "n": 2, "echo": True, "logit_bias": {"5": 1}},
         {"model": "m", "input": ["a"], "encoding_format": "base64", "dimensions": 8},
         {"model": "m", "input": [{"role": "user", "content": "a"}], "max_output_tokens": 4},
-        {"model": "m", "messages": messages[:2], "add_generation_prompt": True},
+        {"model": "m", "messages": chat_messages[:2], "add_generation_prompt": True},
         {"model": "m", "tokens": [1, 2, 3]},
     ]
     return [json.dumps(body).encode() for body in bodies]
@@ -310,7 +316,7 @@ def _manifest() -> Callable[[bytes], object]:
 def _config() -> Callable[[bytes], object]:
     from prejit.runtime.base.typed_json import from_json, to_json
     from prejit.runtime.errors import RejectError
-    from prejit.runtime.format.checks.config import (
+    from prejit.runtime.format.checks.program_table import (
         check_arrays,
         check_config,
         check_static,
@@ -375,7 +381,7 @@ def _keyless() -> Callable[[bytes], object]:
     from tests.fake_sigstore import IDENTITY, ISSUER
 
     from prejit.runtime.trust.dsse import read_bundle
-    from prejit.runtime.trust.keyless import TrustedIdentity, verify
+    from prejit.runtime.trust.keyless_trust import TrustedIdentity, verify
 
     trusted = TrustedIdentity("ci", IDENTITY, ISSUER, _trusted_roots()[0], "trust.toml")
 
@@ -391,7 +397,7 @@ def _trusted_root() -> Callable[[bytes], object]:
     from tests.fake_sigstore import IDENTITY, ISSUER
 
     from prejit.runtime.trust.dsse import read_bundle
-    from prejit.runtime.trust.keyless import TrustedIdentity, check_root, verify
+    from prejit.runtime.trust.keyless_trust import TrustedIdentity, check_root, verify
 
     signed = _keyless_bundles()[0]
     envelope = read_bundle(signed)
@@ -430,7 +436,7 @@ def _channel_state() -> Callable[[bytes], object]:
 
 
 def _key() -> Callable[[bytes], object]:
-    from prejit.runtime.trust.keys import read_key
+    from prejit.runtime.trust.public_keys import read_key
 
     return lambda content: read_key(content, "key")
 
@@ -456,14 +462,14 @@ def _weights() -> Callable[[bytes], object]:
 
 def _chat() -> Callable[[bytes], object]:
     from prejit.runtime.format.checks.layers import check_chat
-    from prejit.runtime.text.chat import ChatTemplates
+    from prejit.runtime.text.chat_template import ChatTemplates
 
-    messages = [{"role": "user", "content": "aab"}, {"role": "assistant", "content": "b"}]
+    chat_messages = [{"role": "user", "content": "aab"}, {"role": "assistant", "content": "b"}]
 
     def parse(content: bytes) -> object:
         templates = ChatTemplates(check_chat(content, "chat"), "chat")
         return templates.render(
-            messages, add_generation_prompt=True, tools=[{"name": "f"}], variables={}
+            chat_messages, add_generation_prompt=True, tools=[{"name": "f"}], variables={}
         )
 
     return parse
@@ -506,23 +512,27 @@ def _request() -> Callable[[bytes], object]:
     import msgspec
 
     from prejit.runtime.errors import UsageError
-    from prejit.runtime.server.errors import ApiError
-    from prejit.runtime.server.openai import (
-        chat,
+    from prejit.server.gate.http_errors import ApiError
+    from prejit.server.openai import (
+        chat_completions,
+        chat_messages,
         completions,
         embeddings,
-        messages,
         responses,
         responses_schema,
         tokens,
     )
-    from prejit.runtime.server.openai.bodies import read
+    from prejit.server.openai.bodies import read
 
     expected = (ApiError, UsageError, msgspec.DecodeError, UnicodeDecodeError)
     readers: list[tuple[Any, list[Callable[[Any], object]]]] = [
         (
-            chat._DECODER,
-            [chat._check, chat._constraint, lambda body: messages.for_template(body.messages)],
+            chat_completions._DECODER,
+            [
+                chat_completions._check,
+                chat_completions._constraint,
+                lambda body: chat_messages.for_template(body.messages),
+            ],
         ),
         (
             completions._DECODER,
@@ -562,7 +572,7 @@ def _infer_request() -> Callable[[bytes], object]:
     import msgspec
 
     from prejit.runtime.errors import UsageError
-    from prejit.runtime.server.inference.routes import _read
+    from prejit.server.inference.inference_routes import _read
 
     model: Any = SimpleNamespace(inputs=[SimpleNamespace(name="x", datatype="FP32")])
 
@@ -585,7 +595,7 @@ def _build_manifest() -> Callable[[bytes], object]:
 
 
 def _keys_of_server() -> Callable[[bytes], object]:
-    from prejit.runtime.server.keys import read_keys
+    from prejit.server.gate.api_keys import read_keys
 
     return _of_file("keys", read_keys)
 
@@ -628,7 +638,7 @@ PARSERS: dict[str, Parser] = {
     "request": Parser(("prejit.runtime.server",), _request, _requests),
     "inference request": Parser(("prejit.runtime.server",), _infer_request, _infer_requests),
     "server keys": Parser(
-        ("prejit.runtime.server.keys",),
+        ("prejit.server.gate.api_keys",),
         _keys_of_server,
         lambda: [b"# a\nname: 0123456789abcdef\nfedcba9876543210\n"],
         "bytes",

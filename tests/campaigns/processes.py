@@ -25,11 +25,11 @@ from typing import Any
 
 _PRELOADED = (
     *(
-        "prejit.compiler.cli.build",
+        "prejit.compiler.cli.build_command",
         "prejit.compiler.pipeline.run",
         "prejit.compiler.lowering.export",
     ),
-    *("prejit.compiler.models", "prejit.runtime.cli.inspect", "transformers", "tokenizers"),
+    *("prejit.compiler.models", "prejit.runtime.cli.inspect_command", "transformers", "tokenizers"),
 )
 _UNEXPECTED = 70
 """Exit status after an exception that reached the top; `sysexits.h` calls it EX_SOFTWARE."""

@@ -91,7 +91,7 @@ class BuildCache:
 
     def write(self, number: int) -> None:
         from prejit.compiler.garbage import collect
-        from prejit.compiler.store.directory import DirectoryStore
+        from prejit.compiler.store.directory_store import DirectoryStore
         from prejit.compiler.store.key import Key
         from prejit.runtime.base.digests import digest_of
 
@@ -110,7 +110,7 @@ class BuildCache:
             collect(self._directory / "cache", days=1)
 
     def read(self, number: int) -> None:
-        from prejit.compiler.store.directory import DirectoryStore
+        from prejit.compiler.store.directory_store import DirectoryStore
         from prejit.compiler.store.key import Key
         from prejit.runtime.base.digests import digest_of
 
@@ -121,7 +121,7 @@ class BuildCache:
             assert store.read_blob(digest_of(content)) == content
 
     def left(self) -> list[str]:
-        from prejit.compiler.store.directory import DirectoryStore
+        from prejit.compiler.store.directory_store import DirectoryStore
 
         made = self._log.read_text().splitlines()
         twice = {name for name in made if made.count(name) > 1}
@@ -235,7 +235,7 @@ class ChannelStates:
     def write(self, number: int) -> None:
         from prejit.runtime.trust.channel import Accepted, KeySet
         from prejit.runtime.trust.channel_state import ChannelState
-        from prejit.runtime.trust.keys import read_key
+        from prejit.runtime.trust.public_keys import read_key
 
         os.environ["XDG_STATE_HOME"] = str(self._directory / "state")
         os.umask(0o002)
@@ -293,7 +293,7 @@ class BundleDirectory:
 
         from prejit.compiler.recording.merging import RecordedFile
         from prejit.runtime.base.digests import digest_of
-        from prejit.runtime.format.schema import RecordedProgram, Segment
+        from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
 
         for number in range(3):
             name = f"jit_{version}_{number}"
@@ -307,7 +307,7 @@ class BundleDirectory:
         from prejit.runtime.errors import UsageError
         from prejit.runtime.format.blobs import read_whole
         from prejit.runtime.format.writing import EMPTY, Part, attach
-        from prejit.runtime.recorded import opening
+        from prejit.runtime.recorded import recorded_bundle
 
         os.environ["PREJIT_RUNTIME_CACHE"] = str(self._directory / "cache")
         if number % 3 == 0:
@@ -324,7 +324,7 @@ class BundleDirectory:
                 with contextlib.suppress(FileNotFoundError):
                     if random.random() < 0.2:
                         os.utime(directory, (0, time.time() - 31 * 86400))
-            opening.open_recorded(self._bundle)
+            recorded_bundle.open_recorded(self._bundle)
 
     def read(self, number: int) -> None:
         from prejit.runtime.format.blobs import check_blobs, read_whole
@@ -332,7 +332,7 @@ class BundleDirectory:
         from prejit.runtime.format.opening import match, read_manifests
         from prejit.runtime.format.root import Root
         from prejit.runtime.machine.fingerprint import Fingerprint
-        from prejit.runtime.recorded.opening import open_recorded
+        from prejit.runtime.recorded.recorded_bundle import open_recorded
 
         os.environ["PREJIT_RUNTIME_CACHE"] = str(self._directory / "cache")
 
@@ -351,7 +351,7 @@ class BundleDirectory:
                 assert content == content_of(program.name)
 
     def left(self) -> list[str]:
-        from prejit.runtime.recorded.opening import open_recorded
+        from prejit.runtime.recorded.recorded_bundle import open_recorded
 
         os.environ["PREJIT_RUNTIME_CACHE"] = str(self._directory / "cache")
         for directory in (self._directory / "cache" / "recorded" / "v1").glob("[0-9a-f]*"):

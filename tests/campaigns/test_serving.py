@@ -28,8 +28,8 @@ import pytest
 from tests.integration.test_serve import Process
 
 from prejit.runtime import Bundle, load
-from prejit.runtime.engine.engine import Engine
 from prejit.runtime.errors import DeadlineError, QueueFullError
+from prejit.server.engine.engine import Engine
 
 from . import serving
 from .serving import Client, Look, Sample, Tally, Watcher, metric, slope_per_minute
@@ -90,7 +90,7 @@ def test_an_engine_that_threads_use_and_leave_at_random(
         bundle.generate(each, **chosen).token_ids
         for each, chosen in zip(prompts, options, strict=True)
     ]
-    engine = bundle.engine(slots=3, queue=12, prefix_memory=1 << 20)
+    engine = Engine(bundle, slots=3, queue=12, prefix_memory=1 << 20)
     outcomes: Counter[str] = Counter()
     failures: list[str] = []
     until = time.monotonic() + max(2.0, SECONDS / 16)

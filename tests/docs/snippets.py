@@ -18,7 +18,7 @@ import click
 import pytest
 
 from prejit.runtime.cli.commands import commands
-from prejit.runtime.trust.sources import TRUST_VARIABLE
+from prejit.runtime.trust.policy_paths import TRUST_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 

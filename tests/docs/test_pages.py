@@ -107,7 +107,7 @@ def _is_file(name: str) -> bool:
 
 def _resolves(name: str) -> bool:
     """Whether a name leads somewhere from one of the roots."""
-    roots = ("prejit.runtime.", "prejit.compiler.", "prejit.", "")
+    roots = ("prejit.runtime.", "prejit.server.", "prejit.compiler.", "prejit.", "")
     return any(_found(f"{root}{name}") for root in roots)
 
 
@@ -130,7 +130,9 @@ def _found(path: str) -> bool:
 @pytest.mark.parametrize("page", [*NAMING, ROOT / "CONTRIBUTING.md"], ids=_name)
 def test_a_path_exists(page: Path) -> None:
     """A path in capitals, such as NAME.py, stands for a file of the reader's own."""
-    paths = re.findall(r"`((?:compiler|runtime|tests|docs|benchmarks)/[^`\s]*)`", page.read_text())
+    paths = re.findall(
+        r"`((?:compiler|runtime|server|tests|docs|benchmarks)/[^`\s]*)`", page.read_text()
+    )
     real = [path for path in paths if not re.search(r"NAME|PLATFORM|MODULE|vN|<|\*", path)]
     assert [path for path in real if not (ROOT / path).exists()] == []
 
@@ -156,7 +158,9 @@ def test_a_decision_has_a_date_a_figure_and_a_command(record: Path) -> None:
 
 def test_every_variable_of_the_code_is_on_the_page_and_no_other() -> None:
     code = "\n".join(
-        path.read_text() for root in ("runtime", "compiler") for path in (ROOT / root).rglob("*.py")
+        path.read_text()
+        for root in ("runtime", "server", "compiler")
+        for path in (ROOT / root).rglob("*.py")
     )
     page = (DOCS / "reference" / "environment.md").read_text()
     names = {name for name in re.findall(r"PREJIT_[A-Z_]+[A-Z]", code)}

@@ -28,18 +28,7 @@ from prejit.runtime.device.device import Device
 from prejit.runtime.errors import FallbackWarning, RejectError, UsageError
 from prejit.runtime.format.arrays import Mesh, parse_sharding
 from prejit.runtime.format.audit import Audit, audit
-from prejit.runtime.format.checks import oci
-from prejit.runtime.format.checks.config import (
-    check_chunks_layers,
-    check_config,
-    check_packs,
-    check_recorded_layer,
-)
-from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE
-from prejit.runtime.format.opening import OpenTarget, match, read_manifests
-from prejit.runtime.format.root import read_root
-from prejit.runtime.format.schema import (
+from prejit.runtime.format.bundle_schema import (
     Accuracy,
     Chat,
     Chunks,
@@ -57,6 +46,17 @@ from prejit.runtime.format.schema import (
     Segment,
     UserLibrary,
 )
+from prejit.runtime.format.checks import oci
+from prejit.runtime.format.checks.program_table import (
+    check_chunks_layers,
+    check_config,
+    check_packs,
+    check_recorded_layer,
+)
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE
+from prejit.runtime.format.opening import OpenTarget, match, read_manifests
+from prejit.runtime.format.root import read_root
 from prejit.runtime.generation.defaults import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement

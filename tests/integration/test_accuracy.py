@@ -102,7 +102,7 @@ def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> 
     import numpy as np
     from safetensors.numpy import save_file
 
-    from prejit.compiler.models import config_file, registry
+    from prejit.compiler.models import config_file, model_registry
     from prejit.compiler.models.parameters import parameters_of
 
     source = tmp_path / "bert"
@@ -118,7 +118,7 @@ def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> 
     }
     (source / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(0)
-    parameters = parameters_of(registry.make_encoder(config_file.load_encoder(source)))
+    parameters = parameters_of(model_registry.make_encoder(config_file.load_encoder(source)))
     weights = {
         name: np.ascontiguousarray(
             random.standard_normal(parameter.shape, np.float32).T

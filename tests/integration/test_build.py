@@ -118,7 +118,7 @@ def test_a_changed_bundle_is_said_to_have_lost_its_signatures(
     pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
     from tests.signers import signer
 
-    from prejit.compiler.signing.sign import sign
+    from prejit.compiler.signing.bundle_signing import sign
 
     project, command = built_project, arguments(built_project, "out")
     sign(project / "out" / "tiny", signer("a"))

@@ -128,7 +128,7 @@ def test_signing_signs_the_provenance_too(demo: Path, tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
     from tests.signers import signer
 
-    from prejit.compiler.signing.sign import sign
+    from prejit.compiler.signing.bundle_signing import sign
     from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE
     from prejit.runtime.trust.dsse import read_bundle
     from prejit.runtime.trust.statement import PROVENANCE_PREDICATE, read_statement

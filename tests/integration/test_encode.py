@@ -27,6 +27,7 @@ from prejit.runtime import (
     UsageError,
     load,
 )
+from prejit.server.engine.engine import Engine
 
 from .conftest import Run
 
@@ -105,11 +106,11 @@ def module(model: Path) -> Any:
     from flax import nnx
 
     from prejit.compiler.checkpoint.checkpoint import open_encoder
-    from prejit.compiler.models import config_file, registry
+    from prejit.compiler.models import config_file, model_registry
     from prejit.compiler.models.parameters import with_parameters
 
     checkpoint = open_encoder(model)
-    graph, state = nnx.split(registry.make_encoder(config_file.load_encoder(model)))
+    graph, state = nnx.split(model_registry.make_encoder(config_file.load_encoder(model)))
     weights = {name: checkpoint.read(name) for name in checkpoint.names}
 
     @jax.jit
@@ -189,7 +190,7 @@ def test_a_longer_sentence_than_every_shape_is_cut_off_with_one_warning_or_refus
 
 
 def test_callers_of_an_engine_share_runs_and_get_their_own_embeddings(bundle: Bundle) -> None:
-    engine = bundle.engine()
+    engine = Engine(bundle)
     calls = [["a b", "c " * 40], [], "d", ["e f g " * 30] * 70, [[CLS, 7, SEP]]]
     lone = engine.encode(calls[0])
     np.testing.assert_array_equal(lone.embeddings, bundle.encode(calls[0]))
@@ -327,7 +328,7 @@ def test_other_uses_of_an_encoder_name_the_command_that_encodes(bundle: Bundle) 
     uses: list[Callable[[], object]] = [
         lambda: bundle.generate("a"),
         lambda: bundle.call("encode/b1-t16/embed"),
-        lambda: bundle.engine().call("encode/b1-t16/embed"),
+        lambda: Engine(bundle).call("encode/b1-t16/embed"),
     ]
     for use in uses:
         with pytest.raises(UsageError, match=r"no decoder|no program") as caught:

@@ -13,6 +13,7 @@ from tests.parity.cases import cases as decoder_cases
 
 from prejit.runtime import ContextError, UsageError, load
 from prejit.runtime.bundle import Bundle
+from prejit.server.engine.engine import Engine
 
 from .conftest import Run
 
@@ -133,7 +134,7 @@ def test_requests_that_join_and_leave_do_not_change_each_other(translator: Bundl
 
 
 def test_an_engine_reads_the_sources_of_many_callers(translator: Bundle) -> None:
-    engine = translator.engine()
+    engine = Engine(translator)
     given = requests(T5) * 3
     futures = [
         engine.submit(prompt, source=source, max_new_tokens=5 + place)

@@ -17,7 +17,7 @@ import pytest
 from prejit.compiler.compile.jobs import CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets import environments, installing
 from prejit.compiler.targets.environments import EnvironmentSpec

@@ -136,7 +136,7 @@ print(json.dumps({"target": bundle.target, "token_ids": token_ids, "sources": so
 
 def generate(python: list[str], path: Path, *fingerprint: Path) -> dict[str, Any]:
     """Generates in a fresh process of another environment, which lacks what the command line needs."""
-    sources = os.pathsep.join(str(ROOT / side) for side in ("compiler", "runtime"))
+    sources = os.pathsep.join(str(ROOT / side) for side in ("compiler", "runtime", "server"))
     done = subprocess.run(
         [*python, "-c", GENERATE, str(path), *map(str, fingerprint)],
         env={**os.environ, "PYTHONPATH": sources},

@@ -13,8 +13,8 @@ import pytest
 
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.grammar.grammars import Grammars
-from prejit.runtime.grammar.tools import ToolForm
+from prejit.server.grammar.grammars import Grammars
+from prejit.server.grammar.tools import ToolForm
 
 STRING = {"type": "string", "maxLength": 6}
 INTEGER = {"type": "integer", "minimum": -9, "maximum": 99}
@@ -66,7 +66,7 @@ def bundle(lettered_dir: Path) -> Bundle:
 
 @pytest.fixture(scope="module")
 def grammars(bundle: Bundle) -> Grammars:
-    return bundle.grammars
+    return Grammars(bundle)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

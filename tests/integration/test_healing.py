@@ -25,7 +25,7 @@ from prejit.compiler.pipeline.plan import (
 from prejit.compiler.pipeline.reuse import known_native
 from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 
 
 class Told(Progress):

@@ -18,15 +18,15 @@ from tests.format import second_reader
 from prejit.compiler import BuildError, Library, Manifest, ManifestError, Program, build
 from prejit.compiler.native.compilers import find_compilers
 from prejit.compiler.pipeline.plan import plan_build
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime import FallbackWarning, MismatchError, load
 from prejit.runtime.__main__ import main
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device import kernels
 from prejit.runtime.errors import KernelError, RejectError
-from prejit.runtime.format.checks.config import check_config, check_library_layers
 from prejit.runtime.format.checks.layers import check_library
 from prejit.runtime.format.checks.oci import check_manifest
+from prejit.runtime.format.checks.program_table import check_config, check_library_layers
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.root import read_root

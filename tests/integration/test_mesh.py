@@ -69,7 +69,7 @@ for path in sys.argv[3:]:
     assert copied.token_ids == results[0].token_ids and copied.stats.reused_tokens
     device = bundle.decoder.device
     try:
-        engine = bundle.engine()
+        engine = Engine(bundle)
     except UsageError as error:
         assert "mesh of one process" in str(error)
         engine = None
@@ -118,18 +118,18 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
     """A checkpoint with random weights, the same for the same config."""
     from flax import nnx
 
-    from prejit.compiler.models import config_file, registry
+    from prejit.compiler.models import config_file, model_registry
     from prejit.compiler.models.parameters import flat_parameters, parameters_of
 
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     loaded = config_file.load_config(directory)
-    in_out = registry.decoder_naming(loaded).in_out
+    in_out = model_registry.decoder_naming(loaded).in_out
     random = np.random.default_rng(0)
     tensors = {}
-    for name, leaf in flat_parameters(nnx.state(registry.make_decoder(loaded))).items():
+    for name, leaf in flat_parameters(nnx.state(model_registry.make_decoder(loaded))).items():
         values = random.standard_normal(leaf.shape, dtype=np.float32) * np.float32(scale)
-        if parameters_of(registry.make_decoder(loaded))[name].in_out != name.endswith(
+        if parameters_of(model_registry.make_decoder(loaded))[name].in_out != name.endswith(
             in_out or ("none",)
         ):
             values = np.ascontiguousarray(values.T)  # as it is published

@@ -20,8 +20,9 @@ from tests.integration.test_serve import Process
 
 from prejit.runtime import load
 from prejit.runtime.errors import QueueFullError
-from prejit.runtime.server.collector import Exposition
-from prejit.runtime.server.served import Models, Served
+from prejit.server.engine.engine import Engine
+from prejit.server.served.served import Models, Served
+from prejit.server.telemetry.metrics_collector import Exposition
 
 PROMPTS = ([number % 48 for number in range(40)], [7, 8], [1, 2, 3, 4, 9, 10])
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -45,7 +46,7 @@ def values(page: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 def test_metrics_are_the_sums_of_what_callers_got(decoder_dir: Path) -> None:
     bundle = load(decoder_dir, on_mismatch="error")
-    engine = bundle.engine(slots=3, queue=8)
+    engine = Engine(bundle, slots=3, queue=8)
     try:
         options: dict[str, Any] = {"max_new_tokens": 6, "stop_token_ids": ()}
         results = [future.result() for future in [engine.submit(p, **options) for p in PROMPTS]]
@@ -98,7 +99,7 @@ def test_metrics_are_the_sums_of_what_callers_got(decoder_dir: Path) -> None:
 
 def test_requests_without_a_result_are_counted_by_why(decoder_dir: Path) -> None:
     bundle = load(decoder_dir, on_mismatch="error")
-    engine = bundle.engine(slots=1, queue=1)
+    engine = Engine(bundle, slots=1, queue=1)
     try:
         options: dict[str, Any] = {"max_new_tokens": 30, "stop_token_ids": ()}
         streams = [engine.stream(PROMPTS[0], **options)]

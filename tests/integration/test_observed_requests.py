@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.monitoring import all_queries
-from tests.unit.runtime.server.running import Running, running, wait_for
 from tests.unit.runtime.test_fallback import v2_machine
+from tests.unit.server.running import Running, running, wait_for
 
 from prejit.compiler import Program, build
 from prejit.runtime import FallbackWarning, load
-from prejit.runtime.server.served import Models, Served
-from prejit.runtime.server.settings import Settings
+from prejit.server.engine.engine import Engine
+from prejit.server.gate.server_settings import Settings
+from prejit.server.served.served import Models, Served
 
 ABSENT = {
     # Such a server has no cache and no slots; the others are those of accelerators and of fallbacks.
@@ -82,7 +83,7 @@ class Watched:
 
 def watched(name: str, path: Path) -> Iterator[Watched]:
     bundle = load(path, on_mismatch="error")
-    models = Models(Served(name, bundle, bundle.engine(), 1))
+    models = Models(Served(name, bundle, Engine(bundle), 1))
     with running(models, Settings()) as server:
         found = Watched(server)
         yield found
@@ -219,7 +220,7 @@ def test_an_embedding_that_is_no_number_is_seen(
 def test_a_call_that_waits_for_a_compiler_is_seen(functions_dir: Path, together: bool) -> None:
     with pytest.warns(FallbackWarning):
         bundle = load(functions_dir, fingerprint=v2_machine())
-    engine = bundle.engine()
+    engine = Engine(bundle)
     x = np.ones((3, 8), np.float32)
     for _ in range(2):
         if together:

@@ -22,19 +22,19 @@ import schemathesis
 from hypothesis import strategies as st
 from schemathesis import checks as schemathesis_checks
 from tests.extent import examples
-from tests.unit.runtime.server.running import Running, running, wait_for
+from tests.unit.server.running import Running, running, wait_for
 
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.engine.engine import Engine
-from prejit.runtime.server.openai.chat import ChatRequest
-from prejit.runtime.server.openai.completions import CompletionRequest
-from prejit.runtime.server.openai.embeddings import EmbeddingRequest
-from prejit.runtime.server.openai.responses_schema import ResponseRequest
-from prejit.runtime.server.openai.similarity import RerankRequest, ScoreRequest
-from prejit.runtime.server.openai.tokens import DetokenizeRequest, TokenizeRequest
-from prejit.runtime.server.served import Models, Served
-from prejit.runtime.server.settings import Settings
+from prejit.server.engine.engine import Engine
+from prejit.server.gate.server_settings import Settings
+from prejit.server.openai.chat_completions import ChatRequest
+from prejit.server.openai.completions import CompletionRequest
+from prejit.server.openai.embeddings import EmbeddingRequest
+from prejit.server.openai.responses_schema import ResponseRequest
+from prejit.server.openai.similarity import RerankRequest, ScoreRequest
+from prejit.server.openai.tokens import DetokenizeRequest, TokenizeRequest
+from prejit.server.served.served import Models, Served
 
 from .conftest import Run, write_manifest
 
@@ -128,7 +128,7 @@ def encoder_bundle(encoder_dir: Path) -> Bundle:
 @pytest.fixture(scope="module")
 def engine(stories_bundle: Bundle) -> Engine:
     """The engine of the decoder."""
-    return stories_bundle.engine(slots=4, queue=64)
+    return Engine(stories_bundle, slots=4, queue=64)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def server(engine: Engine, stories_bundle: Bundle, encoder_bundle: Bundle) -> It
     }
     models = Models(
         Served("stories", stories_bundle, engine, 1_700_000_000),
-        Served("tiny", encoder_bundle, encoder_bundle.engine(), 1_700_000_001),
+        Served("tiny", encoder_bundle, Engine(encoder_bundle), 1_700_000_001),
         *(Served(name, stories_bundle, each, 1) for name, each in scripted.items()),
     )
     try:
@@ -868,7 +868,7 @@ def fill(engine: Engine, count: int) -> list[Any]:
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
 def test_the_head_of_a_stream_does_not_wait_in_the_queue(stories_bundle: Bundle, path: str) -> None:
-    engine = stories_bundle.engine(slots=1, queue=64)
+    engine = Engine(stories_bundle, slots=1, queue=64)
     models = Models(Served("busy", stories_bundle, engine, 1))
     prompt = {
         "completions": {"prompt": ONCE},
@@ -889,7 +889,7 @@ def test_the_head_of_a_stream_does_not_wait_in_the_queue(stories_bundle: Bundle,
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_more_texts_than_the_queue_takes_are_400(stories_bundle: Bundle, stream: bool) -> None:
-    models = Models(Served("busy", stories_bundle, stories_bundle.engine(slots=1, queue=5), 1))
+    models = Models(Served("busy", stories_bundle, Engine(stories_bundle, slots=1, queue=5), 1))
     with running(models, Settings()) as server:
         url = f"{server.url}/v1/completions"
         asked = {"prompt": [ONCE, ONCE], "max_tokens": 1, "stream": stream}
@@ -903,7 +903,7 @@ def test_more_texts_than_the_queue_takes_are_400(stories_bundle: Bundle, stream:
 def test_a_full_queue_is_a_429_that_says_when_to_come_again(
     stories_bundle: Bundle, stream: bool
 ) -> None:
-    engine = stories_bundle.engine(slots=1, queue=64)
+    engine = Engine(stories_bundle, slots=1, queue=64)
     models = Models(Served("busy", stories_bundle, engine, 1))
     waiting = fill(engine, 50)
     with (
@@ -924,7 +924,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_again(
 def test_a_request_that_takes_too_long_is_a_504_or_an_event(
     stories_bundle: Bundle, path: str
 ) -> None:
-    models = Models(Served("slow", stories_bundle, stories_bundle.engine(slots=1), 1))
+    models = Models(Served("slow", stories_bundle, Engine(stories_bundle, slots=1), 1))
     options: Any = {"model": "slow", "extra_body": {"ignore_eos": True}}
     with (
         running(models, Settings(timeout_seconds=0.005)) as server,

@@ -15,12 +15,14 @@ import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
-from tests.unit.runtime.server.running import Running, running
+from tests.unit.server.running import Running, running
 
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.server.served import Models, Served
-from prejit.runtime.server.settings import Settings
+from prejit.server.engine.engine import Engine
+from prejit.server.gate.server_settings import Settings
+from prejit.server.grammar.grammars import Grammars
+from prejit.server.served.served import Models, Served
 
 from .conftest import Run, write_manifest
 from .test_openai_api import ADD, ONCE, TEMPLATE, USER
@@ -49,10 +51,8 @@ def bundle(run: Run, stories: tuple[Path, Any], tmp_path_factory: pytest.TempPat
 @pytest.fixture(scope="module")
 def models(bundle: Bundle, encoder_dir: Path) -> Iterator[Models]:
     encoder = load(encoder_dir)
-    engine = bundle.engine(slots=4, queue=64)
-    made = Models(
-        Served("stories", bundle, engine, 1), Served("tiny", encoder, encoder.engine(), 1)
-    )
+    engine = Engine(bundle, slots=4, queue=64)
+    made = Models(Served("stories", bundle, engine, 1), Served("tiny", encoder, Engine(encoder), 1))
     yield made
     made.close()
 
@@ -376,7 +376,7 @@ def test_limits_that_leave_nothing_are_a_400(limits: dict[str, Any], post: Post)
 
 
 def test_a_text_of_a_grammar_ends_without_an_allowed_stop_token(post: Post, bundle: Bundle) -> None:
-    yes = bundle.grammars.regex("[0-9]{3}")([])
+    yes = Grammars(bundle).regex("[0-9]{3}")([])
     ids = np.flatnonzero(yes).tolist()
     body = {**TEXT, "max_tokens": 9, "structured_outputs": {"regex": "[0-9]{3}"}}
     found = post("/v1/completions", {**body, "allowed_token_ids": ids}).json()["choices"][0]

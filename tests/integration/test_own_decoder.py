@@ -22,9 +22,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import prejit.compiler
 from prejit.compiler import Generate, Manifest, Model
-from prejit.compiler.lowering.user.models import OwnModel, find_model
 from prejit.compiler.lowering.user.modules import UserModules
-from prejit.compiler.models.layers.forms import Forms, using
+from prejit.compiler.lowering.user.own_decoder import OwnModel, find_model
+from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.native.products import Product
 from prejit.runtime import load
 from prejit.runtime.errors import PrejitError

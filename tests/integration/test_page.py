@@ -12,16 +12,17 @@ import httpx
 import numpy as np
 import pytest
 from tests.recipes import Recipe
-from tests.unit.runtime.server.running import running
+from tests.unit.server.running import running
 from tests.webdriver import Browser, missing
 
 from prejit.compiler import Program, build
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.generation.batch import Batch
-from prejit.runtime.server.keys import read_keys
-from prejit.runtime.server.served import Models, Served
-from prejit.runtime.server.settings import Settings
+from prejit.server.engine.engine import Engine
+from prejit.server.gate.api_keys import read_keys
+from prejit.server.gate.server_settings import Settings
+from prejit.server.served.served import Models, Served
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -55,7 +56,7 @@ def bundles(
 
 @pytest.fixture(scope="module")
 def models(bundles: dict[str, Bundle]) -> Iterator[Models]:
-    served = Models(*(Served(name, one, one.engine(), 1) for name, one in bundles.items()))
+    served = Models(*(Served(name, one, Engine(one), 1) for name, one in bundles.items()))
     yield served
     served.close()
 

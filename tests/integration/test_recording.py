@@ -278,7 +278,7 @@ def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(
     pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
     from tests.signers import signer
 
-    from prejit.compiler.signing.sign import sign
+    from prejit.compiler.signing.bundle_signing import sign
 
     parts, statement = attached_to(bundle)
     names = {each.get("purl", "").partition("@")[0] for each in parts["components"]}

@@ -19,7 +19,7 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 from tests.layouts import blob
 from tests.signers import signer
 
-from prejit.compiler.signing.sign import Signed, sign
+from prejit.compiler.signing.bundle_signing import Signed, sign
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.referrers import referrers

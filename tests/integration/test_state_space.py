@@ -24,9 +24,9 @@ import pytest
 
 import prejit.compiler
 from prejit.compiler import Generate, Manifest, Model
-from prejit.compiler.lowering.sampling import SamplingInputs, sample
-from prejit.compiler.lowering.user.models import find_model
+from prejit.compiler.lowering.sampling_programs import SamplingInputs, sample
 from prejit.compiler.lowering.user.modules import UserModules
+from prejit.compiler.lowering.user.own_decoder import find_model
 from prejit.runtime import Bundle, FallbackWarning, Fingerprint, Sampling, load
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.generation import decode
@@ -34,6 +34,7 @@ from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.rows import Token
 from prejit.runtime.generation.sampling import arrays, bias_row, history_row
+from prejit.server.engine.engine import Engine
 
 from .conftest import ROOT, Run
 
@@ -255,7 +256,7 @@ def test_drafts_change_no_token(subject: Subject, temperature: float) -> None:
 
 def test_an_engine_for_many_callers(subject: Subject) -> None:
     """Prompts are computed in chunks beside others, and slots move between batches."""
-    engine = subject.bundle.engine(prefill_tokens=4)
+    engine = Engine(subject.bundle, prefill_tokens=4)
     prompts = [text[: 3 + 4 * place] for place, text in enumerate(TEXTS[:5])]
     futures = [engine.submit(prompt, max_new_tokens=9) for prompt in prompts]
     for prompt, future in zip(prompts, futures, strict=True):

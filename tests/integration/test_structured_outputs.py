@@ -15,12 +15,13 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from tests.unit.runtime.server.running import Running, running, wait_for
+from tests.unit.server.running import Running, running, wait_for
 
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.server.served import Models, Served
-from prejit.runtime.server.settings import Settings
+from prejit.server.engine.engine import Engine
+from prejit.server.gate.server_settings import Settings
+from prejit.server.served.served import Models, Served
 
 USER: list[Any] = [{"role": "user", "content": "ab"}]
 CAR: dict[str, Any] = {
@@ -75,7 +76,7 @@ def bundle(lettered_dir: Path) -> Bundle:
 
 @pytest.fixture(scope="module")
 def server(bundle: Bundle) -> Iterator[Running]:
-    models = Models(Served("model", bundle, bundle.engine(slots=2, queue=200), 1))
+    models = Models(Served("model", bundle, Engine(bundle, slots=2, queue=200), 1))
     try:
         with running(models, Settings()) as found:
             yield found
@@ -304,16 +305,16 @@ def test_masks_that_take_long_end_their_own_request_only(
 def test_a_schema_is_written_once_for_all_choices(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prejit.runtime.grammar import sources
+    from prejit.server.grammar import grammar_sources
 
     written: list[object] = []
-    write = sources._schema_text
+    write = grammar_sources._schema_text
 
     def count(schema: Any, lenient: bool) -> str:
         written.append(schema)
         return write(schema, lenient)
 
-    monkeypatch.setattr(sources, "_schema_text", count)
+    monkeypatch.setattr(grammar_sources, "_schema_text", count)
     found = client.completions.create(
         model="model", prompt="ab", n=32, max_tokens=50, extra_body={"guided_json": CAR}
     )

@@ -23,7 +23,7 @@ from oras.provider import Registry
 from tests.ports import free_port
 from tests.signers import key_table, signer, write_policy
 
-from prejit.compiler.signing.sign import sign
+from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import UntrustedError, load
 from prejit.runtime.format.referrers import ATTACHED
 from prejit.runtime.trust.enforcing import verify_policies

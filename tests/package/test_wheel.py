@@ -1,9 +1,11 @@
-"""The base install: the wheel in a fresh environment, without the build side's packages."""
+"""The three wheels, and the runtime's alone in a fresh environment."""
 
 from __future__ import annotations
 
 import email
+import email.message
 import json
+import re
 import subprocess
 import sys
 import venv
@@ -28,64 +30,76 @@ def run(*command: object, status: int = 0, **options: Any) -> subprocess.Complet
     return done
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the source distribution, which is thereby known to be enough."""
-    out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--outdir", out, ROOT)
-    [path] = out.glob("*.whl")
-    return path
+HOUSES = ("runtime", "server", "compiler")
 
 
 @pytest.fixture(scope="module")
-def server(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`bin` of an environment that has the wheel and what it asks for, and the jax of this one."""
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheel of each house, built from its source distribution, which is thereby known to be enough."""
+    found = {}
+    for house in HOUSES:
+        out = tmp_path_factory.mktemp(house)
+        run(sys.executable, "-m", "build", "--outdir", out, ROOT / house)
+        [found[house]] = out.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`bin` of an environment that has the runtime's wheel and what it asks for, and the jax of this one."""
     path = tmp_path_factory.mktemp("server")
     venv.create(path, with_pip=True)
     constraints = path / "constraints.txt"
     constraints.write_text("".join(f"{name}=={version(name)}\n" for name in ("jax", "jaxlib")))
     pip = (path / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "-q")
-    run(*pip, "--constraint", constraints, wheel)
+    run(*pip, "--constraint", constraints, wheels["runtime"])
     return path / "bin"
 
 
-def test_the_wheel_holds_both_sides_and_nothing_else(wheel: Path) -> None:
+def files_of(wheel: Path) -> tuple[list[str], email.message.Message]:
+    """Return the files of a wheel that are installed, and its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         [metadata] = [name for name in names if name.endswith(".dist-info/METADATA")]
         said = email.message_from_bytes(archive.read(metadata))
-        [points] = [name for name in names if name.endswith("entry_points.txt")]
-        assert b"prejit = prejit.runtime.__main__:main" in archive.read(points)
-    inside = [name for name in names if ".dist-info/" not in name]
-    assert {"/".join(name.split("/")[:2]) for name in inside} == {
-        *("prejit/compiler", "prejit/runtime"),
-    }
-    assert "prejit/runtime/loader.py" in inside
-    assert "prejit/compiler/pipeline/plan.py" in inside
-    native = {"prejit/compiler/native/kernels/linear.cc", "prejit/compiler/native/forms.json"}
-    catalogue = {f"prejit/runtime/machine/catalogue/{name}.toml" for name in ("cpu", "cuda", "tpu")}
-    assert native | catalogue <= set(inside)
-    assert "prejit/runtime/device/library_pages.txt" in inside
-    templates = ROOT / "runtime" / "prejit" / "runtime" / "observe" / "templates"
-    watching = {path.relative_to(ROOT / "runtime") for path in templates.rglob("*.*")}
-    assert {path.suffix for path in watching} == {".json", ".md", ".yml"}
-    assert set(map(str, watching)) <= set(inside)
-    assert "prejit/runtime/py.typed" in inside, "it says `Typing :: Typed`"
-    assert "prejit/__init__.py" not in inside, "prejit is a namespace of two roots"
-    assert not [name for name in names if "test" in name or "__pycache__" in name]
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    required = said.get_all("Requires-Dist") or []
-    base = {text.split(">")[0].split("<")[0] for text in required if "extra" not in text}
-    assert base == {
-        "jax",
-        "jaxlib",
-        "numpy",
-        "blake3",
-        "zstandard",
-        "tokenizers",
-        "jinja2",
-        "click",
+    return [name for name in names if ".dist-info/" not in name], said
+
+
+def required(said: email.message.Message) -> dict[str, str]:
+    """Return what a wheel always needs, and its versions."""
+    lines = [text for text in said.get_all("Requires-Dist") or [] if "extra ==" not in text]
+    return {
+        name: rest for name, rest in (re.match(r"([\w-]+)(.*)", line).groups() for line in lines)
     }
+
+
+@pytest.mark.parametrize("house", HOUSES)
+def test_a_wheel_holds_its_house_and_nothing_else(house: str, wheels: dict[str, Path]) -> None:
+    inside, _ = files_of(wheels[house])
+    assert {"/".join(name.split("/")[:2]) for name in inside} == {f"prejit/{house}"}
+    assert "prejit/__init__.py" not in inside, "prejit is a namespace of three roots"
+    assert f"prejit/{house}/py.typed" in inside, "it says `Typing :: Typed`"
+    assert not [name for name in inside if "test" in name or "__pycache__" in name]
+    tracked = run("git", "ls-files", f"{house}/prejit", cwd=ROOT).stdout.split()
+    assert sorted(inside) == sorted(each.removeprefix(f"{house}/") for each in tracked)
+
+
+def test_the_extras_bring_the_other_wheels_of_the_same_version(wheels: dict[str, Path]) -> None:
+    said = {house: files_of(wheel)[1] for house, wheel in wheels.items()}
+    assert {each["Version"] for each in said.values()} == {version("prejit")}
+    extras = [text for text in said["runtime"].get_all("Requires-Dist") or [] if "extra ==" in text]
+    for house in ("server", "compiler"):
+        assert f"prejit-{house}=={version('prejit')}; extra == '{house}'" in extras
+        assert said[house]["Name"] == f"prejit-{house}"
+        assert required(said[house])["prejit"] == f"=={version('prejit')}"
+    assert required(said["runtime"]).keys() == {
+        *("jax", "jaxlib", "numpy", "blake3", "zstandard", "tokenizers", "jinja2", "click"),
+    }
+
+
+def test_the_runtime_is_small(wheels: dict[str, Path]) -> None:
+    assert wheels["runtime"].stat().st_size < 400_000
 
 
 def test_a_bundle_runs_where_only_the_server_side_is_installed(
@@ -127,10 +141,14 @@ def test_the_commands_work_there(server: Path, settled_dir: Path) -> None:
         run(*command, "explain", settled_dir)
 
 
-@pytest.mark.parametrize("command", ["build", "plan"])
-def test_the_build_side_says_how_to_get_it(command: str, server: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "house"), [("build", "compiler"), ("plan", "compiler"), ("serve", "server")]
+)
+def test_what_is_not_installed_says_how_to_get_it(
+    command: str, house: str, server: Path, tmp_path: Path
+) -> None:
     (tmp_path / "x.toml").write_text('[bundle]\nname = "x"\n')
     done = run(server / "prejit", command, "x.toml", status=2, cwd=tmp_path)
     assert done.stdout == ""
-    assert done.stderr.startswith(f"error[usage]: `prejit {command}` needs the build side")
-    assert done.stderr.rstrip().endswith("hint: pip install 'prejit[compiler]'")
+    assert done.stderr.startswith(f"error[usage]: `prejit {command}` needs prejit's {house}")
+    assert done.stderr.rstrip().endswith(f"hint: pip install 'prejit[{house}]'")

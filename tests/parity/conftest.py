@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prejit.compiler.models.layers.forms import Forms
+from prejit.compiler.models.layers.product_forms import Forms
 
 
 @pytest.fixture(params=["portable", "kernels"])

@@ -12,8 +12,8 @@ from flax import nnx
 from tests.extent import every_second
 
 from prejit.compiler.checkpoint.checkpoint import open_encoder
-from prejit.compiler.models import config_file, registry
-from prejit.compiler.models.layers.forms import Forms, using
+from prejit.compiler.models import config_file, model_registry
+from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.parameters import with_parameters
 
 from .encoder_cases import COUNT, REFERENCE, TOKENS, Case, cases
@@ -37,7 +37,7 @@ def ours(case: Case, directory: Path, padding: int = 0, forms: Forms | None = No
     out_in = forms is not None
     checkpoint = open_encoder(directory, out_in=out_in)
     source = config_file.load_encoder(directory)
-    graph, state = nnx.split(registry.make_encoder(source, out_in=out_in))
+    graph, state = nnx.split(model_registry.make_encoder(source, out_in=out_in))
     weights = {name: checkpoint.read(name) for name in checkpoint.names}
     tokens = np.pad(case.tokens, ((0, 1), (0, padding)), constant_values=5)
     length = np.append(case.lengths, np.int32(0))

@@ -17,8 +17,8 @@ from flax import nnx
 from tests.extent import sampled
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-from prejit.compiler.models import config_file, registry
-from prejit.compiler.models.layers.forms import Forms, using
+from prejit.compiler.models import config_file, model_registry
+from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.parameters import with_parameters
 
 from .cases import PROMPT, REFERENCE, STEPS, Case, cases
@@ -39,7 +39,9 @@ class Model:
         out_in = forms is not None
         checkpoint = open_checkpoint(directory, out_in=out_in)
         config = config_file.load_config(directory)
-        self.graph, self.state = nnx.split(registry.make_decoder(config, context, out_in=out_in))
+        self.graph, self.state = nnx.split(
+            model_registry.make_decoder(config, context, out_in=out_in)
+        )
         self.forms = forms
         self.weights = {name: checkpoint.read(name) for name in checkpoint.names}
         self.context = context
@@ -152,7 +154,7 @@ def test_longrope_equals_torch_up_to_its_context_where_programs_end_there_and_af
 def test_every_case_is_recorded_and_they_differ(reference: dict[str, Logits]) -> None:
     assert list(reference) == [case.name for case in cases()]
     families = Counter(name.split("-")[0] for name in reference)
-    known = {family.removesuffix("_text") for family in registry.DECODERS}
+    known = {family.removesuffix("_text") for family in model_registry.DECODERS}
     assert families.keys() == known - ENCODER_DECODERS
     assert min(families.values()) >= 10
     for name, logits in reference.items():

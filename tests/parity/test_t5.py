@@ -13,9 +13,9 @@ from flax import nnx
 from tests.extent import every_second
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-from prejit.compiler.models import config_file, registry
+from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.families import t5
-from prejit.compiler.models.layers.forms import Forms, using
+from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.parameters import with_parameters
 
 from .record import TIE, nearest_tokens
@@ -42,7 +42,7 @@ def ours(case: Case, directory: Path, greedy: np.ndarray[Any, Any], forms: Forms
     out_in = forms is not None
     checkpoint = open_checkpoint(directory, out_in=out_in)
     config = config_file.load_config(directory)
-    graph, state = nnx.split(registry.make_decoder(config, out_in=out_in))
+    graph, state = nnx.split(model_registry.make_decoder(config, out_in=out_in))
     weights = {name: checkpoint.read(name) for name in checkpoint.names}
 
     @jax.jit  # one program of all, which compiles sooner than three

@@ -14,8 +14,8 @@ from flax import nnx
 from tests.extent import every_second
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-from prejit.compiler.models import config_file, registry
-from prejit.compiler.models.layers.forms import Forms, using
+from prejit.compiler.models import config_file, model_registry
+from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.parameters import with_parameters
 
 from .record import TIE, nearest_tokens
@@ -46,7 +46,7 @@ def compiled(
     out_in = forms is not None
     checkpoint = open_checkpoint(directory, out_in=out_in)
     config = config_file.load_config(directory)
-    graph, state = nnx.split(registry.make_decoder(config, CONTEXT, out_in=out_in))
+    graph, state = nnx.split(model_registry.make_decoder(config, CONTEXT, out_in=out_in))
     weights = {name: checkpoint.read(name) for name in checkpoint.names}
     padded = np.pad(case.prompts, ((0, 0), (0, 3)), constant_values=5)
     ones = np.ones(ROWS, np.int32)

@@ -25,14 +25,15 @@ FOR_TYPES = "if TYPE_CHECKING:\n    {}\n"
 AT_THE_TOP = "{}\n"
 BREAKS = [
     ("prejit.runtime.text.stop", IN_A_FUNCTION, "prejit.compiler.store.key"),
+    ("prejit.server.served.say", FOR_TYPES, "prejit.server.http.app"),
     ("prejit.runtime.format.layout", IN_A_FUNCTION, "prejit.runtime.loader"),
-    ("prejit.runtime.store.receipts", FOR_TYPES, "prejit.runtime.format.schema"),
+    ("prejit.runtime.store.receipts", FOR_TYPES, "prejit.runtime.format.bundle_schema"),
     ("prejit.compiler.targets.toolchain", IN_A_FUNCTION, "prejit.compiler.lowering.export"),
     ("prejit.runtime.generation.sampling", FOR_TYPES, "prejit.runtime.generation.batch"),
     ("prejit.runtime.programs.pytree", IN_A_FUNCTION, "flax"),
     ("prejit.runtime.bundle", FOR_TYPES, "click"),
     ("prejit.runtime.trust.policy", IN_A_FUNCTION, "jax"),
-    ("prejit.runtime.text.chat", FOR_TYPES, "numpy"),
+    ("prejit.runtime.text.chat_template", FOR_TYPES, "numpy"),
     ("prejit.runtime.programs.pytree", AT_THE_TOP, "jaxlib"),
     ("prejit.compiler.compile.pool", IN_A_FUNCTION, "prejit.compiler.compile.worker.xla"),
     ("prejit.compiler.compile.worker.xla", AT_THE_TOP, "click"),
@@ -43,7 +44,7 @@ BREAKS = [
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("roots")
-    for root in ("runtime", "compiler"):
+    for root in ("runtime", "server", "compiler"):
         ignored = shutil.ignore_patterns("__pycache__", "kernels")
         shutil.copytree(REPOSITORY / root, directory / root, ignore=ignored)
     shutil.copy(REPOSITORY / "pyproject.toml", directory)
@@ -52,7 +53,10 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def lint(directory: Path) -> str:
     """Return what import-linter prints about a checkout."""
-    paths = [str(directory / "runtime"), str(directory / "compiler"), *filter(None, sys.path)]
+    paths = [
+        *(str(directory / root) for root in ("runtime", "server", "compiler")),
+        *filter(None, sys.path),
+    ]
     call = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(cache_dir=None))"
     done = subprocess.run(
         [sys.executable, "-c", call],
@@ -87,7 +91,7 @@ def test_every_forbidden_import_is_found_and_every_rule_can_be_broken(copy: Path
 
 def test_the_drawing_shows_the_layers_of_the_rules() -> None:
     page = (REPOSITORY / "docs" / "architecture" / "index.md").read_text(encoding="utf-8")
-    for root in ("runtime", "compiler"):
+    for root in ("runtime", "server", "compiler"):
         drawn = page.partition(f"+- {root}/prejit/{root} -")[2].partition("\n+-")[0]
         rooms = [row.strip().split(", ") for row in re.findall(r"^\|(.*)\|$", drawn, re.MULTILINE)]
         [layers] = [

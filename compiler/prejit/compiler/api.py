@@ -15,22 +15,22 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
 from prejit.compiler.pipeline.built import Built, Failed
-from prejit.compiler.pipeline.checks import check_planned
+from prejit.compiler.pipeline.early_checks import check_planned
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.reuse import PlannedExecutable, planned_executables
 from prejit.compiler.pipeline.run import build_all as run_all
 from prejit.compiler.pipeline.shards import Shard
 from prejit.compiler.progress import Progress, Quiet, open_progress
-from prejit.compiler.reporting.files import report_build
+from prejit.compiler.reporting.report_files import report_build
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.patient import Patient
-from prejit.compiler.sharing.settings import read_stores
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.sharing.sharing_settings import read_stores
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.interface import Store
 from prejit.runtime.device._jaxlib import Dispatch
 from prejit.runtime.errors import ManifestError, StoreError, UsageError
-from prejit.runtime.jitted.calls import Chosen, Parameters
+from prejit.runtime.jitted.jit_call import Chosen, Parameters
 
 AnyManifest = Manifest | str | os.PathLike[str]
 """A manifest, or the path of its TOML file."""
@@ -297,7 +297,7 @@ def _open_executor(
             timeout_seconds=timeout_seconds,
             in_order=shard is not None,
         )
-    from prejit.compiler.cluster.executor import ClusterExecutor
+    from prejit.compiler.cluster.cluster_executor import ClusterExecutor
 
     try:
         return ClusterExecutor(

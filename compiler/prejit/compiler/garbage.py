@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from prejit.compiler.store.directory import ZIG, DirectoryStore, default_root
-from prejit.compiler.store.files import remove_abandoned
+from prejit.compiler.store.cached_files import remove_abandoned
+from prejit.compiler.store.directory_store import ZIG, DirectoryStore, default_root
 from prejit.compiler.targets import environments
 from prejit.runtime.errors import StoreError
 

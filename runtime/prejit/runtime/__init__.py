@@ -1,4 +1,4 @@
-"""The server side of prejit: load a bundle and run it.
+"""Load a bundle and run it.
 
     from prejit.runtime import load
 
@@ -11,8 +11,7 @@ How to read the code, from the outside in: `loader.load` opens, checks and verif
 `bundle.Bundle`; its methods lead to `generation`, `encoding` and `programs`. Imports run one way:
 
     jitted                                   `jit`: jax.jit that takes executables from a bundle
-    bundle, loader, session, fallback        the public face
-    engine                                   one batch for all callers; shared runs
+    bundle, loader, fallback                 the public face
     start                                    where the time of a start went
     generation, encoding                     tokens from a decoder; vectors from an encoder
     text                                     tokenizer, chat templates, stop strings; no JAX
@@ -23,8 +22,7 @@ How to read the code, from the outside in: `loader.load` opens, checks and verif
     machine, store                           what this machine is; what it keeps between starts
     base, errors, verdict                    what every room needs
 
-`server` puts HTTP before an engine; `observe` writes dashboards and alerts for it. `fleet`, `bench`, `pages`
-and `cli` are tools on top of these.
+`cli` is on top of these. prejit.server serves bundles to many callers, prejit.compiler makes them.
 """
 
 from time import perf_counter
@@ -38,9 +36,6 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
     from prejit.runtime.encoding.encoder import Encoded, EncodeStats
-    from prejit.runtime.engine.engine import Engine
-    from prejit.runtime.engine.metrics import EngineMetrics
-    from prejit.runtime.engine.stream import Stream
     from prejit.runtime.errors import (
         AnswerError,
         ClosedError,
@@ -68,19 +63,16 @@ if TYPE_CHECKING:
     from prejit.runtime.generation.options import Options, Request, Sampling
     from prejit.runtime.generation.rows import Token, Usage
     from prejit.runtime.generation.sampling import Logprob
+    from prejit.runtime.generation.session import Session
     from prejit.runtime.jitted.decorator import JitStats, jit
     from prejit.runtime.loader import load
     from prejit.runtime.machine.fingerprint import Fingerprint
     from prejit.runtime.programs.canary import CheckedAnswer
-    from prejit.runtime.session import Session
-    from prejit.runtime.start.report import StartReport
+    from prejit.runtime.start.start_report import StartReport
     from prejit.runtime.verdict import Axis
 
 _HOMES = {
     "bundle": ("Bundle",),
-    "engine.engine": ("Engine",),
-    "engine.metrics": ("EngineMetrics",),
-    "engine.stream": ("Stream",),
     "encoding.encoder": ("EncodeStats", "Encoded"),
     "errors": (
         *("AnswerError", "ClosedError", "ContextError", "DeadlineError", "ExecutableError"),
@@ -101,8 +93,8 @@ _HOMES = {
     "loader": ("load",),
     "machine.fingerprint": ("Fingerprint",),
     "programs.canary": ("CheckedAnswer",),
-    "session": ("Session",),
-    "start.report": ("StartReport",),
+    "generation.session": ("Session",),
+    "start.start_report": ("StartReport",),
     "verdict": ("Axis",),
 }
 
@@ -118,8 +110,6 @@ __all__ = [
     "Defaults",
     "EncodeStats",
     "Encoded",
-    "Engine",
-    "EngineMetrics",
     "ExecutableError",
     "FallbackWarning",
     "Fingerprint",
@@ -141,7 +131,6 @@ __all__ = [
     "StartReport",
     "Stats",
     "StoreError",
-    "Stream",
     "Token",
     "TruncationWarning",
     "UntrustedError",
@@ -166,11 +155,11 @@ def __getattr__(name: str) -> Any:
 def _load() -> Any:
     """Return `load`, with NumPy and most of the modules that it needs imported."""
     started = perf_counter()
-    with import_module("prejit.runtime.base.collector").collector_off():
+    with import_module("prejit.runtime.base.garbage_collector").collector_off():
         start = import_module("prejit.runtime.device.start")
         start.read_library_ahead()
         start.import_numpy()
         load = import_module("prejit.runtime.loader").load
-    process = import_module("prejit.runtime.base.process")
+    process = import_module("prejit.runtime.base.process_facts")
     process.imports.append(process.span("imports", started))
     return load

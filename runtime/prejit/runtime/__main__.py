@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from prejit.runtime import first_line
-from prejit.runtime.base import process
+from prejit.runtime.base import process_facts
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import PrejitError, StoreError
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         5 signature or policy, 6 store, 7 network, 9 regression (`bench`).
     """
     if argv is None:  # this process is the command, which has done nothing but import so far
-        process.imports.append(process.span("imports", first_line))
+        process_facts.imports.append(process_facts.span("imports", first_line))
         _open_closed_streams()
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack some letters

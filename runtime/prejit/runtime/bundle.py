@@ -5,43 +5,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Unpack, final
 
-from prejit.runtime.base import arguments
 from prejit.runtime.base.once import once
 from prejit.runtime.base.one_process import OneProcess, disown_in_forks
-from prejit.runtime.base.process import Span, importing, is_plain_start, span
+from prejit.runtime.base.process_facts import Span, importing, is_plain_start, span
 from prejit.runtime.device.device import Device, free_dropped
 from prejit.runtime.errors import ClosedError, UsageError
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.checks.config import check_weight_sets
+from prejit.runtime.format.bundle_schema import Config, ProgramEntry, handler_names
+from prejit.runtime.format.checks.program_table import check_weight_sets
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
     GENERATION_MEDIA_TYPE,
     PORTABLE_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.schema import Config, ProgramEntry, handler_names
 from prejit.runtime.format.verification import Verification
-from prejit.runtime.generation.batch import Batch
-from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.defaults import Defaults, check_generation
-from prejit.runtime.generation.generate import Generation, Piece, Result, run
-from prejit.runtime.generation.kv_cache import Prefix
-from prejit.runtime.generation.options import (
-    SAMPLING_OPTIONS,
-    Options,
-    Prompt,
-    Request,
-    Resolved,
-    Sampling,
-    resolve,
-)
-from prejit.runtime.generation.prefill import compute_prefix
-from prejit.runtime.generation.rows import admit
+from prejit.runtime.programs.mapped_weights import open_weights
 from prejit.runtime.programs.ready import ProgramReport, Programs
-from prejit.runtime.programs.weights import open_weights
 from prejit.runtime.store.first_programs import first_programs, remember_first_programs
 from prejit.runtime.text.bundle_text import BundleText
 from prejit.runtime.verdict import Axis, Verdict
@@ -52,21 +34,23 @@ if TYPE_CHECKING:
     from prejit.runtime.device.kernels import OpenLibrary
     from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms
     from prejit.runtime.encoding.sentences import OnTooLong
-    from prejit.runtime.engine.engine import Engine
-    from prejit.runtime.engine.microbatch_calls import Calling
-    from prejit.runtime.engine.microbatch_encode import Encoding
-    from prejit.runtime.engine.recorder import RequestRecorder
     from prejit.runtime.format.trees import Path
-    from prejit.runtime.grammar.grammars import Grammars
+    from prejit.runtime.generation.batch import Batch
+    from prejit.runtime.generation.decoder_programs import DecoderPrograms
+    from prejit.runtime.generation.defaults import Defaults
+    from prejit.runtime.generation.generate import Piece, Result
+    from prejit.runtime.generation.generator import Generator
+    from prejit.runtime.generation.kv_cache import Prefix
+    from prejit.runtime.generation.options import Options, Prompt, Request, Sampling
+    from prejit.runtime.generation.session import Session
     from prejit.runtime.machine.fingerprint import Fingerprint
     from prejit.runtime.programs.bound import Bound
-    from prejit.runtime.programs.calls import Calls, Pending
     from prejit.runtime.programs.canary import CheckedAnswer, Checks
     from prejit.runtime.programs.dispatched import DispatchedCalls
+    from prejit.runtime.programs.known_calls import ChosenBucket
     from prejit.runtime.programs.on_jax import JaxPrograms
-    from prejit.runtime.programs.signatures import ChosenBucket
-    from prejit.runtime.session import Session
-    from prejit.runtime.start.report import StartReport
+    from prejit.runtime.programs.user_programs import Calls, Pending
+    from prejit.runtime.start.start_report import StartReport
     from prejit.runtime.text.tokenizer import Tokenizer
 
 
@@ -90,6 +74,16 @@ class LoadTimes(NamedTuple):
     verity_bytes: int
 
 
+class BundleUser(Protocol):
+    """Whatever holds threads that use a bundle, such as an engine."""
+
+    def close(self) -> None:
+        """End its threads."""
+
+    def disown(self, reason: ClosedError) -> object:
+        """Refuse all calls in a forked process, and return what must not be freed there."""
+
+
 class _Parts(NamedTuple):
     """The parts of an open bundle, which `close` drops.
 
@@ -108,7 +102,7 @@ class _Parts(NamedTuple):
     programs: Programs
 
 
-_CACHED = ("decoder", "encoder", "grammars", "_calls", "_dispatched", "on_jax")
+_CACHED = ("decoder", "generator", "encoder", "user_programs", "dispatched", "on_jax")
 """Properties that hold parts of an open bundle."""
 
 
@@ -192,9 +186,12 @@ class Bundle(OneProcess):
             canary=asks,
         )
         text = BundleText(config.bundle, layers)
-        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # `close` ends them
+        self._users: weakref.WeakSet[BundleUser] = weakref.WeakSet()
         self._parts: _Parts | None = _Parts(layers, verification, text, device, programs)
         self._is_forked = False
+        if config.decoder is not None:
+            with importing():  # what the first token needs, while threads verify
+                import prejit.runtime.generation.generator  # noqa: F401
         if config.decoder is not None and matched and not is_plain_start():
             programs.expect(
                 first_programs(digest),
@@ -217,15 +214,15 @@ class Bundle(OneProcess):
         Sessions, batches, prefixes and bound programs hold their own arrays until they are dropped, and
         native libraries stay in the process.
         """
-        for engine in list(self._engines):
-            engine.close()
+        for user in list(self._users):
+            user.close()
         parts, self._parts = self._parts, None
         if parts is None:
             return
         reason = self._closed()
         cached = {name: vars(self).pop(name, None) for name in _CACHED}
         encoder: EncoderPrograms | None = cached["encoder"]
-        dispatched: DispatchedCalls | None = cached["_dispatched"]
+        dispatched: DispatchedCalls | None = cached["dispatched"]
         parts.verification.stop(reason)
         if encoder is not None:
             encoder.close()
@@ -247,8 +244,13 @@ class Bundle(OneProcess):
             parts,
             [vars(self).pop(name, None) for name in (*_CACHED, "_once")],
             parts.programs.refuse(reason),
-            [engine._disown(reason) for engine in self._engines],
+            [user.disown(reason) for user in self._users],
         )
+
+    def close_first(self, user: BundleUser) -> None:
+        """Have `close` end this user before it frees the bundle, unless it is dropped earlier."""
+        self._open  # noqa: B018 (a closed bundle has no use)
+        self._users.add(user)
 
     def __enter__(self) -> Self:
         return self
@@ -288,7 +290,8 @@ class Bundle(OneProcess):
         return self._open.device
 
     @property
-    def _text(self) -> BundleText:
+    def text(self) -> BundleText:
+        """The tokenizer and the chat templates, where the bundle has them."""
         return self._open.text
 
     @property
@@ -318,11 +321,7 @@ class Bundle(OneProcess):
         The first result is the same as from `generate`; each further one uses the next seed. Arguments and
         errors as `generate`; n is 1 to 16,384.
         """
-        n = arguments.integer("n", n, 1, arguments.MAX_SEQUENCES)
-        first = self._resolve(options)
-        seeds = [(first.sampling.seed + index) % 2**64 for index in range(n)]
-        each = [first._replace(sampling=replace(first.sampling, seed=seed)) for seed in seeds]
-        return self._generate([self._token_ids(prompt)] * n, each)
+        return self.generator.generate_n(prompt, n, **options)
 
     def generate_batch(
         self,
@@ -346,21 +345,7 @@ class Bundle(OneProcess):
         Raises:
             UsageError, ContextError, RejectError: as `generate`.
         """
-        listed, each = self._each(prompts, sources, self._resolve(options))
-        if sampling is None:
-            return self._generate(listed, each)
-        ways = arguments.items("sampling", sampling, "a list of Sampling, one for each prompt")
-        if len(ways) != len(listed):
-            raise UsageError(
-                f"sampling: expected {len(listed)}, one for each prompt; found {len(ways)}"
-            )
-        if beside := [name for name in SAMPLING_OPTIONS if options.get(name) is not None]:
-            raise UsageError(
-                f"sampling: expected it without other options of sampling, found {beside[0]}",
-                hint=f"give each prompt's {beside[0]} in its Sampling",
-            )
-        ones = zip(each, ways, strict=True)
-        return self._generate(listed, [one._replace(sampling=way) for one, way in ones])
+        return self.generator.generate_batch(prompts, sources=sources, sampling=sampling, **options)
 
     def stream(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Iterator[Piece]:
         """Generate from one prompt and yield each token as it comes.
@@ -370,7 +355,7 @@ class Bundle(OneProcess):
         Raises:
             UsageError, ContextError, RejectError: as `generate`; those about the prompt at the first piece.
         """
-        return self._stream(prompt, self._resolve(options))
+        return self.generator.stream(prompt, **options)
 
     def session(self) -> Session:
         """Return a session, whose generations share a KV cache: a conversation computes only what is new.
@@ -378,9 +363,9 @@ class Bundle(OneProcess):
         Raises:
             UsageError: the bundle holds no decoder.
         """
-        from prejit.runtime.session import Session  # only conversations need it
+        from prejit.runtime.generation.session import Session  # only conversations need it
 
-        return Session(self.decoder, self._resolve, self._begin)
+        return Session(self.generator)
 
     def prefix(self, prompt: Prompt) -> Prefix:
         """Compute the common beginning of many prompts once, such as a system prompt.
@@ -393,11 +378,7 @@ class Bundle(OneProcess):
         Raises:
             UsageError, ContextError, RejectError: as `generate`.
         """
-        if self.decoder.source is not None:
-            raise UsageError(f"{self.name}: texts about different sources have no common prefix")
-        row = admit(Request(self._token_ids(prompt)), self.decoder)
-        context = self.decoder.context_for(len(row.token_ids))
-        return compute_prefix(self.decoder, row.token_ids, context, row.usage)
+        return self.generator.prefix(prompt)
 
     def batch(self, slots: int) -> Batch:
         """Return slots for continuous batching: `insert` requests of `request`, `step`, `evict`.
@@ -408,79 +389,9 @@ class Bundle(OneProcess):
         Raises:
             UsageError: the bundle holds no decoder, or no batch bucket is large enough.
         """
+        from prejit.runtime.generation.batch import Batch
+
         return Batch(self.decoder, slots)
-
-    def engine(
-        self,
-        slots: int | None = None,
-        queue: int = 256,
-        *,
-        memory: int | None = None,
-        prefix_memory: int | None = None,
-        prefill_tokens: int | None = None,
-        share_prefixes: bool = False,
-    ) -> Engine:
-        """Return an engine, which generates for many threads and tasks at once.
-
-            engine = bundle.engine()
-            futures = [engine.submit(prompt, max_new_tokens=64) for prompt in prompts]
-
-        Args:
-            slots: how many requests run at a time, rounded up to a batch bucket of the bundle; None: its
-                largest. While fewer run, the engine uses the smallest bucket for them.
-            queue: how many more may wait.
-            memory: how many bytes all caches may take together, at any time; None: 80 % of the memory that is
-                free on the device now. A prompt that would need more is refused when it is submitted.
-            prefix_memory: how many bytes of that earlier prompts may take, for later prompts that begin like
-                them; None: as much as the cache of the slots, and at most a quarter of what it leaves.
-            prefill_tokens: how many positions of new prompts are computed between two decode steps; fewer
-                make the gaps between tokens shorter and first tokens later. While more prompts wait than
-                texts run, it is up to four times as many. None: 64 on a CPU, else 512.
-            share_prefixes: let a prompt begin with what those of other clients have computed. A client that
-                guesses a prompt can then see that it was sent.
-
-        Raises:
-            UsageError: a value is out of range, no batch bucket is large enough, or the memory is too small.
-        """
-        # One caller at a time does not need it.
-        from prejit.runtime.engine.engine import BundleParts, Engine
-        from prejit.runtime.engine.recorder import kinds_of
-
-        parts = BundleParts(
-            self.name,
-            self.config.decoder is not None,
-            kinds_of(self.config),
-            lambda: self.decoder,
-            self._resolve,
-            self._begin,
-            partial(self._encoding, queue),
-            partial(self._calling, queue),
-            self.report,
-            self.device_memory_bytes,
-        )
-        engine = Engine(
-            parts,
-            slots=slots,
-            queue=queue,
-            memory=memory,
-            prefix_memory=prefix_memory,
-            prefill_tokens=prefill_tokens,
-            share_prefixes=share_prefixes,
-        )
-        self._engines.add(engine)
-        return engine
-
-    def _encoding(self, queue: int, recorder: RequestRecorder) -> Encoding:
-        """Return what lets several callers share runs of the encoder."""
-        from prejit.runtime.engine.microbatch_encode import Encoding  # decoders do not need it
-
-        return Encoding(self.encoder, self._text, self._finish, queue=queue, recorder=recorder)
-
-    def _calling(self, queue: int, recorder: Callable[[str], RequestRecorder]) -> Calling:
-        """Return what lets several callers share runs of the user's programs."""
-        from prejit.runtime.engine.microbatch_calls import Calling  # decoders do not need it
-
-        return Calling(self._calls, self._dispatched, queue=queue, recorder=recorder)
 
     def request(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Request:
         """Return a request for `Batch.insert`. Arguments as `generate`, without `stop`.
@@ -488,13 +399,7 @@ class Bundle(OneProcess):
         Raises:
             UsageError: as `generate`; or `stop` is given, which a batch cannot do, because it has no text.
         """
-        resolved = self._resolve(options)
-        if resolved.stop:
-            raise UsageError(
-                "stop: expected none, since a batch knows tokens and no text",
-                hint="push text through prejit.runtime.text.stop.StopStrings and evict the slot",
-            )
-        return resolved.request(self._token_ids(prompt))
+        return self.generator.request(prompt, **options)
 
     @once
     def defaults(self) -> Defaults:
@@ -505,10 +410,25 @@ class Bundle(OneProcess):
         Raises:
             RejectError: the model's generation config is damaged.
         """
+        from prejit.runtime.generation.defaults import Defaults, check_generation
+
         layer = self._open.layers.get(GENERATION_MEDIA_TYPE)
         if layer is None or self.config.decoder is None or not self._generation_config:
             return Defaults()
         return check_generation(bytes(layer.wait()), layer.path)
+
+    @once
+    def generator(self) -> Generator:
+        """The decoder with its tokenizer and defaults, for callers that schedule generations themselves.
+
+        Raises:
+            UsageError: the bundle holds no decoder.
+            RejectError: the model's generation config is damaged.
+        """
+        decoder = self.decoder
+        from prejit.runtime.generation.generator import Generator
+
+        return Generator(self.name, decoder, self.text, self.defaults)
 
     @once
     def decoder(self) -> DecoderPrograms:
@@ -521,89 +441,16 @@ class Bundle(OneProcess):
             raise UsageError(
                 f"{self.name}: this bundle holds no decoder", hint=self._programs.usage
             )
+        from prejit.runtime.generation.decoder_programs import DecoderPrograms
+
         return DecoderPrograms(self.config.decoder, self._programs, self._device)
-
-    def _resolve(self, options: Options) -> Resolved:
-        self._programs.ask()
-        resolved = resolve({**options}, self.defaults.options())
-        return self._reading(resolved, resolved.common.get("source"))
-
-    def _reading(self, resolved: Resolved, source: Any) -> Resolved:
-        """Return the options of a call with this source; text becomes token ids."""
-        if isinstance(source, str):
-            if self.decoder.source is not None and self.decoder.source.dtype != "int32":
-                raise UsageError(f"source: expected {self.decoder.source}, found a text")
-            source = self._text.need_tokenizer().encode(source)
-        return resolved._replace(common={**resolved.common, "source": source})
-
-    def _each(
-        self,
-        prompts: str | Sequence[Prompt | None] | None,
-        sources: str | Sequence[Any] | None,
-        resolved: Resolved,
-    ) -> tuple[list[Prompt | None], list[Resolved]]:
-        """Return the prompts of a batch, and the options of each."""
-        given = [prompts] if isinstance(prompts, str) else prompts
-        if sources is None:
-            listed = arguments.items("prompts", given, "a prompt or a list of prompts")
-            return list(listed), [resolved] * len(listed)
-        one = [sources] if isinstance(sources, str) else sources
-        read = arguments.items("sources", one, "a source or a list of sources")
-        listed = (
-            [None] * len(read)
-            if given is None
-            else arguments.items("prompts", given, "a prompt or a list of prompts")
-        )
-        if len(listed) != len(read):
-            raise UsageError(
-                f"sources: expected {len(listed)}, one for each prompt; found {len(read)}"
-            )
-        return list(listed), [self._reading(resolved, source) for source in read]
-
-    def _generate(self, prompts: Sequence[Prompt | None], each: Sequence[Resolved]) -> list[Result]:
-        generations = [self._begin(*pair) for pair in zip(prompts, each, strict=True)]
-        for _ in run(self.decoder, generations):
-            pass
-        return [generation.result() for generation in generations]
-
-    def _stream(self, prompt: Prompt | None, resolved: Resolved) -> Iterator[Piece]:
-        for _, piece in run(self.decoder, [self._begin(prompt, resolved)]):
-            yield piece
-
-    def _begin(self, prompt: Prompt | None, resolved: Resolved) -> Generation:
-        tokenizer = self._text.tokenizer
-        if resolved.stop and tokenizer is None:
-            raise UsageError(
-                f"{self.name}: this bundle has no tokenizer, so nothing can stop at a string",
-                hint="give stop_token_ids, or build from a model directory with a tokenizer.json",
-            )
-        request = resolved.request(self._token_ids(prompt))
-        return Generation(self.decoder, request, tokenizer, resolved.stop)
-
-    def _token_ids(self, prompt: Prompt | None) -> list[int]:
-        """Return the token ids of a prompt, all of them in the vocabulary."""
-        start = self.decoder.decoder.start_token_ids
-        if prompt is None and start:
-            return list(start)
-        checked = arguments.prompt("prompt", prompt, self.decoder.decoder.vocab_size)
-        if not isinstance(checked, str):
-            return checked
-        if start:  # special tokens such as an end belong to the source
-            return [*start, *self._tokenize(checked, add_special_tokens=False)]
-        return self._tokenize(checked)
-
-    def _tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        room = None if self.config.decoder is None else self.decoder.contexts[-1]
-        return self._text.need_tokenizer().encode(
-            text, add_special_tokens=add_special_tokens, max_tokens=room
-        )
 
     # ------------------------------------------------------------------ conversations
 
     @property
     def has_tokenizer(self) -> bool:
         """Whether prompts may be text."""
-        return self._text.has_tokenizer
+        return self.text.has_tokenizer
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -613,25 +460,12 @@ class Bundle(OneProcess):
             UsageError: the bundle has none.
             RejectError: it is damaged.
         """
-        return self._text.need_tokenizer()
-
-    @once
-    def grammars(self) -> Grammars:
-        """The grammars of this bundle: token masks from JSON schemas, expressions, Lark and tools.
-
-        Needs the extra `grammar`.
-
-        Raises:
-            UsageError: the bundle holds no decoder or no tokenizer.
-        """
-        from prejit.runtime.grammar.grammars import Grammars  # only structured output needs it
-
-        return Grammars(self.decoder.decoder, self.tokenizer)
+        return self.text.need_tokenizer()
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the bundle has a template for `apply_chat_template`."""
-        return self._text.has_chat_template
+        return self.text.has_chat_template
 
     def apply_chat_template(
         self,
@@ -674,7 +508,8 @@ class Bundle(OneProcess):
             documents=documents,
             **variables,
         )
-        return self._tokenize(text, add_special_tokens=False)
+        room = None if self.config.decoder is None else self.decoder.contexts[-1]
+        return self.tokenizer.encode(text, add_special_tokens=False, max_tokens=room)
 
     def render_chat_template(
         self,
@@ -691,7 +526,7 @@ class Bundle(OneProcess):
 
         Arguments and errors as `apply_chat_template`.
         """
-        return self._text.render(
+        return self.text.render(
             messages,
             template=template,
             add_generation_prompt=add_generation_prompt,
@@ -732,11 +567,11 @@ class Bundle(OneProcess):
         self._programs.ask()
         from prejit.runtime.encoding.sentences import embed, tokenize
 
-        encoded = embed(self.encoder, tokenize(self.encoder, self._text, sentences, on_too_long))
-        self._finish()
+        encoded = embed(self.encoder, tokenize(self.encoder, self.text, sentences, on_too_long))
+        self.finish()
         return encoded
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Wait until all bytes of the target are verified, before a caller gets a result.
 
         Raises:
@@ -787,7 +622,7 @@ class Bundle(OneProcess):
             RejectError: the program is damaged.
         """
         self._programs.ask()
-        return self._dispatched.call(name, args, kwargs)
+        return self.dispatched.call(name, args, kwargs)
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> Pending:
         """Run a program as `call` does, without waiting for it: `bundle.call_async(...).result()`.
@@ -795,7 +630,7 @@ class Bundle(OneProcess):
         The arguments are copied.
         """
         self._programs.ask()
-        return self._calls.call_async(name, args, kwargs)
+        return self.user_programs.call_async(name, args, kwargs)
 
     def call_on_device(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a program as `call` does, and leave its results on the device, for other programs.
@@ -813,7 +648,7 @@ class Bundle(OneProcess):
             UsageError, RejectError: as `call`; or the arguments would be padded.
         """
         self._programs.ask()
-        return self._calls.call_on_device(name, args, kwargs)
+        return self.user_programs.call_on_device(name, args, kwargs)
 
     def call_by_path(
         self, name: str, given: Mapping[Path, Any], static: Mapping[str, Any] | None = None
@@ -824,7 +659,7 @@ class Bundle(OneProcess):
             The bucket that ran, and its results by path.
         """
         self._programs.ask()
-        return self._calls.call_by_path(name, given, {} if static is None else static)
+        return self.user_programs.call_by_path(name, given, {} if static is None else static)
 
     def bind(self, name: str, /, *args: Any, **kwargs: Any) -> Bound:
         """Return a program that keeps some of its arguments on the device, as the state of a training step.
@@ -848,26 +683,28 @@ class Bundle(OneProcess):
         from prejit.runtime.programs.bound import Bound
 
         self._programs.ask()
-        return Bound(self._calls, name, args, kwargs)
+        return Bound(self.user_programs, name, args, kwargs)
 
     def runner_with_zeros(self, program: ProgramEntry) -> Callable[[], object]:
         """Return a function that runs a program of kind `call` on zeros and waits for it; for measuring."""
-        return self._calls.runner_with_zeros(program)
+        return self.user_programs.runner_with_zeros(program)
 
     @once
-    def _dispatched(self) -> DispatchedCalls:
+    def dispatched(self) -> DispatchedCalls:
+        """The quickest way to each program of the user, for `call` and for engines."""
         from prejit.runtime.programs.dispatched import DispatchedCalls
 
         on_jax = None
         if self.matched and self.config.mesh is None:
             from prejit.runtime.programs.dispatched_on_jax import JaxDispatchedCalls
 
-            on_jax = JaxDispatchedCalls(self._calls, lambda: self.on_jax)
-        return DispatchedCalls(self._calls, on_jax)
+            on_jax = JaxDispatchedCalls(self.user_programs, lambda: self.on_jax)
+        return DispatchedCalls(self.user_programs, on_jax)
 
     @once
-    def _calls(self) -> Calls:
-        from prejit.runtime.programs.calls import Calls
+    def user_programs(self) -> Calls:
+        """The programs of the user, by name."""
+        from prejit.runtime.programs.user_programs import Calls
 
         return Calls(self._programs, self._device, self._types, compiles=self._compiles)
 
@@ -926,14 +763,14 @@ class Bundle(OneProcess):
         the first result, a start ends with `load`.
         """
         from prejit.runtime.start.hints import hints
-        from prejit.runtime.start.report import split
+        from prejit.runtime.start.start_report import split
 
         verification, programs = self._verification, self._programs
         report = split(
             self._loaded,
             programs.asked,
             programs.answered,
-            (*self._times.reads, *verification.waits, *programs.waits, *self._text.reads),
+            (*self._times.reads, *verification.waits, *programs.waits, *self.text.reads),
             is_first=self._times.is_first,
             read_share=verification.read_share,
             hashed_bytes=self._times.hashed_bytes,

@@ -21,8 +21,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.collector import collector_off
-from prejit.runtime.base.process import importing, span
+from prejit.runtime.base.garbage_collector import collector_off
+from prejit.runtime.base.process_facts import importing, span
 from prejit.runtime.device.start import quickly
 from prejit.runtime.errors import (
     FallbackWarning,
@@ -39,6 +39,7 @@ from prejit.runtime.fallback import (
     mismatch,
 )
 from prejit.runtime.format.blobs import Blobs, read_whole
+from prejit.runtime.format.bundle_schema import Config, ImageManifest
 from prejit.runtime.format.checks.layers import check_kernels, check_library
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
@@ -49,10 +50,9 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.opening import OpenTarget, check_config_blob, match, read_manifests
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.schema import Config, ImageManifest
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.store.receipts import Receipts
-from prejit.runtime.trust.sources import policy_paths
+from prejit.runtime.trust.policy_paths import policy_paths
 from prejit.runtime.verdict import Axis
 
 if TYPE_CHECKING:

@@ -35,12 +35,22 @@ from prejit.compiler.pipeline.pack.bundle_files import (
     layer,
     write_weights,
 )
-from prejit.compiler.pipeline.pack.verity import VerityHash
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.pipeline.pack.verity_files import VerityHash
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime import load
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.bundle_schema import (
+    Chunks,
+    Config,
+    Kernels,
+    Memory,
+    Portable,
+    ProgramEntry,
+    RecordedProgram,
+    Segment,
+)
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.limits import MIN_CHUNK_BYTES
 from prejit.runtime.format.names import (
@@ -53,16 +63,6 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.schema import (
-    Chunks,
-    Config,
-    Kernels,
-    Memory,
-    Portable,
-    ProgramEntry,
-    RecordedProgram,
-    Segment,
-)
 from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement

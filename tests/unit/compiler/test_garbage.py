@@ -16,7 +16,7 @@ import pytest
 
 from prejit.compiler import garbage
 from prejit.compiler.garbage import Collection, collect
-from prejit.compiler.store.directory import ZIG, DirectoryStore
+from prejit.compiler.store.directory_store import ZIG, DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets import environments
 from prejit.runtime.cli.commands import run
@@ -74,7 +74,7 @@ def python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """A process that has printed "ready"; it ends with the block."""
     setup = (
         "import sys\nfrom pathlib import Path\n"
-        "from prejit.compiler.store.directory import DirectoryStore\n"
+        "from prejit.compiler.store.directory_store import DirectoryStore\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", setup + code, *map(str, arguments)],

@@ -21,6 +21,7 @@ import pytest
 from prejit.compiler import Program
 from prejit.compiler import build as build_bundle
 from prejit.runtime import Bundle, ClosedError, jit, load
+from prejit.server.engine.engine import Engine
 
 PROMPT = [1, 2, 3]
 
@@ -32,8 +33,7 @@ CALLS: dict[str, Callable[[Bundle], Any]] = {
     "session": lambda bundle: bundle.session(),
     "prefix": lambda bundle: bundle.prefix(PROMPT),
     "batch": lambda bundle: bundle.batch(1),
-    "engine": lambda bundle: bundle.engine(),
-    "grammars": lambda bundle: bundle.grammars,
+    "close_first": lambda bundle: Engine(bundle),
     "request": lambda bundle: bundle.request(PROMPT),
     "decoder": lambda bundle: bundle.decoder,
     "tokenizer": lambda bundle: bundle.tokenizer,
@@ -53,6 +53,10 @@ CALLS: dict[str, Callable[[Bundle], Any]] = {
     "start_report": lambda bundle: bundle.start_report(),
     "device_memory_bytes": lambda bundle: bundle.device_memory_bytes(),
     "on_jax": lambda bundle: bundle.on_jax,
+    "generator": lambda bundle: bundle.generator,
+    "user_programs": lambda bundle: bundle.user_programs,
+    "dispatched": lambda bundle: bundle.dispatched,
+    "text": lambda bundle: bundle.text,
 }
 
 
@@ -77,7 +81,7 @@ def test_a_closed_bundle_says_that_it_is_closed(decoder_dir: Path, way: str) -> 
 def test_every_public_method_is_tried() -> None:
     """A new method must be closed too."""
     others = {"close", "defaults", "encoder", "has_chat_template", "render_chat_template"}
-    others |= {"runner_with_zeros"}
+    others |= {"runner_with_zeros", "finish"}
     assert {name for name in vars(Bundle) if not name.startswith("_")} == {*CALLS} | others
 
 
@@ -95,16 +99,17 @@ _FORKING = """
 import os, sys
 import numpy as np
 from prejit.runtime import ClosedError, load
+from prejit.server import Engine
 
 path, x = sys.argv[1], np.ones(4, np.float32)
 bundle = load(path)
-bound, engine = bundle.bind("f", x), bundle.engine()
+bound, engine = bundle.bind("f", x), Engine(bundle)
 expected = [float(call("f", x).sum()) for call in (bundle.call, engine.call, bundle.call)]
 tried = [
     lambda: bundle.call("f", x),
     lambda: bundle.call_async("f", x),
     lambda: bundle.report(),
-    lambda: bundle.engine().call("f", x),
+    lambda: Engine(bundle).call("f", x),
     lambda: engine.call("f", x),
     lambda: engine.submit_call("f", x),
     lambda: bound(),
@@ -149,7 +154,7 @@ def test_a_bundle_is_not_sent_to_another_process(
 ) -> None:
     with load(functions_dir) as bundle:
         held = bundle.bind("f", np.ones(4, np.float32))
-        for each in (bundle, bundle.engine(), held):
+        for each in (bundle, Engine(bundle), held):
             with pytest.raises(TypeError, match="send the path of the bundle"):
                 way([each])
         with pytest.raises(TypeError, match="send the path of the bundle"):
@@ -204,7 +209,7 @@ def test_a_running_generation_ends_and_an_engine_is_closed(decoder_dir: Path) ->
     bundle = load(decoder_dir)
     stream = bundle.stream(PROMPT, max_new_tokens=60)
     next(stream)
-    engine = bundle.engine(slots=1)
+    engine = Engine(bundle, slots=1)
     waiting = engine.submit(PROMPT, max_new_tokens=60)
     bundle.close()
     with pytest.raises(ClosedError):
@@ -245,6 +250,7 @@ ROUNDS = """
 import gc, json, os, sys, threading, time
 import numpy
 from prejit.runtime import load
+from prejit.server import Engine
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -268,7 +274,7 @@ for turn in range(20):
             bundle.call("f", numpy.ones(4, "f"))
     else:
         bundle.generate([1, 2, 3], max_new_tokens=8)
-        engine = bundle.engine(slots=1)
+        engine = Engine(bundle, slots=1)
         engine.generate([1, 2, 3], max_new_tokens=8)
     bundle.close()
     maps = open("/proc/self/maps").read().count(sys.argv[1])

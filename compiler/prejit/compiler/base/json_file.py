@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-from prejit.compiler.base.wording import shown
+from prejit.compiler.base.suggestions import shown
 from prejit.runtime.errors import CheckpointError
 
 MAX_BYTES = 16 << 20

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prejit.compiler.checking.finding import Finding, difference
+from prejit.compiler.checking.check_finding import Finding, difference
 from prejit.compiler.checking.rules import Compared, compare
 from prejit.compiler.checking.subject import ROWS, Array, Subject
 from prejit.compiler.models.protocol import Cache

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from prejit.compiler.checking import encoding, parity, rules, shapes
-from prejit.compiler.checking.finding import TOLERANCE, Finding
+from prejit.compiler.checking.check_finding import TOLERANCE, Finding
 from prejit.compiler.checking.subject import Subject
 from prejit.compiler.models.parameters import Parametrized
 

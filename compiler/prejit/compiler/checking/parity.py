@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from prejit.compiler.checking.finding import Finding, difference
+from prejit.compiler.checking.check_finding import Finding, difference
 from prejit.compiler.checking.subject import Subject
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from prejit.compiler.checking.finding import Finding
+from prejit.compiler.checking.check_finding import Finding
 from prejit.compiler.checking.subject import FEWEST_POSITIONS, ROWS, Subject
 from prejit.runtime.format.arrays import DTYPES
 

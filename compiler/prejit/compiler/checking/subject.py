@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from prejit.compiler.lowering.cache import POSITIONS, CacheLayout, cache_layout
-from prejit.compiler.models.layers.config import DecoderConfig
+from prejit.compiler.models.layers.layer_config import DecoderConfig
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.protocol import Cache
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from prejit.compiler.checking.finding import TOLERANCE, Finding
+from prejit.compiler.checking.check_finding import TOLERANCE, Finding
 from prejit.compiler.checking.kit import SOURCE_SIZE, check_model
 from prejit.compiler.checkpoint.tensor_files import read_parameters
-from prejit.compiler.lowering.user.models import CHECK_MODEL, find_model
 from prejit.compiler.lowering.user.modules import UserModules
+from prejit.compiler.lowering.user.own_decoder import CHECK_MODEL, find_model
 from prejit.compiler.manifest.manifest import Model
 from prejit.runtime.errors import ManifestError, UsageError
 

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from prejit.compiler.base.json_file import read_json
-from prejit.compiler.base.wording import shown
+from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint.tensor_files import Tensor, tensors
 from prejit.compiler.models.encoders.sentence_layout import SentenceLayout, read_layout
 from prejit.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from prejit.compiler.models.layers.config import Naming
+    from prejit.compiler.models.layers.layer_config import Naming
     from prejit.compiler.models.parameters import Parameter
     from prejit.compiler.models.precision import Rows
 
@@ -123,7 +123,7 @@ class Checkpoint:
             files: its files, without those of `dense`.
             layout: the modules of an encoder; None for a decoder.
             dense: weights of an encoder's dense layers, in order.
-            out_in: as in `models.registry.make_decoder`.
+            out_in: as in `models.model_registry.make_decoder`.
         """
         self._out_in = out_in
         self.directory = directory
@@ -161,17 +161,17 @@ class Checkpoint:
 
     @cached_property
     def _sources(self) -> dict[str, _Source]:
-        from prejit.compiler.models import config_file, registry
+        from prejit.compiler.models import config_file, model_registry
         from prejit.compiler.models.parameters import parameters_of
 
         if self._layout is None:
             config = config_file.load_config(self.directory)
-            parameters = parameters_of(registry.make_decoder(config, out_in=self._out_in))
-            naming = registry.decoder_naming(config)
+            parameters = parameters_of(model_registry.make_decoder(config, out_in=self._out_in))
+            naming = model_registry.decoder_naming(config)
         else:
             encoder = config_file.load_encoder(self.directory)
-            parameters = parameters_of(registry.make_encoder(encoder, out_in=self._out_in))
-            naming = registry.encoder_naming(encoder)
+            parameters = parameters_of(model_registry.make_encoder(encoder, out_in=self._out_in))
+            naming = model_registry.encoder_naming(encoder)
         published: dict[str, Tensor] = {}
         for file in self._model_files:
             if file.suffix != ".json":
@@ -202,7 +202,7 @@ def open_checkpoint(directory: Path, *, out_in: bool = False) -> Checkpoint:
     Args:
         directory: in the Hugging Face layout: config.json, and model.safetensors, or
             model.safetensors.index.json with its shards, or flax_model.msgpack.
-        out_in: whether all matrices are stored (out, in), as in `models.registry.make_decoder`.
+        out_in: whether all matrices are stored (out, in), as in `models.model_registry.make_decoder`.
 
     Raises:
         CheckpointError: files are missing, or the index cannot be read.
@@ -371,7 +371,7 @@ def _misfits(found: Mapping[str, _Source], parameters: Mapping[str, Parameter]) 
 
 def _hint(published: Iterable[Tensor], *, complete: bool) -> str:
     """Return what to do about tensors that do not fit. `complete`: every parameter has one."""
-    from prejit.compiler.models.layers.config import BRING_YOUR_OWN
+    from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN
 
     if any(tensor.dtype not in _FLOATS for tensor in published):
         return "take the checkpoint in float32, bfloat16 or float16: this one is quantized"

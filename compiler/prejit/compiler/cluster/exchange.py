@@ -11,8 +11,8 @@ import tomllib
 from pathlib import Path
 
 from prejit.compiler.sharing.remote import Remote, RemoteError
-from prejit.compiler.sharing.settings import STORE, read_stores
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.sharing.sharing_settings import STORE, read_stores
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.errors import StoreError, UsageError
 
 

@@ -22,7 +22,7 @@ from prejit.compiler import progress
 from prejit.compiler.cluster.exchange import bring, open_exchange, send
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.compile.worker_process import WorkerKilledError, WorkerProcess
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.environments import spec_for
 from prejit.compiler.targets.host_cpu import host_cpu
 from prejit.compiler.targets.installing import make_environment

@@ -14,10 +14,10 @@ from typing import Any, final
 
 import numpy as np
 
+from prejit.compiler.bench.bench_comparison import Ratio
+from prejit.compiler.bench.rounds import ratio_in_turns
 from prejit.compiler.comparing.difference import ReadBundle
 from prejit.compiler.targets import environments
-from prejit.runtime.bench.comparison import Ratio
-from prejit.runtime.bench.rounds import ratio_in_turns
 from prejit.runtime.errors import UsageError
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint

@@ -12,7 +12,7 @@ import json
 import sys
 import time
 
-from prejit.runtime.bench.probes import probes_of
+from prejit.compiler.bench.probes import probes_of
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.loader import load
 

@@ -11,7 +11,7 @@ from prejit.compiler.native.library import KernelLibrary
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.typed_json import from_json, to_json
-from prejit.runtime.format.schema import Memory, Segment
+from prejit.runtime.format.bundle_schema import Memory, Segment
 from prejit.runtime.machine.targets import Target
 
 

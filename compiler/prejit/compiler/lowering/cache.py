@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from prejit.compiler.lowering.user.arrays import Example, arrays_of
-from prejit.compiler.models.layers.config import DecoderConfig
+from prejit.compiler.lowering.user.flat_arrays import Example, arrays_of
+from prejit.compiler.models.layers.layer_config import DecoderConfig
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.protocol import Cache, EncoderDecoderModel
 from prejit.runtime.errors import BuildError

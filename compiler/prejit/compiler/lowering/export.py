@@ -14,8 +14,8 @@ import jax
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from prejit.compiler.models.layers.forms import Forms, using
-from prejit.compiler.native.calls import KERNEL_CALLS
+from prejit.compiler.models.layers.product_forms import Forms, using
+from prejit.compiler.native.kernel_names import KERNEL_CALLS
 from prejit.runtime.format.arrays import MESH_AXES, Mesh
 from prejit.runtime.machine.requirement import PLATFORMS
 

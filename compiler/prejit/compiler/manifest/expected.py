@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
-from prejit.compiler.base.wording import did_you_mean
+from prejit.compiler.base.suggestions import did_you_mean
 from prejit.compiler.manifest.shape_string import EXAMPLE, SIZE
 from prejit.compiler.manifest.toml_lines import KeyPath
 from prejit.compiler.targets.cpu_count import MAX_CPUS

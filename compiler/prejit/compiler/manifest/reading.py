@@ -9,10 +9,10 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.base.wording import shown
-from prejit.compiler.manifest.checks import missing, value_problems
+from prejit.compiler.base.suggestions import shown
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
-from prejit.compiler.manifest.tables import (
+from prejit.compiler.manifest.manifest_checks import missing, value_problems
+from prejit.compiler.manifest.manifest_tables import (
     TOO_DEEP,
     ProgramTable,
     parse_sections,

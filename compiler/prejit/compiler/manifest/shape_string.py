@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from prejit.compiler.base.wording import did_you_mean, shown
+from prejit.compiler.base.suggestions import did_you_mean, shown
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import DTYPES
 from prejit.runtime.format.limits import MAX_DIMENSIONS

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.base.json_file import read_json
-from prejit.compiler.base.wording import did_you_mean, shown
+from prejit.compiler.base.suggestions import did_you_mean, shown
 from prejit.compiler.models.encoders.sentence import EncoderSource
 from prejit.compiler.models.encoders.sentence_layout import read_layout
-from prejit.compiler.models.layers.config import BRING_YOUR_OWN
 from prejit.compiler.models.layers.config_checks import check_config, check_file
-from prejit.compiler.models.registry import DECODERS, ENCODERS
+from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN
+from prejit.compiler.models.model_registry import DECODERS, ENCODERS
 from prejit.runtime.errors import CheckpointError
 
 _TEXT_MODELS = {"gemma3": "gemma3_text"}

@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
-from prejit.compiler.models.layers import forms, kernel_calls, linear
+from prejit.compiler.models.layers import kernel_calls, linear, product_forms
 from prejit.compiler.native.products import KERNEL, Product
 
 INLINED = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
@@ -199,7 +199,7 @@ def _multiplied(
     """Return the product of x [..., in] with a matrix as `Linear` computes it: float32 [..., out]."""
     inputs, outputs = stored.shape if in_out else stored.shape[::-1]
     rows = math.prod(x.shape[:-1])
-    form = forms.form_of(Product(str(stored.dtype), rows, inputs, outputs, in_out))
+    form = product_forms.form_of(Product(str(stored.dtype), rows, inputs, outputs, in_out))
     if form == KERNEL:
         if scale is None and STORED_DTYPES[str(stored.dtype)].has_scales:
             scale = jnp.ones(outputs)

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from prejit.compiler.models.families import gpt2
-from prejit.compiler.models.layers.config import Split
+from prejit.compiler.models.layers.layer_config import Split
 from prejit.compiler.models.layers.linear import Embedding, Linear
 from prejit.compiler.models.layers.rotary_decoder import SPLIT, RotaryDecoder
 from prejit.runtime.errors import ManifestError

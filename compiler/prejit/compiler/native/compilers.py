@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from prejit.compiler.store.directory import ZIG
+from prejit.compiler.store.directory_store import ZIG
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import UsageError
 

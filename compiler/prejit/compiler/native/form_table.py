@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.base.wording import did_you_mean, shown
+from prejit.compiler.base.suggestions import did_you_mean, shown
 from prejit.compiler.native.library import SOURCES, KernelLibrary
 from prejit.compiler.native.products import Product
 from prejit.compiler.targets.toolchain import Toolchain

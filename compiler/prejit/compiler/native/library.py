@@ -25,15 +25,15 @@ from prejit.compiler.native.compilers import (
     run_version,
 )
 from prejit.compiler.progress import Progress, Quiet
-from prejit.compiler.store.code import KERNELS, code_digest
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
+from prejit.compiler.store.own_code import KERNELS, code_digest
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import BuildError, StoreError
+from prejit.runtime.format.bundle_schema import Kernels
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.names import KERNEL_PREFIX
-from prejit.runtime.format.schema import Kernels
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.targets import Target, catalogue
 

@@ -14,24 +14,24 @@ from pathlib import Path
 from prejit.compiler.checkpoint.source import resolve_source
 from prejit.compiler.compile.jobs import Compiled
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.pipeline.checks import check, read_planned, vocab_size
-from prejit.compiler.pipeline.code import ReadCode, find_code
+from prejit.compiler.pipeline.bundle_writing import check_place
+from prejit.compiler.pipeline.early_checks import check, read_planned, vocab_size
 from prejit.compiler.pipeline.executables import Submitted
-from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.lowerers.crew import open_crew
-from prejit.compiler.pipeline.measure.sizes import check_sizes
+from prejit.compiler.pipeline.measure.other_sizes import check_sizes
 from prejit.compiler.pipeline.model import ReadModel, stores_out_in
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.pack.compatibility import readable_until
 from prejit.compiler.pipeline.pack.model_layers import read_layers
-from prejit.compiler.pipeline.pack.weights import Published, find_published, pack_weights
+from prejit.compiler.pipeline.pack.packed_weights import Published, find_published, pack_weights
 from prejit.compiler.pipeline.plan import Plan, find_toolchain, plan_build
+from prejit.compiler.pipeline.program_keys import versions
 from prejit.compiler.pipeline.reuse import TargetTools
 from prejit.compiler.pipeline.services import Services
 from prejit.compiler.pipeline.shards import Packing
 from prejit.compiler.pipeline.submitting import Submitting
 from prejit.compiler.pipeline.tracing import parameters_of, remember
-from prejit.compiler.pipeline.writing import check_place
+from prejit.compiler.pipeline.user_code import ReadCode, find_code
 from prejit.compiler.progress import Progress
 from prejit.compiler.targets.environments import spec_for
 from prejit.compiler.targets.installing import make_environment

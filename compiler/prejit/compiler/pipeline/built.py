@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.runtime.errors import PrejitError
-from prejit.runtime.format.schema import Accuracy
+from prejit.runtime.format.bundle_schema import Accuracy
 
 
 @dataclass(frozen=True, slots=True)

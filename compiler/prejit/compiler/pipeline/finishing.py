@@ -8,6 +8,7 @@ from functools import partial
 
 from prejit.compiler.pipeline.beginning import Begun
 from prejit.compiler.pipeline.built import Built, BuiltProgram
+from prejit.compiler.pipeline.bundle_writing import write
 from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.describe.provenance import build_provenance
 from prejit.compiler.pipeline.executables import (
@@ -18,13 +19,12 @@ from prejit.compiler.pipeline.executables import (
 from prejit.compiler.pipeline.lowering import is_lowered_again, lower, products_of
 from prejit.compiler.pipeline.measure.accuracy import measure_accuracy
 from prejit.compiler.pipeline.measure.costs import measure_costs
-from prejit.compiler.pipeline.measure.golden import with_golden_answers
+from prejit.compiler.pipeline.measure.golden_answers import with_golden_answers
 from prejit.compiler.pipeline.pack.bundle_files import LostFramesError
 from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets
 from prejit.compiler.pipeline.plan import Lowered
 from prejit.compiler.pipeline.services import Services
 from prejit.compiler.pipeline.shards import Turn
-from prejit.compiler.pipeline.writing import write
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import to_json
 

@@ -13,8 +13,8 @@ from prejit.compiler.store.interface import Store
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import BuildError, ManifestError, StoreError
 from prejit.runtime.format import limits
+from prejit.runtime.format.bundle_schema import UserLibrary, handler_names
 from prejit.runtime.format.checks.elf import read_shared_library
-from prejit.runtime.format.schema import UserLibrary, handler_names
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.targets import Target
 

@@ -14,10 +14,8 @@ import zstandard
 
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.native.calls import called
+from prejit.compiler.native.kernel_names import called
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.code import ReadCode, UserCode
-from prejit.compiler.pipeline.keys import content_of, native_key, own_lower_key
 from prejit.compiler.pipeline.model import (
     ReadModel,
     cache_dtype,
@@ -37,17 +35,19 @@ from prejit.compiler.pipeline.plan import (
     find_lowered,
     find_native,
 )
+from prejit.compiler.pipeline.program_keys import content_of, native_key, own_lower_key
+from prejit.compiler.pipeline.user_code import ReadCode, UserCode
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
 from prejit.runtime.errors import BuildError
-from prejit.runtime.format.schema import Segment
+from prejit.runtime.format.bundle_schema import Segment
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.program import LoweredProgram
-    from prejit.compiler.lowering.user.models import OwnModel
-    from prejit.compiler.models.layers.config import DecoderConfig
-    from prejit.compiler.models.layers.forms import Forms
+    from prejit.compiler.lowering.user.own_decoder import OwnModel
+    from prejit.compiler.models.layers.layer_config import DecoderConfig
+    from prejit.compiler.models.layers.product_forms import Forms
 
 _ZSTD_LEVEL = 10
 """Compression level of portable programs."""
@@ -234,8 +234,8 @@ def _lower_native(
     forms: Mapping[Product, str],
 ) -> Native:
     from prejit.compiler.lowering.decoder import lower_decoder
-    from prejit.compiler.lowering.encoder import lower_encoder
-    from prejit.compiler.models.layers.forms import Forms
+    from prejit.compiler.lowering.encoder_programs import lower_encoder
+    from prejit.compiler.models.layers.product_forms import Forms
     from prejit.compiler.models.parameters import parametrized
 
     chosen = Forms(forms)
@@ -274,7 +274,7 @@ def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: S
             split=None if mesh is None else MeshSplit(mesh, shardings(read.module, mesh)),
         )
         return replace(put_lowered(made, store), decoder=dict(made.decoder))
-    from prejit.compiler.lowering.encoder import lower_encoder
+    from prejit.compiler.lowering.encoder_programs import lower_encoder
 
     made = lower_encoder(read.module, program.spec)
     return replace(
@@ -295,7 +295,7 @@ def lower_own_decoder(
     """
     from prejit.compiler.lowering.decoder import lower_decoder
     from prejit.compiler.lowering.user.chance import refusing_chance
-    from prejit.compiler.lowering.user.models import CHECK_MODEL
+    from prejit.compiler.lowering.user.own_decoder import CHECK_MODEL
 
     manifest, model = plan.manifest, code.model
     assert model is not None
@@ -314,7 +314,7 @@ def lower_own_decoder(
 
 def own_shape(manifest: Manifest, model: OwnModel) -> DecoderConfig:
     """Return what lowering needs to know of a decoder of the user."""
-    from prejit.compiler.models.layers.config import DecoderConfig
+    from prejit.compiler.models.layers.layer_config import DecoderConfig
 
     longest = longest_context(manifest)
     assert longest is not None

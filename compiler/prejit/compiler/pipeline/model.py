@@ -23,8 +23,8 @@ from prejit.runtime.store.receipts import Receipts
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.cache import CacheLayout
-    from prejit.compiler.lowering.user.models import OwnModel
-    from prejit.compiler.models.layers.config import DecoderConfig
+    from prejit.compiler.lowering.user.own_decoder import OwnModel
+    from prejit.compiler.models.layers.layer_config import DecoderConfig
     from prejit.compiler.models.parameters import Parametrized
 
 MAX_PROGRAM_BYTES = 1 << 42
@@ -145,17 +145,21 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
     Raises:
         CheckpointError: the configuration cannot be read, or asks for what prejit does not build.
     """
-    from prejit.compiler.models import config_file, registry
+    from prejit.compiler.models import config_file, model_registry
 
     assert manifest.model is not None
     dtype = manifest.model.dtype
     if files.layout is not None:
         source = config_file.load_encoder(files.directory)
-        encoder = registry.make_encoder(source, dtype, out_in=files.out_in)
-        return ModelSource(files, source, registry.describe_encoder(source), encoder)
+        encoder = model_registry.make_encoder(source, dtype, out_in=files.out_in)
+        return ModelSource(files, source, model_registry.describe_encoder(source), encoder)
     config = config_file.load_config(files.directory)
-    decoder = registry.make_decoder(config, longest_context(manifest), dtype, out_in=files.out_in)
-    return ModelSource(files, config, registry.describe(config, cache_dtype(manifest)), decoder)
+    decoder = model_registry.make_decoder(
+        config, longest_context(manifest), dtype, out_in=files.out_in
+    )
+    return ModelSource(
+        files, config, model_registry.describe(config, cache_dtype(manifest)), decoder
+    )
 
 
 def check_model(
@@ -210,7 +214,7 @@ def check_own_model(
             reads a source and the manifest gives no sizes of one.
         BuildError: its cache does not follow rows and positions, or its code raises.
     """
-    from prejit.compiler.lowering.user.models import CHECK_MODEL, check_call
+    from prejit.compiler.lowering.user.own_decoder import CHECK_MODEL, check_call
 
     limit = f"{shape.max_positions}, the max_positions of {model.label}"
     own = [spec for spec in specs if spec.kind != "call"]

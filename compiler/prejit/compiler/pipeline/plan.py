@@ -33,17 +33,17 @@ from prejit.compiler.native.form_table import (
 )
 from prejit.compiler.native.library import KernelLibrary
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.keys import (
-    lower_key,
-    own_lower_key,
-    versions,
-)
 from prejit.compiler.pipeline.libraries import (
     ReadLibrary,
     handlers_of,
     read_libraries,
 )
 from prejit.compiler.pipeline.model import ModelFiles, find_model, stores_out_in, uses_kernels
+from prejit.compiler.pipeline.program_keys import (
+    lower_key,
+    own_lower_key,
+    versions,
+)
 from prejit.compiler.pipeline.traces import (
     MODEL,
     Known,
@@ -60,7 +60,7 @@ from prejit.compiler.targets.installing import obstacle
 from prejit.compiler.targets.target_table import chosen
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain, read_tuning, toolchain_of
 from prejit.runtime.errors import BuildError
-from prejit.runtime.format.schema import Segment
+from prejit.runtime.format.bundle_schema import Segment
 from prejit.runtime.machine.targets import Target
 
 _WITHOUT_KERNELS = ("copy", "embed", "call")

@@ -16,7 +16,6 @@ from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.library import KernelLibrary, find_kernels
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.keys import compile_key, native_key
 from prejit.compiler.pipeline.libraries import bind_libraries
 from prejit.compiler.pipeline.model import uses_kernels
 from prejit.compiler.pipeline.plan import (
@@ -30,6 +29,7 @@ from prejit.compiler.pipeline.plan import (
     find_toolchain,
     kernels_of,
 )
+from prejit.compiler.pipeline.program_keys import compile_key, native_key
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key, nearest, why
 from prejit.compiler.targets.toolchain import Toolchain

@@ -5,15 +5,15 @@
     check         model, files, functions: mistakes come first   checks, pack.model_layers
     environments  make the environments of pinned versions       targets.installing
     kernels       compile the C++ kernels of each CPU level      native.library
-    forms         measure how products are computed fastest      measure.forms
+    forms         measure how products are computed fastest      measure.measured_forms
     lower         trace programs to StableHLO                    lowering; lowerers: in processes, if many
     compile       StableHLO to executables, in workers           executables
-    weights       round or quantize, and pack                    pack.weights
-    sizes         compare programs of open sizes with functions  measure.sizes
+    weights       round or quantize, and pack                    pack.packed_weights
+    sizes         compare programs of open sizes with functions  measure.other_sizes
     accuracy      measure what the dtypes cost                   measure.accuracy
     costs         measure an encoder's programs                  measure.costs
     pack          tables and layers                              pack.contents
-    golden        ask programs for their golden answers          measure.golden
+    golden        ask programs for their golden answers          measure.golden_answers
     assemble      blobs and index                                pack.contents
     write         the OCI image layout                           writing
     describe      attach the list of parts and the provenance    describe.attaching

@@ -8,7 +8,6 @@ from typing import final
 
 from prejit.compiler.native.form_choice import KnownForms
 from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
-from prejit.compiler.pipeline.code import ReadCode
 from prejit.compiler.pipeline.executables import Submitted, submit, submit_known
 from prejit.compiler.pipeline.lowerers.crew import Crew
 from prejit.compiler.pipeline.lowering import (
@@ -19,11 +18,12 @@ from prejit.compiler.pipeline.lowering import (
     products_of,
     source_of,
 )
-from prejit.compiler.pipeline.measure.forms import measure_missing, runs_here
+from prejit.compiler.pipeline.measure.measured_forms import measure_missing, runs_here
 from prejit.compiler.pipeline.model import ReadModel, uses_kernels
 from prejit.compiler.pipeline.plan import Plan, PlannedProgram, kernels_of
 from prejit.compiler.pipeline.reuse import TargetTools, job_of
 from prejit.compiler.pipeline.services import Services
+from prejit.compiler.pipeline.user_code import ReadCode
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.toolchain import Toolchain

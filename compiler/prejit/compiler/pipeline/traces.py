@@ -27,12 +27,12 @@ from typing import Any, final
 from prejit.compiler.lowering.user.inputs import UNSET, Input, Present, file_digest, is_input
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.pipeline.keys import installed, versions
 from prejit.compiler.pipeline.model import cache_dtype, longest_context, longest_source
-from prejit.compiler.store.code import USER_DECODERS, USER_FUNCTIONS, code_digest
+from prejit.compiler.pipeline.program_keys import installed, versions
 from prejit.compiler.store.interface import Store
-from prejit.compiler.store.jax_settings import jax_configuration
 from prejit.compiler.store.key import Key, nearest, why
+from prejit.compiler.store.lowering_settings import jax_configuration
+from prejit.compiler.store.own_code import USER_DECODERS, USER_FUNCTIONS, code_digest
 
 Ingredients = tuple[tuple[str, str], ...]
 

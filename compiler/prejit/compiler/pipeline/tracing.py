@@ -14,16 +14,16 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from prejit.compiler.lowering.user.inputs import Input
-from prejit.compiler.pipeline.code import ReadCode, UserCode, values_of
-from prejit.compiler.pipeline.keys import Contents, content_of
 from prejit.compiler.pipeline.lowering import lower_function, lower_own_decoder
 from prejit.compiler.pipeline.plan import Lowered, OwnFacts, Plan, PlannedProgram
+from prejit.compiler.pipeline.program_keys import Contents, content_of
 from prejit.compiler.pipeline.traces import (
     Known,
     declared_reads,
     remember_trace,
     remembered,
 )
+from prejit.compiler.pipeline.user_code import ReadCode, UserCode, values_of
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.runtime.base.digests import digest_of

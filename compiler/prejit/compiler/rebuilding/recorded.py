@@ -14,7 +14,7 @@ from prejit.compiler.pipeline.describe.provenance import (
     KERNEL_SOURCE,
     RECORDING_TYPE,
 )
-from prejit.compiler.pipeline.describe.sources import SourceContent
+from prejit.compiler.pipeline.describe.user_sources import SourceContent
 from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.oci import check_digest

@@ -19,13 +19,13 @@ from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.form_table import Conditions, FormTable, Measured, to_text
 from prejit.compiler.native.library import NoKernels, level_of
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.describe.sources import Base, digest_now
-from prejit.compiler.pipeline.keys import versions
+from prejit.compiler.pipeline.describe.user_sources import Base, digest_now
+from prejit.compiler.pipeline.program_keys import versions
 from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Progress
-from prejit.compiler.rebuilding.parts import ComparedPart, compare
+from prejit.compiler.rebuilding.compared_parts import ComparedPart, compare
 from prejit.compiler.rebuilding.recorded import Recorded, read_recorded
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import BuildError, StoreError
 from prejit.runtime.format.audit import audit

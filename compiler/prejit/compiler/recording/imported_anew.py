@@ -23,10 +23,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from prejit.runtime.recorded.child import cache_settings, environment_for
-from prejit.runtime.recorded.events import JaxRequest
 from prejit.runtime.recorded.hook.jax_texts import COMPUTATION, INGREDIENT, KEY_LOGGER
 from prejit.runtime.recorded.hook.watch import Orders
+from prejit.runtime.recorded.hook_events import JaxRequest
+from prejit.runtime.recorded.recorded_run import cache_settings, environment_for
 
 CALLS = "recorded_calls"
 """The module that makes the arguments of the calls: `args_0()`, `fixed_0()`, ..."""

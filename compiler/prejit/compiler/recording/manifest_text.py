@@ -16,7 +16,7 @@ from typing import Any
 
 from prejit.compiler.manifest.shape_string import KEY, split_shape
 from prejit.compiler.recording.program_sections import ProgramSection, sections_of, shapes_in
-from prejit.runtime.recorded.events import JaxRequest
+from prejit.runtime.recorded.hook_events import JaxRequest
 
 _HEAD = """\
 # The functions and shapes that `prejit record` saw. `prejit build` imports their modules, beside this file or

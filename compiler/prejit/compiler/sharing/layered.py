@@ -29,7 +29,7 @@ from prejit.compiler.sharing.shared_result import (
     encode,
 )
 from prejit.compiler.sharing.tier import Tier
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.interface import BlobWriter
 from prejit.compiler.store.key import Key
 from prejit.runtime.errors import StoreError

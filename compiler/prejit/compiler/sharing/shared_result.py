@@ -23,7 +23,7 @@ from prejit.compiler.store.key import Key
 from prejit.runtime.base.digests import is_digest
 from prejit.runtime.trust.dsse import encode_envelope, envelope_of, pae
 from prejit.runtime.trust.foreign_json import field, read_object
-from prejit.runtime.trust.keys import PublicKey
+from prejit.runtime.trust.public_keys import PublicKey
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.statement import (
     SignedSubject,

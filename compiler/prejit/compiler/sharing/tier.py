@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from prejit.compiler.sharing.remote import Remote
 from prejit.compiler.signing.private_key import PrivateKey
 from prejit.compiler.store.key import Key
-from prejit.runtime.trust.keys import PublicKey
+from prejit.runtime.trust.public_keys import PublicKey
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from prejit.runtime.trust.channel import (
     signers,
 )
 from prejit.runtime.trust.dsse import Envelope, envelope_of
-from prejit.runtime.trust.keys import PublicKey, read_key
+from prejit.runtime.trust.public_keys import PublicKey, read_key
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.statement import (
     KEYS_PREDICATE,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from prejit.runtime.errors import NetworkError, StoreError, UsageError
 from prejit.runtime.trust.dsse import read_bundle
-from prejit.runtime.trust.keyless import TrustedIdentity, verify
+from prejit.runtime.trust.keyless_trust import TrustedIdentity, verify
 from prejit.runtime.trust.reasons import RefusedError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from prejit.runtime.base.nearest_name import nearest_file
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.trust.channel import signers
 from prejit.runtime.trust.dsse import Envelope, encode_bundle, pae, read_bundle
-from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, hash_of, pem_digest, read_key
+from prejit.runtime.trust.public_keys import MAX_KEY_BYTES, PublicKey, hash_of, pem_digest, read_key
 from prejit.runtime.trust.reasons import RefusedError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import final
 
 from prejit.runtime.base.digests import is_digest
 from prejit.runtime.base.files import Identity
-from prejit.runtime.store.directory import cache_root, read_own, write_own
 from prejit.runtime.store.receipts import SETTLED_SECONDS
+from prejit.runtime.store.runtime_cache import cache_root, read_own, write_own
 
 _MAX_BYTES = 1 << 20
 

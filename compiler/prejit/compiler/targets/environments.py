@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prejit.compiler.store.directory import default_root
+from prejit.compiler.store.directory_store import default_root
 from prejit.runtime.base.locks import lock_file
 from prejit.runtime.errors import StoreError
 from prejit.runtime.machine.targets import Target

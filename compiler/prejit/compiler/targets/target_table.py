@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from prejit.compiler.base.wording import did_you_mean, no_such_path, shown
+from prejit.compiler.base.suggestions import did_you_mean, no_such_path, shown
 from prejit.compiler.targets.cpu_count import MAX_CPUS
 from prejit.runtime.base.nearest_name import nearest
 from prejit.runtime.errors import PrejitError, UsageError

@@ -1,4 +1,4 @@
-"""The command line of the server side: each command in the module of its name, and how any is run.
+"""The command line of the runtime: each command `NAME` in `NAME_command`, and how any is run.
 
 `prejit.runtime.__main__` calls `commands.run`. Imports everything, and nothing else of the server side
 imports click. Begin with `commands`.

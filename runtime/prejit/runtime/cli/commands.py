@@ -1,7 +1,7 @@
 """All commands by name, and how one is run.
 
-A command stands in the module of its name, in `prejit.runtime.cli` or `prejit.compiler.cli`, and returns the
-exit status. Its module is imported when the command runs: `prejit --help` and completion need no other.
+The command `NAME` stands in `NAME_command`, in the room `cli` of its package, and returns the exit status.
+That module is imported by name when the command runs: `prejit --help` and completion need no other.
 """
 
 from __future__ import annotations
@@ -9,50 +9,93 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import click
 
-from prejit.runtime.base.process import importing
+from prejit.runtime.base.process_facts import importing
 from prejit.runtime.errors import UsageError
 
-BUILD_COMMANDS = {
-    "plan": "Show programs x targets of a manifest: what is cached, what will compile and why.",
-    "build": "Compile manifests and write their bundles.",
-    "check-model": "Check that a model of yours keeps the rules of a decoder.",
-    "targets": "List the targets that a manifest may name, and which of them this machine builds.",
-    "suggest": "Choose the buckets that pad recorded requests least.",
-    "diff": "Say what differs between two bundles, and which programs became slower.",
-    "schema": "Print the JSON Schema of manifests, for editors.",
-    "rebuild": "Build a bundle again from its recorded inputs and compare the two part by part.",
-    "record": "Run a program and pack what jax compiles for it into a bundle.",
-    "sign": "Sign a bundle, so that trust policies, cosign and model_signing can verify it.",
-    "channel": "Say which bundle is the current one, and rotate the keys that say so.",
-    "gc": "Remove cached programs and environments that were not used for some days.",
-}
-"""The commands of the build side, whose dependencies need not be installed."""
 
-COMMANDS = {
-    "inspect": "Show what a bundle holds: targets, programs, sizes, versions.",
-    "verify": "Check every byte of a bundle; with --run, ask its programs for their golden answers.",
-    "fingerprint": "Print the fingerprint of this machine as JSON.",
-    "explain": "Compare each target with this machine, axis by axis.",
-    "tune": "Compile a bundle on this GPU and record what XLA measures, for builds elsewhere.",
-    "generate": "Generate text from a prompt and print it piece by piece.",
-    "encode": "Print the embeddings of sentences.",
-    "call": "Run a program of a [[program]] section on .npy files.",
-    "bench": "Measure a bundle: start-up, latency, tokens a second, memory.",
-    "run": "Start any JAX program with a recorded bundle as jax's cache.",
-    "serve": "Serve bundles over HTTP: OpenAI's API, the Open Inference Protocol, metrics, a page.",
-    "replay": "Run the requests of a log of `prejit serve` again and compare.",
-    "observe": "Write dashboards of Grafana, alert rules of Prometheus and runbooks for servers.",
-}
-"""The commands that use a bundle or serve one."""
+class House(NamedTuple):
+    """The commands of a wheel.
 
-_BUILD_PACKAGES = {
-    *("prejit", "flax", "huggingface_hub", "orbax", "pydantic", "rich", "safetensors"),
-    "transformers",
+    Attributes:
+        title: what they are for.
+        commands: by name, each with a line for `prejit --help`.
+        extra: the extra of `prejit` that installs the wheel; empty: it is the runtime's own.
+        packages: what the extra brings, whose absence means that it is not installed.
+    """
+
+    title: str
+    commands: Mapping[str, str]
+    extra: str = ""
+    packages: frozenset[str] = frozenset()
+
+
+HOUSES = {
+    "runtime": House(
+        "Commands that use a bundle",
+        {
+            "inspect": "Show what a bundle holds: targets, programs, sizes, versions.",
+            "verify": "Check every byte of a bundle; with --run, ask its programs for their golden answers.",
+            "fingerprint": "Print the fingerprint of this machine as JSON.",
+            "explain": "Compare each target with this machine, axis by axis.",
+            "tune": "Compile a bundle on this GPU and record what XLA measures, for builds elsewhere.",
+            "generate": "Generate text from a prompt and print it piece by piece.",
+            "encode": "Print the embeddings of sentences.",
+            "call": "Run a program of a [[program]] section on .npy files.",
+            "run": "Start any JAX program with a recorded bundle as jax's cache.",
+        },
+    ),
+    "server": House(
+        "Commands that serve bundles",
+        {
+            "serve": "Serve bundles over HTTP: OpenAI's API, the Open Inference Protocol, metrics, a page.",
+            "replay": "Run the requests of a log of `prejit serve` again and compare.",
+            "observe": "Write dashboards of Grafana, alert rules of Prometheus and runbooks for servers.",
+        },
+        "server",
+        frozenset(
+            {
+                *("prejit", "httptools", "llguidance", "msgspec", "prometheus_client"),
+                *("starlette", "uvicorn"),
+            }
+        ),
+    ),
+    "compiler": House(
+        "Commands that build and compare",
+        {
+            "plan": "Show programs x targets of a manifest: what is cached, what will compile and why.",
+            "build": "Compile manifests and write their bundles.",
+            "check-model": "Check that a model of yours keeps the rules of a decoder.",
+            "targets": "List the targets that a manifest may name, and which of them this machine builds.",
+            "bench": "Measure a bundle: start-up, latency, tokens a second, memory.",
+            "fleet": "Say which target each machine of a fleet loads, and which targets are missing.",
+            "suggest": "Choose the buckets that pad recorded requests least.",
+            "diff": "Say what differs between two bundles, and which programs became slower.",
+            "schema": "Print the JSON Schema of manifests, for editors.",
+            "rebuild": "Build a bundle again from its recorded inputs and compare the two part by part.",
+            "record": "Run a program and pack what jax compiles for it into a bundle.",
+            "sign": "Sign a bundle, so that trust policies, cosign and model_signing can verify it.",
+            "channel": "Say which bundle is the current one, and rotate the keys that say so.",
+            "gc": "Remove cached programs and environments that were not used for some days.",
+        },
+        "compiler",
+        frozenset(
+            {
+                *("prejit", "flax", "huggingface_hub", "orbax", "pydantic", "rich", "safetensors"),
+                "transformers",
+            }
+        ),
+    ),
 }
+"""The wheels of prejit by the name of their package. Only the runtime's needs to be installed."""
+
+HOMES = {name: package for package, house in HOUSES.items() for name in house.commands}
+"""The package of each command."""
+
 _COMPLETE = "_PREJIT_COMPLETE"
 
 
@@ -69,19 +112,16 @@ class _Commands(click.Group):
         return name, None if name is None else _imported(name), rest
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, commands in (
-            ("Commands that use a bundle", COMMANDS),
-            ("Commands that build (pip install 'prejit[compiler]')", BUILD_COMMANDS),
-        ):
-            with formatter.section(title):
-                formatter.write_dl([*commands.items()])
+        for house in HOUSES.values():
+            install = house.extra and f" (pip install 'prejit[{house.extra}]')"
+            with formatter.section(f"{house.title}{install}"):
+                formatter.write_dl([*house.commands.items()])
 
 
 def _imported(name: str) -> click.Command:
-    """Import a command. Those of the build side are imported by name: a server must not depend on them."""
-    side, attribute = "compiler" if name in BUILD_COMMANDS else "runtime", name.replace("-", "_")
+    attribute = name.replace("-", "_")
     with importing():
-        module = importlib.import_module(f"prejit.{side}.cli.{attribute}")
+        module = importlib.import_module(f"prejit.{HOMES[name]}.cli.{attribute}_command")
     command: click.Command = getattr(module, attribute)
     return command
 
@@ -96,7 +136,9 @@ def _versions(_: click.Context) -> str:
 @click.group(
     cls=_Commands,
     commands=[
-        click.Command(name, short_help=text) for name, text in (COMMANDS | BUILD_COMMANDS).items()
+        click.Command(name, short_help=text)
+        for house in HOUSES.values()
+        for name, text in house.commands.items()
     ],
     context_settings={
         "help_option_names": ["-h", "--help"],
@@ -151,9 +193,10 @@ def run(arguments: Sequence[str]) -> int:
             hint="correct this environment variable, or unset it",
         ) from error
     except ModuleNotFoundError as error:  # at the import, or later in a command
-        if (error.name or "").partition(".")[0] not in _BUILD_PACKAGES:
+        house = HOUSES.get(HOMES.get(arguments[0], ""))
+        if house is None or (error.name or "").partition(".")[0] not in house.packages:
             raise
         raise UsageError(
-            f"`prejit {arguments[0]}` needs the build side, and {error.name} is not installed",
-            hint="pip install 'prejit[compiler]'",
+            f"`prejit {arguments[0]}` needs prejit's {house.extra}, and {error.name} is not installed",
+            hint=f"pip install 'prejit[{house.extra}]'",
         ) from error

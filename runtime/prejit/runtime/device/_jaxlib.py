@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from prejit.runtime.base import process
+from prejit.runtime.base import process_facts
 from prejit.runtime.device.start import set_log_level
 from prejit.runtime.errors import KernelError
 
@@ -44,7 +44,7 @@ fails. One thread may compile a program while another puts the first array."""
 def import_jaxlib() -> tuple[Any, Any]:
     """Return jaxlib's client module and its C++ core; neither imports jax. Starts no thread."""
     set_log_level()
-    with process.importing():
+    with process_facts.importing():
         from jaxlib import _jax, xla_client
 
     return xla_client, _jax
@@ -198,7 +198,7 @@ def _result_handler(aval: Any, sharding: Any, committed: bool = True) -> Any:
 def single_sharding(device: Any) -> Any:
     """Return jax's sharding of arrays on one device."""
     with importing:
-        with process.importing():
+        with process_facts.importing():
             import jax  # noqa: F401
             from jax._src import sharding_impls
 
@@ -216,7 +216,7 @@ def mesh_sharding(
         split: for each dimension of an array, the axis that splits it, or `""`.
     """
     with importing:
-        with process.importing():
+        with process_facts.importing():
             import jax  # noqa: F401
             from jax._src import mesh, partition_spec, sharding_impls
 

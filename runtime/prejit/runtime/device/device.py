@@ -15,7 +15,7 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.base.process import importing, is_plain_start
+from prejit.runtime.base.process_facts import importing, is_plain_start
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.executable import Executable

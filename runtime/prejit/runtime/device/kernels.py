@@ -3,7 +3,7 @@
 The dynamic linker opens a sealed copy in memory, which nobody can change any more, instead of a file by its
 name. A process loads each library once, however many bundles have it. Libraries with other digests are
 loaded beside it. All libraries of kernels share one set of helper threads, as many as
-`base.process.kernel_threads` allows.
+`base.process_facts.kernel_threads` allows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prejit.runtime.base.digests import digest_of
-from prejit.runtime.base.process import kernel_threads
+from prejit.runtime.base.process_facts import kernel_threads
 from prejit.runtime.errors import KernelError
 from prejit.runtime.format.checks.elf import find_note, read_shared_library
 from prejit.runtime.format.names import KERNEL_PREFIX, handler_target, kernel_target

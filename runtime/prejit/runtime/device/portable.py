@@ -16,7 +16,7 @@ import numpy as np
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.errors import BuildError
-from prejit.runtime.format.schema import Memory
+from prejit.runtime.format.bundle_schema import Memory
 
 
 def compile_ahead(

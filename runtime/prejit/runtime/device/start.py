@@ -13,8 +13,8 @@ import os
 import sys
 from collections.abc import Iterator
 
-from prejit.runtime.base.process import importing, is_alone, is_plain_start, thread_count
-from prejit.runtime.base.threads import start_thread
+from prejit.runtime.base.joined_threads import start_thread
+from prejit.runtime.base.process_facts import importing, is_alone, is_plain_start, thread_count
 from prejit.runtime.device.library_pages import read_ahead
 
 _OPENBLAS_TIMEOUT = "OPENBLAS_THREAD_TIMEOUT"

@@ -18,11 +18,11 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.base.threads import start_thread
+from prejit.runtime.base.joined_threads import start_thread
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
-from prejit.runtime.encoding.buckets import Bucket, loading_order, partition
-from prejit.runtime.format.schema import Encoder
+from prejit.runtime.encoding.encoder_buckets import Bucket, loading_order, partition
+from prejit.runtime.format.bundle_schema import Encoder
 from prejit.runtime.programs.ready import ProgramReport, Programs
 
 _LOAD_MICROSECONDS = 15_000

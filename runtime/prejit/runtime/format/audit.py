@@ -13,6 +13,7 @@ from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.blobs import Blobs, check_blob, read_whole
+from prejit.runtime.format.bundle_schema import Chunks, ImageManifest, Index, Segment
 from prejit.runtime.format.checks.attached import (
     check_content,
     check_names,
@@ -22,13 +23,13 @@ from prejit.runtime.format.checks.attached import (
     is_described,
     is_ours,
 )
-from prejit.runtime.format.checks.config import (
+from prejit.runtime.format.checks.layers import check_chat, unpack
+from prejit.runtime.format.checks.oci import check_digest, check_layout_file
+from prejit.runtime.format.checks.program_table import (
     check_programs,
     check_weight_sets,
     segments_of,
 )
-from prejit.runtime.format.checks.layers import check_chat, unpack
-from prejit.runtime.format.checks.oci import check_digest, check_layout_file
 from prejit.runtime.format.checks.safetensors import check_weights
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
@@ -46,7 +47,6 @@ from prejit.runtime.format.opening import (
 )
 from prejit.runtime.format.referrers import Referrer, reached, referrers, unattached
 from prejit.runtime.format.root import Root, encode_root
-from prejit.runtime.format.schema import Chunks, ImageManifest, Index, Segment
 from prejit.runtime.format.writing import locked
 from prejit.runtime.machine.fingerprint import Fingerprint
 

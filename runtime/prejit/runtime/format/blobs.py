@@ -19,13 +19,13 @@ from functools import partial
 from typing import NamedTuple, TypeVar, final
 
 from prejit.runtime.base.files import Content, Identity, digest_file, map_file, timed_digest_file
-from prejit.runtime.base.process import Span, span
+from prejit.runtime.base.process_facts import Span, span
 from prejit.runtime.base.verity import measure
 from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.format.bundle_schema import Chunks, Descriptor, ImageManifest, Segment
 from prejit.runtime.format.checks import layers as layer_checks
 from prejit.runtime.format.layout import ATTEMPTS, Layout
 from prejit.runtime.format.root import Root, read_root
-from prejit.runtime.format.schema import Chunks, Descriptor, ImageManifest, Segment
 from prejit.runtime.format.verification import VERIFIED, Job, Verification
 from prejit.runtime.store.receipts import Receipts
 

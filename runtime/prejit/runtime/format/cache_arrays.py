@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.bundle_schema import Decoder
 from prejit.runtime.format.limits import MAX_CACHE_ARRAYS
-from prejit.runtime.format.schema import Decoder
 from prejit.runtime.format.trees import MAX_DEPTH
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
+from prejit.runtime.format.bundle_schema import Config, Descriptor, encode_index
 from prejit.runtime.format.checks.oci import check_descriptor, check_digest, check_manifest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
@@ -21,7 +22,6 @@ from prejit.runtime.format.names import (
     REQUIREMENT,
     oci_platform,
 )
-from prejit.runtime.format.schema import Config, Descriptor, encode_index
 
 
 def index_of_copy(layout: Layout, manifests: Sequence[Descriptor]) -> bytes:

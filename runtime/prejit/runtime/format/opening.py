@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format.checks.config import (
+from prejit.runtime.format.bundle_schema import Config, Descriptor, ImageManifest
+from prejit.runtime.format.checks.layers import check_kernels, check_library
+from prejit.runtime.format.checks.oci import check_digest, check_manifest, target_of
+from prejit.runtime.format.checks.program_table import (
     check_chunks_layers,
     check_config,
     check_kernels_layer,
@@ -14,12 +17,9 @@ from prejit.runtime.format.checks.config import (
     check_packs,
     check_recorded_layer,
 )
-from prejit.runtime.format.checks.layers import check_kernels, check_library
-from prejit.runtime.format.checks.oci import check_digest, check_manifest, target_of
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME, KERNELS_MEDIA_TYPE
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.schema import Config, Descriptor, ImageManifest
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement

@@ -14,11 +14,11 @@ from typing import Any
 from prejit.runtime.base.typed_json import shown
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
+from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.checks.oci import check_digest, check_manifest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import MANIFEST_MEDIA_TYPE, REF_NAME
 from prejit.runtime.format.root import Root, read_descriptor
-from prejit.runtime.format.schema import Descriptor
 
 ATTACHED = "attached-"
 """The names of what is attached begin so, in `index.json`. The first digits of its digest follow."""

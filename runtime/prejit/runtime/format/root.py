@@ -20,6 +20,7 @@ from prejit.runtime.base.digests import digest_of, is_digest
 from prejit.runtime.base.typed_json import MAX_INTEGER, check_amount, shown, to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
+from prejit.runtime.format.bundle_schema import Descriptor, Index
 from prejit.runtime.format.checks.oci import (
     check_descriptor,
     check_digest,
@@ -35,7 +36,6 @@ from prejit.runtime.format.names import (
     MANIFEST_MEDIA_TYPE,
     REF_NAME,
 )
-from prejit.runtime.format.schema import Descriptor, Index
 
 _MAX_UNNAMED_BYTES = 4 << 20
 """Maximum size of all blobs together that are read to find out whether they are prejit's."""

@@ -21,6 +21,7 @@ from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.blobs import check_blob
+from prejit.runtime.format.bundle_schema import Descriptor, Index
 from prejit.runtime.format.checks.attached import is_ours
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
@@ -31,7 +32,6 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.referrers import ATTACHED, Referrer, attached_entry, reached, referrers
 from prejit.runtime.format.root import encode_root, read_root
-from prejit.runtime.format.schema import Descriptor, Index
 
 
 def write_layout(

@@ -13,8 +13,8 @@ import numpy as np
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray
 from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.cache_arrays import sized
-from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.programs.ready import Programs
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
+from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.cache_arrays import sized
-from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.generation.compact_prefix import CompactPrefix
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache, Prefix, allocating

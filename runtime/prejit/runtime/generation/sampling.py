@@ -1,6 +1,7 @@
 """Sampling options as arrays for the compiled programs, and log-probabilities from their results.
 
-The device chooses the tokens: prejit.compiler.lowering.sampling has the order of the steps and their sources.
+The device chooses the tokens: prejit.compiler.lowering.sampling_programs has the order of the steps and
+their sources.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import is_jax_array
 from prejit.runtime.errors import AnswerError, FallbackWarning, MismatchError, UsageError
 from prejit.runtime.fallback import count_axis
-from prejit.runtime.jitted.calls import Parameters
 from prejit.runtime.jitted.fitting import Fit, MissError, find
+from prejit.runtime.jitted.jit_call import Parameters
 from prejit.runtime.jitted.returned import Returned, from_bundle, from_trace
 
 P = ParamSpec("P")

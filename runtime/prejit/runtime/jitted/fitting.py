@@ -12,8 +12,8 @@ from prejit.runtime.device import jax_settings
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DELETED, default_device, is_jax_array
 from prejit.runtime.format import trees
-from prejit.runtime.format.schema import ProgramEntry
-from prejit.runtime.jitted.calls import JittedCall
+from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.jitted.jit_call import JittedCall
 from prejit.runtime.programs.on_jax import JaxPrograms
 from prejit.runtime.programs.pytree import constants_misfit, spell
 

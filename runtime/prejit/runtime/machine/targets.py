@@ -1,7 +1,7 @@
 """Targets: the classes of machines that programs are compiled for. No JAX.
 
 The catalogue (catalogue/*.toml, one file for each platform) describes targets that anybody may use. The
-build side compiles for them, and `prejit explain --fleet` reports which of them a fleet lacks.
+build side compiles for them, and `prejit fleet` reports which of them a fleet lacks.
 """
 
 from __future__ import annotations

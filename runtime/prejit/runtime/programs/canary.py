@@ -1,6 +1,6 @@
 """The canary: the first executable that a bundle loads must give its golden answer before any result is used.
 
-A machine asks an executable once. What it answered is kept (store/answers.py), so later starts read one
+A machine asks an executable once. What it answered is kept (store/known_answers.py), so later starts read one
 file. An executable with a wrong answer is in quarantine on this machine: its portable program takes its
 place, if `load` may compile, and must give the golden answer in its stead.
 """
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, final
 
 from prejit.runtime.errors import AnswerError, FallbackWarning, PrejitWarning, RejectError
 from prejit.runtime.fallback import count_axis
-from prejit.runtime.format.golden import RECIPE
-from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.format.golden_format import RECIPE
 from prejit.runtime.machine.environment import read_xla_flags
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.store.answers import KeptAnswer, answer_file, read_answer, write_answer
+from prejit.runtime.store.known_answers import KeptAnswer, answer_file, read_answer, write_answer
 from prejit.runtime.verdict import Axis
 
 if TYPE_CHECKING:
     from prejit.runtime.device.executable import Executable
-    from prejit.runtime.programs.golden import Deviation
+    from prejit.runtime.programs.golden_check import Deviation
 
 AXIS = "canary"
 """The name in `fallback_counts` of an executable that gives a wrong answer."""

@@ -41,7 +41,7 @@ from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.environment import read_xla_flags
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.store.directory import cache_root, read_own
+from prejit.runtime.store.runtime_cache import cache_root, read_own
 
 DEFAULT_LIMIT_BYTES = 2 << 30
 """Maximum size of the cache if `$PREJIT_COMPILE_CACHE_BYTES` is not set."""

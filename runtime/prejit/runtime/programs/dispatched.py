@@ -13,10 +13,10 @@ from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.format import trees
-from prejit.runtime.programs.calls import Calls
 from prejit.runtime.programs.dispatched_on_jax import JaxDispatchedCalls
+from prejit.runtime.programs.known_calls import ChosenBucket
 from prejit.runtime.programs.pytree import has_registered_tuple
-from prejit.runtime.programs.signatures import ChosenBucket
+from prejit.runtime.programs.user_programs import Calls
 
 _DTYPES = frozenset(
     dtype_of(name)

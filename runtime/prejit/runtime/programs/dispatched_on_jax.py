@@ -11,9 +11,9 @@ from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import default_device
 from prejit.runtime.errors import AnswerError
 from prejit.runtime.format import trees
-from prejit.runtime.programs.calls import Calls
+from prejit.runtime.programs.known_calls import Held
 from prejit.runtime.programs.on_jax import JaxPrograms
-from prejit.runtime.programs.signatures import Held
+from prejit.runtime.programs.user_programs import Calls
 
 _PLAIN = ("list", "tuple", "dict", "none")
 """Kinds of containers that jax takes apart and makes again as they are."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.format.bundle_schema import ProgramEntry
 
 _PERIOD = 4093
 _BIAS = 2.0**20

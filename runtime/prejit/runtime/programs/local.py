@@ -13,7 +13,7 @@ from prejit.runtime.device.executable import Executable
 from prejit.runtime.device.portable import bind_calls, custom_calls
 from prejit.runtime.errors import BuildError, MismatchError
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.programs import compile_cache
 

@@ -10,7 +10,7 @@ from prejit.runtime.base.once import once
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.executable import Executable
 from prejit.runtime.format.arrays import Mesh
-from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs.ready import Programs
 
 

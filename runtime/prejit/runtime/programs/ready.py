@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
+from prejit.runtime.base.joined_threads import start_thread
 from prejit.runtime.base.once import once
-from prejit.runtime.base.process import Span, span
-from prejit.runtime.base.threads import start_thread
+from prejit.runtime.base.process_facts import Span, span
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.executable import Executable
@@ -19,11 +19,11 @@ from prejit.runtime.device.transfer import DeviceArray
 from prejit.runtime.errors import ClosedError
 from prejit.runtime.format.arrays import Array, parse_sharding
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.checks.config import check_arrays, check_static, check_tree
+from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.layers import check_signature
-from prejit.runtime.format.checks.signatures import DECODER_KINDS, ENCODER_KINDS
+from prejit.runtime.format.checks.program_signatures import DECODER_KINDS, ENCODER_KINDS
+from prejit.runtime.format.checks.program_table import check_arrays, check_static, check_tree
 from prejit.runtime.format.constants import Constant
-from prejit.runtime.format.schema import Config, ProgramEntry
 from prejit.runtime.format.trees import Tree
 from prejit.runtime.format.verification import VERIFIED, Verification
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from prejit.runtime.programs.canary import Canary, CheckedAnswer
-    from prejit.runtime.programs.golden import Deviation
+    from prejit.runtime.programs.golden_check import Deviation
     from prejit.runtime.programs.local import LocalCompiler
-    from prejit.runtime.programs.weights import Weights
+    from prejit.runtime.programs.mapped_weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class Programs:
         Raises:
             RejectError: the bundle is damaged.
         """
-        from prejit.runtime.programs.golden import compare, samples_of
+        from prejit.runtime.programs.golden_check import compare, samples_of
 
         golden = program.golden
         assert golden is not None
@@ -259,7 +259,7 @@ class Programs:
         Raises:
             RejectError: the bundle is damaged.
         """
-        from prejit.runtime.programs.golden import answer
+        from prejit.runtime.programs.golden_check import answer
 
         model = self._config.decoder or self._config.encoder
         return answer(

@@ -12,7 +12,7 @@ from prejit.runtime.device.portable import specialize
 from prejit.runtime.errors import FallbackWarning
 from prejit.runtime.fallback import count_axis
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.schema import ProgramEntry, Segment
+from prejit.runtime.format.bundle_schema import ProgramEntry, Segment
 
 SIZE_AXIS = "bucket"
 """What `fallback_counts` calls a program that is compiled because no bucket has its sizes."""

@@ -16,10 +16,10 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.branches import Branch, branches, candidates, how_to_name, whole
-from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs import pytree
-from prejit.runtime.programs.calls import Calls
-from prejit.runtime.programs.signatures import ChosenBucket, Held, KnownCalls
+from prejit.runtime.programs.known_calls import ChosenBucket, Held, KnownCalls
+from prejit.runtime.programs.user_programs import Calls
 
 State = Sequence[DeviceArray]
 """The arrays of all arguments that are kept."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prejit.runtime.format.schema import RecordedProgram
+from prejit.runtime.format.bundle_schema import RecordedProgram
 from prejit.runtime.machine.requirement import Requirement
-from prejit.runtime.recorded.events import REFUSED, UNCACHED, JaxRequest
 from prejit.runtime.recorded.hook import jax_texts
+from prejit.runtime.recorded.hook_events import REFUSED, UNCACHED, JaxRequest
 
 _RECORD = "record this run too (prejit record -o BUNDLE -- COMMAND)"
 _CALLBACKS = (

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.recorded.events import read_events
-from prejit.runtime.recorded.opening import RecordedBundle
-from prejit.runtime.recorded.report import Miss, explained, report_of
+from prejit.runtime.recorded.hook_events import read_events
+from prejit.runtime.recorded.recorded_bundle import RecordedBundle
+from prejit.runtime.recorded.run_report import Miss, explained, report_of
 
 _PAUSE_SECONDS = 0.5
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from prejit.runtime.base.process import cpus, is_plain_start, seconds_since_exec, text_of
+from prejit.runtime.base.process_facts import cpus, is_plain_start, seconds_since_exec, text_of
 from prejit.runtime.programs.ready import ProgramReport
-from prejit.runtime.start.report import StartReport
-from prejit.runtime.store.directory import cache_root
+from prejit.runtime.start.start_report import StartReport
+from prejit.runtime.store.runtime_cache import cache_root
 
 _SLOW_SECONDS = 0.1
 _SLOW_SHARE = 0.2

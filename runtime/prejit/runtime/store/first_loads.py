@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.runtime.base.digests import is_digest
-from prejit.runtime.store.directory import cache_root, read_own, write_own
+from prejit.runtime.store.runtime_cache import cache_root, read_own, write_own
 
 _MAX_BYTES = 1 << 16
 

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from prejit.runtime.base.process import is_plain_start
-from prejit.runtime.store.directory import cache_root, read_own, write_own
+from prejit.runtime.base.process_facts import is_plain_start
+from prejit.runtime.store.runtime_cache import cache_root, read_own, write_own
 
 _MAX_BYTES = 1 << 16
 

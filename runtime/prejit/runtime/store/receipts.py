@@ -21,7 +21,7 @@ from typing import final
 from prejit.runtime.base.digests import is_digest
 from prejit.runtime.base.files import Identity, digest_file
 from prejit.runtime.errors import StoreError
-from prejit.runtime.store.directory import cache_root, read_own, write_own
+from prejit.runtime.store.runtime_cache import cache_root, read_own, write_own
 
 SETTLED_SECONDS = 2.0
 """A file that changed less than this many seconds before it was hashed gets no receipt. A second change

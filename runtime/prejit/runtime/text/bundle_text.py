@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.once import once
-from prejit.runtime.base.process import Span, importing, span
+from prejit.runtime.base.process_facts import Span, importing, span
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.checks.layers import check_chat
 from prejit.runtime.format.names import CHAT_MEDIA_TYPE, TOKENIZER_MEDIA_TYPE
 
 if TYPE_CHECKING:
-    from prejit.runtime.text.chat import ChatTemplates
+    from prejit.runtime.text.chat_template import ChatTemplates
     from prejit.runtime.text.tokenizer import Tokenizer
 
 
@@ -126,7 +126,7 @@ class BundleText:
             return None
         started = time.perf_counter()
         with importing():
-            from prejit.runtime.text.chat import (
+            from prejit.runtime.text.chat_template import (
                 ChatTemplates,
             )  # Jinja costs 40 ms, only chats need it
 

@@ -29,7 +29,7 @@ from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import PolicyError
 from prejit.runtime.trust.dsse import Envelope, encode_envelope, envelope_of, pae
 from prejit.runtime.trust.foreign_json import field, read_object
-from prejit.runtime.trust.keys import PublicKey, read_key
+from prejit.runtime.trust.public_keys import PublicKey, read_key
 from prejit.runtime.trust.reasons import Reason, RefusedError
 from prejit.runtime.trust.statement import (
     KEYS_PREDICATE,

@@ -20,7 +20,7 @@ from prejit.runtime.base.locks import lock_file
 from prejit.runtime.errors import PolicyError, StoreError
 from prejit.runtime.trust.channel import Accepted, KeyMark, KeySet
 from prejit.runtime.trust.foreign_json import field, read_object
-from prejit.runtime.trust.keys import read_key
+from prejit.runtime.trust.public_keys import read_key
 from prejit.runtime.trust.reasons import RefusedError
 
 _MAX_BYTES = 1 << 20

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from prejit.runtime.trust import keyless
+from prejit.runtime.trust import keyless_trust
 from prejit.runtime.trust.dsse import Envelope, pae, read_bundle
-from prejit.runtime.trust.keyless import TrustedIdentity
+from prejit.runtime.trust.keyless_trust import TrustedIdentity
 from prejit.runtime.trust.policy import ChannelRule, Policy, Rule, TrustedKey, enforces
 from prejit.runtime.trust.reasons import Reason, RefusedError
 from prejit.runtime.trust.statement import (
@@ -250,7 +250,7 @@ def _signing_identity(content: bytes, envelope: Envelope, rule: Rule) -> Trusted
     )
     for each in rule.identities:
         try:
-            keyless.verify(content, envelope, each)
+            keyless_trust.verify(content, envelope, each)
         except RefusedError as error:
             refused = error
         else:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from prejit.runtime.errors import RejectError, UntrustedError
 from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME, SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, match, read_manifests
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.schema import Descriptor, ImageManifest
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.trust.decision import Attached, Decision, TrustTarget, decide
 from prejit.runtime.trust.dsse import MAX_ENVELOPE_BYTES

@@ -25,7 +25,7 @@ from prejit.runtime.store.first_loads import (
     remember_first_load,
 )
 
-CHILD_MODULE = "prejit.runtime.first_load"
+CHILD_MODULE = "prejit.runtime.first_load_child"
 """The module that the child process runs."""
 
 SECONDS = 600.0

@@ -45,9 +45,9 @@ from typing import Literal, NamedTuple, TypeVar
 from prejit.runtime.base.digests import is_digest
 from prejit.runtime.base.nearest_name import nearest_file
 from prejit.runtime.errors import PolicyError
-from prejit.runtime.trust.keyless import MAX_ROOT_BYTES, TrustedIdentity, check_root
-from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, read_key
+from prejit.runtime.trust.keyless_trust import MAX_ROOT_BYTES, TrustedIdentity, check_root
 from prejit.runtime.trust.policy_table import HINT, Table, fits
+from prejit.runtime.trust.public_keys import MAX_KEY_BYTES, PublicKey, read_key
 from prejit.runtime.trust.reasons import Kind
 
 FirstLoadMode = Literal["direct", "child"]

@@ -16,10 +16,10 @@ from tests.parity.t5_cases import cases as t5_cases
 from tests.parity.whisper_cases import cases as whisper_cases
 
 from prejit.compiler.checking import parity
-from prejit.compiler.checking.finding import TOLERANCE, Finding, difference
+from prejit.compiler.checking.check_finding import TOLERANCE, Finding, difference
 from prejit.compiler.checking.kit import RULES, SHAPES, check_model
 from prejit.compiler.checking.subject import Subject
-from prejit.compiler.models import config_file, registry
+from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.parameters import parametrized
 
 from .tiny_models import BROKEN, LONGEST, Layer, Tiny, TinyWriter, apart, random_model
@@ -163,7 +163,7 @@ def test_our_families_keep_the_rules(family: str, tmp_path: Path) -> None:
         if case.config["model_type"] == family
     )
     (tmp_path / "config.json").write_text(json.dumps(case.config))
-    model = parametrized(registry.make_decoder(config_file.load_config(tmp_path)))
+    model = parametrized(model_registry.make_decoder(config_file.load_config(tmp_path)))
     random = np.random.default_rng(0)
     values = {
         name: random.standard_normal(shape.shape, np.float32) * np.float32(0.3)

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.checkpoint.source import resolve_source
 from prejit.compiler.checkpoint.tensor_files import read_parameters
-from prejit.compiler.models import config_file, registry
+from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.parameters import parameters_of
 from prejit.runtime.errors import CheckpointError, ManifestError, NetworkError
 
@@ -116,7 +116,7 @@ def write_flax(directory: Path, config: dict[str, Any], tensors: Tensors) -> Pat
 
 def assert_reads(directory: Path, ours: Tensors) -> None:
     checkpoint = open_checkpoint(directory)
-    parameters = parameters_of(registry.make_decoder(config_file.load_config(directory)))
+    parameters = parameters_of(model_registry.make_decoder(config_file.load_config(directory)))
     assert list(checkpoint.names) == list(parameters) == sorted(ours)
     for name, parameter in parameters.items():
         read = checkpoint.read(name)

@@ -20,7 +20,7 @@ from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import BuildError, StoreError
-from prejit.runtime.format.schema import Memory, Segment
+from prejit.runtime.format.bundle_schema import Memory, Segment
 
 TOOLCHAIN = host_toolchain(target("cpu-host"), {"jax": "0.12.0", "jaxlib": "0.12.0"})
 Compile = Callable[[CompileJob], Compiled | None]

@@ -25,17 +25,17 @@ from prejit.compiler.compile.executor import Executor, collect, find_compiled
 from prejit.compiler.compile.history import need_of, size_need
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool, default_workers
-from prejit.compiler.compile.worker.compiling import compress
+from prejit.compiler.compile.worker.worker_compile import compress
 from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.progress import Plain
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets import cpu_count
 from prejit.compiler.targets.build_host import jaxlib_version
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
 from prejit.runtime.errors import BuildError, StoreError
-from prejit.runtime.format.schema import Memory, Segment
+from prejit.runtime.format.bundle_schema import Memory, Segment
 from prejit.runtime.machine.targets import Target
 
 VERSIONS = (("jax", "0.12.0"), ("jaxlib", "0.12.0"))
@@ -47,7 +47,7 @@ FAKE_WORKER = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
 from prejit.compiler.compile.worker import compiling, requests
-from prejit.runtime.format.schema import Memory
+from prejit.runtime.format.bundle_schema import Memory
 from prejit.runtime.errors import BuildError
 
 def compile_program(portable, machine):
@@ -471,7 +471,7 @@ BUILD = """
 import signal
 import sys
 from pathlib import Path
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.compile.executor import collect
 from prejit.compiler.compile.jobs import CompileJob, Source

@@ -14,8 +14,8 @@ from flax import nnx
 from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
 from prejit.compiler.lowering.program import LoweredProgram
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.models import config_file, registry
-from prejit.compiler.models.layers import config
+from prejit.compiler.models import config_file, model_registry
+from prejit.compiler.models.layers import layer_config
 from prejit.compiler.models.parameters import flat_parameters, parametrized
 from prejit.compiler.models.sharding import check_mesh, shardings
 from prejit.runtime.device.device import Device
@@ -78,10 +78,10 @@ SAMPLE = (0, 3, 4, 7, 9, 10, 13, 14)
 """Places of meshes, families and kinds of programs that are together, each two of them once."""
 
 
-def model_of(config: dict[str, Any], directory: Path) -> tuple[Any, config.DecoderConfig]:
-    (directory / "config.json").write_text(json.dumps(config))
+def model_of(config: dict[str, Any], directory: Path) -> tuple[Any, layer_config.DecoderConfig]:
+    (directory / "config.json").write_text(json.dumps(layer_config))
     loaded = config_file.load_config(directory)
-    return registry.make_decoder(loaded), registry.describe(loaded)
+    return model_registry.make_decoder(loaded), model_registry.describe(loaded)
 
 
 def test_llama_is_split_by_heads_and_by_the_inner_width(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from tests import own_decoders
 from tests.extent import sampled
 from tests.own_decoders import VOCAB
 
-from prejit.compiler.lowering.user.models import OwnModel, find_model
 from prejit.compiler.lowering.user.modules import UserModules
+from prejit.compiler.lowering.user.own_decoder import OwnModel, find_model
 from prejit.compiler.manifest.manifest import Model
-from prejit.compiler.models.layers.forms import Forms, using
 from prejit.compiler.models.layers.linear import Embedding, Linear
+from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.narrowing import Stored
 from prejit.compiler.models.protocol import DecoderModel
 from prejit.compiler.native.products import KERNEL

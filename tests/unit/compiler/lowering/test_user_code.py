@@ -18,11 +18,11 @@ from safetensors.numpy import save_file
 
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline import lowering
-from prejit.compiler.pipeline.checks import check_planned
-from prejit.compiler.pipeline.code import UserCode, find_code, values_of
+from prejit.compiler.pipeline.early_checks import check_planned
 from prejit.compiler.pipeline.plan import Lowered, Plan, plan_build
+from prejit.compiler.pipeline.user_code import UserCode, find_code, values_of
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.errors import BuildError, CheckpointError, ManifestError
 
 MANIFEST = """

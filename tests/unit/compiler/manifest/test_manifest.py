@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tests.extent import examples
 
 from prejit.compiler.manifest.manifest import Generate, Manifest
+from prejit.compiler.manifest.manifest_tables import SECTIONS
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.manifest.shape_string import parse_shape
 from prejit.compiler.manifest.specs import program_specs
-from prejit.compiler.manifest.tables import SECTIONS
 from prejit.compiler.manifest.toml_lines import key_lines
 from prejit.compiler.targets.target_table import names as target_names
 from prejit.compiler.targets.target_table import target

@@ -24,10 +24,10 @@ from tests.parity.encoder_cases import cases as encoder_cases
 from tests.parity.t5_cases import cases as t5_cases
 from tests.parity.whisper_cases import cases as whisper_cases
 
-from prejit.compiler.models import config_file, registry
+from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.layers import rope
 from prejit.compiler.models.layers.attention import NewTokens, attention
-from prejit.compiler.models.layers.config import DecoderConfig
+from prejit.compiler.models.layers.layer_config import DecoderConfig
 from prejit.compiler.models.parameters import flat_parameters, parameters_of, with_parameters
 from prejit.runtime.errors import CheckpointError
 
@@ -93,8 +93,8 @@ class Model:
     """A family at its test size with random weights, and its call compiled for any shapes."""
 
     def __init__(self, config: Any) -> None:
-        self.shape = registry.describe(config)
-        self.decoder = registry.make_decoder(config)
+        self.shape = model_registry.describe(config)
+        self.decoder = model_registry.make_decoder(config)
         self.graph, self.state = nnx.split(self.decoder)
         random = np.random.default_rng(0)
         self.weights = {
@@ -283,7 +283,7 @@ def test_parameters_have_the_published_names_and_are_shapes_alone() -> None:
 
 @families
 def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not(family: str) -> None:
-    untied = registry.make_decoder(config({**CONFIGS[family], "tie_word_embeddings": False}))
+    untied = model_registry.make_decoder(config({**CONFIGS[family], "tie_word_embeddings": False}))
     assert "lm_head.weight" not in model(family).weights
     assert "lm_head.weight" in flat_parameters(nnx.state(untied))
 
@@ -291,7 +291,9 @@ def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not(family: str) -> N
 def test_a_matrix_is_stored_as_its_parameter_says() -> None:
     """(in, out) where inputs are few and outputs more, but not very many; else (out, in)."""
     parameters = parameters_of(
-        registry.make_decoder(config({**GPT2, "vocab_size": 5000, "tie_word_embeddings": False}))
+        model_registry.make_decoder(
+            config({**GPT2, "vocab_size": 5000, "tie_word_embeddings": False})
+        )
     )
     stored = {
         name.removeprefix("transformer.h.0."): (parameter.shape, parameter.in_out)
@@ -334,7 +336,7 @@ def test_the_longest_context_of_a_bundle_chooses_longropes_factors(
     expected = rope.frequencies(config(LLAMA), 6).frequencies / np.array(
         LONGROPE[f"{factors}_factor"]
     )
-    found = registry.make_decoder(long, context).model.layers[0].self_attn.heads.rotary
+    found = model_registry.make_decoder(long, context).model.layers[0].self_attn.heads.rotary
     assert np.allclose(found.frequencies, expected, rtol=1e-6)
 
 
@@ -342,20 +344,20 @@ def test_the_text_model_of_one_that_reads_images_is_taken(tmp_path: Path) -> Non
     both = {"model_type": "gemma3", "text_config": GEMMA3, "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(both))
     loaded = config_file.load_config(tmp_path)
-    assert registry.describe(loaded) == model("gemma3_text").shape
-    names = parameters_of(registry.make_decoder(loaded)).keys()
+    assert model_registry.describe(loaded) == model("gemma3_text").shape
+    names = parameters_of(model_registry.make_decoder(loaded)).keys()
     assert {"lm_head.weight"} == names - model("gemma3_text").weights
     refused = {**both, "text_config": {**GEMMA3, "use_bidirectional_attention": True}}
     (tmp_path / "config.json").write_text(json.dumps(refused))
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "config.json"))):
-        registry.describe(config_file.load_config(tmp_path))
+        model_registry.describe(config_file.load_config(tmp_path))
 
 
 # --- What is told of a model, and refused ----------------------------------------------------------
 
 
 def test_the_description_holds_what_the_runtime_needs() -> None:
-    assert registry.describe(config(LLAMA)) == DecoderConfig(
+    assert model_registry.describe(config(LLAMA)) == DecoderConfig(
         family="llama",
         vocab_size=29,
         cache_dtype="float32",
@@ -408,7 +410,7 @@ def test_a_setting_that_is_not_built_is_named(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[family], **change}))
     with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
-        registry.make_decoder(config_file.load_config(tmp_path))
+        model_registry.make_decoder(config_file.load_config(tmp_path))
     assert str(tmp_path / "config.json") in str(caught.value)
     assert caught.value.hint
 
@@ -535,7 +537,7 @@ def test_a_number_that_makes_a_model_unusable_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[family], **change}))
     with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
-        registry.make_decoder(config_file.load_config(tmp_path))
+        model_registry.make_decoder(config_file.load_config(tmp_path))
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
@@ -568,7 +570,7 @@ def test_a_number_that_makes_an_encoder_unusable_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**BERT, **change}))
     with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
-        registry.make_encoder(config_file.load_encoder(tmp_path))
+        model_registry.make_encoder(config_file.load_encoder(tmp_path))
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
@@ -598,15 +600,15 @@ def test_any_config_is_refused_with_an_error_of_ours_or_makes_a_module(
         directory = Path(name)
         (directory / "config.json").write_text(to_json(config))
         if family in _ENCODERS:
-            registry.make_encoder(config_file.load_encoder(directory))
+            model_registry.make_encoder(config_file.load_encoder(directory))
         else:
-            registry.make_decoder(config_file.load_config(directory))
+            model_registry.make_decoder(config_file.load_config(directory))
 
 
 def test_a_model_is_described_without_torch_or_any_array(tmp_path: Path) -> None:
     large = {**LLAMA, "hidden_size": 2**16, "intermediate_size": 2**18, "num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(large))
     parameters = flat_parameters(
-        nnx.state(registry.make_decoder(config_file.load_config(tmp_path)))
+        nnx.state(model_registry.make_decoder(config_file.load_config(tmp_path)))
     )
     assert parameters["model.layers.2.mlp.up_proj.weight"].shape == (2**18, 2**16)

@@ -18,9 +18,9 @@ from tests.extent import examples
 
 from prejit.compiler.lowering.decoder import lower_decoder
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.models import precision, registry
-from prejit.compiler.models.layers.forms import Forms, using
+from prejit.compiler.models import model_registry, precision
 from prejit.compiler.models.layers.linear import LARGE_MATRIX, REDUCED_ROWS, Embedding, Linear, dot
+from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.parameters import (
     flat_parameters,
     parameters_of,
@@ -49,9 +49,9 @@ def small_model(dtype: str) -> tuple[Any, dict[str, Arrays], dict[str, Arrays]]:
     random = np.random.default_rng(0)
     exact = {
         name: random.standard_normal(leaf.shape, np.float32) * np.float32(0.3)
-        for name, leaf in parameters_of(registry.make_decoder(config)).items()
+        for name, leaf in parameters_of(model_registry.make_decoder(config)).items()
     }
-    module = registry.make_decoder(config, dtype=dtype)
+    module = model_registry.make_decoder(config, dtype=dtype)
     changed = precision.readers(module, exact.__getitem__)
     names = flat_parameters(nnx.state(module))
     return (
@@ -65,8 +65,8 @@ def logits(
     config: Any, dtype: str, weights: dict[str, Arrays], cache_dtype: str, *sizes: int
 ) -> Arrays:
     """After every token of one row that is fed in pieces, [T, V]."""
-    shape = registry.describe(config, cache_dtype)
-    graph, state = nnx.split(registry.make_decoder(config, dtype=dtype))
+    shape = model_registry.describe(config, cache_dtype)
+    graph, state = nnx.split(model_registry.make_decoder(config, dtype=dtype))
 
     @jax.jit
     def call(weights: Any, tokens: Any, start: Any, cache: Any) -> Any:
@@ -74,7 +74,7 @@ def logits(
         module = nnx.merge(graph, with_parameters(state, weights))
         return module(tokens, start, length, cache, every=True)
 
-    cache: Any = registry.make_decoder(config).make_cache(1, CONTEXT, cache_dtype)
+    cache: Any = model_registry.make_decoder(config).make_cache(1, CONTEXT, cache_dtype)
     tokens = np.random.default_rng(1).integers(0, 61, (1, sum(sizes)), np.int32)
     found, start = [], 0
     for size in sizes:
@@ -143,7 +143,7 @@ def test_norms_or_biases_are_quantized() -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model("llama", vocab_size=8, hidden_size=8, num_attention_heads=2)
-    found = flat_parameters(nnx.state(registry.make_decoder(config, dtype="int8")))
+    found = flat_parameters(nnx.state(model_registry.make_decoder(config, dtype="int8")))
     for name, leaf in found.items():
         matrix = name.endswith(".weight") and len(leaf.shape) == 2
         assert leaf.dtype == (jnp.int8 if matrix else jnp.float32), name
@@ -284,7 +284,10 @@ def test_a_bfloat16_cache_gives_another_model() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_a_stored_model_does_not_lower_for_every_platform(dtype: str) -> None:
     config, _, stored = small_model(dtype)
-    model, shape = registry.make_decoder(config, dtype=dtype), registry.describe(config, "bfloat16")
+    model, shape = (
+        model_registry.make_decoder(config, dtype=dtype),
+        model_registry.describe(config, "bfloat16"),
+    )
     spec = ProgramSpec("decode/b2-c16", "decode", {"batch": 2, "context": 16})
     program = lower_decoder(parametrized(model), shape, spec)
     assert program.platforms == ("cpu", "cuda", "tpu")

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint, open_encoder
-from prejit.compiler.models import config_file, registry
+from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.encoders.sentence_layout import read_layout
 from prejit.compiler.models.parameters import parameters_of
 from prejit.runtime.errors import CheckpointError
@@ -82,7 +82,7 @@ def write_weights(directory: Path, rename: Callable[[str], str]) -> None:
         rename(name.removeprefix("bert.")): np.zeros(
             p.shape[::-1] if p.in_out else p.shape, np.float32
         )
-        for name, p in parameters_of(registry.make_encoder(source)).items()
+        for name, p in parameters_of(model_registry.make_encoder(source)).items()
         if name.startswith("bert.")
     }
     save_file(tensors, directory / "model.safetensors")
@@ -92,7 +92,7 @@ def test_all_modules_are_read(directory: Path) -> None:
     layout = read_layout(directory)
     assert (layout.pooling, layout.normalized, layout.max_tokens) == (("mean",), True, 10)
     assert [(part.name, part.inputs, part.outputs) for part in layout.dense] == [("2_Dense", 4, 3)]
-    described = registry.describe_encoder(config_file.load_encoder(directory))
+    described = model_registry.describe_encoder(config_file.load_encoder(directory))
     assert (described.width, described.max_tokens, described.pooling) == (3, 10, "mean")
     names = open_encoder(directory).names
     assert "sentence.2_Dense.linear.weight" in names
@@ -103,7 +103,7 @@ def test_a_plain_directory_is_mean_pooling_without_normalisation(directory: Path
     (directory / "modules.json").unlink()
     layout = read_layout(directory)
     assert (layout.pooling, layout.dense, layout.normalized) == (("mean",), (), False)
-    assert registry.describe_encoder(config_file.load_encoder(directory)).max_tokens == 12
+    assert model_registry.describe_encoder(config_file.load_encoder(directory)).max_tokens == 12
 
 
 def test_a_transformer_in_a_directory_of_its_own_is_found(directory: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_transformer_in_a_directory_of_its_own_is_found(directory: Path) -> No
 
 def test_a_longer_max_seq_length_than_positions_is_capped(directory: Path) -> None:
     edit(directory / "sentence_bert_config.json", max_seq_length=512)
-    assert registry.describe_encoder(config_file.load_encoder(directory)).max_tokens == 12
+    assert model_registry.describe_encoder(config_file.load_encoder(directory)).max_tokens == 12
 
 
 def test_every_file_that_decides_is_named_for_keys(directory: Path) -> None:
@@ -166,7 +166,7 @@ def test_what_is_not_built_is_told_with_file_key_and_value(
         write(directory / file, {})
     edit(directory / file, **changes)
     with pytest.raises(CheckpointError, match=told) as raised:
-        registry.describe_encoder(config_file.load_encoder(directory))
+        model_registry.describe_encoder(config_file.load_encoder(directory))
     assert file.rpartition("/")[2] in str(raised.value)
 
 
@@ -249,7 +249,7 @@ def test_a_head_that_is_what_the_model_is_for_is_dropped(
     source = config_file.load_encoder(directory)
     tensors = {
         name: np.zeros(each.shape[::-1] if each.in_out else each.shape, np.float32)
-        for name, each in parameters_of(registry.make_encoder(source)).items()
+        for name, each in parameters_of(model_registry.make_encoder(source)).items()
     }
     save_file(tensors, directory / "model.safetensors")
     assert open_encoder(directory).names

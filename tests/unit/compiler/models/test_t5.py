@@ -20,9 +20,9 @@ from tests.extent import examples
 from tests.parity.t5_cases import Case
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-from prejit.compiler.models import config_file, precision, registry
+from prejit.compiler.models import config_file, model_registry, precision
 from prejit.compiler.models.families import t5
-from prejit.compiler.models.layers.config import DecoderConfig
+from prejit.compiler.models.layers.layer_config import DecoderConfig
 from prejit.compiler.models.parameters import flat_parameters, parameters_of, with_parameters
 from prejit.compiler.models.protocol import EncoderDecoderModel
 from prejit.compiler.models.sharding import check_mesh
@@ -59,7 +59,7 @@ class Model:
 
     def __init__(self, directory: Path, dtype: str = "float32") -> None:
         checkpoint = open_checkpoint(directory)
-        module = registry.make_decoder(config_file.load_config(directory), dtype=dtype)
+        module = model_registry.make_decoder(config_file.load_config(directory), dtype=dtype)
         assert isinstance(module, EncoderDecoderModel)
         narrow = precision.readers(module, checkpoint.read)
         self.module = module
@@ -305,7 +305,7 @@ def test_buckets_of_published_models(*, causal: bool) -> None:
 
 
 def test_the_description_holds_what_the_runtime_needs(written: Path, model: Model) -> None:
-    described = registry.describe(config_file.load_config(written), "bfloat16")
+    described = model_registry.describe(config_file.load_config(written), "bfloat16")
     assert described == DecoderConfig("t5", 29, "bfloat16", 2**31 - 1)
     assert (model.module.vocab_size, model.module.max_positions) == (29, None)
 
@@ -316,7 +316,7 @@ def names(**change: Any) -> frozenset[str]:
 
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps({**TINY, **change}))
-        module = registry.make_decoder(config_file.load_config(Path(directory)))
+        module = model_registry.make_decoder(config_file.load_config(Path(directory)))
     return frozenset(flat_parameters(nnx.state(module)))
 
 
@@ -388,7 +388,7 @@ def test_a_setting_that_is_not_built_is_named(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**TINY, **change}))
     with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
-        registry.make_decoder(config_file.load_config(tmp_path))
+        model_registry.make_decoder(config_file.load_config(tmp_path))
     assert str(tmp_path / "config.json") in str(caught.value)
     assert caught.value.hint or "transformers refuses it" in said
 

@@ -20,9 +20,9 @@ from tests.extent import examples
 from tests.parity.whisper_cases import cases
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-from prejit.compiler.models import config_file, precision, registry
-from prejit.compiler.models.layers.config import DecoderConfig
-from prejit.compiler.models.layers.forms import Forms, using
+from prejit.compiler.models import config_file, model_registry, precision
+from prejit.compiler.models.layers.layer_config import DecoderConfig
+from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.parameters import flat_parameters, with_parameters
 from prejit.compiler.models.protocol import EncoderDecoderModel
 from prejit.compiler.models.sharding import check_mesh
@@ -63,7 +63,7 @@ class Model:
 
     def __init__(self, dtype: str = "float32", cache_dtype: str = "float32") -> None:
         exact = _exact()
-        module = registry.make_decoder(config(), dtype=dtype)
+        module = model_registry.make_decoder(config(), dtype=dtype)
         changed = precision.readers(module, exact.__getitem__)
         self.graph, self.state = nnx.split(module)
         self.weights = {
@@ -120,7 +120,7 @@ def config(**changes: Any) -> Any:
 @cache
 def _exact() -> dict[str, Arrays]:
     random = np.random.default_rng(0)
-    leaves = flat_parameters(nnx.state(registry.make_decoder(config())))
+    leaves = flat_parameters(nnx.state(model_registry.make_decoder(config())))
     return {
         name: random.standard_normal(leaf.shape, dtype=np.float32) * np.float32(0.3)
         for name, leaf in leaves.items()
@@ -152,7 +152,7 @@ def source_caches(cache: Any) -> list[Arrays]:
 
 
 def test_the_module_is_an_encoder_decoder() -> None:
-    module = registry.make_decoder(config())
+    module = model_registry.make_decoder(config())
     assert isinstance(module, EncoderDecoderModel)
     assert (module.vocab_size, module.max_positions) == (29, CONTEXT)
     assert module.source(3, FRAMES) == jax.ShapeDtypeStruct((3, 5, FRAMES), jnp.float32)
@@ -256,7 +256,7 @@ def test_a_decode_step_updates_a_donated_cache_in_place(
     kernels: bool, request: pytest.FixtureRequest
 ) -> None:
     forms: Forms | None = request.getfixturevalue("with_kernels") if kernels else None
-    module = registry.make_decoder(config(max_source_positions=512), out_in=kernels)
+    module = model_registry.make_decoder(config(max_source_positions=512), out_in=kernels)
     graph, state = nnx.split(module)
     weights = flat_parameters(state)
 
@@ -292,7 +292,7 @@ def test_narrow_weights_and_caches_give_nearly_the_same_logits(dtype: str, off: 
 
 
 def test_matrices_are_stored_in_int8_and_convolutions_in_float32() -> None:
-    found = flat_parameters(nnx.state(registry.make_decoder(config(), dtype="int8")))
+    found = flat_parameters(nnx.state(model_registry.make_decoder(config(), dtype="int8")))
     assert found["model.encoder.conv2.weight"].shape == (12, 12, 3)
     for name, leaf in found.items():
         matrix = name.endswith(".weight") and len(leaf.shape) == 2
@@ -349,7 +349,7 @@ def _as_flax(name: str, values: Arrays) -> tuple[str, Arrays]:
 
 
 def test_the_description_is_the_decoders() -> None:
-    assert registry.describe(config(), "bfloat16") == DecoderConfig(
+    assert model_registry.describe(config(), "bfloat16") == DecoderConfig(
         family="whisper",
         vocab_size=29,
         cache_dtype="bfloat16",
@@ -359,7 +359,7 @@ def test_the_description_is_the_decoders() -> None:
 
 @pytest.mark.parametrize("size", [FRAMES - 2, FRAMES // 2, FRAMES + 1])
 def test_another_number_of_frames_is_refused(size: int) -> None:
-    module = registry.make_decoder(config())
+    module = model_registry.make_decoder(config())
     said = re.escape(f"generate.source: expected {FRAMES} frames") + f".*; found {size}\n"
     with pytest.raises(ManifestError, match=said) as caught:
         module.source(1, size)
@@ -394,7 +394,7 @@ def test_a_setting_that_is_not_built_is_named(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **change}))
     with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
-        registry.make_decoder(config_file.load_config(tmp_path))
+        model_registry.make_decoder(config_file.load_config(tmp_path))
     assert str(tmp_path / "config.json") in str(caught.value)
     assert caught.value.hint
 
@@ -402,4 +402,4 @@ def test_a_setting_that_is_not_built_is_named(
 def test_a_mesh_is_refused() -> None:
     said = r"m\.toml: mesh: expected none, because the family of c\.json is not split .* data = 2"
     with pytest.raises(ManifestError, match=said):
-        check_mesh(Mesh(2, 1), registry.make_decoder(config()), "m.toml", Path("c.json"))
+        check_mesh(Mesh(2, 1), model_registry.make_decoder(config()), "m.toml", Path("c.json"))

@@ -25,7 +25,7 @@ from prejit.compiler.native.library import (
     level_of,
     needed_glibc,
 )
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
 from prejit.runtime.errors import BuildError, UsageError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prejit.compiler.native.library import SOURCES, KernelLibrary, build_kernels
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.format.checks.elf import find_note, read_shared_library

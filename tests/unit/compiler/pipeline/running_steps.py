@@ -1,7 +1,7 @@
 """Build a manifest, and list what code of prejit ran in each step: `python -m` this module, MANIFEST OUTPUT.
 
-It writes ran.json: for each step of `prejit.compiler.store.code` the modules whose code ran, each with the
-names of its top-level functions and classes.
+It writes ran.json: for each step of `prejit.compiler.store.own_code` the modules whose code ran, each with
+the names of its top-level functions and classes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 from prejit.compiler.compile import worker_process
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker import requests
-from prejit.compiler.compile.worker.compiling import compile_program
+from prejit.compiler.compile.worker.worker_compile import compile_program
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.pipeline import checks, lowering, run
-from prejit.compiler.pipeline.code import UserCode
+from prejit.compiler.pipeline import early_checks, lowering, run
 from prejit.compiler.pipeline.lowering import lower_native
 from prejit.compiler.pipeline.measure import accuracy, child_process, golden_child
-from prejit.compiler.pipeline.pack import bundle_files, weights
+from prejit.compiler.pipeline.pack import bundle_files, packed_weights
 from prejit.compiler.pipeline.plan import plan_build
+from prejit.compiler.pipeline.user_code import UserCode
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 
 ran: dict[str, dict[str, set[str]]] = {}
 """The code that ran, by step and module."""
@@ -39,11 +39,11 @@ WITHIN = (
     # The functions that make the result of each step, and where the build finds them.
     ("LOWERING", lowering, "_lower_model"),
     ("LOWERING", lowering, "_lower_native"),
-    ("LOWERING", checks, "read_model"),
+    ("LOWERING", early_checks, "read_model"),
     ("PACKING", bundle_files, "write_weights"),
-    ("WEIGHTS", weights, "_tensors"),
-    ("WEIGHTS", weights, "open_weights"),
-    ("OWN_WEIGHTS", weights, "_own_tensors"),
+    ("WEIGHTS", packed_weights, "_tensors"),
+    ("WEIGHTS", packed_weights, "open_weights"),
+    ("OWN_WEIGHTS", packed_weights, "_own_tensors"),
     ("ACCURACY", accuracy, "_measure_published"),
     ("OWN_ACCURACY", accuracy, "_measure_own"),
 )
@@ -107,7 +107,7 @@ def main(manifest_file: Path, output: Path) -> None:
     if not manifest.has_own_model and manifest.model is not None and manifest.mesh is None:
         plan = plan_build(manifest, store)
         assert plan.model is not None
-        read = checks.read_model(manifest, plan.model)
+        read = early_checks.read_model(manifest, plan.model)
         for program in plan.programs:
             if program.spec.kind not in ("copy", "embed"):
                 lower_native(plan, program, lambda: read, UserCode, store, {})

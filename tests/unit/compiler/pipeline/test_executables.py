@@ -11,12 +11,12 @@ import pytest
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.pipeline.executables import Jobs
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.errors import BuildError, StoreError
-from prejit.runtime.format.schema import Memory, Segment
+from prejit.runtime.format.bundle_schema import Memory, Segment
 
 TOOLCHAIN = host_toolchain(target("cpu-host"), {"jax": "0.12.0", "jaxlib": "0.12.0"})
 RESULT = Compiled(

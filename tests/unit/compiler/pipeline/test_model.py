@@ -9,11 +9,11 @@ import pytest
 from tests.decoders import write_random
 
 from prejit.compiler.manifest.manifest import Generate, Manifest, Model
-from prejit.compiler.pipeline.keys import weights_key
 from prejit.compiler.pipeline.model import file_digests
-from prejit.compiler.pipeline.pack.weights import find_published
+from prejit.compiler.pipeline.pack.packed_weights import find_published
 from prejit.compiler.pipeline.plan import plan_build
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.pipeline.program_keys import weights_key
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.store import receipts
 

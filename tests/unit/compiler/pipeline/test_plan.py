@@ -21,9 +21,7 @@ from prejit.compiler.compile import jobs
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.library import KernelLibrary, build_kernels
-from prejit.compiler.pipeline import keys
-from prejit.compiler.pipeline.code import UserCode
-from prejit.compiler.pipeline.keys import compile_key, versions
+from prejit.compiler.pipeline import program_keys
 from prejit.compiler.pipeline.lowering import lower, source_of
 from prejit.compiler.pipeline.model import ModelSource, read_model
 from prejit.compiler.pipeline.plan import (
@@ -35,10 +33,12 @@ from prejit.compiler.pipeline.plan import (
     kernels_of,
     plan_build,
 )
+from prejit.compiler.pipeline.program_keys import compile_key, versions
 from prejit.compiler.pipeline.reuse import CACHED, COMPILE, TRACED, planned_executables
 from prejit.compiler.pipeline.run import build
+from prejit.compiler.pipeline.user_code import UserCode
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets import environments, target_table
 from prejit.runtime.device.tuning import Tuning, write
@@ -458,10 +458,10 @@ def test_code_configuration_and_config_json_are_in_the_key_of_a_lowering(
     (described / "RECORD").write_text("flax/nnx/module.py,sha256=abc,10\n")
     with monkeypatch.context() as patch:  # it was installed again under its version
         patch.syspath_prepend(str(tmp_path / "path"))
-        patch.setattr(keys, "_installed", keys.version_of)
+        patch.setattr(program_keys, "_installed", program_keys.version_of)
         assert changed(key()) == ["flax"]
     with monkeypatch.context() as patch:
-        patch.setattr(keys, "code_digest", lambda *modules: f"sha256:of changed {modules}")
+        patch.setattr(program_keys, "code_digest", lambda *modules: f"sha256:of changed {modules}")
         assert changed(key()) == ["our code"]
 
 

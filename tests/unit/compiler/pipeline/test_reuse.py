@@ -19,8 +19,8 @@ from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.reuse import CACHED, COMPILE, TRACED, planned_executables
 from prejit.compiler.pipeline.services import Services
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store.directory import DirectoryStore
-from prejit.runtime.format.schema import Memory, Segment
+from prejit.compiler.store.directory_store import DirectoryStore
+from prejit.runtime.format.bundle_schema import Memory, Segment
 
 
 class Compiling:

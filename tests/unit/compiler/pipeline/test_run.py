@@ -15,11 +15,11 @@ from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.manifest import Generate, Manifest, Mesh, Model, Program
 from prejit.compiler.pipeline.built import Built
+from prejit.compiler.pipeline.bundle_writing import is_current, write
 from prejit.compiler.pipeline.pack.contents import PackedBundle
 from prejit.compiler.pipeline.run import build
-from prejit.compiler.pipeline.writing import is_current, write
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.interface import Store
 from prejit.runtime import load
 from prejit.runtime.errors import BuildError

@@ -9,7 +9,7 @@ import pytest
 
 from prejit.compiler.pipeline.shards import MAX_SHARDS, Packed, Packing, Shard, Turn
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.errors import UsageError
 
 

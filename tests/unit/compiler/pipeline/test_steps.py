@@ -14,7 +14,7 @@ from tests import own_decoders, quick_compiling
 from tests.decoders import write_random
 from tests.parity.encoder_cases import Case
 
-from prejit.compiler.store import code
+from prejit.compiler.store import own_code
 
 ROOT = Path(__file__).parents[4]
 STORING = (
@@ -59,12 +59,12 @@ RUN = {
     "encoder": {"LOWERING", "PACKING", "WEIGHTS", "ACCURACY", "COMPILING", "GOLDEN"},
     "own": {"PACKING", "OWN_WEIGHTS", "OWN_ACCURACY", "COMPILING", "GOLDEN"},
 }
-"""The steps of `prejit.compiler.store.code` that each manifest needs."""
+"""The steps of `prejit.compiler.store.own_code` that each manifest needs."""
 
 
 def code_of(step: str) -> dict[str, set[str]]:
     """The names of the code that is in the digest of a step, by module."""
-    found = code.reached(*getattr(code, step))
+    found = own_code.reached(*getattr(own_code, step))
     return {module: {n for each in of for n in each.names} for module, of in found.items()}
 
 
@@ -108,4 +108,6 @@ def test_no_step_runs_code_that_its_digest_lacks(kind: str, tmp_path: Path) -> N
             if not module.startswith(STORING)
             and not any(name in each.get(module, ()) for each in digested)
         }
-        assert not outside, f"{step} runs what is not in its digest (prejit.compiler.store.code)"
+        assert not outside, (
+            f"{step} runs what is not in its digest (prejit.compiler.store.own_code)"
+        )

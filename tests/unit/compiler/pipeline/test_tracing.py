@@ -28,15 +28,15 @@ from tests.unit.compiler.sharing.fixtures import Memory
 from prejit.compiler.lowering.user.observer import Observer
 from prejit.compiler.lowering.user.observing import observing
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.pipeline.code import find_code
 from prejit.compiler.pipeline.lowering import lower
 from prejit.compiler.pipeline.plan import Lowered, plan_build
 from prejit.compiler.pipeline.reuse import TRACED, planned_executables
 from prejit.compiler.pipeline.tracing import parameters_of, remember
+from prejit.compiler.pipeline.user_code import find_code
 from prejit.compiler.progress import Quiet
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.tier import Tier
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.interface import Store
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import BuildError, ManifestError

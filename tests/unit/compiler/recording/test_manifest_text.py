@@ -13,7 +13,7 @@ from prejit.compiler.recording.manifest_text import (
     examples_path,
     recorded_manifest,
 )
-from prejit.runtime.recorded.events import JaxRequest
+from prejit.runtime.recorded.hook_events import JaxRequest
 
 PATH = Path("my.serve-1.toml")
 

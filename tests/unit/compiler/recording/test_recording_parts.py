@@ -20,11 +20,11 @@ from prejit.compiler.recording.merging import (
     read_targets,
     requirement_of,
 )
-from prejit.compiler.recording.recorder import bundle_name, default_name
+from prejit.compiler.recording.recording_run import bundle_name, default_name
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.recorded.events import JaxRequest, WatchedProcess
+from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess
 
 MACHINE = Fingerprint("cpu", "x86_64", ("avx2", "sse"), "1.2.3", "", 1, 1)
 GPU = dataclasses.replace(

@@ -15,10 +15,10 @@ from prejit.compiler.sharing.eviction import evict
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.leases import PREFIX, Leases
 from prejit.compiler.sharing.objects import Objects
-from prejit.compiler.sharing.registry import Repository
+from prejit.compiler.sharing.oci_registry import Repository
 from prejit.compiler.sharing.remote import RemoteFile
 from prejit.compiler.sharing.tier import Tier
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import StoreError, UsageError

@@ -16,7 +16,7 @@ from prejit.compiler.sharing.leases import PREFIX, Leases
 from prejit.compiler.sharing.objects import Objects
 from prejit.compiler.sharing.shared_result import SharedResult, encode
 from prejit.compiler.sharing.tier import Tier
-from prejit.compiler.store.directory import LOCAL, DirectoryStore
+from prejit.compiler.store.directory_store import LOCAL, DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.runtime.errors import StoreError
 

@@ -20,15 +20,15 @@ from tests.unit.compiler.sharing.fixtures import (
 
 from benchmarks.harness.stores import azurite, docker_registry, moto, nginx
 from prejit.compiler.sharing import objects
-from prejit.compiler.sharing import registry as registry_module
+from prejit.compiler.sharing import oci_registry as registry_module
 from prejit.compiler.sharing import remote as remote_module
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.remote import Remote, claim
-from prejit.compiler.sharing.settings import read_stores
 from prejit.compiler.sharing.shared_result import SharedResult, encode
+from prejit.compiler.sharing.sharing_settings import read_stores
 from prejit.compiler.sharing.tier import Tier
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import UsageError

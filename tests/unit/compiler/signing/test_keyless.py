@@ -13,8 +13,8 @@ pytest.importorskip("sigstore", reason="sigstore comes with the extra keyless")
 from tests.fake_sigstore import IDENTITY, ISSUER, FakeSigstore, client_config, token
 from tests.ports import free_port
 
+from prejit.compiler.signing.bundle_signing import sign
 from prejit.compiler.signing.keyless import TOKEN_VARIABLE, keyless_signer
-from prejit.compiler.signing.sign import sign
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import NetworkError, StoreError, UntrustedError, UsageError
 from prejit.runtime.trust.enforcing import verify_policies

@@ -42,7 +42,7 @@ def test_the_log_of_a_server_gives_lengths_and_how_many_ran_at_once(tmp_path: Pa
 
 def test_what_a_server_writes_is_what_is_read(tmp_path: Path) -> None:
     requestlog = pytest.importorskip(
-        "prejit.runtime.server.requestlog", reason="msgspec comes with the extra server"
+        "prejit.server.telemetry.requestlog", reason="msgspec comes with the extra server"
     )
     stats = {name: 3 for name in requestlog._TIMES}
     calls = [

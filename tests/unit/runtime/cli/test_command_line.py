@@ -13,8 +13,8 @@ import click
 import pytest
 
 from prejit.runtime import __main__
-from prejit.runtime.cli.commands import BUILD_COMMANDS, COMMANDS, commands
-from prejit.runtime.cli.options import byte_count
+from prejit.runtime.cli.command_options import byte_count
+from prejit.runtime.cli.commands import HOMES, HOUSES, commands
 
 TOP = click.Context(commands, **commands.context_settings)
 
@@ -42,13 +42,14 @@ def kind_of(option: click.Option) -> tuple[str, bool, bool]:
     return kind, option.is_flag, option.multiple
 
 
-def test_help_lists_all_commands_in_two_groups(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_all_commands_by_house(capsys: pytest.CaptureFixture[str]) -> None:
     assert __main__.main(["--help"]) == 0
     printed = capsys.readouterr().out
-    _, use, build = re.split(r"^Commands that .*:$", printed, flags=re.MULTILINE)
-    for part, expected in ((use, COMMANDS), (build, BUILD_COMMANDS)):
-        assert re.findall(r"^  ([a-z-]+)  ", part, re.MULTILINE) == [*expected]
-    assert "Commands that build (pip install 'prejit[compiler]'):" in printed
+    _, *parts = re.split(r"^Commands that .*:$", printed, flags=re.MULTILINE)
+    for part, house in zip(parts, HOUSES.values(), strict=True):
+        assert re.findall(r"^  ([a-z-]+)  ", part, re.MULTILINE) == [*house.commands]
+    assert "Commands that serve bundles (pip install 'prejit[server]'):" in printed
+    assert "Commands that build and compare (pip install 'prejit[compiler]'):" in printed
 
 
 @pytest.mark.parametrize("name", LEAVES)
@@ -157,10 +158,10 @@ def test_the_versions_are_those_that_matter(capsys: pytest.CaptureFixture[str]) 
     ("words", "expected"),
     [
         ("prejit bu", {"build"}),
-        ("prejit ", COMMANDS.keys() | BUILD_COMMANDS.keys()),
+        ("prejit ", set(HOMES)),
         ("prejit channel r", {"release", "rotate"}),
         ("prejit serve demo --max", {"--max-body", "--max-tokens"}),
-        ("prejit explain demo --on-mismatch ", {"jit", "error"}),
+        ("prejit fleet demo saved --on-mismatch ", {"jit", "error"}),
     ],
 )
 def test_a_shell_completes(

@@ -476,7 +476,7 @@ def test_a_key_that_looks_like_a_number_is_a_key(
 
 
 def test_results_of_every_dtype_can_be_read_again(tmp_path: Path) -> None:
-    from prejit.runtime.cli.call import _as_numpy_writes
+    from prejit.runtime.cli.call_command import _as_numpy_writes
 
     for dtype in (*map(np.dtype, ("float32", "bool")), ml_dtypes.bfloat16, ml_dtypes.float8_e5m2):
         value = np.ones(3, dtype)
@@ -555,16 +555,17 @@ def test_what_a_bundle_says_moves_no_cursor(
     assert "all is well" in captured.err
 
 
-def test_the_build_side_is_named_where_it_is_missing(run_python: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("command", "house"), [("build", "compiler"), ("serve", "server")])
+def test_a_wheel_is_named_where_it_is_missing(command: str, house: str, run_python: Any) -> None:
     code = (
         "import sys\n"
-        "sys.modules['prejit.compiler'] = None\n"
+        f"sys.modules['prejit.{house}'] = None\n"
         "from prejit.runtime.__main__ import main\n"
-        "sys.exit(main(['build', 'x.toml']))"
+        f"sys.exit(main(['{command}', 'x.toml']))"
     )
     done = run_python(code, status=2)
-    assert done.stderr.startswith("error[usage]: `prejit build` needs the build side")
-    assert "hint: pip install 'prejit[compiler]'" in done.stderr
+    assert done.stderr.startswith(f"error[usage]: `prejit {command}` needs prejit's {house}")
+    assert f"hint: pip install 'prejit[{house}]'" in done.stderr
 
 
 def test_a_misspelt_path_of_a_bundle_names_the_nearest(

@@ -98,7 +98,7 @@ def test_mapped_weights_are_taken_without_a_copy(settled_dir: Path, device: Devi
     from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
     from prejit.runtime.format.opening import match, read_contents
     from prejit.runtime.format.root import read_root
-    from prejit.runtime.programs.weights import open_weights
+    from prejit.runtime.programs.mapped_weights import open_weights
 
     with Layout(settled_dir) as layout:
         [target, *_] = match(read_root(layout), Fingerprint.current())

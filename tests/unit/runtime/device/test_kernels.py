@@ -19,7 +19,7 @@ from prejit.runtime.device import kernels
 from prejit.runtime.errors import FallbackWarning, KernelError, MismatchError, RejectError
 from prejit.runtime.fallback import fallback_counts
 from prejit.runtime.format import limits
-from prejit.runtime.format.checks.config import check_config
+from prejit.runtime.format.checks.program_table import check_config
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     KERNELS_MEDIA_TYPE,

@@ -18,7 +18,7 @@ from tests.recipes import Recipe
 from tests.signers import signer
 
 from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS
-from prejit.compiler.signing.sign import sign
+from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import RejectError, load
 from prejit.runtime.__main__ import main
 from prejit.runtime.base.digests import digest_of

@@ -22,25 +22,25 @@ import pytest
 from tests.layouts import index_of, write_files
 
 from prejit.runtime import __main__
-from prejit.runtime.base.tables import size
+from prejit.runtime.base.text_table import size
 from prejit.runtime.base.typed_json import from_json, to_json
-from prejit.runtime.cli.tables import accuracy_table, forms_table
+from prejit.runtime.cli.accuracy_tables import accuracy_table, forms_table
 from prejit.runtime.errors import PrejitError, RejectError
 from prejit.runtime.format import audit, limits
-from prejit.runtime.format.checks.config import (
+from prejit.runtime.format.bundle_schema import Config, Index
+from prejit.runtime.format.checks.elf import read_shared_library
+from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
+from prejit.runtime.format.checks.program_table import (
     _check_decoder,
     _check_encoder,
     check_arrays,
     check_config,
     check_weight_sets,
 )
-from prejit.runtime.format.checks.elf import read_shared_library
-from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
 from prejit.runtime.format.checks.safetensors import check_weights
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.schema import Config, Index
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint

@@ -15,8 +15,7 @@ from prejit.runtime.base.typed_json import MAX_INTEGER, from_json, to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
-from prejit.runtime.format.golden import TOLERANCES
-from prejit.runtime.format.schema import (
+from prejit.runtime.format.bundle_schema import (
     CACHE_DTYPES,
     Accuracy,
     Chat,
@@ -28,6 +27,7 @@ from prejit.runtime.format.schema import (
     ImageManifest,
     Index,
 )
+from prejit.runtime.format.golden_format import TOLERANCES
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import _AXIS_FORMS, Requirement
 

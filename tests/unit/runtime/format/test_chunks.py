@@ -17,12 +17,12 @@ import pytest
 from blake3 import blake3
 from tests.layouts import index_file, index_of
 
-from prejit.compiler.pipeline.pack.verity import VerityHash
+from prejit.compiler.pipeline.pack.verity_files import VerityHash
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import blobs
 from prejit.runtime.format.audit import audit
+from prejit.runtime.format.bundle_schema import Chunks
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
-from prejit.runtime.format.schema import Chunks
 from prejit.runtime.loader import load
 
 CHUNK = 64 << 10

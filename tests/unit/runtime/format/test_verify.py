@@ -34,24 +34,32 @@ from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.format.blobs import Layer
+from prejit.runtime.format.bundle_schema import (
+    Config,
+    Descriptor,
+    Index,
+    Portable,
+    Segment,
+    encode_index,
+)
 from prejit.runtime.format.cache_arrays import sized
-from prejit.runtime.format.checks import config as config_checks
 from prejit.runtime.format.checks import oci
-from prejit.runtime.format.checks.config import (
+from prejit.runtime.format.checks import program_table as config_checks
+from prejit.runtime.format.checks.layers import check_chat, check_signature, unpack
+from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
+from prejit.runtime.format.checks.program_signatures import BUCKETS, Signatures
+from prejit.runtime.format.checks.program_table import (
     check_array,
     check_arrays,
     check_config,
     check_weight_sets,
 )
-from prejit.runtime.format.checks.layers import check_chat, check_signature, unpack
-from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
 from prejit.runtime.format.checks.safetensors import (
     MAX_WEIGHTS_HEADER_BYTES,
     SAFETENSORS_DTYPES,
     TensorSlice,
     check_weights,
 )
-from prejit.runtime.format.checks.signatures import BUCKETS, Signatures
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     BUNDLE_FORMAT,
@@ -76,7 +84,6 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.schema import Config, Descriptor, Index, Portable, Segment, encode_index
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -1811,7 +1818,7 @@ entries = st.fixed_dictionaries(
 def test_10_whatever_a_header_says_its_arrays_lie_in_the_file(header: dict[str, Any]) -> None:
     """Either it is rejected, or NumPy makes every array of it: no other error, no other memory."""
     from prejit.runtime.format.blobs import Layer
-    from prejit.runtime.programs.weights import open_weights
+    from prejit.runtime.programs.mapped_weights import open_weights
 
     content = safetensors(header)
     try:

@@ -17,10 +17,10 @@ from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits, writing
 from prejit.runtime.format.audit import audit
+from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.schema import Descriptor
 from prejit.runtime.format.writing import EMPTY, Part, attach, remove_abandoned, write_layout
 from prejit.runtime.loader import load
 

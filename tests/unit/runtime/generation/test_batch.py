@@ -48,11 +48,11 @@ class Reference:
         from flax import nnx
 
         from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-        from prejit.compiler.models import config_file, registry
+        from prejit.compiler.models import config_file, model_registry
         from prejit.compiler.models.parameters import with_parameters
 
         config = config_file.load_config(source)
-        graph, state = nnx.split(registry.make_decoder(config))
+        graph, state = nnx.split(model_registry.make_decoder(config))
         checkpoint = open_checkpoint(source)
         weights = {name: jnp.asarray(checkpoint.read(name)) for name in checkpoint.names}
 

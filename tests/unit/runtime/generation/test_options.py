@@ -9,7 +9,7 @@ import pytest
 
 from prejit.runtime import Defaults, Options, Request, Sampling
 from prejit.runtime.cli.commands import commands
-from prejit.runtime.cli.generate import generate
+from prejit.runtime.cli.generate_command import generate
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decode import CALL_SECONDS, steps_per_call
 from prejit.runtime.generation.options import OPTIONS, SAMPLING_OPTIONS, resolve

@@ -18,11 +18,11 @@ from tests.layouts import index_file, write_index
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, StoreError
 from prejit.runtime.format.arrays import Mesh
+from prejit.runtime.format.bundle_schema import Index, encode_index
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import REQUIREMENT
 from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.schema import Index, encode_index
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.environment import effective_xla_flags
@@ -686,8 +686,8 @@ def test_the_fallback_warning_names_the_axis_of_the_closest_target(two_levels: P
     "module",
     [
         *("errors", "verdict", "base.typed_json", "machine.accelerator", "machine.targets"),
-        *("machine.fingerprint", "format.audit", "format.checks.config", "format.layout"),
-        *("format.opening", "format.schema", "store.receipts", "fleet.report", "pages.fleet"),
+        *("machine.fingerprint", "format.audit", "format.checks.program_table", "format.layout"),
+        *("format.opening", "format.bundle_schema", "store.receipts"),
     ],
 )
 def test_the_format_part_imports_no_jax(module: str, run_python: Any) -> None:
@@ -699,7 +699,7 @@ def test_the_format_part_imports_no_jax(module: str, run_python: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["fingerprint", "explain", "explain --fleet . --page p.html", "inspect", "verify"]
+    "command", ["fingerprint", "explain", "fleet . --page p.html", "inspect", "verify"]
 )
 def test_commands_that_run_nothing_import_no_jax(
     command: str, settled_dir: Path, run_python: Any, tmp_path: Path

@@ -17,7 +17,7 @@ import pytest
 from prejit.compiler import Program, build
 from prejit.runtime import Bundle, UsageError, load
 from prejit.runtime.device import _jaxlib
-from prejit.runtime.programs.calls import Calls
+from prejit.runtime.programs.user_programs import Calls
 
 
 def nested(z: Any, a: Any) -> Any:

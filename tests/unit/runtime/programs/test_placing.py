@@ -14,6 +14,7 @@ import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from prejit.runtime import UsageError, load
+from prejit.server import Engine
 
 one, two = jax.devices()
 host = np.arange(4, dtype="f")
@@ -53,7 +54,7 @@ def same(found, expected):
         assert (mine + 1).devices() == theirs.devices()
 
 
-engine = bundle.engine()
+engine = Engine(bundle)
 ways = {
     "call": bundle.call,
     "call_async": lambda *args: bundle.call_async(*args).result(),

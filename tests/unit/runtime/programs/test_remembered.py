@@ -17,8 +17,9 @@ import pytest
 from prejit.compiler import Program, build
 from prejit.runtime import Bundle, UsageError, load
 from prejit.runtime.device.transfer import aligned_zeros
-from prejit.runtime.programs import signatures
-from prejit.runtime.programs.calls import Calls
+from prejit.runtime.programs import known_calls
+from prejit.runtime.programs.user_programs import Calls
+from prejit.server.engine.engine import Engine
 
 
 class Named(NamedTuple):
@@ -148,7 +149,7 @@ def way(request: pytest.FixtureRequest, bundle: Bundle) -> Iterator[Callable[...
     if request.param != "engine":
         yield lambda *args, **kwargs: WAYS[request.param](bundle, *args, **kwargs)
         return
-    engine = bundle.engine()
+    engine = Engine(bundle)
     yield lambda *args, **kwargs: engine.submit_call(*args, **kwargs).result()
     engine.close()
 
@@ -313,7 +314,7 @@ def test_the_newest_signatures_are_remembered(
     bundle: Bundle, chosen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after many that never come again, such as those of padded sizes or of new classes."""
-    monkeypatch.setattr(signatures, "_MOST", 8)
+    monkeypatch.setattr(known_calls, "_MOST", 8)
     for size in range(3, 30):
         bundle.call_async("wide", np.zeros(size, np.int32)).result()
         kind = namedtuple("Own", "a b")

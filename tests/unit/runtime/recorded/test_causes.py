@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from prejit.runtime.format.schema import RecordedProgram, Segment
+from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
 from prejit.runtime.recorded.causes import Difference, differences
-from prejit.runtime.recorded.events import JaxRequest, WatchedProcess
 from prejit.runtime.recorded.hook import jax_texts
-from prejit.runtime.recorded.opening import RecordedBundle
-from prejit.runtime.recorded.report import report_of, text
+from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess
+from prejit.runtime.recorded.recorded_bundle import RecordedBundle
+from prejit.runtime.recorded.run_report import report_of, text
 from prejit.runtime.verdict import Axis, Verdict
 
 SAME = dict.fromkeys(jax_texts.INGREDIENTS, "0" * 64)

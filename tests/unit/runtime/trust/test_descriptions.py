@@ -13,7 +13,7 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 from tests.recipes import Recipe
 from tests.signers import key_table, signer, write_policy
 
-from prejit.compiler.signing.sign import sign
+from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import UntrustedError, load
 from prejit.runtime.__main__ import main
 from prejit.runtime.base.digests import digest_of

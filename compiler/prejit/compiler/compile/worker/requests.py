@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prejit.compiler.compile.jobs import Compiled
-from prejit.compiler.compile.worker.compiling import (
+from prejit.compiler.compile.worker.worker_compile import (
     Compile,
     CompilerOutput,
     compile_program,
@@ -43,13 +43,13 @@ from prejit.compiler.compile.worker.compiling import (
     with_kernels,
     with_libraries,
 )
-from prejit.compiler.compile.worker.timing import measure, measure_forms, require_blob
+from prejit.compiler.compile.worker.worker_timing import measure, measure_forms, require_blob
 from prejit.compiler.compile.worker.xla import CompileFor, import_compiler
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets import cpu_count
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import PrejitError
-from prejit.runtime.format.schema import Segment
+from prejit.runtime.format.bundle_schema import Segment
 
 _PR_SET_PDEATHSIG = 1
 """Number of a prctl option, from linux/prctl.h."""

@@ -13,8 +13,8 @@ from prejit.runtime.base.digests import digest_of
 from prejit.runtime.device import _jaxlib, kernels
 from prejit.runtime.device.portable import compile_ahead, register_stand_ins
 from prejit.runtime.errors import BuildError, PrejitError
+from prejit.runtime.format.bundle_schema import Memory
 from prejit.runtime.format.names import kernel_target
-from prejit.runtime.format.schema import Memory
 
 
 @dataclass(frozen=True, slots=True)

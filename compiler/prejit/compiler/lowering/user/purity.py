@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.mlir import ir as mlir_ir
 from jax.extend.mlir.dialects import stablehlo as mlir_stablehlo
 
-from prejit.compiler.lowering.user.calls import place_of
+from prejit.compiler.lowering.user.traced_primitives import place_of
 
 ir: Any = mlir_ir  # the bindings of MLIR have no types
 stablehlo: Any = mlir_stablehlo

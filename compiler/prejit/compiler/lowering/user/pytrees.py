@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prejit.compiler.lowering.user.arrays import is_key
+from prejit.compiler.lowering.user.flat_arrays import is_key
 from prejit.runtime.errors import ManifestError
 
 Bind = Callable[[Mapping[str, Any]], Any]

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from prejit.compiler.lowering.user.calls import equations
+from prejit.compiler.lowering.user.traced_primitives import equations
 
 
 def size_limits(traced: ClosedJaxpr, names: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from prejit.compiler.models.encoders.sentence import attention, check_activation, product
-from prejit.compiler.models.layers.config import Naming
+from prejit.compiler.models.layers.layer_config import Naming
 from prejit.compiler.models.layers.linear import Embedding
 from prejit.compiler.models.layers.norms import LayerNorm
 

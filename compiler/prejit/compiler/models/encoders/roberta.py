@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from prejit.compiler.models.encoders import bert
-from prejit.compiler.models.layers.config import Naming
+from prejit.compiler.models.layers.layer_config import Naming
 
 NAMING = Naming(
     prefix="roberta.",

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from prejit.compiler.models.encoders.sentence_layout import DenseModule, SentenceLayout
-from prejit.compiler.models.layers import forms, kernel_calls
-from prejit.compiler.models.layers.config import require
+from prejit.compiler.models.layers import kernel_calls, product_forms
+from prejit.compiler.models.layers.layer_config import require
 from prejit.compiler.models.layers.linear import ACTIVATIONS, Linear
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -150,7 +150,7 @@ def product(inputs: int, outputs: int, *, bias: bool = True) -> Linear:
     XLA transposes a matrix stored (out, in) on every call: in MiniLM's shapes 1 x 16 tokens cost 2 x as much,
     1 x 128 tokens 1.5 x. A bundle with kernels stores it (out, in), as they read it.
     """
-    return Linear(inputs, outputs, bias=bias, in_out=not forms.are_stored_out_in())
+    return Linear(inputs, outputs, bias=bias, in_out=not product_forms.are_stored_out_in())
 
 
 def attention(
@@ -171,7 +171,7 @@ def attention(
     batch, count, width = query.shape
     size = width // heads
     split = (batch, count, heads, size)
-    if forms.has_kernels():
+    if product_forms.has_kernels():
         query, keys, values = (x.reshape(split) for x in (query, keys, values))
         mixed = kernel_calls.encoder_attention(query, keys, values, length, size**-0.5)
         return mixed.reshape(batch, count, width)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.base.json_file import read_list, read_object
-from prejit.compiler.base.wording import did_you_mean, shown
+from prejit.compiler.base.suggestions import did_you_mean, shown
 from prejit.runtime.errors import CheckpointError
 
 POOLING_KEYS = {

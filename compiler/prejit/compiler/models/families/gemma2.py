@@ -16,7 +16,7 @@ from flax import nnx
 
 from prejit.compiler.models.layers import rope, rotary_decoder
 from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.config import DecoderConfig, LayerCache, require
+from prejit.compiler.models.layers.layer_config import DecoderConfig, LayerCache, require
 from prejit.compiler.models.layers.norms import RMSNorm
 from prejit.compiler.models.layers.rotary_decoder import (
     NAMING,

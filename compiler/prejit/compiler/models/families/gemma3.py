@@ -14,7 +14,7 @@ from typing import Any
 
 from prejit.compiler.models.families import gemma2
 from prejit.compiler.models.layers import rope, rotary_decoder
-from prejit.compiler.models.layers.config import DecoderConfig, require
+from prejit.compiler.models.layers.layer_config import DecoderConfig, require
 from prejit.compiler.models.layers.rotary_decoder import Attention, Heads, RotaryDecoder, windows
 
 __all__ = ["NAMING", "build", "describe"]

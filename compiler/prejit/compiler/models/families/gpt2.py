@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from prejit.compiler.models.layers import forms
+from prejit.compiler.models.layers import product_forms
 from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.config import (
+from prejit.compiler.models.layers.layer_config import (
     DecoderConfig,
     KVCache,
     LayerCache,
@@ -165,7 +165,7 @@ class Attention(nnx.Module):
         self, x: jax.Array, new: NewTokens, layer: LayerCache, residual: jax.Array, *, last: bool
     ) -> tuple[jax.Array, LayerCache]:
         """Map x [B, T, D] to [B, T, D], or [B, 1, D] if `last`, plus a residual; return it and the cache."""
-        if forms.has_kernels():
+        if product_forms.has_kernels():
             packed = self.c_attn(x).reshape(*x.shape[:2], 3 * self.num_heads, -1)
             mixed, layer = new.attend_packed(packed, self.num_heads, layer, self.scale, last=last)
         else:

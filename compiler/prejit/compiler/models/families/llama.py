@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prejit.compiler.models.layers.config import DecoderConfig
+from prejit.compiler.models.layers.layer_config import DecoderConfig
 from prejit.compiler.models.layers.rotary_decoder import (
     NAMING,
     RotaryDecoder,

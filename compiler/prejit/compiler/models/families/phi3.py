@@ -14,7 +14,7 @@ from flax import nnx
 
 from prejit.compiler.models.layers import rope
 from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.config import DecoderConfig, LayerCache
+from prejit.compiler.models.layers.layer_config import DecoderConfig, LayerCache
 from prejit.compiler.models.layers.linear import ACTIVATIONS, Linear, split
 from prejit.compiler.models.layers.rotary_decoder import (
     NAMING,

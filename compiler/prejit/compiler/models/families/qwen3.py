@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from prejit.compiler.models.layers.config import DecoderConfig
+from prejit.compiler.models.layers.layer_config import DecoderConfig
 from prejit.compiler.models.layers.norms import RMSNorm
 from prejit.compiler.models.layers.rotary_decoder import (
     NAMING,

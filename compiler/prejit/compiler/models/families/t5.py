@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from prejit.compiler.models.layers.attention import NewTokens, attention
-from prejit.compiler.models.layers.config import (
+from prejit.compiler.models.layers.layer_config import (
     DecoderConfig,
     LayerCache,
     Naming,

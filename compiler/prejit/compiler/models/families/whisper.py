@@ -18,7 +18,7 @@ from flax import nnx
 
 from prejit.compiler.models.encoders import sentence
 from prejit.compiler.models.layers.attention import NewTokens, attention_to_all
-from prejit.compiler.models.layers.config import (
+from prejit.compiler.models.layers.layer_config import (
     DecoderConfig,
     LayerCache,
     Naming,

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from prejit.compiler.models.layers import forms, kernel_calls
-from prejit.compiler.models.layers.config import LayerCache
-from prejit.compiler.models.layers.rows import each_row
+from prejit.compiler.models.layers import kernel_calls, product_forms
+from prejit.compiler.models.layers.layer_config import LayerCache
+from prejit.compiler.models.layers.row_updates import each_row
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class NewTokens:
         if last:
             query = self.wanted(query)
             bias = None if bias is None else self.wanted(bias)
-        if forms.has_kernels() and bias is None:
+        if product_forms.has_kernels() and bias is None:
             mixed, layer = kernel_calls.attention(
                 query,
                 (keys, values),
@@ -257,7 +257,7 @@ def attention_to_all(
         float32 [B, T, N * H]; the cache, which the kernel has to return because it gets its memory.
     """
     slots = layer[0].shape[2]
-    if not forms.has_kernels():
+    if not product_forms.has_kernels():
         positions = jnp.full(query.shape[:2], slots - 1)
         return attention(query, layer, positions, scale), layer
     # Tokens behind the end of a cache see all of it, and none of them is written.

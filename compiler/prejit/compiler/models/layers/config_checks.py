@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.base.wording import shown
+from prejit.compiler.base.suggestions import shown
 from prejit.runtime.errors import CheckpointError
 
 MAX_LAYERS = 1000

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from prejit.compiler.models.layers import forms, kernel_calls
+from prejit.compiler.models.layers import kernel_calls, product_forms
 from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -64,7 +64,7 @@ class Linear(nnx.Module):
 
     def form(self, x: jax.Array) -> str | None:
         """Return the form of the product with x; None if `dot` is to choose."""
-        return forms.form_of(_product(x, self.weight[...], self.contracted))
+        return product_forms.form_of(_product(x, self.weight[...], self.contracted))
 
     @property
     def operand(self) -> kernel_calls.Operand:
@@ -95,7 +95,7 @@ def is_stored_in_out(inputs: int, outputs: int) -> bool:
     cache. For several tokens XLA transposes a matrix stored (out, in) on every call. GPT-2-124M takes 0.93 x
     the time of all (out, in) for decode, 0.87 x for a batch of 4 and for prefill of 32 or 512 tokens.
     """
-    return not forms.are_stored_out_in() and inputs < 1024 and inputs < outputs <= 4096
+    return not product_forms.are_stored_out_in() and inputs < 1024 and inputs < outputs <= 4096
 
 
 class Embedding(nnx.Module):
@@ -117,7 +117,7 @@ class Embedding(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """Return the product of x [..., D] with every row, as a tied head computes it: [..., number]."""
         weight = self.weight[...]
-        form = forms.form_of(_product(x, weight, self.contracted))
+        form = product_forms.form_of(_product(x, weight, self.contracted))
         if form == KERNEL:
             scale = None if self.weight_scale is None else self.weight_scale[...]
             return kernel_calls.linear(x, kernel_calls.Operand(weight, scale))

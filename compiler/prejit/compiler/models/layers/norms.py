@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from prejit.compiler.models.layers import forms, kernel_calls
+from prejit.compiler.models.layers import kernel_calls, product_forms
 
 
 class LayerNorm(nnx.Module):
@@ -20,7 +20,7 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return x [B, T, D] with mean 0 and variance 1 along D, then scaled and shifted."""
-        if forms.has_kernels():
+        if product_forms.has_kernels():
             weight, bias = self.weight[...], self.bias[...]
             return kernel_calls.norm(x, weight, bias, epsilon=self.epsilon, centred=True)
         centred = x - x.mean(-1, keepdims=True)
@@ -41,7 +41,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the norm of x [..., width]."""
-        if forms.has_kernels():
+        if product_forms.has_kernels():
             return kernel_calls.norm(x, self.weight[...], epsilon=self.epsilon, offset=self.offset)
         mean_square = jnp.square(x).mean(-1, keepdims=True)
         scale = self.weight[...] + self.offset if self.offset else self.weight[...]

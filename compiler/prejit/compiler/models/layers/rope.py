@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prejit.compiler.base.wording import shown
-from prejit.compiler.models.layers.config import require, unsupported
+from prejit.compiler.base.suggestions import shown
 from prejit.compiler.models.layers.config_checks import check_rope
+from prejit.compiler.models.layers.layer_config import require, unsupported
 
 Frequencies = np.ndarray[Any, np.dtype[Any]]
 """Float32 [P], for the P pairs of a head that turn: H / 2 pairs, or fewer if a part of the head stays."""

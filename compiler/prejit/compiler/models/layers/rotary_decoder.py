@@ -21,7 +21,7 @@ from flax import nnx
 
 from prejit.compiler.models.layers import rope
 from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.config import (
+from prejit.compiler.models.layers.layer_config import (
     DecoderConfig,
     KVCache,
     LayerCache,

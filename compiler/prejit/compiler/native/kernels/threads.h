@@ -31,7 +31,7 @@ class Body {
 void parallel_for(int64_t blocks, const Body& body);
 
 // Returns how many threads run blocks: one for each CPU of the process, at least 1, and at most the limit that the
-// process set (prejit.runtime.base.process).
+// process set (prejit.runtime.base.process_facts).
 int threads();
 
 // Returns a buffer of this thread, 64-byte aligned, of at least `bytes` bytes, or nullptr if memory is exhausted. It is

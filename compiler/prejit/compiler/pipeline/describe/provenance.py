@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.native.library import kernel_conditions
-from prejit.compiler.pipeline.describe.sources import SourceContent, manifest_sources
+from prejit.compiler.pipeline.describe.user_sources import SourceContent, manifest_sources
 from prejit.compiler.pipeline.executables import CompiledTarget
-from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.plan import Plan
-from prejit.compiler.store.code import LOWERING, WEIGHTS, code_digest
+from prejit.compiler.pipeline.program_keys import versions
 from prejit.compiler.store.interface import Store
-from prejit.compiler.store.jax_settings import jax_configuration
+from prejit.compiler.store.lowering_settings import jax_configuration
+from prejit.compiler.store.own_code import LOWERING, WEIGHTS, code_digest
 from prejit.runtime.base.digests import digest_of
+from prejit.runtime.format.bundle_schema import Config, Index
 from prejit.runtime.format.names import REF_NAME
-from prejit.runtime.format.schema import Config, Index
 from prejit.runtime.trust.statement import (
     PROVENANCE_PREDICATE,
     SignedSubject,

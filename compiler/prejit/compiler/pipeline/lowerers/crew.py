@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import final
 
 from prejit.compiler.compile.executor import Executor
-from prejit.compiler.pipeline.keys import own_lower_key
-from prejit.compiler.pipeline.lowerers.messages import (
+from prejit.compiler.pipeline.lowerers.lowerer_messages import (
     Checked,
     Done,
     Project,
     Work,
     manifest_digest,
 )
-from prejit.compiler.pipeline.lowerers.process import (
+from prejit.compiler.pipeline.lowerers.lowerer_process import (
     DeclinedError,
     LoweringProcess,
     ProcessEndedError,
 )
 from prejit.compiler.pipeline.lowerers.units import Unit, process_count, split
 from prejit.compiler.pipeline.plan import Plan, PlannedProgram, find_lowered
+from prejit.compiler.pipeline.program_keys import own_lower_key
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 

@@ -8,13 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
-from prejit.compiler.pipeline.code import ReadCode
-from prejit.compiler.pipeline.keys import (
-    accuracy_key,
-    measuring_key,
-    own_accuracy_key,
-    weights_key,
-)
 from prejit.compiler.pipeline.model import (
     ReadModel,
     cache_dtype,
@@ -24,11 +17,18 @@ from prejit.compiler.pipeline.model import (
 )
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.pack.model_layers import special_ids
-from prejit.compiler.pipeline.pack.weights import Published
+from prejit.compiler.pipeline.pack.packed_weights import Published
 from prejit.compiler.pipeline.plan import Plan
+from prejit.compiler.pipeline.program_keys import (
+    accuracy_key,
+    measuring_key,
+    own_accuracy_key,
+    weights_key,
+)
+from prejit.compiler.pipeline.user_code import ReadCode
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
-from prejit.runtime.format.schema import Accuracy
+from prejit.runtime.format.bundle_schema import Accuracy
 
 _NONE = "none"
 """The value in a key for a missing file."""
@@ -104,26 +104,26 @@ def _measure_own(
     plan: Plan, code: ReadCode, weights: PackedLayer, text: Path | None, bos: int
 ) -> Accuracy:
     """Compare a decoder of the user as it is packed with itself as the user gave it."""
-    from prejit.compiler.lowering.user.models import CHECK_MODEL
-    from prejit.compiler.pipeline.measure import comparison
+    from prejit.compiler.lowering.user.own_decoder import CHECK_MODEL
+    from prejit.compiler.pipeline.measure import model_comparison
 
     manifest, files, own = plan.manifest, plan.model, code().model
     assert isinstance(weights.content, Path)
     assert manifest.model is not None
     assert own is not None
     exact = {name: read() for name, read in own.exact.values.items()}
-    packed = comparison.mapped(weights.content)
+    packed = model_comparison.mapped(weights.content)
     named = None
     if files is not None and text is not None:
         tokenizer = files.directory / "tokenizer.json"
-        named = (text.name, *comparison.read_text(text, tokenizer))
+        named = (text.name, *model_comparison.read_text(text, tokenizer))
     longest = own.max_positions or longest_context(manifest)
     assert longest is not None
     with own.modules.tracing(f"{manifest.where}: cannot run {own.label}", CHECK_MODEL):
-        return comparison.of_decoder(
+        return model_comparison.of_decoder(
             manifest.model.dtype,
-            comparison.ComparedModel(own.exact.model, exact),
-            comparison.ComparedModel(
+            model_comparison.ComparedModel(own.exact.model, exact),
+            model_comparison.ComparedModel(
                 own.stored.model,
                 {name: packed[name] for name in own.stored.model.weights},
                 cache_dtype(manifest),
@@ -147,39 +147,42 @@ def _measure_published(
     Both are evaluated as the float32 model: one with the weights of the checkpoint, the other with those of
     the bundle, widened to float32 as its portable programs do it.
     """
-    from prejit.compiler.models import precision, registry
+    from prejit.compiler.models import model_registry, precision
     from prejit.compiler.models.parameters import parametrized
-    from prejit.compiler.pipeline.measure import comparison
+    from prejit.compiler.pipeline.measure import model_comparison
 
     assert isinstance(weights.content, Path)
     model = read()
     values = {name: published.rows(name) for name in published.names}
-    packed = precision.widened(model.module, comparison.mapped(weights.content))
+    packed = precision.widened(model.module, model_comparison.mapped(weights.content))
     out_in, tokenizer = model.files.out_in, model.files.transformer / "tokenizer.json"
     vocab_size = model.shape.vocab_size
     if model.files.layout is None:
-        exact = parametrized(registry.make_decoder(model.config, longest, out_in=out_in))
-        named = None if text is None else (text.name, *comparison.read_text(text, tokenizer))
+        exact = parametrized(model_registry.make_decoder(model.config, longest, out_in=out_in))
+        named = None if text is None else (text.name, *model_comparison.read_text(text, tokenizer))
         bos = getattr(model.config, "bos_token_id", None)
         bos = bos if isinstance(bos, int) and 0 <= bos < vocab_size else 0
-        return comparison.of_decoder(
+        return model_comparison.of_decoder(
             dtype,
-            comparison.ComparedModel(exact, values),
-            comparison.ComparedModel(exact, packed, model.shape.cache_dtype),
+            model_comparison.ComparedModel(exact, values),
+            model_comparison.ComparedModel(exact, packed, model.shape.cache_dtype),
             (vocab_size, model.shape.max_positions),
             named,
             bos,
         )
-    exact = parametrized(registry.make_encoder(model.config, out_in=out_in))
+    exact = parametrized(model_registry.make_encoder(model.config, out_in=out_in))
     max_tokens = model.shape.max_tokens
     if text is None:
-        name, sentences = comparison.RANDOM, comparison.random_sentences(vocab_size, max_tokens)
+        name, sentences = (
+            model_comparison.RANDOM,
+            model_comparison.random_sentences(vocab_size, max_tokens),
+        )
     else:
-        name, sentences = text.name, comparison.read_sentences(text, tokenizer, max_tokens)
-    return comparison.of_encoder(
+        name, sentences = text.name, model_comparison.read_sentences(text, tokenizer, max_tokens)
+    return model_comparison.of_encoder(
         dtype,
-        comparison.ComparedModel(exact, values),
-        comparison.ComparedModel(exact, packed),
+        model_comparison.ComparedModel(exact, values),
+        model_comparison.ComparedModel(exact, packed),
         name,
         *sentences,
     )

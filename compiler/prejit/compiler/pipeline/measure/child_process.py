@@ -9,7 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
-from prejit.runtime.base.process import THREADS
+from prejit.runtime.base.process_facts import THREADS
 
 
 def ask(

@@ -15,10 +15,10 @@ from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ENCODER_KINDS
 from prejit.compiler.pipeline.executables import CompiledExecutable, CompiledTarget
-from prejit.compiler.pipeline.keys import cost_key
-from prejit.compiler.pipeline.measure.forms import measuring_alone
+from prejit.compiler.pipeline.measure.measured_forms import measuring_alone
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
-from prejit.compiler.pipeline.pack.requirement import requirement_of
+from prejit.compiler.pipeline.pack.target_requirement import requirement_of
+from prejit.compiler.pipeline.program_keys import cost_key
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key

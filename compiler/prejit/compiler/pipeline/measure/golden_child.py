@@ -22,11 +22,11 @@ from prejit.runtime.device.device import Device
 from prejit.runtime.device.executable import Executable
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.golden import GoldenResult, format_results
-from prejit.runtime.format.schema import Config, ProgramEntry, handler_names
-from prejit.runtime.programs.golden import sampled, samples_of
+from prejit.runtime.format.bundle_schema import Config, ProgramEntry, handler_names
+from prejit.runtime.format.golden_format import GoldenResult, format_results
+from prejit.runtime.programs.golden_check import sampled, samples_of
+from prejit.runtime.programs.mapped_weights import open_weights
 from prejit.runtime.programs.ready import Programs
-from prejit.runtime.programs.weights import open_weights
 
 NUDGE = 2.0**-16
 """A user's function is asked twice, the second time with arguments that differ by this share. What differs

@@ -34,10 +34,10 @@ from prejit.runtime.errors import PrejitError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.programs.calls import fit, padded
 from prejit.runtime.programs.golden_inputs import Values, call_input
+from prejit.runtime.programs.mapped_weights import open_weights
 from prejit.runtime.programs.pytree import spell
-from prejit.runtime.programs.weights import open_weights
+from prejit.runtime.programs.user_programs import fit, padded
 
 SEED = 1
 """The seed of the arguments."""
@@ -204,7 +204,7 @@ def _padding(
     executable: Executable,
     run: Callable[[Executable, Sequence[Any]], list[Values]],
 ) -> Callable[[Sequence[Values]], list[Values]]:
-    """Return what a bucket gives for smaller sizes: see `runtime.programs.calls`."""
+    """Return what a bucket gives for smaller sizes: see `runtime.programs.user_programs`."""
 
     def serve(values: Sequence[Values]) -> list[Values]:
         fitted = fit(arguments, [trees.Leaf()] * len(arguments), values, pad)

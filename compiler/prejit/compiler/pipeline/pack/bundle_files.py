@@ -16,7 +16,15 @@ from prejit.compiler.store.key import Key
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, RejectError
-from prejit.runtime.format.checks.config import (
+from prejit.runtime.format.bundle_schema import (
+    Config,
+    Descriptor,
+    ImageManifest,
+    Segment,
+    encode_index,
+)
+from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
+from prejit.runtime.format.checks.program_table import (
     check_chunks_layers,
     check_config,
     check_kernels_layer,
@@ -26,7 +34,6 @@ from prejit.runtime.format.checks.config import (
     check_recorded_layer,
     check_weight_sets,
 )
-from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
 from prejit.runtime.format.checks.safetensors import (
     GAP_PREFIX,
     SAFETENSORS_DTYPES,
@@ -49,7 +56,6 @@ from prejit.runtime.format.names import (
     WEIGHTS_MEDIA_TYPE,
     oci_platform,
 )
-from prejit.runtime.format.schema import Config, Descriptor, ImageManifest, Segment, encode_index
 
 if TYPE_CHECKING:
     from prejit.compiler.native.library import KernelLibrary

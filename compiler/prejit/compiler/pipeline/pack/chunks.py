@@ -7,14 +7,14 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from prejit.compiler.pipeline.keys import chunks_key
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
-from prejit.compiler.pipeline.pack.verity import BLOCK_BYTES, VerityHash
+from prejit.compiler.pipeline.pack.verity_files import BLOCK_BYTES, VerityHash
+from prejit.compiler.pipeline.program_keys import chunks_key
 from prejit.compiler.store.interface import Store
 from prejit.runtime.errors import StoreError
-from prejit.runtime.format.checks.config import CHUNK_ALGORITHM
+from prejit.runtime.format.bundle_schema import Chunks
+from prejit.runtime.format.checks.program_table import CHUNK_ALGORITHM
 from prejit.runtime.format.names import LIBRARY_MEDIA_TYPE
-from prejit.runtime.format.schema import Chunks
 
 CHUNK_BYTES = 8 << 20
 """The size of a chunk. A thread takes 1.1 ms to hash one, and then up to 0.5 ms for the GIL, so

@@ -10,22 +10,17 @@ from pathlib import Path
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.executables import CompiledExecutable, CompiledTarget
-from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.libraries import ReadLibrary, libraries_of
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
 from prejit.compiler.pipeline.pack.chunks import chunks_of
 from prejit.compiler.pipeline.pack.compatibility import readable_until
 from prejit.compiler.pipeline.pack.model_layers import special_ids
-from prejit.compiler.pipeline.pack.requirement import requirement_of
+from prejit.compiler.pipeline.pack.target_requirement import requirement_of
 from prejit.compiler.pipeline.plan import Lowered, Plan, TargetKernels
+from prejit.compiler.pipeline.program_keys import versions
 from prejit.compiler.store.interface import Store
-from prejit.runtime.format.names import (
-    EXECUTABLES_MEDIA_TYPE,
-    FORMAT_VERSION,
-    PORTABLE_MEDIA_TYPE,
-)
-from prejit.runtime.format.schema import (
+from prejit.runtime.format.bundle_schema import (
     Accuracy,
     Config,
     Decoder,
@@ -34,6 +29,11 @@ from prejit.runtime.format.schema import (
     ProductForm,
     ProgramEntry,
     Segment,
+)
+from prejit.runtime.format.names import (
+    EXECUTABLES_MEDIA_TYPE,
+    FORMAT_VERSION,
+    PORTABLE_MEDIA_TYPE,
 )
 
 MODEL_WEIGHTS = "model"

@@ -12,11 +12,11 @@ from pathlib import Path
 from prejit.compiler.base.json_file import read_object
 from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.chat_files import read_chat, special_tokens
-from prejit.compiler.pipeline.keys import tokenizer_key
 from prejit.compiler.pipeline.model import file_digest
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.plan import Plan
+from prejit.compiler.pipeline.program_keys import tokenizer_key
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.runtime.base.typed_json import to_json

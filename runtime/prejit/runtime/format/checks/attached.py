@@ -12,13 +12,13 @@ from typing import Any
 
 from prejit.runtime.base.typed_json import shown
 from prejit.runtime.errors import RejectError
+from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
 from prejit.runtime.format.names import (
     ATTACHED_TYPES,
     PARTS_MEDIA_TYPE,
     SIGNATURE_MEDIA_TYPE,
     STATEMENT_MEDIA_TYPE,
 )
-from prejit.runtime.format.schema import Descriptor, ImageManifest
 
 _SAYS = {
     PARTS_MEDIA_TYPE: ("bomFormat", "CycloneDX"),

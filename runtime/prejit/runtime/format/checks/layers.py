@@ -10,10 +10,10 @@ from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Array, Mesh
+from prejit.runtime.format.bundle_schema import Chat, Kernels, Segment, UserLibrary
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.names import KERNEL_PREFIX
-from prejit.runtime.format.schema import Chat, Kernels, Segment, UserLibrary
 
 
 def check_kernels(content: bytes, kernels: Kernels, path: str) -> None:

@@ -12,6 +12,7 @@ from prejit.runtime.base.digests import digest_of, is_digest
 from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
+from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest, Index
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
     BUNDLE_FORMAT,
@@ -33,7 +34,6 @@ from prejit.runtime.format.names import (
     REQUIREMENT,
     TOKENIZER_MEDIA_TYPE,
 )
-from prejit.runtime.format.schema import Descriptor, ImageManifest, Index
 from prejit.runtime.machine.requirement import Requirement
 
 NEWER_FORMAT_HINT = "this bundle was written by a newer prejit: upgrade prejit on this machine"

@@ -13,7 +13,7 @@ import pytest
 
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.compile.worker_process import WorkerProcess
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.build_host import jaxlib_version
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain

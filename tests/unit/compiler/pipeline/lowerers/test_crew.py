@@ -20,19 +20,19 @@ from tests.decoders import write_random
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.pipeline.checks import check, read_planned
-from prejit.compiler.pipeline.code import find_code
+from prejit.compiler.pipeline.early_checks import check, read_planned
 from prejit.compiler.pipeline.lowerers import units
 from prejit.compiler.pipeline.lowerers.crew import Crew, open_crew
 from prejit.compiler.pipeline.lowering import lower, lower_own
 from prejit.compiler.pipeline.model import open_weights
 from prejit.compiler.pipeline.plan import Plan, PlannedProgram, plan_build
 from prejit.compiler.pipeline.tracing import parameters_of, remember
+from prejit.compiler.pipeline.user_code import find_code
 from prejit.compiler.progress import Progress
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.objects import Objects
 from prejit.compiler.sharing.tier import Tier
-from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.interface import Store
 from prejit.runtime.errors import PrejitError
 

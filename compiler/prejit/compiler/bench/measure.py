@@ -1,0 +1,168 @@
+"""Measure a bundle, or two in alternation, and judge the result.
+
+Start-up and memory are measured in fresh processes, everything else in this one, in rounds: every probe
+gets a share of the time in each round, in a random order, so that a drift of the machine falls on all rows
+alike. A probe that takes longer than its share pauses for some rounds. Two bundles alternate within each
+probe.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+
+from prejit.compiler.bench.bench_comparison import Comparison, Ratio, better_of, compare_reports
+from prejit.compiler.bench.bench_processes import Setup, fresh_heads, measure_fresh_processes
+from prejit.compiler.bench.bench_report import (
+    GROUPS,
+    REPORT_VERSION,
+    YARDSTICK,
+    BenchReport,
+    BenchRow,
+    summarize,
+)
+from prejit.compiler.bench.probes import probes_of
+from prejit.compiler.bench.rounds import Head, Rounds, Say, ratio_in_turns, run_in_rounds
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+
+def judge(
+    setups: Sequence[Setup],
+    bundles: Sequence[Bundle],
+    baseline: BenchReport | None,
+    *,
+    runs: int,
+    seconds: float,
+    tolerance: float,
+    say: Say,
+    other: str = "",
+) -> tuple[BenchReport, Comparison | None]:
+    """Measure a bundle and compare it with a second bundle or with a baseline.
+
+    Rows that look worse are measured a second time and the better result counts: a real regression shows
+    again, while other work on the machine mostly does not.
+
+    Args:
+        setups: how fresh processes load the bundles.
+        bundles: the loaded bundles; the first is compared with the second, if there is one.
+        baseline: the report to compare with if there is no second bundle; None: compare with nothing.
+        runs: see `measure`.
+        seconds: see `measure`.
+        tolerance: see Comparison.
+        say: shows a line of progress.
+        other: the name of the other side in messages.
+
+    Raises:
+        UsageError: a fresh process failed.
+    """
+    reports, in_turns = measure(setups, bundles, runs=runs, seconds=seconds, say=say)
+
+    def compared() -> Comparison | None:
+        before = baseline if len(bundles) == 1 else reports[1]
+        if before is None:
+            return None
+        turns = in_turns if len(bundles) > 1 else None
+        return compare_reports(before, reports[0], other=other, tolerance=tolerance, in_turns=turns)
+
+    comparison = compared()
+    if comparison is not None and (worse := {delta.name for delta in comparison.regressions}):
+        say(f"{len(worse)} rows look worse and are measured again")
+        again, turns_again = measure(
+            setups, bundles, runs=runs, seconds=seconds / 2, say=say, only={*worse, YARDSTICK}
+        )
+        reports = [better_of(*pair) for pair in zip(reports, again, strict=True)]
+        for name, ratio in turns_again.items():
+            in_turns[name] = min(in_turns[name], ratio, key=lambda one: one.middle)
+        comparison = compared()
+    return reports[0], comparison
+
+
+def measure(
+    setups: Sequence[Setup],
+    bundles: Sequence[Bundle],
+    *,
+    runs: int,
+    seconds: float,
+    say: Say,
+    only: Collection[str] | None = None,
+) -> tuple[list[BenchReport], dict[str, Ratio]]:
+    """Measure one bundle, or two in alternation.
+
+    Args:
+        setups: how fresh processes load the bundles.
+        bundles: the loaded bundles.
+        runs: the number of fresh processes of each bundle, after one that warms the caches.
+        seconds: the time of each bundle for all measurements in this process.
+        say: shows a line of progress.
+        only: the names of rows to measure; rows of the same probe are measured too; None: all rows.
+
+    Returns:
+        The reports; for two bundles also the ratio of the first to the second, by the name of the row.
+
+    Raises:
+        UsageError: a fresh process failed.
+    """
+
+    def wanted(heads: Iterable[Head]) -> bool:
+        return only is None or any(head.name in only for head in heads)
+
+    fresh: list[Rounds] = [{} for _ in bundles]
+    if wanted(fresh_heads("").values()):
+        fresh = measure_fresh_processes(setups, bundles, runs, say)
+    say("preparing")
+    probes = [[probe for probe in probes_of(bundle) if wanted(probe.heads)] for bundle in bundles]
+    warm = run_in_rounds(probes, seconds * len(bundles), say)
+    sides = [{**one, **other} for one, other in zip(fresh, warm, strict=True)]
+    reports = []
+    for bundle, side in zip(bundles, sides, strict=True):
+        rows = [_row(head, rounds) for head, rounds in side.items()]
+        rows.sort(key=lambda row: list(GROUPS).index(row.group))
+        reports.append(_report(bundle, tuple(rows), runs, seconds))
+    if len(bundles) == 1:
+        return reports, {}
+    before = {head.name: rounds for head, rounds in sides[1].items()}
+    return reports, {
+        head.name: ratio_in_turns(rounds, before[head.name])
+        for head, rounds in sides[0].items()
+        if head.name in before
+    }
+
+
+def _row(head: Head, rounds: Iterable[Sequence[float]]) -> BenchRow:
+    samples = [sample for samples in rounds for sample in samples]
+    return summarize(
+        head.group,
+        head.name,
+        head.work,
+        samples,
+        unit=head.unit,
+        items=head.items,
+        item=head.item,
+    )
+
+
+def _report(bundle: Bundle, rows: tuple[BenchRow, ...], runs: int, seconds: float) -> BenchReport:
+    packages = ("prejit", "jax", "jaxlib", "numpy")
+    machine = {name: value for name, value in asdict(Fingerprint.current()).items() if value}
+    return BenchReport(
+        report_version=REPORT_VERSION,
+        bundle=bundle.name,
+        digest=bundle.digest,
+        target=bundle.target,
+        matched=bundle.matched,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=json.loads(json.dumps(machine)),  # a JSON file has lists for tuples
+        versions={
+            "python": ".".join(map(str, sys.version_info[:3])),
+            **{name: metadata.version(name) for name in packages},
+        },
+        runs=runs,
+        seconds=seconds,
+        programs=bundle.report(),
+        rows=rows,
+    )

@@ -1,0 +1,192 @@
+"""`prejit suggest`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from prejit.compiler.cli.build_options import FILE, PATH
+from prejit.runtime.cli.command_options import COUNT, JSON
+from prejit.runtime.cli.output import print_json
+
+if TYPE_CHECKING:
+    from prejit.compiler.manifest.manifest import Manifest
+    from prejit.compiler.suggesting.chosen_buckets import Buckets
+    from prejit.compiler.suggesting.log import LoggedRequests
+
+
+@click.command(
+    epilog="Examples:\n\n\b\n  prejit suggest requests.jsonl --manifest manifests/demo.toml\n"
+    "  prejit suggest lengths.csv --programs 24\n\n"
+    "LOG is what `prejit serve --log` wrote; or JSON lines, or CSV with a line of names, that have "
+    "prompt_tokens and new_tokens for a decoder, or length for an encoder, and batch where it is known."
+)
+@click.argument("log", type=PATH, metavar="LOG", help="Recorded requests.")
+@click.option(
+    "--manifest", **FILE, help="Compare with the buckets of this manifest. Its largest sizes stay."
+)
+@click.option(
+    "--programs",
+    **COUNT,
+    help="The most programs for each target (default: as many as the manifest has).",
+)
+@click.option("--model", metavar="NAME", help="Only requests to this bundle of the log.")
+@click.option(
+    "--build-report",
+    "report",
+    **FILE,
+    help="Report of a build, for its compile times (default: artifacts/NAME.report.json, if it is there).",
+)
+@JSON
+def suggest(
+    log: Path,
+    manifest: Path | None,
+    programs: int | None,
+    model: str | None,
+    report: Path | None,
+    as_json: bool,
+) -> int:
+    """Choose the buckets that pad the requests of LOG least, for a budget of programs."""
+    from prejit.compiler.manifest.reading import read_manifest
+    from prejit.compiler.suggesting.log import read_log
+    from prejit.runtime.errors import UsageError
+
+    of = None if manifest is None else read_manifest(manifest)
+    today, suggested = _buckets(read_log(log, model), of, programs)
+    if report is None and of is not None:
+        there = Path("artifacts", f"{of.bundle.name}.report.json")
+        report = there if there.exists() else None
+    if report is not None and today is None:
+        raise UsageError("--build-report: expected --manifest beside it, found none")
+    seconds = _seconds(report, of, (today, suggested))
+    if as_json:
+        print_json(
+            {
+                "today": None if today is None else _described(today, seconds[0]),
+                "suggested": _described(suggested, seconds[1]),
+            }
+        )
+        return 0
+    _print(today, suggested, seconds)
+    return 0
+
+
+def _buckets(
+    log: LoggedRequests, manifest: Manifest | None, programs: int | None
+) -> tuple[Buckets | None, Buckets]:
+    """Return the buckets of today, if there is a manifest, and the suggested ones.
+
+    Raises:
+        UsageError: the log has none of the requests that the manifest's model takes, or no budget is given.
+    """
+    from prejit.compiler.suggesting.chosen_buckets import (
+        decoder_buckets,
+        encoder_buckets,
+        suggest_decoder,
+        suggest_encoder,
+    )
+    from prejit.runtime.errors import UsageError
+
+    generate = None if manifest is None else manifest.generate
+    encode = None if manifest is None else manifest.encode
+    if manifest is not None and generate is None and encode is None:
+        raise UsageError(
+            f"{manifest.where}: expected [generate] or [encode], found [[program]] alone",
+            hint="`suggest` chooses the buckets of models",
+        )
+    if manifest is None and log.generations and log.encodings:
+        raise UsageError(
+            "expected a log of a decoder or of an encoder, found both",
+            hint="name the bundle: --model NAME, or give --manifest FILE",
+        )
+    is_decoder = bool(log.generations) if manifest is None else generate is not None
+    if not (log.generations if is_decoder else log.encodings):
+        what = "a decoder (prompt_tokens)" if is_decoder else "an encoder (length)"
+        raise UsageError(f"expected requests to {what} in the log, found none")
+    today: Buckets | None = None
+    if generate is not None:
+        today = decoder_buckets(log, generate)
+    elif encode is not None:
+        today = encoder_buckets(log, encode)
+    budget = today.programs if programs is None and today is not None else programs
+    if budget is None:
+        raise UsageError(
+            "expected a budget of programs, found none",
+            hint="give --programs N, or the buckets of today: --manifest FILE",
+        )
+    if is_decoder:
+        mesh = None if manifest is None else manifest.mesh
+        rows = 1 if mesh is None else mesh.data
+        return today, suggest_decoder(log, budget, generate, batch_multiple=rows)
+    return today, suggest_encoder(log, budget, encode)
+
+
+def _seconds(
+    report: Path | None, manifest: Manifest | None, each: tuple[Buckets | None, Buckets]
+) -> list[float | None]:
+    """Return the estimated compile seconds of buckets for all targets; None: not known."""
+    from prejit.compiler.manifest.manifest import Generate
+    from prejit.compiler.manifest.specs import decoder_specs, encoder_specs
+    from prejit.compiler.suggesting.seconds import read_seconds
+
+    if report is None or manifest is None:
+        return [None for _ in each]
+    known = read_seconds(report)
+    found: list[float | None] = []
+    for one in each:
+        assert one is not None
+        table = one.table
+        specs = decoder_specs(table) if isinstance(table, Generate) else encoder_specs(table)
+        found.append(known.of(specs) * len(manifest.targets))
+    return found
+
+
+def _sizes(buckets: Buckets) -> dict[str, Any]:
+    from prejit.compiler.manifest.manifest import Encode
+
+    table = buckets.table
+    if isinstance(table, Encode):
+        return {"shapes": [list(shape) for shape in table.shapes]}
+    return {name: list(getattr(table, name)) for name in ("batch", "prompt", "context")}
+
+
+def _described(buckets: Buckets, seconds: float | None) -> dict[str, Any]:
+    return {
+        **_sizes(buckets),
+        "programs": buckets.programs,
+        "compile_seconds": None if seconds is None else round(seconds, 1),
+        "beyond": buckets.beyond,
+        "padding": [{**asdict(axis), "share": round(axis.padding, 4)} for axis in buckets.axes],
+    }
+
+
+def _print(today: Buckets | None, suggested: Buckets, seconds: list[float | None]) -> None:
+    """Print the comparison, and the lines of the manifest."""
+    from prejit.compiler.manifest.manifest import Encode
+    from prejit.runtime.base.text_table import table
+
+    columns = [each for each in (today, suggested) if each is not None]
+    rows = [
+        (f"padding in {axis.what}", *(f"{each.axes[place].padding:.1%}" for each in columns))
+        for place, axis in enumerate(suggested.axes)
+    ]
+    rows.append(("programs for each target", *(f"{each.programs}" for each in columns)))
+    if seconds[-1] is not None:
+        estimates = [f"{each:.0f} s" for each in seconds if each is not None]
+        rows.append(("compiling all targets, on one core", *estimates))
+    if any(each.beyond for each in columns):
+        rows.append(("requests longer than that", *(f"{each.beyond}" for each in columns)))
+    head = ["", *(("today",) if today is not None else ()), "suggested"]
+    click.echo(table(head, rows))
+    if len(suggested.axes) == 2:
+        click.echo(
+            "\nThe log has neither times nor batches: the batches are "
+            + ("those of today." if today is not None else "a guess.")
+        )
+    section = "encode" if isinstance(suggested.table, Encode) else "generate"
+    click.echo(f"\n[{section}]")
+    for name, sizes in _sizes(suggested).items():
+        click.echo(f"{name} = {sizes}")

@@ -1,0 +1,126 @@
+"""Explain which target of a bundle each machine of a fleet loads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prejit.compiler.fleet.additions import Addition, cover_machines
+from prejit.compiler.fleet.candidates import Build
+from prejit.compiler.fleet.groups import Group, group_machines
+from prejit.compiler.fleet.machines import Machine, Unreadable, merge
+from prejit.runtime.machine.compare import compare, preference
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.targets import Gpu
+from prejit.runtime.verdict import Axis, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReport:
+    """Which target each machine of a fleet loads, and which targets to add.
+
+    Attributes:
+        verdicts: each machine with the verdict of the target that it loads, or else of the closest one.
+        serves: the number of machines that load each target, in the order of the bundle.
+        groups: machines by verdict; groups that load a target come first, large ones before small ones.
+        additions: the targets to add so that no machine falls back, except those in `beyond_help`.
+        is_fewest: whether no smaller number of targets would do.
+        beyond_help: machines that no added target serves, by the axes that do not match.
+        unreadable: files of the fleet that could not be read.
+    """
+
+    verdicts: tuple[tuple[Machine, Verdict], ...]
+    serves: dict[str, int]
+    groups: tuple[Group, ...]
+    additions: tuple[Addition, ...]
+    is_fewest: bool
+    beyond_help: tuple[Group, ...]
+    unreadable: tuple[Unreadable, ...] = ()
+
+    @property
+    def fallen_back(self) -> int:
+        """The number of machines that load no target."""
+        return len(self.verdicts) - sum(self.serves.values())
+
+    def advice(self) -> str:
+        """Return what to do with the additions, in one sentence."""
+        count = f"{len(self.additions)} target{'s' * (len(self.additions) > 1)}"
+        rest = " except those at the end" if self.beyond_help else ""
+        how = "the fewest there can be" if self.is_fewest else "found greedily, fewer may do"
+        others = sorted({a.requirement.architecture for a in self.additions if a.is_elsewhere})
+        where = (
+            f", those for {' and '.join(others)} on a build host of that architecture"
+            if others
+            else ""
+        )
+        return f"add {count} ({how}){where}; then no machine{rest} falls back"
+
+    def described(self) -> dict[str, Any]:
+        """Return the report as plain data for JSON."""
+        return {
+            "machines": len(self.verdicts),
+            "fallen_back": self.fallen_back,
+            "serves": self.serves,
+            "groups": [asdict(group) for group in self.groups],
+            "add": [
+                {
+                    "table": {
+                        k: asdict(v) if isinstance(v, Gpu) else v for k, v in a.table.items()
+                    },
+                    "toml": a.toml(),
+                    "needs": a.needs(),
+                    "machines": a.machines,
+                }
+                for a in self.additions
+            ],
+            "is_fewest": self.is_fewest,
+            "beyond_help": [asdict(group) for group in self.beyond_help],
+            "unreadable": [asdict(file) for file in self.unreadable],
+        }
+
+
+def explain_fleet(
+    targets: Sequence[tuple[str, Requirement]],
+    machines: Sequence[Machine],
+    unreadable: Sequence[Unreadable] = (),
+) -> FleetReport:
+    """Return which target each machine loads, and which targets to add so that none falls back.
+
+    Args:
+        targets: the names and requirements of a bundle's targets, in its order.
+        machines: the machines of the fleet.
+        unreadable: files of the fleet that could not be read.
+    """
+    classes = merge(machines)
+    verdicts: dict[str, Verdict] = {}
+    groups: dict[tuple[str, tuple[Axis, ...]], list[str]] = defaultdict(list)
+    serves = {name: 0 for name, _ in targets}
+    helpless = []
+    for merged in classes:
+        verdict = _served(targets, merged[0].fingerprint)
+        verdicts.update((machine.name, verdict) for machine in merged)
+        groups[verdict.target, verdict.mismatches].extend(machine.name for machine in merged)
+        if verdict.matches:
+            serves[verdict.target] += len(merged)
+        else:
+            helpless.append(merged)
+    additions, is_fewest, beyond_help = cover_machines(helpless, Build.of(targets))
+    return FleetReport(
+        verdicts=tuple((machine, verdicts[machine.name]) for machine in machines),
+        serves=serves,
+        groups=group_machines(groups),
+        additions=additions,
+        is_fewest=is_fewest,
+        beyond_help=beyond_help,
+        unreadable=tuple(unreadable),
+    )
+
+
+def _served(targets: Sequence[tuple[str, Requirement]], machine: Fingerprint) -> Verdict:
+    """Return the verdict of the target that `load` would choose on a machine, or of the closest one."""
+    ranked = sorted(targets, key=lambda target: preference(target[1], machine))
+    verdicts = [compare(name, needs, machine) for name, needs in ranked]
+    return min(verdicts, key=lambda verdict: verdict.distance)

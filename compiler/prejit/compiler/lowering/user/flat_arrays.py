@@ -1,0 +1,277 @@
+"""The arrays that a function of the user takes and returns: pytrees as flat lists of arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import (
+    DictKey,
+    FlattenedIndexKey,
+    GetAttrKey,
+    SequenceKey,
+    tree_flatten_with_path,
+)
+
+from prejit.compiler.manifest.shape_string import KEY, MAX_SIZE, parse_shape
+from prejit.runtime.device.transfer import is_weak, weakened
+from prejit.runtime.errors import BuildError, ManifestError
+from prejit.runtime.format import trees
+from prejit.runtime.format.arrays import DTYPES, Array
+from prejit.runtime.format.constants import Constant, encode
+from prejit.runtime.format.limits import MAX_DIMENSIONS
+from prejit.runtime.programs.pytree import auxiliary
+from prejit.runtime.programs.user_programs import halved
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A pytree as the user made it: a class may change its own parts whenever jax makes it anew.
+
+    Attributes:
+        value: the pytree.
+        shapes: a jax.ShapeDtypeStruct for each of its leaves.
+    """
+
+    value: Any
+    shapes: list[Any]
+
+
+def example_of(
+    args: Any, bucket: Mapping[str, int], where: str, leaves: Sequence[Any] = ()
+) -> Example:
+    """Return a manifest's args at a bucket.
+
+    Args:
+        args: nested as the function takes them, with shape strings, arrays, jax.ShapeDtypeStruct and numbers
+            as leaves.
+        bucket: the size of each variable.
+        where: the place of args in the manifest, for errors.
+        leaves: what stands for the leaves of args; empty: they do themselves.
+
+    Raises:
+        ManifestError: a shape string has mistakes, a leaf is no array, or args is no dict, list or tuple.
+    """
+    if not isinstance(args, dict | list | tuple) or hasattr(args, "_fields"):
+        raise ManifestError(
+            f"{where}: expected a dict of arguments by name, or a list or tuple of those by position, found "
+            f"{type(args).__name__}",
+            hint="give [argument] for a single one",
+        )
+    found = tree_flatten_with_path(args)[0]
+    shapes = [
+        _shape_of(leaf, bucket, f"{where}{jax.tree_util.keystr(path)}")
+        for (path, _), leaf in zip(found, leaves or [leaf for _, leaf in found], strict=True)
+    ]
+    return Example(args, shapes)
+
+
+def _shape_of(leaf: Any, bucket: Mapping[str, int], where: str) -> Any:
+    if isinstance(leaf, str):
+        dtype, shape, weak = parse_shape(leaf, dict(bucket))
+        if dtype == KEY:
+            return jax.eval_shape(lambda: jnp.broadcast_to(jax.random.key(0), shape))
+        if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+            raise ManifestError(
+                f"{where}: expected a dtype of at most 32 bits, found {leaf!r}",
+                hint="set JAX_ENABLE_X64=1 in the environment of the build",
+            )
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), weak_type=weak)
+    # First NumPy's scalars, some of whose classes are subclasses of Python's numbers.
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf))
+    if isinstance(leaf, bool | int | float | complex):
+        try:
+            value = jnp.asarray(leaf)
+        except OverflowError as error:
+            raise ManifestError(f"{where}: expected a number that jax takes: {error}") from None
+        return jax.ShapeDtypeStruct((), value.dtype, weak_type=value.weak_type)
+    if isinstance(leaf, jax.Ref):
+        raise ManifestError(
+            f"{where}: expected an array, found a Ref, which a function changes in place",
+            hint="take the array as an argument and return it anew: a bundle keeps no state between calls, "
+            "and Bundle.bind does it for the caller",
+        )
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        weak = bool(getattr(leaf, "weak_type", False))
+        return jax.ShapeDtypeStruct(tuple(leaf.shape), _canonical(leaf), weak_type=weak)
+    raise ManifestError(
+        f"{where}: expected a shape string, an array or a number, found {type(leaf).__name__}",
+        hint="give what is no array as `static`, or leave it out of the pytree",
+    )
+
+
+def narrowed(args: Any) -> tuple[str, ...]:
+    """Return, in words, the arrays of args that jax takes for narrower ones: jax_enable_x64 is off."""
+    return tuple(
+        f"{jax.tree_util.keystr(path)} as {_canonical(leaf)} and not {leaf.dtype}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args)
+        if hasattr(leaf, "dtype") and _canonical(leaf) != leaf.dtype
+    )
+
+
+def narrow_parameter(value: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
+    """Return a parameter as jax.jit takes it: 64 bits become 32 unless jax_enable_x64 is set.
+
+    Raises:
+        ManifestError: integers would wrap, or numbers become infinite.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    if dtype == value.dtype:
+        return value
+    narrow = halved(value, dtype)
+    if narrow is None:
+        raise ManifestError(
+            f"{where}: expected {value.dtype} whose values are in the range of {dtype}, found others",
+            hint="give values that 32 bits hold, or set JAX_ENABLE_X64=1 in the environment of the build",
+        )
+    return weakened(narrow) if is_weak(value) else narrow
+
+
+def _canonical(leaf: Any) -> Any:
+    """Return the dtype that jax gives an argument."""
+    return leaf.dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(leaf.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """The arrays of a pytree.
+
+    Attributes:
+        tree: how they are nested.
+        arrays: the arrays in order; for a random key its data.
+    """
+
+    tree: trees.Tree
+    arrays: tuple[Array, ...]
+
+
+def arrays_of(example: Example, what: str, donated: tuple[Any, ...] = ()) -> Arrays:
+    """Return the arrays of a pytree.
+
+    Args:
+        example: the pytree.
+        what: what it is, for errors: `args`, `result`.
+        donated: the first keys of the paths of donated arguments.
+
+    Raises:
+        BuildError: a bundle could not hold a dtype, a key of a dict, a size, as many dimensions, or a name.
+    """
+    tree = _tree(example.value, what, iter(example.shapes))
+    shapes = [_data_of(shape) for shape in example.shapes]
+    arrays = []
+    for path, shape in zip(trees.paths(tree), shapes, strict=True):
+        if str(shape.dtype) not in DTYPES:
+            raise BuildError(
+                f"{what}{_spelled(path)}: expected one of {', '.join(DTYPES)}, found {shape.dtype}",
+                hint="convert it to one of these dtypes, with .astype()",
+            )
+        if len(shape.shape) > MAX_DIMENSIONS:
+            raise BuildError(
+                f"{what}{_spelled(path)}: expected at most {MAX_DIMENSIONS} dimensions, found "
+                f"{len(shape.shape)}",
+                hint="reshape it: NumPy has no arrays of more dimensions",
+            )
+        if any(size > MAX_SIZE for size in shape.shape):
+            raise BuildError(
+                f"{what}{_spelled(path)}: expected sizes of at most {MAX_SIZE:,}, found "
+                f"{shape.dtype}{list(shape.shape)}",
+                hint="reshape it to more dimensions: XLA uses 32-bit indexes in places",
+            )
+        is_donated = bool(path) and path[0] in donated
+        weak = bool(getattr(shape, "weak_type", False))
+        arrays.append(Array(path, str(shape.dtype), tuple(shape.shape), is_donated, weak=weak))
+    named = [tuple(map(str, array.path)) for array in arrays]
+    for array, name in zip(arrays, named, strict=True):
+        if named.count(name) > 1:
+            raise BuildError(
+                f"{what}: expected one array at {_spelled(array.path)}, found two",
+                hint="give the parts of your own type different names",
+            )
+    try:
+        trees.parse(trees.to_text(tree))
+    except ValueError as error:
+        raise BuildError(
+            f"{what}: {error}",
+            hint="classes in a bundle and their fields have names that Python's grammar allows, without "
+            "leading underscores",
+        ) from error
+    return Arrays(tree, tuple(arrays))
+
+
+def is_key(shape: Any) -> bool:
+    """Return whether an array, or the shape of one, is of random keys (jax.random.key)."""
+    return jnp.issubdtype(shape.dtype, jax.dtypes.prng_key)
+
+
+def _data_of(shape: Any) -> Any:
+    """Return the shape of the data of random keys, or the shape as it is."""
+    return jax.eval_shape(jax.random.key_data, shape) if is_key(shape) else shape
+
+
+def key_name(shape: Any) -> str:
+    """Return the name of the implementation of random keys: `threefry2x32`."""
+    names: list[str] = []
+    jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), shape)
+    return names[0]
+
+
+def _tree(value: Any, what: str, shapes: Iterator[Any]) -> trees.Tree:
+    """Return how a pytree is nested, whose leaves have these shapes."""
+    if value is None:
+        return trees.NONE
+    parts, structure = tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
+    if jax.tree_util.treedef_is_leaf(structure) and len(parts) == 1 and not parts[0][0]:
+        shape = next(shapes)
+        return trees.Leaf(key_name(shape) if is_key(shape) else "")
+    keys = [path[0] for path, _ in parts]
+    children = tuple(
+        _tree(child, f"{what}{jax.tree_util.keystr(path)}", shapes) for path, child in parts
+    )
+    kind = type(value)
+    if kind in (list, tuple):
+        sequence: trees.Kind = "list" if kind is list else "tuple"
+        return trees.Node(sequence, tuple(range(len(children))), children)
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if isinstance(value, tuple) and hasattr(value, "_fields") and auxiliary(value) is None:
+        return trees.Node("namedtuple", tuple(value._fields), children, name)
+    if isinstance(value, dict) or (keys and all(isinstance(key, DictKey) for key in keys)):
+        names = tuple(_dict_key(key, what) for key in keys)
+        return trees.Node("dict", names, children, aux=auxiliary(value))
+    if (keys or dataclasses.is_dataclass(value)) and all(isinstance(k, GetAttrKey) for k in keys):
+        fields = tuple(key.name for key in keys if isinstance(key, GetAttrKey))
+        if dataclasses.is_dataclass(value):
+            return trees.Node("record", fields, children, name, _constants(value, fields))
+        return trees.Node("record", fields, children, name, aux=auxiliary(value))
+    places = [
+        key.key if isinstance(key, FlattenedIndexKey) else place for place, key in enumerate(keys)
+    ]
+    places = [
+        key.idx if isinstance(key, SequenceKey) else place
+        for place, key in zip(places, keys, strict=True)
+    ]
+    return trees.Node("node", tuple(map(int, places)), children, name, aux=auxiliary(value))
+
+
+def _dict_key(key: Any, what: str) -> trees.Key:
+    if type(key.key) not in (str, int):
+        raise BuildError(
+            f"{what}: expected dicts whose keys are texts or integers, found the key {key.key!r}",
+            hint="use a list in its place, or a dict whose keys are texts",
+        )
+    found: trees.Key = key.key
+    return found
+
+
+def _constants(value: Any, fields: tuple[str, ...]) -> tuple[tuple[str, Constant], ...]:
+    """Return the fields of a dataclass that are no part of the pytree."""
+    names = (field.name for field in dataclasses.fields(value) if field.name not in fields)
+    return tuple((name, encode(getattr(value, name, None))) for name in names)
+
+
+def _spelled(path: trees.Path) -> str:
+    return "".join(f"[{key!r}]" for key in path)

@@ -1,0 +1,279 @@
+"""Find the function of a [[program]] and make it callable with flat weights."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from prejit.compiler.base.suggestions import did_you_mean
+from prejit.compiler.lowering.program import LoweredProgram, Shapes
+from prejit.compiler.lowering.user.exported_programs import read_file
+from prejit.compiler.lowering.user.flat_arrays import (
+    Example,
+    example_of,
+    narrow_parameter,
+    narrowed,
+)
+from prejit.compiler.lowering.user.pytrees import arrays_in, check_fit, differing_names
+from prejit.compiler.manifest.manifest_checks import key_problems
+from prejit.runtime.device.transfer import is_weak, weakened
+from prejit.runtime.errors import ManifestError
+from prejit.runtime.programs.pytree import changes_itself
+from prejit.runtime.recorded.hook.plain_functions import is_plain
+
+if TYPE_CHECKING:
+    from prejit.compiler.lowering.user.modules import UserModules
+    from prejit.compiler.manifest import manifest
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A function of the user, ready to be lowered.
+
+    Attributes:
+        function: takes a flat dict of weights, then the arguments of the manifest.
+        args: the manifest's args, or the function that it names, or those of the file.
+        weights: shapes of the weights by flat name, sorted.
+        values: values of the weights, from the manifest's params or the flax.nnx module.
+        modules: the modules that it was found in.
+        file: the file of its code; empty: it has none in Python.
+        narrower: in words, the weights that jax takes for narrower ones than they are.
+        wrapped: of a wrapper, such as of jax.vmap, the names of the arguments that it takes by position too.
+    """
+
+    function: Callable[..., Any]
+    args: Any
+    weights: Shapes
+    values: Mapping[str, np.ndarray[Any, Any]]
+    modules: UserModules
+    file: str = ""
+    narrower: tuple[str, ...] = ()
+    wrapped: tuple[str, ...] = ()
+
+    def example(self, bucket: Mapping[str, int], where: str) -> Example:
+        """Return the arguments at a bucket.
+
+        Raises:
+            BuildError: a function of the user that returns examples fails.
+            ManifestError: as `example_of`.
+        """
+        if not callable(self.args):
+            return example_of(self.args, bucket, where)
+        made: list[Any] = []
+
+        def leaves() -> list[Any]:
+            made.append(self.args(**bucket))
+            return jax.tree.leaves(made[0])
+
+        with self.modules.tracing(where):
+            shapes = jax.eval_shape(leaves)
+        return example_of(made[0], bucket, where, shapes)
+
+    def narrowed(self, bucket: Mapping[str, int], where: str) -> tuple[str, ...]:
+        """Return, in words, the weights, and the arguments at a bucket, that jax takes for narrower ones."""
+        given = [self.args]
+        if callable(self.args):
+            with self.modules.tracing(where):
+                jax.eval_shape(lambda: given.append(self.args(**bucket)))
+        return (*self.narrower, *narrowed(given[-1]))
+
+
+def find_function(
+    program: manifest.Program,
+    at: str,
+    parameters: Mapping[str, np.ndarray[Any, Any]] | None,
+    modules: UserModules,
+    nested: Callable[[Mapping[str, Any]], Any] | None = None,
+    file: Path | None = None,
+) -> UserFunction | LoweredProgram:
+    """Import the function that a [[program]] names, and wrap it.
+
+    It is a function, called as function(params, ...) if the manifest gives params, else as function(...); a
+    flax.linen module, which is applied to params; or a module that holds its parameters, of flax.nnx or
+    equinox, or any other pytree that can be called. The manifest's params replace those.
+
+    Args:
+        program: the section of the manifest.
+        at: the manifest, for errors.
+        parameters: values by flat name, joined by dots; None if the manifest gives no params.
+        modules: the modules beside the manifest.
+        nested: makes the first argument of the function from its flat weights; None for nested dicts, by
+            the dots in names.
+        file: the file that the manifest names in place of a function; None: it names a function.
+
+    Returns:
+        The function; or the program of a StableHLO file, which is lowered already.
+
+    Raises:
+        ManifestError: the module or the attribute does not exist, raises, or cannot be called.
+        BuildError: the file cannot be read.
+    """
+    found, args, where = program.fn, program.args, f"{at}: program {program.name!r}"
+    if file is not None:
+        with modules.in_use():
+            read = read_file(file, where)
+        if isinstance(read, LoweredProgram):
+            _refuse_settings(program, where)
+            return read
+        found, args = read.function, read.example if args is None else args
+        if args is None:
+            raise ManifestError(
+                f"{where}: args: expected the arguments, because {file} has symbolic sizes",
+                hint='give shape strings such as "float32[{batch}, 128]", and buckets',
+            )
+    elif isinstance(found, str):
+        found = modules.find(found, f"{where}: function", impure=program.impure)
+    if isinstance(args, str):
+        args = modules.find(args, f"{where}: args", impure=program.impure)
+    values = None if parameters is None else dict(sorted(parameters.items()))
+    nested = nested or nested_by_dots
+    module = None
+    if "flax" in sys.modules:  # else it is no module of flax, whose import takes 0.4 s
+        from prejit.compiler.lowering.user.flax_modules import call_module
+
+        module = call_module(found, program.label, where, values, nested)
+    if module is not None:
+        function, weights = module
+    elif callable(found) and not jax.tree_util.all_leaves([found]):
+        function, weights = _of_pytree(found, where, values)
+    elif callable(found):
+        function, weights = _calling(found, nested if values is not None else None), values or {}
+    else:
+        raise ManifestError(
+            f"{where}: function: expected something to call, found "
+            f"{type(found).__name__} {program.label!r}"
+        )
+    narrower = narrowed({"params": {n: v for n, v in weights.items() if not is_weak(v)}})
+    weights = {n: narrow_parameter(v, f"{where}: params: {n}") for n, v in weights.items()}
+    shapes = {
+        name: jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=is_weak(value))
+        for name, value in weights.items()
+    }
+    wrapped = () if is_plain(found) else _names_by_place(found)
+    if wrapped and module is None and values is not None and jax.tree_util.all_leaves([found]):
+        wrapped = wrapped[1:]  # the first one is the weights
+    user = UserFunction(
+        function, args, shapes, weights, modules, _file_of(found), narrower, wrapped
+    )
+    _check_names(user, found, program, where)
+    return user
+
+
+def _check_names(
+    user: UserFunction, found: Callable[..., Any], program: manifest.Program, where: str
+) -> None:
+    """Check names under `donate`, `carry`, `mask` and `static`, and what `example` checks, before a trace.
+
+    Raises:
+        ManifestError: there is no such argument, or `args` have a mistake.
+        BuildError: a function of the user that returns examples fails.
+    """
+    smallest = {name: sizes[0] for name, sizes in program.buckets.items()}
+    example = user.example(smallest, f"{where}: args").value
+    mask = () if program.mask is None else (program.mask,)
+    for key, given in (("donate", program.donate), ("carry", program.carry), ("mask", mask)):
+        for _, problem in key_problems(key, given, example):
+            raise ManifestError(f"{where}: {key}: {problem}")
+    if not is_plain(found):  # the signature is that of the function inside
+        return
+    with suppress(TypeError, ValueError):  # code in C
+        parameters = inspect.signature(found).parameters.values()
+        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+            return
+        names = [each.name for each in parameters if each.kind in _NAMED]
+        for name in program.static.keys() - {*names}:
+            raise ManifestError(
+                f"{where}: static: expected an argument of {program.label}, one of "
+                f"{', '.join(names) or 'none'}; found {name}{did_you_mean(name, names)}"
+            )
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _names_by_place(found: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the parameters that a signature allows by position and by name."""
+    try:
+        parameters = inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        return ()
+    return tuple(
+        name
+        for name, each in parameters.items()
+        if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    )
+
+
+def _file_of(found: Any) -> str:
+    """Return the source file of a function, or of an object's class; empty: it has none in Python."""
+    while isinstance(found, functools.partial):
+        found = found.func
+    found = inspect.unwrap(found)
+    with suppress(TypeError):  # code in C
+        return inspect.getfile(found if inspect.isroutine(found) else type(found))
+    return ""
+
+
+def _refuse_settings(program: manifest.Program, where: str) -> None:
+    """Refuse keys that a StableHLO file decides by itself."""
+    for key in ("args", "buckets", "params", "static", "donate", "pad", "open_sizes", "repeat"):
+        if getattr(program, key) not in (None, {}, (), []):
+            raise ManifestError(
+                f"{where}: expected no {key!r} for StableHLO, whose file has fixed shapes and no Python",
+                hint="name a file for each program",
+            )
+
+
+def _of_pytree(
+    module: Callable[..., Any], where: str, parameters: Mapping[str, Any] | None
+) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """Return a function that calls a module which is a pytree of its own parameters, as one of equinox."""
+    if changes_itself(module):
+        raise ManifestError(
+            f"{where}: function: expected a module that jax makes anew as it is, found a "
+            f"{type(module).__name__} whose own code changes its parts each time",
+            hint="give a function that calls it",
+        )
+    own, bind = arrays_in(module, lambda path: jax.tree_util.keystr(path).strip(".[]"))
+    if parameters is not None and (differing := differing_names(own, parameters)):
+        raise ManifestError(
+            f"{where}: params: expected the names of the module's arrays: {differing}"
+        )
+    check_fit(own, parameters or {}, f"{where}: params", "the module")
+
+    def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return bind(weights)(*args, **kwargs)
+
+    values = parameters or {
+        name: weakened(np.asarray(leaf)) if is_weak(leaf) else np.asarray(leaf)
+        for name, leaf in own.items()
+    }
+    return function, dict(sorted(values.items()))
+
+
+def _calling(
+    called: Callable[..., Any], nested: Callable[[Mapping[str, Any]], Any] | None
+) -> Callable[..., Any]:
+    """Return a function of flat weights and arguments; `nested` is None where `called` takes no weights."""
+
+    def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        first = () if nested is None else (nested(weights),)
+        return called(*first, *args, **kwargs)
+
+    return function
+
+
+def nested_by_dots(weights: Mapping[str, Any]) -> Any:
+    """Return flat weights as nested dicts."""
+    from flax import traverse_util
+
+    return traverse_util.unflatten_dict(dict(weights), sep=".")

@@ -1,0 +1,490 @@
+"""Check the values of a manifest.
+
+Every check takes the data as tomllib returns it and passes over values of a wrong type, which `tables`
+reports. So one run reports all mistakes of a file.
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from prejit.compiler.base.suggestions import did_you_mean, no_such_path, shown
+from prejit.compiler.manifest.expected import (
+    CACHE_DTYPES,
+    DTYPES,
+    MAX_DRAFT,
+    SHAPES,
+    SHARDING,
+    SIZES,
+    STATIC,
+    expected,
+)
+from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED, names_object
+from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
+from prejit.compiler.manifest.toml_lines import KeyPath
+from prejit.runtime.format.arrays import MESH_AXES
+from prejit.runtime.format.checks.program_table import HANDLER_NAME
+
+Problems = Iterator[tuple[KeyPath, str]]
+"""Pairs of a key and what is wrong with it, in the order of the file where that is easy."""
+
+MAX_PROGRAMS = 10_000
+"""Largest number of programs of a manifest. Each takes seconds to compile, for every target."""
+MAX_ELEMENTS = 2**40
+"""Largest number of elements of a function's argument: 4 TiB of float32, more than any machine has."""
+BESIDE = (".report.json", ".report.html", ".sig")
+"""Endings of the files that are written beside a bundle, with its name before them."""
+OWN_NAMES = ("prefill", "decode", "verify", "copy", "encode")
+"""The names of a model's programs, which a [[program]] cannot have."""
+
+
+def missing(data: dict[str, Any]) -> Problems:
+    """Find the sections that a manifest must have and this one lacks."""
+    for name in ("bundle", "target"):
+        if not data.get(name) and data.get(name) in (None, []):
+            yield (name,), f"missing; expected {expected(name)}"
+    uses = [name for name in ("generate", "encode") if name in data]
+    model = data.get("model")
+    if isinstance(model, dict) and not {"source", "module"} & model.keys():
+        wanted = f"{expected('model.source')}, or module, which names a decoder of your own"
+        yield ("model", "source"), f"missing; expected {wanted}"
+    if "model" in data and not uses:
+        wanted = f"{expected('generate')} or {expected('encode')}"
+        yield ("generate",), f"missing; [model] needs {wanted}"
+    if "model" not in data:
+        for name in uses:
+            yield ("model",), f"missing; [{name}] needs {expected('model')}"
+        if not uses and data.get("program") in (None, []):
+            wanted = "a [model] with [generate] or [encode], or a [[program]]"
+            yield (), f"nothing to build; expected {wanted}"
+    if len(uses) > 1:
+        yield ("encode",), "expected no [generate] beside it: a model is a decoder or an encoder"
+
+
+def value_problems(data: dict[str, Any], directory: Path) -> Problems:
+    """Find what is wrong with values of the right type. pydantic finds those of a wrong type."""
+    yield from _bundle_problems(_table(data.get("bundle")), directory)
+    yield from _model_problems(_table(data.get("model")), directory)
+    if "module" in _table(data.get("model")):
+        yield from _own_model_problems(data, directory)
+    yield from _generate_problems(_table(data.get("generate")))
+    yield from _encode_problems(_table(data.get("encode")))
+    programs = data.get("program")
+    for index, program in enumerate(programs if isinstance(programs, list) else ()):
+        for where, problem in _program_problems(_table(program), directory):
+            yield ("program", index, *where), problem
+    yield from _repeated("program", programs)
+    yield from _library_problems(data, directory)
+    yield from _mesh_problems(_table(data.get("mesh")), "encode" in data)
+    yield from _row_problems(_table(data.get("mesh")), _table(data.get("generate")))
+    yield from _number_problems(data)
+
+
+def _number_problems(data: dict[str, Any]) -> Problems:
+    """Find the section with which the manifest passes MAX_PROGRAMS, counted from the first."""
+    generate, encode = _table(data.get("generate")), _table(data.get("encode"))
+    # Each batch and context has prefill, decode, verify and two copies: see specs.py.
+    contexts = _length(generate.get("batch")) * _length(generate.get("context"))
+    counts: list[tuple[KeyPath, int]] = [
+        (
+            ("generate",),
+            contexts * (_length(generate.get("prompt")) + 4 + _length(generate.get("source"))),
+        ),
+        (("encode", "shapes"), 3 * _length(encode.get("shapes"))),
+    ]
+    programs = data.get("program")
+    for index, program in enumerate(programs if isinstance(programs, list) else ()):
+        sizes = [*_table(_table(program).get("buckets")).values()]
+        sizes += _table(_table(program).get("static")).values()
+        sizes += [_table(program).get("repeat") or [1]]
+        counts.append((("program", index), math.prod(map(_length, sizes))))
+    total = 0
+    for where, count in counts:
+        total += count
+        if total > MAX_PROGRAMS:
+            problem = (
+                f"expected at most {MAX_PROGRAMS:,} programs in a manifest; found {shown(total)}"
+            )
+            yield where, problem
+            return
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list) else 0
+
+
+def _row_problems(mesh: dict[str, Any], generate: dict[str, Any]) -> Problems:
+    data, batches = mesh.get("data"), generate.get("batch")
+    if type(data) is int and data > 0 and is_int_list(batches):
+        for index, batch in enumerate(batches):
+            if batch % data:
+                problem = f"expected a multiple of {data}, which mesh.data is; found {batch}"
+                yield ("generate", "batch", index), problem
+
+
+def _encode_problems(encode: dict[str, Any]) -> Problems:
+    shapes = encode.get("shapes")
+    if not isinstance(shapes, list):
+        return
+    if not shapes:
+        yield ("encode", "shapes"), f"expected {SHAPES}; found []"
+    first: set[tuple[int, ...]] = set()
+    for index, shape in enumerate(shapes):
+        if not is_int_list(shape):
+            continue
+        where = ("encode", "shapes", index)
+        if len(shape) == 2:
+            for place, size in enumerate(shape):
+                if not 0 < size <= MAX_SIZE:
+                    yield (*where, place), f"expected {SIZE}; found {shown(size)}"
+        if tuple(shape) in first:
+            yield where, f"expected each shape once; found {shown(shape)} again"
+        first.add(tuple(shape))
+
+
+def _mesh_problems(mesh: dict[str, Any], encodes: bool) -> Problems:
+    for name in ("data", "tensor"):
+        size = mesh.get(name)
+        if type(size) is int and size < 1:
+            yield ("mesh", name), f"expected {expected(f'mesh.{name}')}; found {shown(size)}"
+    if mesh and encodes:
+        yield ("mesh",), "expected no [encode] beside it: a mesh splits a decoder only"
+
+
+def _bundle_problems(bundle: dict[str, Any], directory: Path) -> Problems:
+    name, license_path = bundle.get("name"), bundle.get("license")
+    # The form of a path component in an OCI reference (distribution-spec, "Pulling manifests").
+    if isinstance(name, str) and (
+        len(name) > 128 or not re.fullmatch(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*", name)
+    ):
+        yield ("bundle", "name"), f"expected {expected('bundle.name')}; found {shown(name)}"
+    elif isinstance(name, str) and name.endswith(BESIDE):
+        ends = ", ".join(BESIDE)
+        problem = f"expected a name that does not end with {ends}, as files beside a bundle do"
+        yield ("bundle", "name"), f"{problem}; found {shown(name)}"
+    if isinstance(license_path, str) and not os.path.isfile(directory / license_path):
+        yield ("bundle", "license"), no_such_path("file", license_path, directory)
+
+
+def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
+    source, dtype, text = (model.get(key) for key in ("source", "dtype", "evaluation"))
+    if isinstance(source, str):
+        if "://" in source:
+            if not re.fullmatch(r"hf://[\w.-]+/[\w.-]+(?:@[\w./-]+)?", source, re.ASCII):
+                wanted = expected("model.source")
+                yield ("model", "source"), f"expected {wanted}; found {shown(source)}"
+        elif not source or not os.path.isdir(directory / source):
+            yield ("model", "source"), no_such_path("directory", source, directory)
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        guess = did_you_mean(dtype, DTYPES)
+        yield (
+            ("model", "dtype"),
+            f"expected {expected('model.dtype')}; found {shown(dtype)}{guess}",
+        )
+    if isinstance(text, str) and not os.path.isfile(directory / text):
+        yield ("model", "evaluation"), no_such_path("file", text, directory)
+    if text is not None and model.get("accuracy") is False:
+        yield (
+            ("model", "evaluation"),
+            "expected none beside accuracy = false, which measures nothing",
+        )
+    for index, problem in _reads_problems(model.get("reads"), directory):
+        yield ("model", "reads", index), problem
+    if model.get("reads") and "module" not in model:
+        yield ("model", "reads"), "expected module beside it, whose code reads them"
+    if "params" in model and "module" not in model:
+        yield (
+            ("model", "params"),
+            "expected module beside it, whose parameters they are; a source has its own weights",
+        )
+
+
+def _own_model_problems(data: dict[str, Any], directory: Path) -> Problems:
+    """Find what is wrong with a model of the user."""
+    model = _table(data.get("model"))
+    module, params = model["module"], model.get("params")
+    if not isinstance(module, str) or not names_object(module):
+        yield ("model", "module"), f"expected {expected('model.module')}; found {shown(module)}"
+    if isinstance(params, str):
+        for _, problem in _params_problems(params, directory):
+            yield ("model", "params"), problem
+    elif params is not None:
+        yield ("model", "params"), f"expected {expected('model.params')}; found {shown(params)}"
+    if "evaluation" in model and "source" not in model:
+        yield ("model", "evaluation"), "expected source beside it, a directory with tokenizer.json"
+    if "encode" in data:
+        problem = (
+            "expected [generate]: a model of your own is a decoder; an encoder is a [[program]]"
+        )
+        yield ("encode",), problem
+    if "mesh" in data:
+        problem = (
+            "expected none beside model.module: a mesh splits a model with a source, or a [[program]]; "
+            "splitting a model of your own is not built"
+        )
+        yield ("mesh",), problem
+
+
+def _params_problems(params: str, directory: Path) -> Problems:
+    found = os.path.isfile if params.endswith(".safetensors") else os.path.isdir
+    if not params or not found(directory / params):
+        kind = ".safetensors file or an orbax directory"
+        yield ("params",), no_such_path(kind, params, directory)
+
+
+def _reads_problems(reads: Any, directory: Path) -> Iterator[tuple[int, str]]:
+    """Find paths that do not exist; a glob pattern may match nothing yet."""
+    for index, name in enumerate(reads if isinstance(reads, list) else ()):
+        if not isinstance(name, str) or (re.search(r"[*?\[]", name) and "\0" not in name):
+            continue
+        path = directory / name
+        # The content of a FIFO or a device has no end.
+        if not name or not (os.path.isfile(path) or os.path.isdir(path)):
+            yield index, no_such_path("file or directory", name, directory)
+
+
+def _generate_problems(generate: dict[str, Any]) -> Problems:
+    for name in ("batch", "prompt", "context", "source"):
+        sizes = generate.get(name)
+        if name == "source" and sizes == []:
+            continue  # as Python's default: the model is no encoder-decoder
+        for where, problem in _size_problems(sizes):
+            yield ("generate", name, *where), problem
+    prompts, contexts = generate.get("prompt"), generate.get("context")
+    if is_int_list(prompts) and is_int_list(contexts) and contexts:
+        longest = max(contexts)
+        for index, prompt in enumerate(prompts):
+            if prompt > longest:
+                problem = f"expected at most {longest}, the longest context; found {shown(prompt)}"
+                yield ("generate", "prompt", index), problem
+        shortest = min(contexts)  # a prompt enters the context that it fits, in chunks
+        if prompts and min(prompts) > shortest:
+            problem = f"expected one of at most {shortest}, the shortest context; found {prompts}"
+            yield ("generate", "prompt"), problem
+    dtype = generate.get("cache_dtype")
+    if isinstance(dtype, str) and dtype not in CACHE_DTYPES:
+        wanted, guess = expected("generate.cache_dtype"), did_you_mean(dtype, CACHE_DTYPES)
+        yield ("generate", "cache_dtype"), f"expected {wanted}; found {shown(dtype)}{guess}"
+    draft = generate.get("draft_tokens")
+    if type(draft) is int:
+        least = min([MAX_DRAFT + 1, *(contexts if is_int_list(contexts) else ())])
+        if not 0 <= draft < least:
+            problem = f"expected {expected('generate.draft_tokens')}; found {shown(draft)}"
+            yield ("generate", "draft_tokens"), problem
+
+
+def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
+    name, function, params = (program.get(key) for key in ("name", "function", "params"))
+    if isinstance(name, str):
+        if name in OWN_NAMES:
+            yield ("name",), f"{shown(name)} is the name of a program of [model]; expected another"
+        elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            wanted = expected("program[].name")
+            yield ("name",), f"expected {wanted}; found {shown(name)}"
+    is_file = isinstance(function, str) and bool(function) and os.path.isfile(directory / function)
+    if isinstance(function, str) and not (names_object(function) or is_file):
+        wanted = expected("program[].function")
+        yield ("function",), f"expected {wanted}; found {shown(function)}"
+    if isinstance(params, str):
+        yield from _params_problems(params, directory)
+    for index, problem in _reads_problems(program.get("reads"), directory):
+        yield ("reads", index), problem
+    for variable, sizes in _table(program.get("buckets")).items():
+        for where, problem in _size_problems(sizes):
+            yield ("buckets", variable, *where), problem
+    args = program.get("args")
+    if args is None and not is_file:
+        yield ("args",), f"missing; expected {expected('program[].args')}"
+    elif isinstance(args, str):
+        if not names_object(args):
+            yield ("args",), f"expected {expected('program[].args')}; found {shown(args)}"
+    elif args is not None:
+        yield from _args_problems(args, program.get("buckets", {}))
+    yield from _static_problems(program.get("static"), args)
+    yield from key_problems("donate", program.get("donate"), args)
+    yield from key_problems("carry", program.get("carry"), args)
+    for key in ("donate", "carry", "pad", "open_sizes"):
+        yield from _repeated_items(key, program.get(key))
+    for where, problem in _size_problems(program.get("repeat") or None):
+        yield ("repeat", *where), problem
+    if program.get("repeat") and not program.get("carry"):
+        yield ("repeat",), "expected carry beside it, which names the arguments that come back"
+    if program.get("carry") and not program.get("repeat"):
+        yield ("carry",), "expected repeat beside it, the numbers of steps that one call runs"
+    if program.get("repeat") and REPEAT in (*_table(args), *_table(program.get("static"))):
+        yield ("repeat",), f"expected no other argument of the name {REPEAT!r} beside it"
+    buckets = _table(program.get("buckets"))
+    for key in ("pad", "open_sizes"):
+        named = program.get(key)
+        if (
+            isinstance(named, str) and named != UNCHECKED
+        ):  # of Python; pydantic reports it in a file
+            yield (key,), f"expected {expected(f'program[].{key}')}; found {shown(named)}"
+        for index, variable in enumerate(named if isinstance(named, list) else ()):
+            if variable not in (*buckets, UNCHECKED):
+                yield (key, index), undefined(str(variable), buckets)
+    mask = program.get("mask")
+    if mask is not None and not program.get("pad"):
+        yield ("mask",), "expected pad beside it, which says what is padded"
+    if isinstance(args, dict) and isinstance(mask, str) and mask not in args:
+        yield ("mask",), f"expected an argument, one of {', '.join(args)}; found {shown(mask)}"
+    for place, axes in _table(program.get("shardings")).items():
+        if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
+            continue  # pydantic reports it
+        named = [axis for axis in axes if axis]
+        if not set(named) <= set(MESH_AXES) or len(set(named)) < len(named) or not named:
+            yield ("shardings", place), f"expected {SHARDING}; found {shown(axes)}"
+
+
+def _library_problems(data: dict[str, Any], directory: Path) -> Problems:
+    libraries, targets = data.get("library"), data.get("target")
+    found = [_table(each).get("name") for each in (targets if isinstance(targets, list) else ())]
+    names = {name for name in found if isinstance(name, str)}
+    # A target that was made in Python has its version of jax in its name.
+    names |= {re.sub(r"-jax[\d.]+$", "", name) for name in names}
+    for index, each in enumerate(libraries if isinstance(libraries, list) else ()):
+        library = _table(each)
+        path, handlers, wanted = (library.get(key) for key in ("path", "handlers", "targets"))
+        where = ("library", index)
+        if isinstance(path, str) and not os.path.isfile(directory / path):
+            yield (*where, "path"), no_such_path("file", path, directory)
+        if handlers == {}:
+            yield (*where, "handlers"), f"expected {expected('library[].handlers')}; found {{}}"
+        for name, symbol in _table(handlers).items():
+            for text in (name, symbol):
+                if isinstance(text, str) and not HANDLER_NAME.fullmatch(text):
+                    yield (
+                        (*where, "handlers", name),
+                        f"expected letters, digits and . _ - $; found {shown(text)}",
+                    )
+        for place, name in enumerate(wanted if isinstance(wanted, list) else ()):
+            if isinstance(name, str) and name not in names:
+                guess = did_you_mean(name, sorted(names))
+                yield (
+                    (*where, "targets", place),
+                    f"expected {expected('library[].targets[]')}; found {shown(name)}{guess}",
+                )
+
+
+def _static_problems(static: Any, args: Any) -> Problems:
+    for name, values in _table(static).items():
+        if not name.isidentifier() or keyword.iskeyword(name):
+            yield ("static", name), f"expected the name of an argument; found {shown(name)}"
+        if isinstance(args, dict) and name in args:
+            yield ("static", name), f"expected a name that args has not; found {shown(name)}"
+        if isinstance(values, list) and len({*map(repr, values)}) < len(values):
+            yield ("static", name), f"expected {STATIC}; found {shown(values)}"
+        if values == []:
+            yield ("static", name), f"expected {STATIC}; found []"
+
+
+def key_problems(key: str, given: Any, args: Any) -> Problems:
+    """Find names or positions under `donate` or `carry` that args have not; args may be examples, too."""
+    if not isinstance(given, list | tuple) or not isinstance(args, dict | list | tuple):
+        return
+    known = [*args] if isinstance(args, dict) else [*range(len(args))]
+    for index, argument in enumerate(given):
+        if argument not in known or type(argument) is bool:
+            names = ", ".join(map(shown, known)) or "none"
+            guess = did_you_mean(str(argument), map(str, known))
+            problem = f"expected an argument, one of {names}; found {shown(argument)}{guess}"
+            yield (key, index), problem
+
+
+def _repeated_items(key: str, given: Any) -> Problems:
+    items = given if isinstance(given, list) else []
+    for index, item in enumerate(items):
+        if item in items[:index] and isinstance(item, str | int):
+            yield (key, index), f"expected each once; found {shown(item)} again"
+
+
+def _args_problems(args: Any, buckets: Any) -> Problems:
+    if not isinstance(args, dict | list):
+        yield ("args",), f"expected {expected('program[].args')}; found {shown(args)}"
+        return
+    defined = buckets if isinstance(buckets, dict) else None  # pydantic reports the rest
+    used: set[str] = set()
+    understood = True
+    for where, leaf in _leaves(args, ("args",)):
+        if not isinstance(leaf, str):
+            understood = False
+            yield where, f"expected {expected('program[].args.*')}; found {shown(leaf)}"
+            continue
+        try:
+            _, extents, _ = split_shape(leaf)
+        except ValueError as error:
+            understood = False
+            yield where, str(error)
+            continue
+        largest = math.prod(_largest(extent, defined) for extent in extents)
+        if largest > MAX_ELEMENTS:
+            problem = f"expected at most 2**40 elements; found {shown(leaf)} of {shown(largest)}"
+            yield where, problem
+        variables = [extent for extent in extents if isinstance(extent, str)]
+        used.update(variables)
+        for variable in variables:
+            if defined is not None and variable not in defined:
+                yield where, undefined(variable, defined)
+    for variable in defined or () if understood else ():
+        if variable not in used:
+            uses = f"they use {', '.join(sorted(used))}" if used else "they use none"
+            yield ("buckets", variable), f"expected a bucket variable that args use; {uses}"
+
+
+def _largest(extent: int | str, buckets: dict[str, Any] | None) -> int:
+    """Return the largest size that an extent of a shape string takes."""
+    sizes = [extent] if isinstance(extent, int) else (buckets or {}).get(extent)
+    return max([1, *sizes]) if is_int_list(sizes) else 1
+
+
+def _size_problems(sizes: Any) -> Problems:
+    if not isinstance(sizes, list):
+        return
+    if not sizes:
+        yield (), f"expected {SIZES}; found []"
+    first: dict[int, int] = {}
+    for index, size in enumerate(sizes):
+        if type(size) is not int:
+            continue
+        if not 0 < size <= MAX_SIZE:
+            yield (index,), f"expected {SIZE}; found {shown(size)}"
+        if size in first:
+            yield (index,), f"expected each size once; found {shown(size)} again"
+        first.setdefault(size, index)
+
+
+def _repeated(section: str, entries: Any) -> Problems:
+    first: dict[str, int] = {}
+    for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+        name = _table(entry).get("name")
+        if not isinstance(name, str):
+            continue
+        if name in first:
+            other = f"{section}[{first[name]}].name"
+            problem = f"expected each name once; found {shown(name)}, which is {other} too"
+            yield (section, index, "name"), problem
+        first.setdefault(name, index)
+
+
+def _leaves(tree: Any, where: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in pairs:
+        if isinstance(value, dict | list):
+            yield from _leaves(value, (*where, key))
+        else:
+            yield (*where, key), value
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def is_int_list(value: Any) -> TypeGuard[list[int]]:
+    """Return whether value is a list of integers; true and false are none."""
+    return isinstance(value, list) and all(type(item) is int for item in value)

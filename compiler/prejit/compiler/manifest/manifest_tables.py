@@ -1,0 +1,239 @@
+"""The form of a manifest: which keys each section has and of which types. pydantic checks it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+from prejit.compiler.base.suggestions import shown
+from prejit.compiler.manifest.expected import expected, unknown_key
+from prejit.compiler.manifest.manifest import (
+    STRICT,
+    BundleTable,
+    Encode,
+    Generate,
+    Library,
+    Model,
+)
+from prejit.compiler.manifest.manifest_checks import Problems, is_int_list
+from prejit.compiler.manifest.toml_lines import KeyPath
+from prejit.compiler.targets.target_table import GpuTable, TargetTable
+from prejit.runtime.base.nearest_name import nearest
+
+
+@dataclass(frozen=True, slots=True)
+class MeshTable:
+    """`[mesh]`: the programs of a decoder, or of the user, run on several devices together.
+
+    Attributes:
+        data: rows of devices; each works on its own part of a batch.
+        tensor: columns of devices; each holds its own part of the weights and of the KV cache.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    data: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramTable:
+    """`[[program]]`: a function of the user.
+
+    Attributes:
+        name: name of the program; unique in the bundle.
+        function: `package.module:attribute`: a function, or a module of flax.linen, flax.nnx or equinox; or
+            the path of a file, relative to the manifest: a `jax.export` artifact or StableHLO.
+        args: shape strings such as `float32[{batch}, 128]`: a table of keyword arguments or a list of
+            positional ones, nested as the pytrees that the function takes. Or `package.module:attribute`: a
+            function that returns them as arrays, given a size for each variable of buckets. Not needed for
+            a file.
+        buckets: the sizes that each variable of args takes.
+        params: a .safetensors file or an orbax directory, relative to the manifest, with the first
+            argument of the function.
+        static: the values that each static argument takes, which the function gets by name; there is a
+            program for each combination.
+        donate: names or positions of arguments whose memory the results may reuse.
+        pad: variables of buckets that a call may have less of; arrays are padded with zeros, results are cut.
+            The build tries some sizes, and refuses a program that gives other results than its function.
+            "unchecked" means all variables, without this check; in the list, those beside it.
+        mask: name or position of a boolean argument that is true for what the caller gave and false for
+            padding; callers may leave it out.
+        open_sizes: variables of buckets that a call may give other sizes; the server compiles for them, once.
+            The build tries some sizes; "unchecked" as in pad.
+        repeat: numbers of steps that one call runs, each on what the step before returned of the arguments in
+            carry. Callers give one of them as `repeat`.
+        carry: names or positions of the arguments that a repeated function returns anew.
+        shardings: for arrays that the mesh splits, the mesh axis of each dimension ("data", "tensor" or ""),
+            by the dotted path of an argument, of params, or of result, or of a part of them.
+        reads: files that the function reads by other means than Python's own `open`, relative to the
+            manifest: paths, glob patterns, directories. It is traced again when one of them changes.
+        impure: whether the function may read the clock or draw random numbers without a seed while it is
+            traced, because the program does not depend on them. Otherwise that is an error.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    name: str
+    function: str
+    args: Any = None
+    buckets: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    params: str | None = None
+    static: dict[str, tuple[str | int | bool, ...]] = field(default_factory=dict)
+    donate: tuple[str | int, ...] = ()
+    pad: tuple[str, ...] | Literal["unchecked"] = ()
+    mask: str | int | None = None
+    open_sizes: tuple[str, ...] | Literal["unchecked"] = ()
+    repeat: tuple[int, ...] = ()
+    carry: tuple[str | int, ...] = ()
+    shardings: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
+    impure: bool = False
+
+
+SECTIONS: dict[str, tuple[type[Any], bool]] = {
+    "bundle": (BundleTable, False),
+    "model": (Model, False),
+    "generate": (Generate, False),
+    "encode": (Encode, False),
+    "mesh": (MeshTable, False),
+    "program": (ProgramTable, True),
+    "library": (Library, True),
+    "target": (TargetTable, True),
+}
+"""The class of each section, and whether the section is an array of tables."""
+
+
+TOO_DEEP = "nested too deeply"
+
+Respelt = list[tuple[KeyPath, KeyPath]]
+"""Paths of misspelt keys: as they were probably meant, and as they are written."""
+
+
+def respelt(data: dict[str, Any], problems: list[tuple[KeyPath, str]]) -> Respelt:
+    """Rename the misspelt keys of a manifest, so that nothing that follows from them is a problem, too.
+
+    Args:
+        data: the manifest as tomllib returns it. A key that does not exist gets the name of the nearest one
+            that is missing there; others stay.
+        problems: gets each key that is renamed.
+    """
+    found = [*_respelt(data, (), SECTIONS, problems)]
+    for name, (kind, _) in SECTIONS.items():
+        keys = [each.name for each in fields(kind)]
+        section = data.get(name)
+        found += _respelt(section, (name,), keys, problems)
+        for place, table in enumerate(section if isinstance(section, list) else ()):
+            found += _respelt(table, (name, place), keys, problems)
+    return found
+
+
+def _respelt(
+    table: Any, at: KeyPath, known: Collection[str], problems: list[tuple[KeyPath, str]]
+) -> Iterator[tuple[KeyPath, KeyPath]]:
+    for key in [key for key in table if key not in known] if isinstance(table, dict) else ():
+        meant = nearest(key, known)
+        if meant is not None and meant not in table:
+            problems.append(((*at, key), unknown_key(key, known)))
+            table[meant] = table.pop(key)
+            yield (*at, meant), (*at, key)
+
+
+def parse_sections(data: dict[str, Any], problems: list[tuple[KeyPath, str]]) -> dict[str, Any]:
+    """Return the sections of a manifest as instances of their classes, sizes ascending.
+
+    Args:
+        data: the manifest as tomllib returns it.
+        problems: gets what is wrong with the form. A section with a problem is None.
+    """
+    return {
+        name: _parse_section(name, kind, repeated, data[name], problems)
+        for name, (kind, repeated) in SECTIONS.items()
+        if name in data
+    }
+
+
+def unknown_sections(data: dict[str, Any]) -> Problems:
+    """Find the sections that do not exist."""
+    for name in data:
+        if name not in SECTIONS:
+            yield (name,), unknown_key(name, SECTIONS)
+
+
+def _parse_section(
+    name: str, kind: type[Any], repeated: bool, value: Any, problems: list[tuple[KeyPath, str]]
+) -> Any:
+    import pydantic  # here: code that only names a section must not wait for it
+
+    annotation: Any = list[kind] if repeated else kind  # type: ignore[valid-type]
+    try:
+        # JSON, because strict pydantic takes a dataclass from JSON only.
+        content = json.dumps(_sorted_sizes(_as_json(value), name))
+        return pydantic.TypeAdapter(annotation).validate_json(content)
+    except pydantic.ValidationError as error:
+        for detail in error.errors(include_url=False, include_context=False):
+            where: KeyPath = (name, *detail["loc"])
+            if detail["type"] == "json_invalid":
+                problem = TOO_DEEP
+            elif detail["type"] == "missing":
+                problem = f"missing; expected {expected(where)}"
+            elif detail["type"] == "unexpected_keyword_argument":
+                nested = GpuTable if "gpu" in where[:-1] else kind
+                allowed = [item.name for item in fields(nested)]
+                problem = unknown_key(str(where[-1]), allowed)
+            else:
+                depth, found = _at(value, where[1:])
+                where = where[: 1 + depth]
+                problem = f"expected {expected(where)}; found {shown(found)}"
+            if (where, problem) not in problems:  # each branch of a union has an error
+                problems.append((where, problem))
+        return None
+
+
+def _as_json(value: Any) -> Any:
+    """Return TOML as JSON. What JSON lacks becomes 1.5, which no key accepts."""
+    if isinstance(value, dict):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_as_json(item) for item in value]
+    if isinstance(value, str | bool) or (isinstance(value, int) and abs(value) < 2**63):
+        return value
+    return 1.5
+
+
+def _sorted_sizes(value: Any, section: str) -> Any:
+    """Return the section with its lists of sizes ascending, where they are lists of sizes."""
+    if section == "generate" and isinstance(value, dict):
+        return {key: _ascending(item) for key, item in value.items()}
+    if section == "encode" and isinstance(value, dict):
+        shapes = value.get("shapes")
+        if isinstance(shapes, list) and all(map(is_int_list, shapes)):
+            return {**value, "shapes": sorted(shapes)}
+    if section == "program" and isinstance(value, list):
+        return [_sorted_buckets(program) for program in value]
+    return value
+
+
+def _sorted_buckets(program: Any) -> Any:
+    buckets = program.get("buckets") if isinstance(program, dict) else None
+    if not isinstance(buckets, dict):
+        return program
+    return {**program, "buckets": {name: _ascending(sizes) for name, sizes in buckets.items()}}
+
+
+def _ascending(sizes: Any) -> Any:
+    return sorted(sizes) if is_int_list(sizes) else sizes
+
+
+def _at(value: Any, path: KeyPath) -> tuple[int, Any]:
+    """Return how much of a path leads to a value, and the value: pydantic adds the branch of a union."""
+    for depth, key in enumerate(path):
+        kind: type[Any] = list if isinstance(key, int) else dict
+        if not isinstance(value, kind):
+            return depth, value
+        if isinstance(key, str) and key not in value:  # a branch of a union, at a table
+            return depth, value
+        value = value[key]
+    return len(path), value

@@ -1,0 +1,135 @@
+"""The description that every model family gives: sizes, tensor names, the split over a mesh.
+
+Figures in comments of the layers are of XLA:CPU on two threads, with jax 0.10.2 and 0.12.0 alike. No layer
+depends on the platform for its values.
+
+Shapes: B batch, T new positions, S cache positions, L layers, N query heads, K key/value heads,
+H head size, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from prejit.compiler.base.suggestions import did_you_mean, shown
+from prejit.runtime.errors import CheckpointError
+
+LayerCache = tuple[jax.Array, jax.Array]
+"""Keys and values of one layer, each [B, K, S, H] in the dtype of the cache."""
+
+KVCache = tuple[LayerCache, ...]
+"""One LayerCache for each of the L layers."""
+
+
+def empty_cache(
+    layers: int, rows: int, heads: int, positions: int, head_size: int, dtype: str
+) -> KVCache:
+    """Return a cache of zeros, of L layers with keys and values [B, K, S, H]."""
+
+    def zeros() -> jax.Array:  # one array for each place: a caller may donate them
+        return jnp.zeros((rows, heads, positions, head_size), jnp.dtype(dtype))
+
+    return tuple((zeros(), zeros()) for _ in range(layers))
+
+
+BRING_YOUR_OWN = (
+    'write the model yourself, in flax or plain JAX: [model] with module = "my_package.model:model" for a '
+    'decoder, [[program]] with function = "my_package.model:model" for any other'
+)
+"""The hint of errors about a model that is not supported."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What lowering and generation need to know of a decoder.
+
+    Attributes:
+        family: model_type of config.json: `gpt2`, `llama`, `gemma3_text`; or the name of a user's model.
+        vocab_size: V, the number of logits.
+        cache_dtype: dtype of keys and values in the cache, in NumPy's name.
+        max_positions: the longest context that the model was made for.
+    """
+
+    family: str
+    vocab_size: int
+    cache_dtype: str
+    max_positions: int
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How the tensor names of a family's published checkpoints differ from its module's parameter names.
+
+    Attributes:
+        prefix: prefix that is missing in checkpoints of the model without a head: `transformer.`.
+        head: name of the head's matrix.
+        embedding: name of the embedding's. A checkpoint of a tied model may hold either, or both if equal.
+        in_out: suffixes of matrices that torch publishes (in, out).
+        buffers: suffixes of tensors that are not parameters.
+        ignored: prefixes of tensors that the model does not use, such as those of an image encoder.
+        moved: pairs of a published prefix and the module's.
+        copies: other names under which checkpoints may hold the embedding once more.
+    """
+
+    prefix: str
+    head: str
+    embedding: str
+    in_out: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    moved: tuple[tuple[str, str], ...] = ()
+    copies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Split:
+    """The layers of a family that the `tensor` axis of a mesh splits, each by the last part of its name.
+
+    As in Shoeybi et al. 2019 (Megatron-LM), arXiv 1909.08053, section 3: a block sums over the devices
+    twice, after attention and after the MLP. All other parameters are on every device.
+
+    Attributes:
+        outputs: linear layers split by their outputs, with their biases: a device has some of the heads,
+            or a part of the MLP.
+        inputs: linear layers split by their inputs: the results of the devices are added, then the bias.
+        vocabulary: tables and heads split by tokens, if the mesh divides the vocabulary.
+    """
+
+    outputs: tuple[str, ...]
+    inputs: tuple[str, ...]
+    vocabulary: tuple[str, ...]
+
+
+def require(config: Any, key: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Check that a value of config.json is one of the allowed ones.
+
+    Args:
+        config: transformers' configuration.
+        key: the key in config.json; a dot leads into an object.
+        value: its value.
+        allowed: the allowed values.
+
+    Raises:
+        CheckpointError: the value is not allowed.
+    """
+    allowed = list(allowed)
+    if value not in allowed:
+        guess = did_you_mean(value, allowed) if isinstance(value, str) else ""
+        raise unsupported(
+            config,
+            f"{key}: expected {' or '.join(map(shown, allowed))}, found {shown(value)}{guess}",
+        )
+
+
+def unsupported(config: Any, message: str) -> CheckpointError:
+    """Return the error for a model that is not supported, with the path of its config.json."""
+    return CheckpointError(
+        f"{Path(config.name_or_path, 'config.json')}: {message}",
+        hint=BRING_YOUR_OWN,
+    )

@@ -1,0 +1,281 @@
+"""Golden answers: what each program returns here for arguments that a seed makes, so that others can compare.
+
+The executables of the first target that runs on the build host give them. If none does, the portable programs
+give them, compiled for this host. A process with one thread asks, so that the order of sums is the same on
+every build host. The store keeps the answers by what decides them: a build that changes nothing asks nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from prejit.compiler.pipeline.measure.child_process import ask
+from prejit.compiler.pipeline.measure.golden_child import GoldenRequest
+from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
+from prejit.compiler.pipeline.program_keys import golden_key, measuring_key
+from prejit.compiler.progress import Progress
+from prejit.compiler.store.interface import Store
+from prejit.compiler.store.key import Key
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.process_facts import free_memory_bytes
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.format.bundle_schema import Config, Golden, ProgramEntry
+from prejit.runtime.format.checks.safetensors import check_weights
+from prejit.runtime.format.golden_format import RECIPE
+from prejit.runtime.format.names import (
+    EXECUTABLES_MEDIA_TYPE,
+    KERNELS_MEDIA_TYPE,
+    LIBRARY_MEDIA_TYPE,
+    PORTABLE_MEDIA_TYPE,
+    WEIGHTS_MEDIA_TYPE,
+)
+from prejit.runtime.machine.compare import compare, preference
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+SEED = 1
+"""The seed of all golden answers."""
+
+_EXACT, _ROUNDED, _ELSEWHERE = 8, 5, 4
+"""Tolerances, as exponents of one half: of programs of float32 on CPUs, of other programs on CPUs, and of all
+on accelerators."""
+NARROW = ("bfloat16", "float16", "float8", "float4", "int8", "int4", "uint8", "uint4")
+"""How the names of dtypes begin that have fewer bits than float32."""
+_MOST_WORK = 1 << 42
+"""A program that reads more bytes than this for all its tokens together is not asked: it takes too long."""
+_PORTABLE = "portable"
+_CHILD = "prejit.compiler.pipeline.measure.golden_child"
+
+
+@dataclass(frozen=True)
+class _Answering:
+    """The target that answers.
+
+    Attributes:
+        target: the target.
+        matched: whether its executables run here.
+        platform: what they run on.
+    """
+
+    target: PackedTarget
+    matched: bool
+    platform: str
+
+    @property
+    def source(self) -> str:
+        """The name of the target whose executables answer, or `portable`."""
+        return self.target.config.target if self.matched else _PORTABLE
+
+
+def with_golden_answers(
+    targets: Sequence[PackedTarget],
+    store: Store,
+    progress: Progress,
+    timeout_seconds: float,
+) -> tuple[PackedTarget, ...]:
+    """Return the targets of a bundle, their programs with golden answers: from the store, or asked for now.
+
+    A program that fails here, or is too large for this machine, has none. The progress says so.
+
+    Args:
+        targets: the targets of the bundle.
+        store: keeps the answers.
+        progress: shows that programs are asked.
+        timeout_seconds: time limit for all programs together.
+    """
+    answering = _answering(targets)
+    weights = _layer(answering.target, WEIGHTS_MEDIA_TYPE)
+    dtypes = _dtypes(weights)
+    keys: dict[tuple[str, int], Key] = {}
+    for target in targets:
+        for program in answering.target.config.programs:
+            tolerance = _tolerance(target.config, program, dtypes)
+            keys[program.name, tolerance] = _key(answering, program, tolerance, weights)
+    known = _known(store, keys)
+    if missing := [each for each in keys if each not in known]:
+        lock = measuring_key("golden", *((f"{n} {t}", keys[n, t].digest) for n, t in missing))
+        with progress.phase("asking programs for golden answers"), store.making(lock):
+            known = _known(store, keys)
+            missing = [each for each in missing if each not in known]
+            asked = _ask(answering, weights, missing, progress, timeout_seconds)
+            for each, results in asked.items():
+                store.put(keys[each], {"results": results})
+            known |= asked
+    return tuple(_with(target, known, answering.source, dtypes) for target in targets)
+
+
+def _with(
+    target: PackedTarget,
+    known: Mapping[tuple[str, int], str],
+    source: str,
+    dtypes: Mapping[str, str],
+) -> PackedTarget:
+    """Return a target whose programs have their golden answers, if there are any."""
+    programs = []
+    for program in target.config.programs:
+        tolerance = _tolerance(target.config, program, dtypes)
+        if (results := known.get((program.name, tolerance))) is not None:
+            program = replace(program, golden=Golden(RECIPE, SEED, source, tolerance, results))
+        programs.append(program)
+    return replace(target, config=replace(target.config, programs=tuple(programs)))
+
+
+def _answering(targets: Sequence[PackedTarget]) -> _Answering:
+    """Return the target that answers: the one that this machine would load, or else the first."""
+    machine = Fingerprint.current()
+    fitting = [
+        (preference(needs, machine), place, target)
+        for place, target in enumerate(targets)
+        if compare(target.config.target, needs := target.config.requirement, machine).matches
+    ]
+    if fitting:
+        _, _, target = min(fitting, key=lambda each: each[:2])
+        return _Answering(target, True, machine.platform)
+    return _Answering(targets[0], False, "cpu")
+
+
+def _dtypes(weights: PackedLayer | None) -> dict[str, str]:
+    """Return the dtype of each tensor of the weights layer."""
+    if weights is None or not weights.size:
+        return {}
+    assert isinstance(weights.content, Path)
+    with open(weights.content, "rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    tensors = check_weights(memoryview(content), str(weights.content))
+    return {name: tensor.dtype for name, tensor in tensors.items()}
+
+
+def _tolerance(config: Config, program: ProgramEntry, dtypes: Mapping[str, str]) -> int:
+    """Return the tolerance of a program's answer.
+
+    Kernels multiply narrow matrices in bfloat16, and accelerators may multiply float32 in fewer bits.
+
+    Args:
+        config: the program table of a target.
+        program: the program.
+        dtypes: those of the weights, by name.
+    """
+    if config.requirement.platform != "cpu":
+        return _ELSEWHERE
+    own = {dtypes[name] for name in config.weight_sets.get(program.weights or "", ())}
+    for text in (*program.arguments, *program.results):
+        own.add(text.partition("] ")[2].partition("[")[0])
+    return _ROUNDED if any(name.startswith(NARROW) for name in own) else _EXACT
+
+
+def _key(
+    answering: _Answering, program: ProgramEntry, tolerance: int, weights: PackedLayer | None
+) -> Key:
+    config = answering.target.config
+    model = config.decoder or config.encoder
+    cache = None if config.decoder is None else config.decoder.cache
+    tensors = None if program.weights is None else config.weight_sets[program.weights]
+    signature = (program.kind, program.bucket, program.arguments, program.results, program.mask)
+    return golden_key(
+        f"{config.bundle}/{program.name}",
+        program=program.portable.raw_digest,
+        executable=program.executable.raw_digest if answering.matched else _PORTABLE,
+        weights="none" if weights is None else weights.digest,
+        signature=digest_of(to_json([signature, tensors, cache, model and model.vocab_size])),
+        tolerance=tolerance,
+        seed=SEED,
+    )
+
+
+def _known(store: Store, keys: Mapping[tuple[str, int], Key]) -> dict[tuple[str, int], str]:
+    found = {each: store.get(key) for each, key in keys.items()}
+    return {each: str(stored["results"]) for each, stored in found.items() if stored is not None}
+
+
+def _ask(
+    answering: _Answering,
+    weights: PackedLayer | None,
+    wanted: Sequence[tuple[str, int]],
+    progress: Progress,
+    timeout_seconds: float,
+) -> dict[tuple[str, int], str]:
+    """Return the answers of programs, asked in a process of their own. What fails is missing."""
+    table = {program.name: program for program in answering.target.config.programs}
+    asked = []
+    for name, tolerance in wanted:
+        if (reason := _too_large(table[name])) is None:
+            asked.append(f"{name} {tolerance}")
+        else:
+            progress.note(f"{name} gets no golden answer: {reason}")
+    if not asked:
+        return {}
+    layers = _layers(answering.target)
+    path = None if weights is None else weights.content
+    assert path is None or isinstance(path, Path)
+    request = GoldenRequest(
+        to_json(answering.target.config).decode(),
+        answering.platform,
+        answering.matched,
+        SEED,
+        tuple(asked),
+        None if path is None else str(path),
+        tuple(each if isinstance(each, str) else len(each) for each in layers),
+    )
+    given = (each for each in layers if isinstance(each, bytes))
+    content = b"".join([json.dumps(asdict(request)).encode(), b"\n", *given])
+    mesh = answering.target.config.mesh
+    threads = 1 if mesh is None else mesh.size  # devices of a mesh wait for each other
+    answers, ended = ask(_CHILD, content, timeout_seconds, threads=threads)
+    return _read(answers, asked, ended, progress)
+
+
+def _read(
+    answers: Sequence[Mapping[str, Any]], asked: Sequence[str], ended: str, progress: Progress
+) -> dict[tuple[str, int], str]:
+    """Return the answers of the process, and say which programs have none."""
+    found: dict[tuple[str, int], str] = {}
+    errors: dict[str, str] = {}
+    for answer in answers:
+        name, tolerance = answer["program"], answer["tolerance"]
+        if "results" in answer:
+            found[name, tolerance] = answer["results"]
+        else:
+            errors[f"{name} {tolerance}"] = answer["error"]
+    for each in asked:
+        name, _, tolerance = each.rpartition(" ")
+        if (name, int(tolerance)) not in found:
+            progress.note(f"{name} gets no golden answer: {errors.get(each, ended)}")
+    return found
+
+
+def _too_large(program: ProgramEntry) -> str | None:
+    """Return why a program is not asked; None: it is."""
+    sizes = program.bucket
+    tokens = 1
+    if program.kind not in ("call", "copy"):
+        tokens = sizes["batch"] * max(sizes.get(each, 1) for each in ("prompt", "draft", "length"))
+    if program.memory.argument_bytes * tokens > _MOST_WORK:
+        return "it would take this machine minutes"
+    if program.memory.need_bytes > (free := free_memory_bytes()):
+        return f"it needs {program.memory.need_bytes / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free"
+    return None
+
+
+def _layers(target: PackedTarget) -> list[bytes | str]:
+    """Return the layers that the process gets: executables, portable programs, kernels, libraries.
+
+    Packs of programs are named by their files: this process does not read them.
+    """
+    found: list[bytes | str] = []
+    for media_type in (EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE, KERNELS_MEDIA_TYPE):
+        layer = _layer(target, media_type)
+        found.append(b"" if layer is None else _content(layer))
+    named = {each.digest: each for each in target.layers if each.media_type == LIBRARY_MEDIA_TYPE}
+    return [*found, *(_content(named[each.digest]) for each in target.config.libraries or ())]
+
+
+def _layer(target: PackedTarget, media_type: str) -> PackedLayer | None:
+    return next((each for each in target.layers if each.media_type == media_type), None)
+
+
+def _content(layer: PackedLayer) -> bytes | str:
+    return layer.content if isinstance(layer.content, bytes) else str(layer.content)

@@ -1,0 +1,352 @@
+"""The keys of a build's results: the named ingredients that decide each one, and nothing else.
+
+lower     a model's program, portable              manifest, configuration files, our code, versions
+inputs    what tracing a user's code reads, and    manifest, our code, versions, all that it read
+trace     the portable program (see `traces`)
+native    the same program with calls of kernels   as lower, and the forms of products that differ
+compile   an executable                            StableHLO, target, compiler, flags, kernels
+weights   the weights layer                        files of the checkpoint, dtype, our code
+accuracy  what the dtypes cost                     files of the checkpoint, dtypes, the text
+tokenizer a check that passed                      tokenizer.json, config.json
+chunks    digests of a layer's chunks and of its   digest of the layer, hash function, size, size of
+          fs-verity tree                           the tree's blocks
+cost      microseconds of an encoder's program     as compile, and the machine
+sizes     that a program was compared with its     the portable programs, parameters, our code
+          function at other sizes
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from prejit.compiler.compile.compile_key import executable_key
+from prejit.compiler.compile.jobs import Source
+from prejit.compiler.lowering.user.inputs import version_of
+from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.model import (
+    ModelFiles,
+    cache_dtype,
+    longest_context,
+    longest_source,
+)
+from prejit.compiler.store.key import Key
+from prejit.compiler.store.lowering_settings import jax_configuration
+from prejit.compiler.store.own_code import (
+    ACCURACY,
+    GOLDEN,
+    LOWERING,
+    OWN_ACCURACY,
+    OWN_WEIGHTS,
+    PACKING,
+    SIZES,
+    TOKENIZER,
+    WEIGHTS,
+    code_digest,
+)
+from prejit.compiler.targets.toolchain import Toolchain
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+Digests = Iterable[tuple[str, str]]
+"""Files by name, each with its digest."""
+Contents = Mapping[str, str]
+"""Parameters by name, each as `content_of` describes it."""
+
+
+def lower_key(manifest: Manifest, model: ModelFiles, spec: ProgramSpec) -> Key:
+    """Return the key of a model's portable program."""
+    sizes = ", ".join(f"{name}={size}" for name, size in sorted(spec.bucket.items()))
+    mesh = manifest.mesh
+    assert manifest.model is not None
+    return Key(
+        "lower",
+        f"{manifest.bundle.name}/{spec.name}",
+        (
+            ("program", spec.kind),
+            ("bucket", sizes),
+            ("dtype", manifest.model.dtype),
+            ("cache_dtype", cache_dtype(manifest)),
+            ("longest context", str(longest_context(manifest))),
+            ("longest source", str(longest_source(manifest))),
+            ("mesh", "none" if mesh is None else f"{mesh.data} x {mesh.tensor}"),
+            ("matrices", model.matrices),
+            *model.configuration,
+            ("our code", code_digest(*LOWERING)),
+            ("jax configuration", jax_configuration(os.environ)),
+            *versions("jaxlib").items(),
+            *installed("jax", "flax", "transformers").items(),
+        ),
+    )
+
+
+def own_lower_key(manifest: Manifest, spec: ProgramSpec, portable: str) -> Key:
+    """Return the key of what a decoder of the user computes, from which its program with kernels is made.
+
+    Args:
+        manifest: the manifest.
+        spec: the program.
+        portable: digest of the portable program.
+    """
+    return Key(
+        "lower",
+        f"{manifest.bundle.name}/{spec.name}",
+        (
+            ("portable program", portable),
+            ("our code", code_digest(*LOWERING, *OWN_WEIGHTS)),
+            ("jax configuration", jax_configuration(os.environ)),
+            *versions("jaxlib").items(),
+            *installed("jax", "flax").items(),
+        ),
+    )
+
+
+def native_key(lowered: Key, forms: Mapping[Product, str]) -> Key:
+    """Return the key of a model's program with kernels.
+
+    Args:
+        lowered: the key of the portable program.
+        forms: the forms of those products that use no kernel.
+    """
+    differing = ((f"form of {product}", form) for product, form in sorted(forms.items()))
+    return Key("native", lowered.name, (*lowered.ingredients, *differing))
+
+
+def compile_key(manifest: Manifest, spec: ProgramSpec, toolchain: Toolchain, source: Source) -> Key:
+    """Return the key of an executable."""
+    name = f"{manifest.bundle.name}/{toolchain.target.name}/{spec.name}"
+    return executable_key(name, toolchain, source)
+
+
+def weights_key(
+    manifest: Manifest,
+    model: ModelFiles | None,
+    files: Digests,
+    user: Mapping[str, Contents],
+    own: Contents | None = None,
+    own_orders: Mapping[str, tuple[int, ...]] | None = None,
+) -> Key:
+    """Return the key of the weights layer.
+
+    The files of a checkpoint count, and not its tensors: a checkpoint in other files is converted again. To
+    hash all tensors takes as long: for 500 MB 1.0 s of CPU time, and to convert them 0.8 s (bfloat16) to
+    1.5 s (float32), 2026-11-22.
+
+    Args:
+        manifest: the manifest.
+        model: its model; None: it has none.
+        files: the files of the checkpoint.
+        user: the parameters of the user's functions, by section.
+        own: the parameters of the user's decoder; None: the manifest has none.
+        own_orders: those whose axes are stored in another order, with that order.
+    """
+    ingredients = [("our code", code_digest(*PACKING))]
+    if own is not None:
+        assert manifest.model is not None
+        ingredients += [
+            ("our code for decoders of the user", code_digest(*OWN_WEIGHTS)),
+            ("dtype", manifest.model.dtype),
+            *((f"parameter {name}", content) for name, content in own.items()),
+            *((f"order of {name}", str([*axes])) for name, axes in (own_orders or {}).items()),
+        ]
+    elif manifest.model is not None and model is not None:
+        ingredients += [
+            ("our code for published models", code_digest(*WEIGHTS)),
+            ("dtype", manifest.model.dtype),
+            ("matrices", model.matrices),
+            *_files(files),
+        ]
+    for section, contents in user.items():
+        for name, content in contents.items():
+            ingredients.append((f"{section}:{name}", content))
+    return Key("weights", manifest.bundle.name, tuple(ingredients))
+
+
+def accuracy_key(
+    manifest: Manifest, model: ModelFiles, files: Digests, text: str, tokenizer: str
+) -> Key:
+    """Return the key of what the dtypes of weights and cache cost.
+
+    Args:
+        manifest: the manifest.
+        model: its model.
+        files: the files of the checkpoint.
+        text: name and digest of the evaluation text, or `none`.
+        tokenizer: digest of tokenizer.json, or `none`.
+    """
+    assert manifest.model is not None
+    ingredients = (
+        ("dtype", manifest.model.dtype),
+        ("cache_dtype", cache_dtype(manifest)),
+        ("text", text),
+        ("tokenizer", tokenizer),
+        ("matrices", model.matrices),
+        ("our code", code_digest(*ACCURACY)),
+        ("jax configuration", jax_configuration(os.environ)),
+        *_files(files),
+        *versions("jaxlib").items(),
+        *installed("jax", "flax", "transformers").items(),
+    )
+    return Key("accuracy", manifest.bundle.name, ingredients)
+
+
+def own_accuracy_key(
+    manifest: Manifest, weights: str, programs: Iterable[str], text: str, tokenizer: str, bos: int
+) -> Key:
+    """Return the key of what the dtypes cost a decoder of the user.
+
+    Args:
+        manifest: the manifest.
+        weights: digest of the key of the weights layer, which holds the exact values.
+        programs: digests of the portable programs, which hold what the decoder computes.
+        text: name and digest of the evaluation text, or `none`.
+        tokenizer: digest of tokenizer.json, or `none`.
+        bos: the token that a text begins with.
+    """
+    ingredients = (
+        ("cache_dtype", cache_dtype(manifest)),
+        ("text", text),
+        ("tokenizer", tokenizer),
+        ("bos", str(bos)),
+        ("weights", weights),
+        ("programs", " ".join(sorted(set(programs)))),
+        ("our code", code_digest(*OWN_ACCURACY)),
+        ("jax configuration", jax_configuration(os.environ)),
+        *versions("jaxlib").items(),
+        *installed("jax", "flax").items(),
+    )
+    return Key("accuracy", manifest.bundle.name, ingredients)
+
+
+def tokenizer_key(manifest: Manifest, tokenizer: bytes, config: str) -> Key:
+    """Return the key of a tokenizer check that passed.
+
+    Args:
+        manifest: the manifest.
+        tokenizer: the content of tokenizer.json.
+        config: digest of config.json, which holds the size of the vocabulary. Reading that takes
+            transformers, which a build that changes nothing does not import. For a decoder of the user that
+            size itself.
+    """
+    ingredients = (
+        ("file", digest_of(tokenizer)),
+        ("config", config),
+        ("our code", code_digest(*TOKENIZER)),
+        *versions("tokenizers").items(),
+        *installed("transformers").items(),
+    )
+    return Key("tokenizer", manifest.bundle.name, ingredients)
+
+
+def chunks_key(layer: str, algorithm: str, size: int, verity_block: int) -> Key:
+    """Return the key of the digests of a layer's chunks, and of its fs-verity digest.
+
+    Args:
+        layer: digest of the layer.
+        algorithm: name of the hash function.
+        size: bytes of a chunk.
+        verity_block: bytes of a block of the fs-verity tree.
+    """
+    sizes = (("size", str(size)), ("verity block", str(verity_block)))
+    return Key("chunks", layer, (("layer", layer), ("hash", algorithm), *sizes))
+
+
+def cost_key(compiled: Key) -> Key:
+    """Return the key of a program's cost on this machine, from the key of its executable."""
+    here = Fingerprint.current()
+    machine = ("measured on", f"{here.cpu_model}, {here.cpu_count} CPUs")
+    return Key("cost", compiled.name, (*compiled.ingredients, machine))
+
+
+def golden_key(
+    name: str,
+    *,
+    program: str,
+    executable: str,
+    weights: str,
+    signature: str,
+    tolerance: int,
+    seed: int,
+) -> Key:
+    """Return the key of a program's golden answer.
+
+    Args:
+        name: of the bundle and the program, for people.
+        program: digest of its StableHLO.
+        executable: digest of the executable that answers, or `portable`.
+        weights: digest of the weights layer, or `none`.
+        signature: digest of what the recipe looks at: kind, bucket, arguments, results.
+        tolerance: of the answer.
+        seed: of the arguments.
+    """
+    ingredients = (
+        ("program", program),
+        ("executable", executable),
+        ("weights", weights),
+        ("signature", signature),
+        ("tolerance", str(tolerance)),
+        ("seed", str(seed)),
+        ("our code", code_digest(*GOLDEN)),
+        *versions("jaxlib", "numpy").items(),
+    )
+    return Key("golden", name, ingredients)
+
+
+def sizes_key(name: str, compared: str, parameters: Contents) -> Key:
+    """Return the key of a program that was compared with its function at other sizes.
+
+    Args:
+        name: of the bundle and the program, for people.
+        compared: digest of what is compared, which names the programs by their digests.
+        parameters: the parameters of the function.
+    """
+    ingredients = (
+        ("compared", compared),
+        *((f"parameter {name}", content) for name, content in parameters.items()),
+        ("our code", code_digest(*SIZES)),
+        *versions("jaxlib", "numpy").items(),
+    )
+    return Key("sizes", name, ingredients)
+
+
+def measuring_key(what: str, *ingredients: tuple[str, str]) -> Key:
+    """Return the key of a lock: a build holds it while it measures `what`."""
+    return Key("measure", what, ingredients)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Return the versions of installed packages."""
+    return {package: _version(package) for package in packages}
+
+
+@cache
+def _version(package: str) -> str:
+    return metadata.version(package)
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """Return the versions of installed packages with the digests of their files.
+
+    It is for wheels that are the same on every machine. Those of jaxlib differ between Pythons and CPUs, and
+    machines with different ones would share nothing.
+    """
+    return {package: _installed(package) for package in packages}
+
+
+_installed = cache(version_of)
+
+
+def content_of(value: np.ndarray[Any, Any]) -> str:
+    """Return dtype, shape and digest of a parameter."""
+    return f"{value.dtype}{list(value.shape)} {digest_of(value.tobytes())}"
+
+
+def _files(files: Digests) -> list[tuple[str, str]]:
+    return [(f"file {name}", digest) for name, digest in files]

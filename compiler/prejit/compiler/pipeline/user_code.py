@@ -1,0 +1,168 @@
+"""The user's code: the functions and the decoder that a manifest names. This step imports JAX and modules."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prejit.compiler.checkpoint.tensor_files import read_parameters
+from prejit.compiler.lowering.user.modules import UserModules
+from prejit.compiler.manifest.manifest import Manifest
+from prejit.runtime.device.transfer import is_weak, weakened
+from prejit.runtime.errors import CheckpointError, ManifestError
+from prejit.runtime.format.arrays import DTYPES
+
+if TYPE_CHECKING:
+    from prejit.compiler.lowering.program import LoweredProgram
+    from prejit.compiler.lowering.user.found_function import UserFunction
+    from prejit.compiler.lowering.user.own_decoder import OwnModel
+
+Functions = Mapping[str, "UserFunction | LoweredProgram"]
+"""The user's functions, and programs that were lowered elsewhere, by the name of their section."""
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """What a manifest names in modules of the user.
+
+    Attributes:
+        functions: the functions of [[program]] sections.
+        model: the decoder of [model]; None: the manifest names none.
+        modules: the modules of both; None: the manifest names no code.
+        seconds: CPU time that tracing and lowering each program took.
+    """
+
+    functions: Functions = field(default_factory=dict)
+    model: OwnModel | None = None
+    modules: UserModules | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+ReadCode = Callable[[], UserCode]
+"""Imports the user's code on the first call, and returns the same value on later ones."""
+
+
+def find_code(manifest: Manifest, *, out_in: bool = False) -> UserCode:
+    """Import the functions and the decoder that a manifest names, and read their parameters.
+
+    Args:
+        manifest: the manifest.
+        out_in: whether matrices of the decoder are stored (out, in), where it only multiplies with them.
+
+    Raises:
+        ManifestError: a module or an attribute does not exist, or raises an error; or the decoder is none.
+        BuildError: the decoder's code raises an error.
+        CheckpointError: parameters cannot be read.
+    """
+    if not (manifest.programs or manifest.has_own_model):
+        return UserCode()  # and jax is not imported
+    modules = UserModules(None if manifest.path is None else manifest.directory)
+    own = _find_own_model(manifest, modules, out_in=out_in)
+    return UserCode(_find_functions(manifest, modules), own, modules)
+
+
+def _find_functions(manifest: Manifest, modules: UserModules) -> Functions:
+    from prejit.compiler.lowering.user.found_function import find_function
+
+    found = {}
+    for program in manifest.programs:
+        where = f"{manifest.where}: program {program.name!r}: params"
+        parameters, nested = _parameters(manifest, program.params, where)
+        file = manifest.resolve(str(program.fn)) if program.is_file else None
+        with modules.in_use():
+            found[program.name] = find_function(
+                program, manifest.where, parameters, modules, nested, file
+            )
+    return found
+
+
+def _find_own_model(manifest: Manifest, modules: UserModules, *, out_in: bool) -> OwnModel | None:
+    if not manifest.has_own_model:
+        return None
+    from prejit.compiler.lowering.user.own_decoder import find_model
+
+    assert manifest.model is not None
+    where = f"{manifest.where}: model.params"
+    parameters, nested = _parameters(manifest, manifest.model.params, where)
+    with modules.in_use():
+        return find_model(
+            manifest.model, manifest.where, parameters, modules, nested, out_in=out_in
+        )
+
+
+def _parameters(
+    manifest: Manifest, params: Any, where: str
+) -> tuple[dict[str, Any] | None, Callable[[Mapping[str, Any]], Any] | None]:
+    """Return parameters by flat name, and what makes a pytree of them again; None for nested dicts.
+
+    Raises:
+        ManifestError: two leaves of a pytree have the same name, or one is no array.
+        CheckpointError: a file cannot be read.
+    """
+    if params is None:
+        return None, None
+    if isinstance(params, str | Path):
+        try:
+            return read_parameters(manifest.resolve(str(params))), None
+        except CheckpointError as error:
+            hint = (
+                error.hint or "a .safetensors file or orbax's StandardCheckpointer().save() will do"
+            )
+            raise CheckpointError(f"{where}: {error}", hint=hint) from error
+    import jax
+
+    from prejit.compiler.lowering.user.flat_arrays import is_key
+    from prejit.compiler.lowering.user.pytrees import NO_RANDOM_STATE
+
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    names = _names_in_nnx(params) or [".".join(map(_step, path)) or "params" for path, _ in leaves]
+    for name in names:
+        if names.count(name) > 1:
+            raise ManifestError(
+                f"{where}: expected different names of leaves, found {name!r} twice",
+                hint="names are joined by dots: a key must not contain one",
+            )
+    values = {}
+    for name, (_, leaf) in zip(names, leaves, strict=True):
+        if hasattr(leaf, "dtype") and is_key(leaf):
+            raise ManifestError(
+                f"{where}: {name}: expected an array, found a random key", hint=NO_RANDOM_STATE
+            )
+        value = np.asarray(leaf)
+        if str(value.dtype) not in DTYPES:
+            raise ManifestError(
+                f"{where}: {name}: expected an array of one of {', '.join(DTYPES)}, found {value.dtype}",
+                hint="give a pytree of JAX or NumPy arrays",
+            )
+        values[name] = weakened(value) if is_weak(leaf) else value
+
+    def nested(weights: Mapping[str, Any]) -> Any:
+        return jax.tree_util.tree_unflatten(structure, [weights[name] for name in names])
+
+    return values, nested
+
+
+def _names_in_nnx(params: Any) -> list[str]:
+    """Return the names of the leaves of a state of flax.nnx, as its module names them; empty: it is none."""
+    if "flax" not in sys.modules:
+        return []
+    from flax import nnx
+
+    from prejit.compiler.models.parameters import names_of
+
+    return names_of(params) if isinstance(params, nnx.State) else []
+
+
+def _step(key: Any) -> str:
+    """Return one step of the path to a leaf of a pytree: a key, an index or the name of a field."""
+    return next(str(getattr(key, at)) for at in ("key", "idx", "name") if hasattr(key, at))
+
+
+def values_of(code: UserCode, section: str) -> Mapping[str, np.ndarray[Any, Any]]:
+    """Return the parameters of a function of the user; empty: it has none."""
+    return getattr(code.functions[section], "values", None) or {}

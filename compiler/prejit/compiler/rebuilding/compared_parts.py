@@ -1,0 +1,365 @@
+"""Compare two builds of a bundle part by part, and explain what differs.
+
+    layers      weights, tokenizer, kernels, ...: each by its digest
+    StableHLO   each program
+    executable  each program for each target
+    table       the config of each target, without what the other parts decide
+
+A difference is explained by what decides the part: another StableHLO makes another executable, and so does
+another version of jaxlib or another CPU. What nothing explains is a finding. Kernels that differ always are
+one: they are code that no other part of the bundle can be compared with. What is known of the cause, such as
+another compiler, is said with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from prejit.compiler.rebuilding import differences
+from prejit.compiler.rebuilding.differences import PartDifference
+from prejit.compiler.rebuilding.recorded import Recorded
+from prejit.runtime.base.files import Content
+from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.bundle_schema import Config, Descriptor, ProgramEntry, Segment
+from prejit.runtime.format.checks.layers import unpack
+from prejit.runtime.format.checks.oci import check_digest
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import (
+    EXECUTABLES_MEDIA_TYPE,
+    KERNELS_MEDIA_TYPE,
+    PORTABLE_MEDIA_TYPE,
+    TITLE,
+    WEIGHTS_MEDIA_TYPE,
+    handler_target,
+)
+from prejit.runtime.format.root import Root
+
+Verdict = Literal["equal", "explained", "differs"]
+
+_SEGMENTS = ("executable", "portable", "symbolic")
+_MEASURED = ("cost_microseconds", "accuracy", "forms")
+"""Fields of tables that hold measurements. They differ from build to build."""
+_SHORT = 40
+"""Maximum length of a value in a reason."""
+_LONG = 400
+"""Maximum length of a value that decides kernels: compilers and their flags."""
+
+
+@dataclass(frozen=True)
+class ComparedPart:
+    """A part of a bundle, compared.
+
+    Attributes:
+        kind: `weights.safetensors` and other files, `StableHLO`, `executable`, `table`.
+        name: name of the program; empty for what belongs to all.
+        target: name of the target; empty for what all targets share.
+        verdict: `equal`; `explained`: it differs, and the reason says why; `differs`: a finding.
+        detail: how it differs.
+        reason: why it differs, if it is explained.
+    """
+
+    kind: str
+    name: str
+    target: str
+    verdict: Verdict
+    detail: str = ""
+    reason: str = ""
+
+
+def compare(old: Recorded, new: Recorded) -> tuple[ComparedPart, ...]:
+    """Return all parts of a bundle, each compared with its rebuild.
+
+    Raises:
+        RejectError, StoreError: a bundle is damaged, or cannot be read.
+    """
+    return _Comparison(old, new).parts()
+
+
+class _Comparison:
+    def __init__(self, old: Recorded, new: Recorded) -> None:
+        self._old = old
+        self._new = new
+        self._tracing = _changes(old.tracing, new.tracing)
+
+    def parts(self) -> tuple[ComparedPart, ...]:
+        layers = [*self._layers()]
+        programs = [*self._programs()]
+        found = [*layers, *programs]
+        changed = {each.name: each for each in programs if each.verdict != "equal"}
+        for name in self._old.targets:
+            if name in self._new.targets:
+                executables = [*self._executables(name, changed)]
+                found += executables
+                found.append(self._table(name, executables))
+            else:
+                found.append(
+                    ComparedPart("table", "", name, "differs", "the rebuild has no such target")
+                )
+        return tuple(found)
+
+    def _layers(self) -> Iterator[ComparedPart]:
+        """Yield the layers except packs of programs: those that all targets have once."""
+        done = set[tuple[str, str, str]]()
+        for target, contents in self._old.targets.items():
+            if target not in self._new.targets:
+                continue
+            after = _by_title(self._new.targets[target].manifest.layers)
+            for title, layer in _by_title(contents.manifest.layers).items():
+                own = target if layer.mediaType == KERNELS_MEDIA_TYPE else ""
+                if (title, layer.digest, own) in done:
+                    continue
+                done.add((title, layer.digest, own))
+                yield self._layer(title, own, layer, after.pop(title, None), target)
+            for title in after.keys() - _by_title(contents.manifest.layers).keys():
+                yield ComparedPart(title, "", "", "differs", "only the rebuild has it")
+
+    def _layer(
+        self, title: str, own: str, before: Descriptor, after: Descriptor | None, target: str
+    ) -> ComparedPart:
+        if after is None:
+            missing = "the rebuild has none"
+            if before.mediaType == KERNELS_MEDIA_TYPE:
+                by = _compiler(self._old.targets[target].config)
+                missing += f", which {by} made there: no C++ compiler made them here"
+            return ComparedPart(title, "", own, "differs", missing)
+        if before.digest == after.digest:
+            return ComparedPart(title, "", own, "equal")
+        found = PartDifference(f"{before.size} -> {after.size} bytes")
+        changes: list[str] = []
+        if before.mediaType == WEIGHTS_MEDIA_TYPE:
+            found = differences.in_weights(_mapped(self._old, before), _mapped(self._new, after))
+            changes = self._tracing
+        elif before.mediaType == KERNELS_MEDIA_TYPE:
+            libraries = [bytes(_mapped(self._old, before)), bytes(_mapped(self._new, after))]
+            found = differences.in_libraries(*libraries)
+            causes = "; ".join(self._kernel_changes(target))
+            causes = (
+                causes or "by what is recorded, the same compiler made them of the same sources"
+            )
+            found = PartDifference(f"{found.text}; {causes}")
+        return _judged(title, "", own, found, changes)
+
+    def _kernel_changes(self, target: str) -> list[str]:
+        """Return what decided the kernels of a target and is different now."""
+        before, now = (
+            {
+                "compiler": _compiler(each.targets[target].config),
+                **each.kernels.get(target, {}),
+            }
+            for each in (self._old, self._new)
+        )
+        if not self._old.kernels.get(target):  # its build did not have the compiler that made them
+            now = {"compiler": _compiler(self._new.targets[target].config)}
+        return _changes(before, now, short=_LONG)
+
+    def _programs(self) -> Iterator[ComparedPart]:
+        """Yield the portable programs. All targets share them."""
+        target, contents = next(iter(self._old.targets.items()))
+        if target not in self._new.targets:
+            return
+        after = {each.name: each for each in self._new.targets[target].config.programs}
+        for before in contents.config.programs:
+            now = after.get(before.name)
+            if now is None:
+                yield ComparedPart("StableHLO", before.name, "", "differs", "the rebuild has none")
+                continue
+            found = self._program(before, now, target, contents.config)
+            if found is None:
+                yield ComparedPart("StableHLO", before.name, "", "equal")
+            else:
+                yield _judged("StableHLO", before.name, "", found, self._tracing)
+        before_names = {each.name for each in contents.config.programs}
+        for name in after.keys() - before_names:
+            yield ComparedPart("StableHLO", name, "", "differs", "only the rebuild has it")
+
+    def _program(
+        self, before: ProgramEntry, now: ProgramEntry, target: str, config: Config
+    ) -> PartDifference | None:
+        for old, new in ((before.portable, now.portable), (before.symbolic, now.symbolic)):
+            if old is None or new is None:
+                if old is not new:
+                    return PartDifference("the program for any size is in one of them alone")
+            elif old.raw_digest != new.raw_digest:
+                contents = [
+                    _frame(each, target, PORTABLE_MEDIA_TYPE, segment)
+                    for each, segment in ((self._old, old), (self._new, new))
+                ]
+                return differences.in_programs(
+                    contents[0], contents[1], before.platforms or (), config.requirement.platform
+                )
+        return None
+
+    def _executables(
+        self, target: str, changed: Mapping[str, ComparedPart]
+    ) -> Iterator[ComparedPart]:
+        after = {each.name: each for each in self._new.targets[target].config.programs}
+        changes = self._compiling_changes(target)
+        for before in self._old.targets[target].config.programs:
+            now = after.get(before.name)
+            if now is None:
+                yield ComparedPart(
+                    "executable", before.name, target, "differs", "the rebuild has none"
+                )
+            elif before.executable.raw_digest == now.executable.raw_digest:
+                yield ComparedPart("executable", before.name, target, "equal")
+            else:
+                contents = [
+                    _frame(each, target, EXECUTABLES_MEDIA_TYPE, segment)
+                    for each, segment in (
+                        (self._old, before.executable),
+                        (self._new, now.executable),
+                    )
+                ]
+                calls_other = self._calls_other_kernels(target, before, now)
+                if calls_other:
+                    contents[1] = self._with_old_kernels(target, contents[1])
+                if contents[0] == contents[1]:
+                    found = PartDifference(
+                        "the same, with another library of kernels", harmless=True
+                    )
+                else:
+                    found = differences.in_executables(contents[0], contents[1])
+                reasons = [*changes]
+                if calls_other and not (before.kernels and now.kernels):
+                    reasons.append("one of the two calls kernels")
+                program = changed.get(before.name)
+                if program is not None:
+                    # It is a finding where its program is one.
+                    reasons = ["its StableHLO differs"] if program.verdict == "explained" else []
+                yield _judged("executable", before.name, target, found, reasons)
+
+    def _calls_other_kernels(self, target: str, before: ProgramEntry, now: ProgramEntry) -> bool:
+        """Return whether a program and its rebuild call different libraries of kernels."""
+        digests = [_kernels_digest(each.targets[target].config) for each in (self._old, self._new)]
+        return bool(before.kernels or now.kernels) and digests[0] != digests[1]
+
+    def _with_old_kernels(self, target: str, executable: bytes) -> bytes:
+        """Return a rebuilt executable with the names of kernels that it would have with the old library."""
+        digests = [_kernels_digest(each.targets[target].config) for each in (self._old, self._new)]
+        if not all(digests):
+            return executable
+        old, new = (handler_target("", digest).encode() for digest in digests)
+        return executable.replace(new, old)
+
+    def _table(self, target: str, executables: Iterable[ComparedPart]) -> ComparedPart:
+        tables = [_flat(_plain(each.targets[target].config)) for each in (self._old, self._new)]
+        names = sorted(
+            name for name in {*tables[0], *tables[1]} if tables[0].get(name) != tables[1].get(name)
+        )
+        if not names:
+            return ComparedPart("table", "", target, "equal")
+        follows = any(each.verdict != "equal" for each in executables)
+        measured = [name for name in names if _is_measured(name)]
+        others = [name for name in names if name not in measured]
+        shown = [
+            f"{name}: {_short(tables[0].get(name))} -> {_short(tables[1].get(name))}"
+            for name in (others or measured)[:4]
+        ]
+        detail = "; ".join(shown) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        if not others:
+            return ComparedPart("table", "", target, "explained", detail, "measured again")
+        if follows:
+            return ComparedPart("table", "", target, "explained", detail, "its executables differ")
+        changes = self._compiling_changes(target) + self._tracing
+        return _judged("table", "", target, PartDifference(detail), changes)
+
+    def _compiling_changes(self, target: str) -> list[str]:
+        return _changes(self._old.compiling[target], self._new.compiling[target])
+
+
+def _judged(
+    kind: str, name: str, target: str, found: PartDifference, changes: Iterable[str]
+) -> ComparedPart:
+    reason = "; ".join(changes)
+    if found.harmless:
+        return ComparedPart(kind, name, target, "explained", found.text, found.text)
+    return ComparedPart(
+        kind, name, target, "explained" if reason else "differs", found.text, reason
+    )
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str], short: int = _SHORT) -> list[str]:
+    """Return what decided the old part and is different now."""
+    return [
+        f"{name} {_short(before.get(name, 'none'), short)} there, "
+        f"{_short(after.get(name, 'none'), short)} here"
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    """Return a config without what other parts show: places and digests of contents."""
+    found = asdict(config)
+    found.pop("chunks")
+    found["kernels"] = None if config.kernels is None else {**asdict(config.kernels), "digest": ""}
+    found["programs"] = {each["name"]: each for each in found["programs"]}
+    for program in found["programs"].values():
+        for name in _SEGMENTS:
+            program.pop(name)
+    # Only the form counts: the figures beside it are of another measurement.
+    found["chosen"] = {each["product"]: each["form"] for each in found["forms"] or ()}
+    return found
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by their dotted names."""
+    if not isinstance(value, dict):
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, each in value.items():
+        found |= _flat(each, f"{name}.{key}" if name else str(key))
+    return found
+
+
+def _is_measured(name: str) -> bool:
+    return any(part in _MEASURED for part in name.split("."))
+
+
+def _short(value: object, most: int = _SHORT) -> str:
+    text = str(value) or "''"
+    if text.startswith("sha256:"):
+        return text[:19]
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def _compiler(config: Config) -> str:
+    return "" if config.kernels is None else config.kernels.compiler
+
+
+def _kernels_digest(config: Config) -> str:
+    return "" if config.kernels is None else config.kernels.digest
+
+
+def _by_title(layers: Iterable[Descriptor]) -> dict[str, Descriptor]:
+    packs = (EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE)
+    return {
+        (each.annotations or {}).get(TITLE, each.mediaType): each
+        for each in layers
+        if each.mediaType not in packs
+    }
+
+
+def _frame(recorded: Recorded, target: str, media_type: str, segment: Segment) -> bytes:
+    """Return a program of a pack, whole and checked."""
+    at = recorded.targets[target].manifest.layer(media_type)
+
+    def read(layout: Layout, root: Root) -> bytes:
+        pack = layout.map_blob(at.digest, at.size)
+        frame = bytes(pack[segment.offset : segment.offset + segment.size])
+        return unpack(frame, segment, layout.blob_path(at.digest))
+
+    return read_whole(recorded.path, read)
+
+
+def _mapped(recorded: Recorded, at: Descriptor) -> Content:
+    """Return a layer, whole and checked."""
+
+    def read(layout: Layout, root: Root) -> Content:
+        content = layout.map_blob(at.digest, at.size)
+        check_digest(memoryview(content), at.digest, layout.blob_path(at.digest))
+        return content
+
+    return read_whole(recorded.path, read)

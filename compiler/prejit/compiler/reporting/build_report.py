@@ -1,0 +1,259 @@
+"""The report of a build as a value. No files are read here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prejit.compiler.pipeline.built import Built
+from prejit.compiler.progress import Step
+from prejit.compiler.reporting.change import Change
+from prejit.compiler.reporting.time_line import Link, Placed, critical_path, place
+from prejit.runtime.format.bundle_schema import Accuracy
+from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
+from prejit.runtime.format.opening import Contents
+
+REPORT_VERSION = 1
+"""The version of the fields of a report. It is the first value of the file."""
+
+COMPILED, EQUAL, LOCAL = "compiled", "equal to another program", "this machine"
+"""Where an executable came from, beside the names of shared stores."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedProgram:
+    """A program for a target.
+
+    Attributes:
+        program, kind, bucket: as in the program table.
+        target: name of the target.
+        origin: COMPILED, EQUAL, LOCAL, or the name of the shared store that it came from.
+        compile_seconds: time that the compiler took, in this build or an earlier one.
+        executable_bytes, portable_bytes: sizes in the bundle.
+        temp_bytes, need_bytes: memory while it runs: for intermediate values, and in total.
+        executable, portable: digests of the decompressed executable and StableHLO.
+    """
+
+    program: str
+    kind: str
+    bucket: dict[str, int]
+    target: str
+    origin: str
+    compile_seconds: float
+    executable_bytes: int
+    portable_bytes: int
+    temp_bytes: int
+    need_bytes: int
+    executable: str
+    portable: str
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCost:
+    """What a size of one axis costs, and what it buys.
+
+    Attributes:
+        axis: `batch`, `prompt`, `context`, `length`, or a variable of a function.
+        size: the size.
+        programs: number of programs x targets that have it.
+        compile_seconds: of those programs.
+        executable_bytes: of those programs.
+        next: the next larger size, which a request would take without this one; None: there is none.
+        saved: the share of that larger size that this one does not compute; None: there is none.
+    """
+
+    axis: str
+    size: int
+    programs: int
+    compile_seconds: float
+    executable_bytes: int
+    next: int | None = None
+    saved: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """The most memory of a process, in bytes.
+
+    Attributes:
+        build: the build's own process.
+        workers: the largest process that it started and that has ended: a worker, or a compiler of kernels.
+    """
+
+    build: int
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class BuildReport:
+    """What a build did.
+
+    Attributes:
+        report: REPORT_VERSION.
+        digest: digest of the bundle.
+        bundle: name of the bundle.
+        date: when the build ended, ISO 8601, UTC.
+        written: whether the bundle was changed.
+        seconds: length of the build by the clock.
+        compile_seconds: sum over the programs that were compiled now.
+        origins: number of programs x targets by origin.
+        versions: versions of packages; those of a target's own environment have its name before them.
+        programs: every program for every target.
+        steps: the time line.
+        critical_path: the chain of steps that bounded the build.
+        peak_memory: of the build and its workers.
+        layers: size of each layer by media type, each layer counted once.
+        weights: digests of the layers of weights.
+        buckets: what each size costs and buys.
+        forms: number of products by form and target, such as `kernel`.
+        accuracy: what the dtypes cost; None: all are float32.
+        change: difference to the bundle of the last report beside it; None: there was none.
+    """
+
+    report: int
+    digest: str
+    bundle: str
+    date: str
+    written: bool
+    seconds: float
+    compile_seconds: float
+    origins: dict[str, int]
+    versions: dict[str, str]
+    programs: tuple[ReportedProgram, ...]
+    steps: tuple[Placed, ...]
+    critical_path: tuple[Link, ...]
+    peak_memory: PeakMemory
+    layers: dict[str, int]
+    weights: tuple[str, ...]
+    buckets: tuple[BucketCost, ...]
+    forms: dict[str, dict[str, int]]
+    accuracy: Accuracy | None = None
+    change: Change | None = None
+
+
+def make_report(
+    built: Built,
+    contents: Sequence[Contents],
+    steps: Sequence[Step],
+    *,
+    seconds: float,
+    date: str,
+    fetched: Mapping[str, str],
+    peak_memory: PeakMemory,
+) -> BuildReport:
+    """Return the report of a build, without its difference to the last one.
+
+    Args:
+        built: what the build returned.
+        contents: manifest and config of each target.
+        steps: what the build did.
+        seconds: its length.
+        date: when it ended.
+        fetched: the shared store that a result came from, by the digest of its key.
+        peak_memory: the most memory of its processes.
+    """
+    compiled = {each.key for each in built.programs if each.new}
+    known = {(each.program, each.target): each for each in built.programs}
+    programs = []
+    for content in contents:
+        target = content.config.target
+        for entry in content.config.programs:
+            of = known.get((entry.name, target))
+            origin = LOCAL if of is None else fetched.get(of.key, LOCAL)
+            if of is not None and of.key in compiled:
+                origin = COMPILED if of.new else EQUAL
+            programs.append(
+                ReportedProgram(
+                    entry.name,
+                    entry.kind,
+                    dict(entry.bucket),
+                    target,
+                    origin,
+                    0.0 if of is None else of.compile_milliseconds / 1000,
+                    entry.executable.size,
+                    entry.portable.size,
+                    entry.memory.temp_bytes,
+                    entry.memory.need_bytes,
+                    entry.executable.raw_digest,
+                    entry.portable.raw_digest,
+                )
+            )
+    layers = {layer.digest: layer for each in contents for layer in each.manifest.layers}
+    sizes: Counter[str] = Counter()
+    for layer in layers.values():
+        sizes[layer.mediaType] += layer.size
+    return BuildReport(
+        REPORT_VERSION,
+        built.digest,
+        contents[0].config.bundle,
+        date,
+        built.written,
+        round(seconds, 3),
+        round(sum(each.compile_seconds for each in programs if each.origin == COMPILED), 3),
+        dict(Counter(each.origin for each in programs)),
+        _versions(contents),
+        tuple(programs),
+        tuple(_rounded(each) for each in place(steps)),
+        tuple(_rounded_link(each) for each in critical_path(steps, seconds)),
+        peak_memory,
+        dict(sorted(sizes.items())),
+        tuple(sorted(d for d, layer in layers.items() if layer.mediaType == WEIGHTS_MEDIA_TYPE)),
+        bucket_costs(programs),
+        {
+            each.config.target: dict(Counter(form.form for form in each.config.forms))
+            for each in contents
+            if each.config.forms
+        },
+        built.accuracy,
+    )
+
+
+def bucket_costs(programs: Sequence[ReportedProgram]) -> tuple[BucketCost, ...]:
+    """Return what each size of each axis costs and buys.
+
+    A program counts for each of its axes: the sums of two axes are of the same programs.
+    """
+    found: dict[tuple[str, int], list[ReportedProgram]] = {}
+    for program in programs:
+        for axis, size in program.bucket.items():
+            if not axis.startswith(
+                "source_"
+            ):  # where a copy comes from, which is no axis of its own
+                found.setdefault((axis, size), []).append(program)
+    costs = []
+    for axis in dict.fromkeys(axis for axis, _ in found):
+        sizes = sorted(size for of, size in found if of == axis)
+        for size, larger in zip(sizes, [*sizes[1:], None], strict=True):
+            those = found[axis, size]
+            costs.append(
+                BucketCost(
+                    axis,
+                    size,
+                    len(those),
+                    round(sum(each.compile_seconds for each in those), 3),
+                    sum(each.executable_bytes for each in those),
+                    larger,
+                    None if larger is None else round(1 - size / larger, 4),
+                )
+            )
+    return tuple(costs)
+
+
+def _versions(contents: Sequence[Contents]) -> dict[str, str]:
+    """Return the versions that all targets share, and those of a target alone with its name."""
+    first = contents[0].config.versions
+    found = dict(first)
+    for each in contents[1:]:
+        for name, version in each.config.versions.items():
+            if first.get(name) != version:
+                found[f"{each.config.target}: {name}"] = version
+    return dict(sorted(found.items()))
+
+
+def _rounded(step: Placed) -> Placed:
+    return Placed(step.lane, step.what, round(step.start, 4), round(step.end, 4))
+
+
+def _rounded_link(link: Link) -> Link:
+    return Link(link.what, round(link.start, 4), round(link.end, 4))

@@ -1,0 +1,197 @@
+"""Sign a bundle: its index and the manifest of each target, as cosign does, and all its files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from prejit.compiler.signing.model_signing import model_signature
+from prejit.compiler.signing.signer import Signer
+from prejit.runtime.base.files import write_file
+from prejit.runtime.errors import RejectError, StoreError, UsageError
+from prejit.runtime.format.audit import audit
+from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.bundle_schema import Descriptor
+from prejit.runtime.format.checks.oci import check_digest
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import (
+    BUNDLE_NAME,
+    PARTS_MEDIA_TYPE,
+    REF_NAME,
+    SIGNATURE_MEDIA_TYPE,
+    STATEMENT_MEDIA_TYPE,
+)
+from prejit.runtime.format.referrers import referrers
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.writing import EMPTY, Part, attach, remove_abandoned
+from prejit.runtime.generation.defaults import check_generation
+from prejit.runtime.trust.dsse import MAX_ENVELOPE_BYTES
+from prejit.runtime.trust.reasons import RefusedError
+from prejit.runtime.trust.statement import (
+    PARTS_PREDICATE,
+    PROVENANCE_PREDICATE,
+    SIGNATURE_PREDICATE,
+    SignedSubject,
+    Statement,
+    encode_statement,
+    read_statement,
+    signature_statements,
+)
+
+_MAX_DESCRIPTION_BYTES = MAX_ENVELOPE_BYTES // 4 * 3 - (4 << 10)
+"""Maximum size of a description that is signed: in base64 it must fit into an envelope."""
+_CREATED = "org.opencontainers.image.created"
+
+
+@dataclass(frozen=True)
+class Signed:
+    """The result of signing a bundle.
+
+    Attributes:
+        digest: the bundle's digest.
+        subjects: digests of the bundle's index and of the manifests of its targets.
+        added: how many signatures were attached; 0: this signer had signed all before.
+        model_signature: the file with the signature of the directory.
+        key: id of the key; of a keyless signature, the issuer and the identity.
+    """
+
+    digest: str
+    subjects: tuple[str, ...]
+    added: int
+    model_signature: Path
+    key: str
+
+
+def sign(path: str | os.PathLike[str], signer: Signer) -> Signed:
+    """Verify a bundle, attach signatures to it, and write `NAME.sig` beside its directory.
+
+    Its provenance and its list of parts are signed too, so that policies can demand them.
+    The digest of the bundle stays. Signing again as the same signer attaches nothing. `NAME.sig` covers the
+    files as they are afterwards, so it is written anew each time.
+
+    Args:
+        path: directory of the bundle.
+        signer: who signs.
+
+    Raises:
+        NetworkError: a keyless signature could not be made. Those that were attached before stay.
+        RejectError: the bundle is damaged.
+        StoreError: it cannot be read or written.
+        UsageError: nothing can be attached to it, because it is a copy without the bundle's index.
+    """
+    path = Path(path)
+    with Layout(path):  # without a bundle there is nothing to remove
+        remove_abandoned(path)
+    audited = audit(path, check_generation).digest
+    descriptors, names, signed, described, digest = read_whole(path, partial(_read, signer=signer))
+    if digest != audited:
+        raise StoreError(
+            f"{path}: expected {audited}, which was verified, found {digest}",
+            hint="a build has replaced the bundle meanwhile: sign again",
+        )
+    statements = signature_statements(digest, names)
+    payloads = [
+        (subject, SIGNATURE_PREDICATE, encode_statement(statement))
+        for subject, statement in statements.items()
+    ]
+    payloads += [(digest, predicate, payload) for predicate, payload in described]
+    added = 0
+    beside = path.resolve().with_name(f"{path.resolve().name}.sig")
+    try:
+        for subject, predicate, payload in payloads:
+            if payload in signed:
+                continue
+            content = signer.bundle(payload)
+            annotations = {
+                "dev.sigstore.bundle.content": "dsse-envelope",
+                "dev.sigstore.bundle.predicateType": predicate,
+                _CREATED: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            }
+            layer = Part(SIGNATURE_MEDIA_TYPE, content)
+            attach(path, descriptors[subject], SIGNATURE_MEDIA_TYPE, EMPTY, [layer], annotations)
+            added += 1
+        write_file(beside, model_signature(path, signer))
+    except StoreError as error:
+        raise StoreError(
+            f"{error}; before that {added} signatures were attached to {path}, and they stay",
+            hint=f"{error.hint or 'mend that'}, then sign again: it adds what is missing and writes {beside}",
+        ) from error
+    return Signed(digest, tuple(statements), added, beside, signer.id)
+
+
+class _Bundle(NamedTuple):
+    """The parts of a bundle that `sign` reads.
+
+    Attributes:
+        descriptors: what is to be signed, by digest.
+        targets: name and digest of each target's manifest.
+        signed: the payloads that this signer has signed.
+        described: predicates and statements of its provenance and its list of parts.
+        digest: the bundle's digest.
+    """
+
+    descriptors: dict[str, Descriptor]
+    targets: list[tuple[str, str]]
+    signed: set[bytes]
+    described: list[tuple[str, bytes]]
+    digest: str
+
+
+def _read(layout: Layout, root: Root, signer: Signer) -> _Bundle:
+    if root.subject is None:
+        raise UsageError(
+            f"{layout.path}: expected a bundle that signatures can be attached to, found a copy of several "
+            "targets without the bundle's index",
+            hint="copy the whole bundle",
+        )
+    descriptors = {at.digest: at for at in root.bundle.manifests} | {root.digest: root.subject}
+    targets = [
+        ((at.annotations or {}).get(REF_NAME, ""), at.digest)
+        for at in root.bundle.manifests
+        if at.digest != root.digest
+    ]
+    signed = set(_signed_by(layout, root, signer))
+    return _Bundle(descriptors, targets, signed, list(_described(layout, root)), root.digest)
+
+
+def _described(layout: Layout, root: Root) -> Iterable[tuple[str, bytes]]:
+    """Yield predicates and statements of a bundle's provenance and of its lists of parts."""
+    for each in referrers(layout, root, root.digest):
+        if each.artifact_type not in (PARTS_MEDIA_TYPE, STATEMENT_MEDIA_TYPE):
+            continue
+        for at in each.layers:
+            if at.size > _MAX_DESCRIPTION_BYTES:
+                continue
+            content = layout.read_blob(at.digest, at.size)
+            check_digest(content, at.digest, layout.blob_path(at.digest))
+            if each.artifact_type == PARTS_MEDIA_TYPE:
+                subject = SignedSubject(root.digest, root.bundle.annotations[BUNDLE_NAME])
+                statement = Statement(PARTS_PREDICATE, (subject,), json.loads(content))
+                yield PARTS_PREDICATE, encode_statement(statement)
+                continue
+            with contextlib.suppress(RefusedError):
+                if read_statement(content, PROVENANCE_PREDICATE).about(root.digest):
+                    yield PROVENANCE_PREDICATE, content
+
+
+def _signed_by(layout: Layout, root: Root, signer: Signer) -> Iterable[bytes]:
+    """Yield the payloads of attached signatures by a signer."""
+    for each in referrers(layout, root):
+        if each.artifact_type != SIGNATURE_MEDIA_TYPE or len(each.layers) != 1:
+            continue
+        [at] = each.layers
+        if at.size > MAX_ENVELOPE_BYTES:
+            continue
+        try:
+            payload = signer.signed(layout.read_blob(at.digest, at.size))
+        except RejectError:
+            continue
+        if payload is not None:
+            yield payload

@@ -1,0 +1,266 @@
+"""The digest of prejit's own code, as an ingredient of keys.
+
+The functions that make a result decide it together with all functions, classes and constants of prejit that
+they mention, in any module. These are found by reading the sources, so new code is in the keys without anyone
+adding it to a list, and code beside it is not. Nothing is imported for it: a build that changes nothing
+imports neither jax nor flax.
+
+Only code counts. Comments, docstrings, blank lines, the texts of errors, and the names and places of modules
+change no digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import prejit.runtime
+from prejit.compiler.store.known_digests import KnownDigests
+from prejit.compiler.store.source_file import Definition, Import, definitions
+from prejit.runtime.base.garbage_collector import collector_off
+
+_ROOTS = {
+    "prejit.compiler": Path(__file__).parents[1],
+    "prejit.runtime": Path(prejit.runtime.__file__).parent,
+}
+"""Directory of each root package."""
+
+COMPILING = (
+    "prejit.compiler.compile.worker.worker_compile",
+    "prejit.compiler.compile.worker.requests:_compile",
+)
+"""The code that compiles a program."""
+LOWERING = (
+    "prejit.compiler.pipeline.lowering:_lower_model",
+    "prejit.compiler.pipeline.lowering:_lower_native",
+    "prejit.compiler.pipeline.model:read_model",
+)
+"""The code that lowers the programs of a model."""
+PACKING = (
+    "prejit.compiler.pipeline.pack.bundle_files:write_weights",
+    "prejit.compiler.pipeline.pack.packed_weights:_user_tensors",
+)
+"""The code that writes the file of a weights layer, with the parameters of functions of the user."""
+WEIGHTS = (
+    "prejit.compiler.pipeline.model:open_weights",
+    "prejit.compiler.pipeline.model:read_model",
+    "prejit.compiler.pipeline.pack.packed_weights:_tensors",
+)
+"""The code that makes the tensors of a published model from its checkpoint."""
+OWN_WEIGHTS = (
+    "prejit.compiler.lowering.user.own_decoder:find_model",
+    "prejit.compiler.models.narrowing",
+    "prejit.compiler.pipeline.pack.packed_weights:_own_tensors",
+)
+"""The code that makes the tensors of a decoder of the user."""
+USER_FUNCTIONS = (
+    "prejit.compiler.lowering.user.exported_programs",
+    "prejit.compiler.lowering.user.found_function",
+    "prejit.compiler.lowering.user.flax_modules",
+    "prejit.compiler.lowering.user.lower",
+    "prejit.compiler.pipeline.user_code:_find_functions",
+    "prejit.compiler.pipeline.lowering:lower_function",
+    "prejit.compiler.pipeline.lowering:put_lowered",
+)
+"""The code that traces and lowers a function of the user."""
+USER_DECODERS = (
+    "prejit.compiler.lowering.decoder",
+    "prejit.compiler.lowering.user.own_decoder",
+    "prejit.compiler.pipeline.user_code:_find_own_model",
+    "prejit.compiler.pipeline.lowering:lower_own_decoder",
+    "prejit.compiler.pipeline.lowering:put_lowered",
+)
+"""The code that traces and lowers a decoder of the user."""
+ACCURACY = (
+    "prejit.compiler.pipeline.measure.accuracy:_measure_published",
+    "prejit.compiler.pipeline.model:open_weights",
+    "prejit.compiler.pipeline.model:read_model",
+)
+"""The code that measures what stored dtypes cost in accuracy."""
+OWN_ACCURACY = (
+    "prejit.compiler.lowering.user.own_decoder:find_model",
+    "prejit.compiler.models.narrowing",
+    "prejit.compiler.pipeline.measure.accuracy:_measure_own",
+)
+"""The code that measures what stored dtypes cost a decoder of the user."""
+GOLDEN = ("prejit.compiler.pipeline.measure.golden_child",)
+"""The code that asks programs for golden answers."""
+SIZES = ("prejit.compiler.pipeline.measure.sizes_child:_compare",)
+"""The code that compares programs with their functions at other sizes."""
+TOKENIZER = ("prejit.compiler.checkpoint.tokenizer_check",)
+"""The code that tries a tokenizer."""
+KERNELS = (
+    "prejit.compiler.native.compilers:Compiler",
+    "prejit.compiler.native.library:_compile",
+    "prejit.compiler.native.library:_library",
+)
+"""The code that compiles the library of kernels. Flags and compilers are ingredients of their own."""
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module as digests see it.
+
+    Attributes:
+        definitions: its top-level statements.
+        named: those that define each name.
+        run: those that define none, and run when it is imported.
+        imports: the modules, and names there, that each name imports at the top level.
+    """
+
+    definitions: list[Definition]
+    named: dict[str, list[Definition]] = field(default_factory=dict)
+    run: list[Definition] = field(default_factory=list)
+    imports: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+
+
+@cache
+def code_digest(*roots: str) -> str:
+    """Return the digest of code and of all code of prejit that it mentions.
+
+    Imports inside functions count; those under `if TYPE_CHECKING:` do not run and do not count.
+
+    Args:
+        roots: full names of modules, `prejit.compiler.lowering.export`, or of a function, class or constant:
+            `prejit.compiler.lowering.export:export_program`.
+    """
+    known, name = _known(), " ".join(roots)
+    digest = known.get(name)
+    if digest is None:
+        digest = _read_digest(*roots)
+        known.keep(name, digest)
+    return digest
+
+
+@cache
+def _known() -> KnownDigests:
+    return KnownDigests(_ROOTS)
+
+
+@collector_off()  # trees are many objects and no garbage
+def _read_digest(*roots: str) -> str:
+    """Return what `code_digest` says, from the sources."""
+    parts = set[str]()
+    for module, found in reached(*roots).items():
+        for each in found:
+            # Imported code enters by its content, not by its path.
+            links = [f"{local}={_content(*at)}" for local, at in _links(module, each)]
+            parts.add("\n".join((each.digest, *sorted(links))))
+    return f"sha256:{hashlib.sha256(chr(0).join(sorted(parts)).encode()).hexdigest()}"
+
+
+def directories() -> tuple[str, ...]:
+    """Return the directories of prejit's own code."""
+    return tuple(map(str, _ROOTS.values()))
+
+
+@cache
+def reached(*roots: str) -> dict[str, set[Definition]]:
+    """Return the top-level statements that code mentions, directly or not, by the module that has them.
+
+    Args:
+        roots: as of `code_digest`.
+    """
+    found: dict[str, set[Definition]] = {}
+    left = [(module, name) for module, _, name in (root.partition(":") for root in roots)]
+    if gone := [f"{at}:{name}" for at, name in left if name and name not in _module(at).named]:
+        raise ValueError(f"expected code of prejit, found nothing at {', '.join(gone)}")
+    seen = set(left)
+
+    def follow(*places: tuple[str, str]) -> None:
+        left.extend(place for place in places if place not in seen)
+        seen.update(places)
+
+    while left:
+        module, name = left.pop()
+        package = module.rpartition(".")[0]
+        if module not in found:
+            found[module] = set()
+            if _is_module(package):  # importing a module runs its package
+                follow((package, "__init__"))
+        for each in _defining(module, name):
+            if each not in found[module]:
+                found[module].add(each)
+                follow(*(at for _, at in _links(module, each)), *_inside(module, each))
+        follow(*_module(module).imports.get(name, ()))  # a package passes it on
+    return found
+
+
+def imported(*roots: str) -> tuple[str, ...]:
+    """Return the full names of the modules that hold the code of `reached`, sorted."""
+    return tuple(sorted(reached(*roots)))
+
+
+def _defining(module: str, name: str) -> Iterable[Definition]:
+    """Return the statements that define a name, and those that always run; without a name all of them."""
+    read = _module(module)
+    if not name:
+        return read.definitions
+    return (*read.run, *read.named.get(name, ()))
+
+
+def _inside(module: str, definition: Definition) -> Iterator[tuple[str, str]]:
+    """Yield the names of its own module that a definition mentions."""
+    named = _module(module).named
+    return ((module, name) for name, _ in definition.mentions if name in named)
+
+
+@cache
+def _links(module: str, definition: Definition) -> list[tuple[str, tuple[str, str]]]:
+    """Return the names of other modules that a definition mentions: as it spells them, and where they are."""
+    places = _imports(definition.imports)
+    found = []
+    for name, attribute in definition.mentions:
+        for at in (*places.get(name, ()), *_module(module).imports.get(name, ())):
+            # A module that is mentioned by itself may be used for anything.
+            found.append((name, at) if at[1] else (f"{name}.{attribute}", (at[0], attribute)))
+    return found
+
+
+@cache
+def _content(module: str, name: str) -> str:
+    """Return the digest of what a name of a module stands for."""
+    read = _module(module)
+    if name in read.imports:
+        return " ".join(_content(*at) for at in read.imports[name])
+    found = read.named.get(name, ()) if name else read.definitions
+    return " ".join(each.digest for each in found) or name
+
+
+@cache
+def _module(name: str) -> _Module:
+    found, imports = definitions(_file(name).read_text("utf-8"))
+    module = _Module(found, imports=_imports(imports))
+    for each in found:
+        for defined in each.names:
+            module.named.setdefault(defined, []).append(each)
+        if not each.names:
+            module.run.append(each)
+    return module
+
+
+def _imports(statements: Iterable[Import]) -> dict[str, list[tuple[str, str]]]:
+    """Return the modules that imports name, and the names there, by the names that they get."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for each in statements:
+        if each.name and _is_module(inner := f"{each.statement}.{each.name}"):
+            found.setdefault(each.local, []).append((inner, ""))
+        elif _is_module(each.statement):
+            found.setdefault(each.local, []).append((each.statement, each.name))
+    return found
+
+
+@cache
+def _is_module(name: str) -> bool:
+    return any(name.startswith(f"{root}.") for root in _ROOTS) and _file(name).is_file()
+
+
+def _file(module: str) -> Path:
+    """Return the source file of a module of prejit; for any other name, a path that is no file."""
+    root = next(root for root in _ROOTS if module.startswith(f"{root}."))
+    place = f"{_ROOTS[root]}/{module.removeprefix(f'{root}.').replace('.', '/')}"
+    return Path(f"{place}/__init__.py" if os.path.isdir(place) else f"{place}.py")

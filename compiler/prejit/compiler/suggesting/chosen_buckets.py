@@ -1,0 +1,302 @@
+"""Choose the buckets of a decoder or an encoder that pad a recorded load least, for a budget of programs.
+
+The sizes of one axis are exact for their number. The budget is split over the axes by trying every split. For
+a decoder, the axes are weighed alike: the product of what each computes beyond what was needed is the least.
+For an encoder, the lengths are exact for the batches and the batches for the lengths; they take turns until
+neither changes, which need not end at the best pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, product
+
+import numpy as np
+
+from prejit.compiler.manifest.manifest import Encode, Generate
+from prejit.compiler.manifest.specs import ENCODER_KINDS, decoder_specs
+from prejit.compiler.suggesting.axis_sizes import Sizes, best_sizes, candidates, folded, padded
+from prejit.compiler.suggesting.log import LoggedEncoding, LoggedGeneration, LoggedRequests
+from prejit.runtime.errors import UsageError
+
+MOST_SIZES = 16
+"""The largest number of sizes of one axis."""
+
+PROMPT_MULTIPLE, CONTEXT_MULTIPLE, LENGTH_MULTIPLE = 8, 16, 8
+"""What sizes in tokens are multiples of, so that rows of arrays begin at addresses that fast loops want."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizeAxis:
+    """What the sizes of one axis compute for a load.
+
+    Attributes:
+        name: `prompt`, `context`, `batch`, or `shapes`.
+        what: what is counted, in the plural.
+        needed: the load itself.
+        computed: the load with its padding.
+    """
+
+    name: str
+    what: str
+    needed: float
+    computed: float
+
+    @property
+    def padding(self) -> float:
+        """The share of what is computed that is padding, 0 to 1."""
+        return 1 - self.needed / self.computed if self.computed else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Buckets, and what a load costs with them.
+
+    Attributes:
+        table: the section of the manifest.
+        axes: what each axis computes. An axis that the log says nothing about is left out.
+        programs: number of programs for each target.
+        beyond: requests that are longer than the largest size.
+    """
+
+    table: Generate | Encode
+    axes: tuple[SizeAxis, ...]
+    programs: int
+    beyond: int = 0
+
+
+def decoder_buckets(log: LoggedRequests, table: Generate) -> Buckets:
+    """Return what a decoder's buckets cost for a load."""
+    load = _Load(log)
+    axes = []
+    for name, what, weights in load.axes():
+        sizes: Sequence[int] = getattr(table, name)
+        held = weights if name == "prompt" else _clipped(weights, sizes[-1])
+        axes.append(_axis(name, what, held, sizes))
+    beyond = sum(n for each, n in log.generations.items() if each.length > table.context[-1])
+    return Buckets(table, tuple(axes), _count(table), beyond)
+
+
+def suggest_decoder(
+    log: LoggedRequests, budget: int, today: Generate | None = None, *, batch_multiple: int = 1
+) -> Buckets:
+    """Return the buckets that pad a decoder's load least.
+
+    Args:
+        log: the load.
+        budget: the largest number of programs for each target.
+        today: the buckets of today. Their largest sizes stay, so that nothing is refused that was served,
+            and so does the smallest batch, in which a single prompt is computed. None: the largest sizes are
+            those of the load.
+        batch_multiple: what batches are multiples of: the devices that a mesh splits them over.
+
+    Raises:
+        UsageError: the budget is too small for one size on each axis.
+    """
+    load = _Load(log)
+    given = {name: weights for name, _, weights in load.axes()}
+    prompts, contexts = given["prompt"], given["context"]
+    largest_context = _rounded(max(contexts), CONTEXT_MULTIPLE)
+    largest_prompt = _rounded(max(prompts, default=1), PROMPT_MULTIPLE)
+    if today is not None:
+        largest_context, largest_prompt = today.context[-1], today.prompt[-1]
+    by_axis = {
+        "prompt": _solved(folded(prompts, largest_prompt), PROMPT_MULTIPLE, {largest_prompt}),
+        "context": _solved(contexts, CONTEXT_MULTIPLE, {largest_context}),
+    }
+    if "batch" in given:
+        batches = given["batch"]
+        ends = {batch_multiple, _rounded(max(batches), batch_multiple)}
+        if today is not None:
+            ends = {today.batch[0], today.batch[-1]}
+        by_axis["batch"] = _solved(batches, batch_multiple, ends)
+    else:
+        batch = (batch_multiple,) if today is None else today.batch
+        by_axis["batch"] = [Sizes(batch, 0.0)]
+    needed = {name: _needed(weights) for name, weights in given.items()}
+    base = today or Generate(batch=(1,), prompt=(1,), context=(1,))
+    found: tuple[float, int, Generate] | None = None
+    for prompt, context, rows in product(by_axis["prompt"], by_axis["context"], by_axis["batch"]):
+        if len(context.chosen) * len(rows.chosen) * 2 > budget:
+            continue  # each has a decode and a copy at least
+        fits = prompt.chosen[0] <= context.chosen[0] and prompt.chosen[-1] <= context.chosen[-1]
+        if not fits or context.chosen[0] <= base.draft_tokens:
+            continue
+        table = replace(base, batch=rows.chosen, prompt=prompt.chosen, context=context.chosen)
+        programs = _count(table, budget + 1)
+        if programs > budget:
+            continue
+        over = math.prod(
+            1 + one.padding / needed[name]
+            for name, one in (("prompt", prompt), ("context", context), ("batch", rows))
+            if needed.get(name)
+        )
+        if found is None or (over, programs) < found[:2]:
+            found = over, programs, table
+    if found is None:
+        raise UsageError(
+            f"expected a budget for one size of each axis, found {budget} programs",
+            hint="give more: --programs N",
+        )
+    return decoder_buckets(log, found[2])
+
+
+def encoder_buckets(log: LoggedRequests, table: Encode) -> Buckets:
+    """Return what an encoder's buckets cost for a load: each request in as few runs as possible."""
+    needed = computed = 0.0
+    longest = max(length for _, length in table.shapes)
+    beyond = 0
+    for each, count in log.encodings.items():
+        beyond += count if each.length > longest else 0
+        length = min(each.length, longest)
+        fitting = [shape for shape in table.shapes if shape[1] >= length]
+        most = max(batch for batch, _ in fitting)
+        full, rest = divmod(each.batch, most)
+        computed += count * full * min(b * t for b, t in fitting if b == most)
+        if rest:
+            computed += count * min(b * t for b, t in fitting if b >= rest)
+        needed += count * each.batch * length
+    axes = (SizeAxis("shapes", "tokens", needed, computed),)
+    return Buckets(table, axes, len(ENCODER_KINDS) * len(table.shapes), beyond)
+
+
+def suggest_encoder(log: LoggedRequests, budget: int, today: Encode | None = None) -> Buckets:
+    """Return the buckets that pad an encoder's load least: each batch with each length.
+
+    Args:
+        log: the load.
+        budget: the largest number of programs for each target; a bucket has three.
+        today: the buckets of today. Their longest length and largest batch stay. None: those of the load.
+
+    Raises:
+        UsageError: the budget is too small for one bucket.
+    """
+    longest = _rounded(max(each.length for each in log.encodings), LENGTH_MULTIPLE)
+    most = max(each.batch for each in log.encodings)
+    if today is not None:
+        longest = max(length for _, length in today.shapes)
+        most = max(batch for batch, _ in today.shapes)
+    room = budget // len(ENCODER_KINDS)
+    if not room:
+        raise UsageError(
+            f"expected at least {len(ENCODER_KINDS)} programs, which one bucket has, found {budget}",
+            hint="give more: --programs N",
+        )
+    found: Buckets | None = None
+    for number in range(1, min(MOST_SIZES, room) + 1):
+        for batches, lengths in _taking_turns(
+            log.encodings, longest, most, number, min(MOST_SIZES, room // number)
+        ):
+            one = encoder_buckets(log, Encode(tuple(product(batches, lengths))))
+            cost = (one.axes[0].computed, one.programs)
+            if found is None or cost < (found.axes[0].computed, found.programs):
+                found = one
+    assert found is not None
+    return found
+
+
+def _taking_turns(
+    encodings: Mapping[LoggedEncoding, int],
+    longest: int,
+    most: int,
+    batch_count: int,
+    length_count: int,
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield batches and lengths, each exact for the other, until neither changes."""
+    batches: tuple[int, ...] = (most,)
+    lengths: tuple[int, ...] = (longest,)
+    for _ in range(MOST_SIZES):
+        before = batches, lengths
+        by_rows: Counter[int] = Counter()
+        by_length: Counter[int] = Counter()
+        for each, count in encodings.items():
+            by_rows[each.batch] += count * padded(min(each.length, longest), lengths)
+        batches = _last(_solved(folded(by_rows, most), 1, {most}, batch_count))
+        for each, count in encodings.items():
+            by_length[min(each.length, longest)] += count * padded(each.batch, batches)
+        lengths = _last(_solved(by_length, LENGTH_MULTIPLE, {longest}, length_count))
+        yield batches, lengths
+        if before == (batches, lengths):
+            return
+
+
+class _Load:
+    """What a log weighs on each axis of a decoder."""
+
+    def __init__(self, log: LoggedRequests) -> None:
+        self._log = log
+
+    def axes(self) -> Iterator[tuple[str, str, dict[int, float]]]:
+        """Yield the name of each axis, what it counts, and the weight of each value."""
+        generations = self._log.generations
+        prompts: Counter[int] = Counter()
+        for each, count in generations.items():
+            if each.prompt_tokens:
+                prompts[each.prompt_tokens] += count
+        yield "prompt", "tokens of prompts", dict(prompts)
+        yield "context", "cache positions that decode steps read", _steps(generations)
+        if self._log.seconds_at:
+            yield "batch", "rows of decode steps", dict(self._log.seconds_at)
+            return
+        rows: dict[int, float] = {}
+        for each, count in generations.items():
+            if each.batch is None:
+                return
+            # A step of a batch counts once, and each of its requests is a line of the log.
+            weight = count * max(each.new_tokens, 1) / each.batch
+            rows[each.batch] = rows.get(each.batch, 0.0) + weight
+        yield "batch", "rows of decode steps", rows
+
+
+def _steps(generations: Mapping[LoggedGeneration, int]) -> dict[int, float]:
+    """Return how many decode steps run at each length of a text. A request without any counts as one."""
+    longest = max(max(each.length, 1) for each in generations)
+    changes = np.zeros(longest + 2, np.int64)
+    for each, count in generations.items():
+        first = min(each.length - each.new_tokens + 1, max(each.length, 1))
+        changes[first] += count
+        changes[max(each.length, 1) + 1] -= count
+    steps = np.cumsum(changes)
+    return {int(length): float(steps[length]) for length in np.flatnonzero(steps)}
+
+
+def _axis(name: str, what: str, weights: Mapping[int, float], sizes: Sequence[int]) -> SizeAxis:
+    computed = sum(padded(value, sizes) * weight for value, weight in weights.items())
+    return SizeAxis(name, what, _needed(weights), computed)
+
+
+def _needed(weights: Mapping[int, float]) -> float:
+    return sum(value * weight for value, weight in weights.items())
+
+
+def _clipped(weights: Mapping[int, float], largest: int) -> dict[int, float]:
+    """Return the values with those beyond the largest size as that one: they wait, or are refused."""
+    found: dict[int, float] = {}
+    for value, weight in weights.items():
+        found[min(value, largest)] = found.get(min(value, largest), 0.0) + weight
+    return found
+
+
+def _solved(
+    weights: Mapping[int, float], multiple: int, kept: set[int], most: int = MOST_SIZES
+) -> list[Sizes]:
+    """Return the best sizes of an axis for each number of them; `kept` has the largest one."""
+    weights = _clipped(weights, max(kept))
+    among = candidates(weights, multiple, kept)
+    return [*best_sizes(weights, among, max(most, len(kept)), kept).values()]
+
+
+def _last(solved: Sequence[Sizes]) -> tuple[int, ...]:
+    return solved[-1].chosen
+
+
+def _rounded(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _count(table: Generate, most: int | None = None) -> int:
+    """Return the number of a decoder's programs, counted up to a limit."""
+    return sum(1 for _ in islice(decoder_specs(table), most))

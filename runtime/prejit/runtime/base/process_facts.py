@@ -1,0 +1,247 @@
+"""Facts about this process: from the Linux kernel (proc(5)), when it imported what, and how it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from prejit.runtime.errors import UsageError
+
+
+class Span(NamedTuple):
+    """A time that a thread spent on one part of a start.
+
+    Attributes:
+        part: `imports`, `reading`, `verification` or `loading`; `start.start_report` says what they mean.
+        thread: its identifier (`threading.get_ident`).
+        start, end: by `time.perf_counter`.
+    """
+
+    part: str
+    thread: int
+    start: float
+    end: float
+
+
+def span(part: str, start: float) -> Span:
+    """Return what the calling thread has done from `start` until now."""
+    return Span(part, threading.get_ident(), start, time.perf_counter())
+
+
+_IMPORT_SECONDS = 1e-4
+"""An import that takes less is not noted. One of a module that is there already takes a microsecond."""
+
+imports: list[Span] = []
+"""When threads imported what takes long. It belongs to the process, because modules do."""
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Add the time of this block to `imports`, unless its modules were imported before.
+
+    Not for code that runs with every request: `imports` would grow.
+    """
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        if time.perf_counter() - started > _IMPORT_SECONDS:
+            imports.append(span("imports", started))
+
+
+THREADS = "PREJIT_THREADS"
+"""Environment variable with the maximum number of threads that native kernels may use."""
+
+
+def is_plain_start() -> bool:
+    """Return whether `PREJIT_PLAIN_START` is set. A start then takes no measures to be quick.
+
+    The variable helps to find out whether such a measure disturbs the host program.
+    """
+    return bool(os.environ.get("PREJIT_PLAIN_START"))
+
+
+def kernel_threads(root: str = "/") -> int:
+    """Return how many threads native kernels use, including the calling one: at least 1.
+
+    It is the smallest of three numbers: the CPUs that this process may run on, the CPU quota of its control
+    groups, and `PREJIT_THREADS`. A quota is rounded down, because all threads wait for a helper that the
+    quota stops in the middle of its share.
+
+    Args:
+        root: the directory that holds `proc` and `sys`.
+
+    Raises:
+        UsageError: PREJIT_THREADS is not an integer of at least 1.
+    """
+    most = cpus(root)
+    text = os.environ.get(THREADS, "")
+    if text:
+        if not re.fullmatch(r"0*[1-9][0-9]{0,8}", text, re.ASCII):
+            raise UsageError(
+                f"{THREADS}: expected an integer of at least 1, found {text!r:.80}",
+                hint="unset it for as many threads as this process has CPUs",
+            )
+        most = min(most, int(text))
+    return most
+
+
+def cpus(root: str = "/") -> int:
+    """Return how many CPUs this process may use at a time, by its affinity and its control groups' quotas.
+
+    It is at least 1. `root` is the directory that holds `proc` and `sys`.
+    """
+    affinity: int = len(os.sched_getaffinity(0))
+    return max(1, min([affinity, *map(int, _cpu_quotas(root))]))
+
+
+def free_memory_bytes(root: str = "/") -> int:
+    """Return how much memory this process can still take, by the kernel and by its control groups' limits.
+
+    `root` is the directory that holds `proc` and `sys`. Pages of files that nobody has used for long count as
+    free, because the kernel drops them before it fails (proc_meminfo(5), cgroups(7)).
+    """
+    left = [sys.maxsize]  # a kernel that does not say
+    for line in text_of(os.path.join(root, "proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            left.append(int(line.split()[1]) << 10)
+    for directory, is_second in _groups(root, "memory"):
+        names = (
+            ("memory.max", "memory.current", "inactive_file")
+            if is_second
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        )
+        limit, used = (text_of(os.path.join(directory, name)).strip() for name in names[:2])
+        words = text_of(os.path.join(directory, "memory.stat")).split()
+        unused = words[words.index(names[2]) + 1] if names[2] in words else "0"
+        if limit.isdecimal() and used.isdecimal() and unused.isdecimal():  # else there is no limit
+            left.append(max(0, int(limit) - int(used) + int(unused)))
+    return min(left)
+
+
+def _cpu_quotas(root: str) -> Iterator[float]:
+    """Yield the CPU quota of each control group of this process that has one (cgroups(7))."""
+    for directory, is_second in _groups(root, "cpu"):
+        files = ("cpu.max",) if is_second else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = " ".join(text_of(os.path.join(directory, name)) for name in files).split()
+        # `max 100000` and `-1 100000` mean that there is no limit.
+        if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() and int(words[1]):
+            yield int(words[0]) / int(words[1])
+
+
+def _groups(root: str, limited: str) -> Iterator[tuple[str, bool]]:
+    """Yield the control groups of this process in each hierarchy that may limit something, inner ones first.
+
+    Args:
+        root: the directory that holds `proc` and `sys`.
+        limited: the controller: cpu or memory.
+
+    Yields:
+        The group's directory, and whether its hierarchy is of version 2.
+    """
+    groups = dict[str, str]()
+    for line in text_of(os.path.join(root, "proc/self/cgroup")).splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        groups.update(dict.fromkeys(controllers.split(","), path))
+    for line in text_of(os.path.join(root, "proc/self/mountinfo")).splitlines():
+        before, _, after = line.partition(" - ")
+        place, mount = before.split(" "), after.split(" ")
+        if len(place) < 5 or len(mount) < 3:
+            continue
+        is_second = mount[0] == "cgroup2"
+        if not is_second and (mount[0] != "cgroup" or limited not in mount[2].split(",")):
+            continue
+        # A container sees only the hierarchy below `top`, which may be the group itself.
+        top, at = place[3].rstrip("/"), place[4].strip("/")
+        group, mounted_at = groups.get("" if is_second else limited, ""), os.path.join(root, at)
+        inside = group[len(top) :] if f"{group}/".startswith(f"{top}/") else ""
+        directory = mounted_at + inside.rstrip("/")
+        while True:
+            yield directory, is_second
+            if len(directory) <= len(mounted_at):
+                break
+            directory = os.path.dirname(directory)
+
+
+def text_of(path: str) -> str:
+    """Return the content of a file of the kernel; empty if there is no such file."""
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def is_alone() -> bool:
+    """Return whether the calling thread is the main thread and no other thread runs Python.
+
+    prejit changes settings of the whole process only then, because other threads belong to the host program.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and len(sys._current_frames()) == 1
+
+
+def thread_count() -> int:
+    """Return the number of this process's threads, including those that do not run Python."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def seconds_since_exec() -> float:
+    """Return the seconds since this process was started; the kernel counts in steps of 10 ms."""
+    started = _started()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def exec_time() -> float:
+    """Return when this process was started, by `time.perf_counter`, or up to 10 ms before that."""
+    started = _started()
+    # One clock right after the other: on a busy machine, to read a file between them can take 20 ms.
+    return time.perf_counter() - (time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+
+
+def _started() -> float:
+    """Return when this process was started, in seconds since the boot."""
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def peak_memory_bytes() -> int:
+    """Return the peak resident memory, mapped files included.
+
+    The peak of getrusage would begin with the memory of the parent when it started this process.
+    """
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
+
+
+def private_memory_bytes() -> int:
+    """Return the resident memory that no other process shares."""
+    with open("/proc/self/smaps_rollup", encoding="ascii", errors="replace") as file:
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Private_"))
+
+
+def host_memory_bytes() -> int:
+    """Return the resident memory of this process."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def host_memory_limit_bytes(root: str = "/") -> int:
+    """Return how much memory this process may use: the limit of its container, or the machine's memory.
+
+    Args:
+        root: the directory that holds `sys`. A container sees its own limit there.
+    """
+    limit: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups 2 and 1
+        text = text_of(os.path.join(root, "sys/fs/cgroup", path)).strip()
+        if text.isdecimal():  # and not `max`
+            limit = min(limit, int(text))
+    return limit

@@ -1,0 +1,86 @@
+"""How to call the programs of the user in a bundle, as `prejit inspect` shows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from prejit.runtime.base.text_table import table
+from prejit.runtime.format import trees
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.bundle_schema import Config, ProgramEntry
+from prejit.runtime.format.checks.program_table import check_arrays, check_static, check_tree
+
+_WIDTH = 90
+"""Maximum number of characters of an argument or result."""
+
+
+def calls_table(config: Config) -> str:
+    """Return a table of the arguments and results of the user's programs; empty if there are none.
+
+    Sizes are those of the first bucket.
+
+    Raises:
+        RejectError: the program table is damaged.
+    """
+    sections: dict[str, list[ProgramEntry]] = {}
+    for program in config.programs:
+        if program.kind == "call":
+            sections.setdefault(program.name.partition("/")[0], []).append(program)
+    rows = [row for name, programs in sections.items() for row in _rows(name, programs, config)]
+    return table(("call", "", "value"), rows) if rows else ""
+
+
+def _rows(
+    name: str, programs: Sequence[ProgramEntry], config: Config
+) -> Iterator[tuple[str, str, str]]:
+    first = programs[0]
+    where = f"{config.bundle}: program table of {config.target}: {first.name}"
+    arguments = check_arrays(first.arguments, first.kind, config.mesh, where)
+    results = check_arrays(first.results, first.kind, config.mesh, where)
+    tree = check_tree(first.arguments_tree, arguments, where)
+    assert isinstance(tree, trees.Node)
+    arrays, title = iter(arguments), name
+    for key, child in zip(tree.keys, tree.children, strict=True):
+        yield title, str(key), _short(_described(child, arrays))
+        title = ""
+    static: dict[str, list[str]] = {}
+    for program in programs:
+        for key, value in check_static(program, where).items():
+            static.setdefault(key, []).append(json.dumps(value))
+    for key, values in static.items():
+        yield title, key, _short(" or ".join(dict.fromkeys(values)))
+        title = ""
+    gives = check_tree(first.results_tree, results, where)
+    yield title, "->", _short(_described(gives, iter(results)))
+
+
+def _described(tree: trees.Tree, arrays: Iterator[Array]) -> str:
+    """Return a value as Python writes it, with dtypes and shapes for arrays."""
+    if isinstance(tree, trees.Leaf):
+        array = next(arrays)
+        if tree.key:
+            return f"random key{list(array.shape[:-1]) or ''}"
+        names = array.variables or ("",) * len(array.shape)
+        extents = ", ".join(
+            name or str(extent) for name, extent in zip(names, array.shape, strict=True)
+        )
+        return f"{'weak ' * array.weak}{array.dtype}[{extents}]"
+    parts = [_described(child, arrays) for child in tree.children]
+    pairs = zip(tree.keys, parts, strict=True)
+    match tree.kind:
+        case "none":
+            return "None"
+        case "list":
+            return f"[{', '.join(parts)}]"
+        case "dict":
+            return f"{{{', '.join(f'{key!r}: {part}' for key, part in pairs)}}}"
+        case "namedtuple" | "record":
+            name = tree.type.rpartition(":")[2]
+            return f"{name}({', '.join(f'{key}={part}' for key, part in pairs)})"
+        case _:
+            return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4]} ..."

@@ -1,0 +1,111 @@
+"""Options that several commands have, and types of their values."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from prejit.runtime.errors import UsageError
+from prejit.runtime.trust.policy_paths import TRUST_VARIABLE
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Number(click.FloatRange):
+    """A number of a range. NaN, which compares with no bound, is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, or fail."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"expected a number, found {value!r:.40}", param, ctx)
+        return number
+
+
+def byte_count(text: str) -> int:
+    """Return a number of bytes: `1000`, `512M`, `10GB`, `1.5TiB`. As in dd(1), only GB is a power of 1000."""
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([kKMGT]?)(i?B)?", text)
+    if found is None or (found[3] == "iB" and not found[2]):
+        raise click.BadParameter(
+            f"expected a number of bytes or a size such as 512M, 10GB or 1.5TiB, found {text!r:.40}"
+        )
+    base = 1000 if found[3] == "B" else 1024
+    return int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
+
+
+PATH = click.Path(readable=False)  # what opens a file says why it cannot, in the words of its kind
+Attributes = dict[str, Any]
+"""The type of an option's value, and how the help writes it."""
+FILE: Attributes = {"type": PATH, "metavar": "FILE"}
+DIR: Attributes = {"type": PATH, "metavar": "DIR"}
+COUNT: Attributes = {"type": click.IntRange(min=1), "metavar": "N"}
+SECONDS: Attributes = {"type": Number(0, 1e9), "metavar": "SECONDS"}
+SIZE: Attributes = {"type": byte_count, "metavar": "SIZE"}
+
+BUNDLE = click.argument("path", type=PATH, metavar="BUNDLE", help="Directory of a bundle.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+STATS = click.option("--stats", is_flag=True, help="Print statistics on stderr.")
+FINGERPRINT = click.option(
+    "--fingerprint", **FILE, help="Use the fingerprint in FILE instead of this machine's own."
+)
+
+
+def _apply_trust(_: click.Context, __: click.Parameter, policy: str | None) -> None:
+    """Make a policy apply to this process and to those that it starts."""
+    if policy is not None:
+        others = os.environ.get(TRUST_VARIABLE)
+        path = os.path.abspath(policy)
+        os.environ[TRUST_VARIABLE] = f"{others}{os.pathsep}{path}" if others else path
+
+
+TRUST = click.option(
+    "--trust",
+    **FILE,
+    expose_value=False,
+    callback=_apply_trust,
+    help="A trust policy that must let the bundle run; those of $PREJIT_TRUST and the machine apply too.",
+)
+
+
+def on_mismatch(text: str) -> Callable[[_F], _F]:
+    """Return the option that says what happens where a machine matches no target."""
+    return click.option(
+        "--on-mismatch", type=click.Choice(("jit", "error")), default="jit", help=text
+    )
+
+
+def loads(command: _F) -> _F:
+    """Add the options of commands that load a bundle; `prejit.runtime.load` has the same."""
+    mismatch = on_mismatch(
+        "Where this machine matches no target: compile here, or fail with exit status 3."
+    )
+    return FINGERPRINT(TRUST(mismatch(command)))
+
+
+def output(metavar: str, text: str, **more: Any) -> Callable[[_F], _F]:
+    """Return the option that says where the result is written."""
+    return click.option("-o", "--output", type=PATH, metavar=metavar, help=text, **more)
+
+
+def page(text: str) -> Callable[[_F], _F]:
+    """Return the option that writes a report as an HTML page."""
+    return click.option("--page", type=PATH, metavar="FILE.html", help=text)
+
+
+def check_one(
+    options: Mapping[str, object], *, required: bool = False, hint: str | None = None
+) -> None:
+    """Check that no two of some options are given. The value None means that an option is not.
+
+    Raises:
+        UsageError: several are given, or none where one is required.
+    """
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) > 1 or (required and not given):
+        found = " and ".join(given) or "none"
+        raise UsageError(f"expected one of {', '.join(options)}, found {found}", hint=hint)

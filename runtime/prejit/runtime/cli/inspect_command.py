@@ -1,0 +1,156 @@
+"""`prejit inspect`: read a bundle without running it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from prejit.runtime.base.text_table import size, table
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.cli.accuracy_tables import accuracy_table, forms_table
+from prejit.runtime.cli.call_table import calls_table
+from prejit.runtime.cli.command_options import BUNDLE, JSON
+from prejit.runtime.cli.golden_commands import quarantined
+from prejit.runtime.cli.output import print_json, print_text
+from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.bundle_schema import Config, RecordedProgram
+from prejit.runtime.format.checks.oci import check_digest
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import (
+    GENERATION_MEDIA_TYPE,
+    KERNELS_MEDIA_TYPE,
+)
+from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
+from prejit.runtime.format.root import Root
+from prejit.runtime.generation.defaults import check_generation
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from prejit.runtime.generation.defaults import Defaults
+
+
+@click.command(
+    epilog="Examples:\n\n\b\n  prejit inspect artifacts/demo\n  prejit inspect artifacts/demo --json"
+)
+@BUNDLE
+@JSON
+def inspect(path: str, as_json: bool) -> int:
+    """Show what a bundle holds: targets, programs, sizes, versions."""
+
+    def read(
+        layout: Layout, root: Root
+    ) -> tuple[str, tuple[OpenTarget, ...], list[Contents], Defaults | None]:
+        targets = match(root, Fingerprint.current())
+        contents = [read_contents(layout, target) for target in targets]
+        return root.digest, targets, contents, _defaults(layout, contents[0])
+
+    digest, targets, contents, defaults = read_whole(path, read)
+    if as_json:
+        described = [
+            {
+                "config": json.loads(to_json(c.config)),
+                "layers": [asdict(x) for x in c.manifest.layers],
+            }
+            for c in contents
+        ]
+        described_defaults = None if defaults is None else asdict(defaults)
+        print_json({"digest": digest, "targets": described, "defaults": described_defaults})
+        return 0
+    _print_bundle(digest, contents[0].config, defaults)
+    layers = {layer.digest: layer for c in contents for layer in c.manifest.layers}
+    sizes = [(_layer_name(x.mediaType), size(x.size)) for x in layers.values()]
+    print_text(table(["layer", "size"], sizes))
+    if calls := calls_table(contents[0].config):
+        print_text(f"\n{calls}")
+    for target, content in zip(targets, contents, strict=True):
+        _print_target(target, content)
+    return 0
+
+
+def _print_bundle(digest: str, config: Config, defaults: Defaults | None) -> None:
+    """Print what all targets of a bundle share."""
+    print_text(f"{config.bundle}  {digest}")
+    print_text(table(["built with", "version"], sorted(config.versions.items())))
+    if (portable := config.portable) is not None:
+        until = f", readable until {portable.readable_until}" if portable.readable_until else ""
+        print_text(f"portable programs: jax {portable.jax}, StableHLO {portable.stablehlo}{until}")
+    if defaults is not None:
+        values = (f"{name} {value}" for name, value in defaults.options().items())
+        print_text(f"generates by default with: {', '.join(values) or 'the most likely tokens'}")
+    if config.accuracy is not None:
+        print_text(accuracy_table(config.accuracy))
+
+
+def _print_target(target: OpenTarget, content: Contents) -> None:
+    """Print whether a target fits this machine, its kernels and its programs."""
+    fits = "fits this machine" if target.verdict.matches else target.verdict.reason()
+    print_text(f"\n{target.name}: {fits}")
+    if (kernels := content.config.kernels) is not None:
+        held = content.manifest.layer(KERNELS_MEDIA_TYPE).size
+        names = ", ".join(kernels.handlers)
+        print_text(f"kernels {kernels.level}, {kernels.compiler}, {size(held)}: {names}")
+    held_bytes = {at.digest: at.size for at in content.manifest.layers}
+    for library in content.config.libraries or ():
+        names = ", ".join(library.handlers)
+        print_text(f"library {library.name}, {size(held_bytes[library.digest])}: {names}")
+    if content.config.recorded is not None:
+        print_text(_recorded_table(content.config.recorded))
+        return
+    rows = []
+    for program in content.config.programs:
+        sizes = (program.executable.size, program.portable.size, program.memory.temp_bytes)
+        golden = "none" if program.golden is None else f"of {program.golden.source}"
+        rows.append((program.name, program.kind, *map(size, sizes), golden))
+    heads = ["program", "kind", "executable", "StableHLO", "temporary memory", "golden answer"]
+    print_text(table(heads, rows))
+    for name, found in quarantined(content).items():
+        print_text(
+            f"{name}: in quarantine on this machine: {found}. `prejit verify --run` asks it again, "
+            "and --forget lifts it"
+        )
+    if content.config.forms:
+        print_text(forms_table(content.config.forms))
+
+
+def _recorded_table(recorded: Sequence[RecordedProgram]) -> str:
+    """Return the recorded programs as a table."""
+    rows = [
+        (each.name, each.function or "", size(each.entry.raw_size), _shortened(each.arguments))
+        for each in recorded
+    ]
+    return table(["recorded program", "function", "size", "arguments"], rows)
+
+
+def _shortened(arguments: Sequence[str] | None) -> str:
+    if arguments is None:
+        return "not known"
+    more = f", and {len(arguments) - 4} more" if len(arguments) > 4 else ""
+    return ", ".join(arguments[:4]) + more
+
+
+def _defaults(layout: Layout, content: Contents) -> Defaults | None:
+    """Return the generation defaults of a decoder; None: the bundle holds no decoder.
+
+    Raises:
+        RejectError: the generation config is damaged.
+    """
+    manifest = content.manifest
+    if content.config.decoder is None:
+        return None
+    if not manifest.has_layer(GENERATION_MEDIA_TYPE):
+        # The import loads NumPy, which `verify` of other bundles does not need.
+        from prejit.runtime.generation.defaults import Defaults
+
+        return Defaults()
+    at = manifest.layer(GENERATION_MEDIA_TYPE)
+    read, path = layout.read_blob(at.digest, at.size), layout.blob_path(at.digest)
+    check_digest(read, at.digest, path)
+    return check_generation(read, path)
+
+
+def _layer_name(media_type: str) -> str:
+    return media_type.removeprefix("application/vnd.prejit.")

@@ -1,0 +1,132 @@
+"""`prejit run`: start a program with the programs of a recorded bundle as jax's cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from prejit.runtime.cli.command_options import BUNDLE, TRUST, on_mismatch, output
+from prejit.runtime.cli.output import print_text, warnings_on_stderr, write_text
+from prejit.runtime.errors import MismatchError
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.recorded.hook.watch import CACHE_DIRECTORY, Orders
+from prejit.runtime.recorded.hook_events import read_events
+from prejit.runtime.recorded.live import telling
+from prejit.runtime.recorded.recorded_bundle import RecordedBundle, open_recorded
+from prejit.runtime.recorded.recorded_run import (
+    become,
+    cache_settings,
+    environment_for,
+    run_command,
+)
+from prejit.runtime.recorded.run_report import report_of, text
+
+MISMATCH = MismatchError.exit_code
+
+
+@click.command(
+    epilog="Examples:\n\n\b\n  prejit run artifacts/serve -- python serve.py\n"
+    "  prejit run artifacts/serve --report -- python serve.py\n"
+    "  prejit run artifacts/serve --require-aot -- gunicorn serve:app\n\n"
+    "The exit status is that of COMMAND."
+)
+@BUNDLE
+@click.argument(
+    "command",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+    metavar="-- COMMAND...",
+    help="The program's command and its arguments.",
+)
+@TRUST
+@click.option(
+    "--report",
+    is_flag=True,
+    help="Print on stderr at the end what was read and what was compiled, and why.",
+)
+@click.option(
+    "--live", is_flag=True, help="Print on stderr what is compiled, and why, as soon as it happens."
+)
+@output("FILE.json", "Write the report as JSON.")
+@click.option(
+    "--require-aot",
+    is_flag=True,
+    help="Raise an error in the program where it would compile, and exit with status 3.",
+)
+@on_mismatch(
+    "Where this machine matches no target: run without the bundle, or fail with exit status 3."
+)
+def run(
+    path: str,
+    command: tuple[str, ...],
+    report: bool,
+    live: bool,
+    output: str | None,
+    require_aot: bool,
+    on_mismatch: str,
+) -> int:
+    """Start any JAX program with a recorded bundle as jax's cache."""
+    with warnings_on_stderr():
+        bundle = open_recorded(path)
+    _check_match(bundle, path, must_match=require_aot or on_mismatch == "error")
+    settings = {} if bundle.directory is None else cache_settings(bundle.directory, write=False)
+    if settings and (own := os.environ.get(CACHE_DIRECTORY.upper())):
+        _say(f"{CACHE_DIRECTORY.upper()}={own} is not used: jax reads {path} and writes nothing")
+    if not (report or live or output is not None or require_aot):
+        sys.stdout.flush()
+        plain = bundle.directory is None
+        become(command, os.environ if plain else environment_for(Orders(settings), os.environ))
+    with tempfile.TemporaryDirectory(prefix="prejit-run-") as directory:
+        orders = Orders(settings, events=directory, refuse=require_aot)
+        with ExitStack() as stack:
+            if live:
+                machine = Fingerprint.current()
+                stack.enter_context(telling(Path(directory), bundle, machine, _tell))
+            status = run_command(command, environment_for(orders, os.environ))
+        processes = read_events(Path(directory))
+    found = report_of(bundle, processes, Fingerprint.current())
+    if report or (require_aot and found.misses):
+        print_text(text(found), file=sys.stderr)
+    elif require_aot:
+        for note in found.notes:  # what keeps --require-aot from seeing a compile
+            _say(note)
+    if output is not None:
+        write_text(output, json.dumps(found.described(), indent=1) + "\n")
+    compiled = found.misses or found.unwatched
+    return MISMATCH if require_aot and compiled else status
+
+
+def _check_match(bundle: RecordedBundle, path: str, *, must_match: bool) -> None:
+    """Say on stderr that no target matches, or raise if one must.
+
+    Raises:
+        MismatchError: no target matches, and one must.
+    """
+    if bundle.verdict.matches:
+        return
+    reason = (
+        f"{path}: this machine matches none of the bundle's targets; closest is "
+        f"{bundle.verdict.target}: {bundle.verdict.reason()}"
+    )
+    if must_match:
+        raise MismatchError(
+            reason,
+            verdicts=(bundle.verdict,),
+            hint=f"add a target on this machine with: prejit record -o {path} -- COMMAND",
+        )
+    _say(f"{reason}. The program runs without the bundle, and jax compiles.")
+
+
+def _tell(paragraph: str) -> None:
+    print_text(paragraph, file=sys.stderr)
+
+
+def _say(message: str) -> None:
+    print_text(f"warning: {message}", file=sys.stderr)

@@ -1,0 +1,28 @@
+"""`prejit tune`: record what XLA measures on this machine's GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from prejit.runtime.cli.command_options import BUNDLE, TRUST, output
+from prejit.runtime.cli.output import print_text
+from prejit.runtime.device import tuning
+
+
+@click.command(epilog="Examples:\n\n\b\n  prejit tune artifacts/demo -o h200.json")
+@BUNDLE
+@TRUST
+@output("FILE", "File to write; name it as `tuning` of a [[target]].", required=True)
+def tune(path: str, output: str) -> int:
+    """Compile a bundle on this machine's GPU and record what XLA measures, for builds elsewhere."""
+    measured = tuning.tune(path, lambda line: print_text(line, file=sys.stderr))
+    tuning.write(measured, Path(output))
+    print_text(
+        f"wrote {output} for {measured.machine.device_kind}; name it in the manifest:\n"
+        f'  [[target]]\n  tuning = "{output}"',
+        file=sys.stderr,
+    )
+    return 0

@@ -1,0 +1,197 @@
+"""The arguments and results of each kind of program, as in docs/bundle-format.md. No JAX, no file access.
+
+Texts are made, not parsed, and shared: to compare a table of hundreds takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from itertools import zip_longest
+from typing import final
+
+from prejit.runtime.format.bundle_schema import Config, ProgramEntry
+from prejit.runtime.format.cache_arrays import cache_arrays, sized, source_array
+
+BUCKETS = {
+    "prefill": ("batch", "context", "prompt"),
+    "decode": ("batch", "context"),
+    "verify": ("batch", "context", "draft"),
+    "copy": ("batch", "context", "source_batch", "source_context"),
+    "encode": ("batch", "context", "source"),
+    "embed": ("batch", "length"),
+    "layer": ("batch", "length"),
+    "pool": ("batch", "length"),
+}
+"""The names of the sizes in a bucket of each kind. A `call` program has the names of its manifest."""
+DECODER_KINDS = ("prefill", "decode", "verify", "copy", "encode")
+ENCODER_KINDS = ("embed", "layer", "pool")
+WITHOUT_WEIGHTS = ("copy", "pool")
+"""Kinds of programs that may have no weight set."""
+
+_TOP_LOGPROBS = 20
+_CACHE_SHARDING = " @data,tensor,,"
+
+Signature = tuple[tuple[str, ...], tuple[str, ...]]
+"""The arguments after the weights, and the results, as texts of `Array`."""
+
+
+@final
+class Signatures:
+    """Signatures of the programs of a decoder or an encoder."""
+
+    def __init__(self, config: Config) -> None:
+        """Read the sizes of the model.
+
+        Args:
+            config: whose decoder and encoder, if any, are right in themselves.
+        """
+        self._config = config
+        self._hidden = 0
+        for program in config.programs:
+            if program.kind == "embed":
+                self._hidden = _size(
+                    program.results[:1], r'\["hidden"\] float32\[\d+,\d+,(\d{1,10})\]'
+                )
+        self._sampling = cache(self._sampling_uncached)
+        self._cache = cache(self._cache_uncached)
+        self._forms = () if config.decoder is None else _cache_forms(config)
+
+    def of(self, program: ProgramEntry) -> Signature:
+        """Return the signature of a program whose bucket was checked; its kind is not `call`."""
+        sizes = program.bucket
+        if program.kind in ENCODER_KINDS:
+            return self._of_encoder(program.kind, sizes["batch"], sizes["length"])
+        batch, context = sizes["batch"], sizes["context"]
+        if program.kind == "copy":
+            return self._of_copy(sizes)
+        if program.kind == "encode":
+            length = f'["length"] int32[{batch}]'
+            return (self._source(batch, sizes["source"]), length), self._cache(batch, context)
+        history = f'["history"] int32[{batch},{self._vocab}]'
+        sampling, cached = self._sampling(batch), self._cache(batch, context)
+        donated = tuple(f"{text} donated{self._split}" for text in cached)
+        given = tuple(f"{text}{self._split}" for text in cached)
+        row = f"int32[{batch}]"
+        if program.kind == "decode":
+            inputs = (f'["token"] {row}', f'["position"] {row}', f'["live"] {row}')
+            steps = _size(program.results[2:3], r'\["tokens"\] int32\[(\d{1,10}),\d+\]')
+            chosen = self._chosen((steps, batch), "s")
+            return (
+                (*inputs, '["steps"] int32[]', *sampling, f"{history} donated", *donated),
+                (*inputs[:2], *chosen, history, *given),
+            )
+        count = sizes["prompt"] if program.kind == "prefill" else sizes["draft"] + 1
+        inputs = (f'["tokens"] int32[{batch},{count}]', f'["start"] {row}', f'["length"] {row}')
+        if program.kind == "prefill":
+            return (*inputs, *sampling, history, *donated), (*self._chosen((batch,), ""), *given)
+        return (
+            (*inputs, *sampling, f"{history} donated", *donated),
+            (*self._chosen((count, batch), "s"), f'["accepted"] {row}', history, *given),
+        )
+
+    @property
+    def _vocab(self) -> int:
+        return 0 if self._config.decoder is None else self._config.decoder.vocab_size
+
+    @property
+    def _split(self) -> str:
+        return "" if self._config.mesh is None else _CACHE_SHARDING
+
+    def _of_encoder(self, kind: str, batch: int, count: int) -> Signature:
+        length = f'["length"] int32[{batch}]'
+        hidden = f'["hidden"] float32[{batch},{count},{self._hidden}]'
+        if kind == "embed":
+            return (f'["tokens"] int32[{batch},{count}]',), (hidden,)
+        if kind == "layer":
+            return (length, f"{hidden} donated"), (hidden,)
+        width = 0 if self._config.encoder is None else self._config.encoder.width
+        return (length, hidden), (f'["embedding"] float32[{batch},{width}]',)
+
+    def _sampling_uncached(self, batch: int) -> tuple[str, ...]:
+        """Return the arguments in the order of the document."""
+        real, whole = f"float32[{batch}]", f"int32[{batch}]"
+        return (
+            f'["temperature"] {real}',
+            f'["top_k"] {whole}',
+            f'["top_p"] {real}',
+            f'["min_p"] {real}',
+            f'["repetition_penalty"] {real}',
+            f'["presence_penalty"] {real}',
+            f'["frequency_penalty"] {real}',
+            f'["seed"] uint32[{batch},2]',
+            f'["bias"] float32[{batch},{self._vocab}]',
+            f'["logprobs"] {whole}',
+        )
+
+    def _chosen(self, sizes: tuple[int, ...], plural: str) -> tuple[str, ...]:
+        shape = ",".join(map(str, sizes))
+        tops = f"{shape},{min(_TOP_LOGPROBS, self._vocab)}"
+        return (
+            f'["token{plural}"] int32[{shape}]',
+            f'["logprob{plural}"] float32[{shape}]',
+            f'["top_tokens"] int32[{tops}]',
+            f'["top_logprobs"] float32[{tops}]',
+        )
+
+    def _of_copy(self, sizes: dict[str, int]) -> Signature:
+        """Return the signature of a copy of all arrays together."""
+        batch, rows = sizes["batch"], f'["rows"] int32[{sizes["batch"]}]'
+        whole = (
+            self._cache(sizes["source_batch"], sizes["source_context"]),
+            self._cache(batch, sizes["context"]),
+        )
+        sources, targets = (
+            [text.replace("cache", name, 1) for text in texts]
+            for name, texts in zip(("source", "target"), whole, strict=True)
+        )
+        return (
+            (
+                *(f"{text}{self._split}" for text in sources),
+                rows,
+                *(f"{text} donated{self._split}" for text in targets),
+            ),
+            tuple(f"{text}{self._split}" for text in targets),
+        )
+
+    def _source(self, batch: int, size: int) -> str:
+        decoder = self._config.decoder
+        array = None if decoder is None else source_array(decoder)
+        return "" if array is None else str(sized(array, {"batch": batch, "source": size}))
+
+    def _cache_uncached(self, batch: int, context: int) -> tuple[str, ...]:
+        sizes = {"batch": str(batch), "context": str(context)}
+        return tuple(
+            f"{head}[{','.join(sizes.get(axis, axis) for axis in axes)}]"
+            for head, axes in self._forms
+        )
+
+
+def _cache_forms(config: Config) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return path and dtype of each array of the cache, and for each axis its variable, or else its size."""
+    assert config.decoder is not None
+    return tuple(
+        (
+            f"{json.dumps(array.path, separators=(',', ':'))} {array.dtype}",
+            tuple(
+                variable or str(size)
+                for variable, size in zip(array.variables, array.shape, strict=True)
+            ),
+        )
+        for array in cache_arrays(config.decoder)
+    )
+
+
+def difference(found: tuple[str, ...], expected: tuple[str, ...]) -> str:
+    """Return the first difference of two unequal lists of arguments or results, as text."""
+    pairs = enumerate(zip_longest(found, expected))
+    place, (one, other) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+    wanted, shown = ("nothing" if text is None else f"{text!r:.80}" for text in (other, one))
+    return f"[{place}]: expected {wanted}, found {shown}"
+
+
+def _size(texts: tuple[str, ...], form: str) -> int:
+    """Return a size from the text of a program's own array; 1 if the text is not of that form."""
+    found = re.fullmatch(form, texts[0], re.ASCII) if texts else None
+    return max(1, int(found[1])) if found else 1

@@ -1,0 +1,678 @@
+"""Checks of a config: programs, decoder, encoder, mesh and weight sets fit each other."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import date
+
+from prejit.runtime.base.digests import is_digest
+from prejit.runtime.base.typed_json import from_json
+from prejit.runtime.errors import RejectError
+from prejit.runtime.format import limits, trees
+from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh, parse_sharding
+from prejit.runtime.format.bundle_schema import (
+    Config,
+    Encoder,
+    ImageManifest,
+    ProgramEntry,
+    Segment,
+)
+from prejit.runtime.format.cache_arrays import cache_arrays, source_array
+from prejit.runtime.format.checks.program_signatures import (
+    BUCKETS,
+    DECODER_KINDS,
+    ENCODER_KINDS,
+    WITHOUT_WEIGHTS,
+    Signatures,
+    difference,
+)
+from prejit.runtime.format.constants import Constant
+from prejit.runtime.format.names import (
+    EXECUTABLES_MEDIA_TYPE,
+    FORMAT_VERSION,
+    KERNEL_LEVELS,
+    KERNELS_MEDIA_TYPE,
+    LIBRARY_MEDIA_TYPE,
+    PORTABLE_MEDIA_TYPE,
+    RECORDED_MEDIA_TYPE,
+)
+from prejit.runtime.machine.requirement import PLATFORMS, Requirement
+
+CHUNK_ALGORITHM = "blake3"
+"""The hash function of chunks. On one core of a Zen 5 it takes 7.1 GB/s, SHA-256 with its instructions 1.9
+(benchmarks/results/2026-11-21-hashing.md)."""
+
+USER_FIELDS = (
+    *("arguments_tree", "results_tree", "static", "mask", "pad", "symbolic", "open_sizes", "calls"),
+    "settings",
+)
+"""Fields of a program that only those of kind `call` may have."""
+
+HANDLER_NAME = re.compile(r"[\w.$-]{1,256}", re.ASCII)
+"""The names of custom calls and of symbols that libraries of the user may have."""
+
+_HEX_DIGEST = re.compile("[0-9a-f]{64}")
+_RECORDED_FILE = re.compile(r"[\w.-]{1,180}-[0-9a-f]{64}-cache")
+"""The name of a recorded file. It becomes a name in a directory, so it must lead to no other place."""
+
+
+def check_config(content: bytes, target: str, requirement: Requirement, path: str) -> Config:
+    """7. Return the config of a target, which must be canonical and agree with the index and with itself.
+
+    Args:
+        content: the config blob.
+        target: the name of the target in the index.
+        requirement: the requirement of the target in the index.
+        path: the file, for errors.
+    """
+    config = from_json(Config, content, path)
+    if config.format != FORMAT_VERSION:
+        raise RejectError(
+            path, f"expected format {FORMAT_VERSION}, as the index, found {config.format}"
+        )
+    if config.target != target or config.requirement != requirement:
+        raise RejectError(path, f"expected target {target!r} with the requirement of the index")
+    names = [program.name for program in config.programs]
+    if len(set(names)) != len(names):
+        raise RejectError(path, "expected each program once")
+    for program in config.programs:
+        if program.weights is not None and program.weights not in config.weight_sets:
+            raise RejectError(path, f"{program.name}: unknown weight set {program.weights!r:.80}")
+        platforms = program.platforms
+        if platforms is not None and (
+            not platforms
+            or len(set(platforms)) != len(platforms)
+            or not set(platforms) <= set(PLATFORMS)
+        ):
+            known = ", ".join(PLATFORMS)
+            raise RejectError(
+                path,
+                f"{program.name}: expected platforms of {known}, each once; found {platforms!r:.80}",
+            )
+    _check_mesh(config, path)
+    _check_cache(config, path)
+    _check_programs(config, path)
+    _check_kernels(config, path)
+    _check_libraries(config, path)
+    _check_chunks(config, path)
+    _check_recorded(config, path)
+    if config.decoder is not None:
+        _check_decoder(config, path)
+    if config.encoder is not None:
+        _check_encoder(config, config.encoder, path)
+    until = None if config.portable is None else config.portable.readable_until
+    if until is not None and not _is_date(until):
+        raise RejectError(path, f"readable_until: expected YYYY-MM-DD, found {until!r:.80}")
+    return config
+
+
+def _check_kernels(config: Config, path: str) -> None:
+    """Check that programs which call kernels have a library, for a CPU level that the requirement covers."""
+    kernels = config.kernels
+    calling = [program for program in config.programs if program.kernels is not None]
+    if not all(program.kernels for program in calling):
+        raise RejectError(path, "expected 'kernels' of a program to be true or absent, found false")
+    if kernels is None:
+        if calling:
+            raise RejectError(
+                path, f"{calling[0].name}: it calls kernels, and the config names no library"
+            )
+        return
+    if not calling:
+        raise RejectError(path, "expected a program that calls the library's kernels, found none")
+    if config.requirement.platform != "cpu":
+        raise RejectError(
+            path, f"expected kernels for cpu, found {config.requirement.platform!r:.80}"
+        )
+    if not is_digest(kernels.digest):
+        raise RejectError(path, f"kernels: expected a digest, found {kernels.digest!r:.80}")
+    if (features := KERNEL_LEVELS.get(kernels.level)) is None:
+        levels = ", ".join(KERNEL_LEVELS)
+        raise RejectError(
+            path, f"kernels: level: expected one of {levels}; found {kernels.level!r:.80}"
+        )
+    # The library uses them without asking the CPU: what lacks one would end in SIGILL.
+    if missing := sorted(set(features) - set(config.requirement.cpu_features)):
+        raise RejectError(
+            path,
+            f"kernels: expected all extensions of {kernels.level} in the requirement, found none of "
+            f"{', '.join(missing)}",
+        )
+    names = kernels.handlers
+    if not names or list(names) != sorted(set(names)):
+        raise RejectError(path, f"kernels: expected names, each once, sorted; found {names!r:.80}")
+
+
+def check_kernels_layer(config: Config, manifest: ImageManifest, path: str) -> None:
+    """7. Check that the kernel library of a config is the only kernel layer of its manifest.
+
+    Args:
+        config: the config of a target.
+        manifest: the manifest of the same target.
+        path: the file of the manifest, for errors.
+    """
+    named = None if config.kernels is None else config.kernels.digest
+    layers = [at for at in manifest.layers if at.mediaType == KERNELS_MEDIA_TYPE]
+    found = next((at.digest for at in layers), None)
+    if named != found:
+        raise RejectError(
+            path, f"expected kernels {named or 'none'}, as the config; found {found or 'no layer'}"
+        )
+
+
+def _check_libraries(config: Config, path: str) -> None:
+    """Check that programs call handlers of the user's libraries that exist, each in one library."""
+    calls = {name for program in config.programs for name in program.calls or ()}
+    for program in config.programs:
+        names = program.calls
+        if names is not None and (not names or list(names) != sorted(set(names))):
+            raise RejectError(
+                path,
+                f"{program.name}: calls: expected names, each once, sorted; found {names!r:.80}",
+            )
+    libraries = config.libraries
+    if libraries is not None:
+        if config.requirement.platform != "cpu":
+            raise RejectError(
+                path, f"expected libraries for cpu, found {config.requirement.platform!r:.80}"
+            )
+        digests = [library.digest for library in libraries]
+        if not digests or digests != sorted(set(digests)) or not all(map(is_digest, digests)):
+            raise RejectError(
+                path, f"libraries: expected digests, each once, sorted; found {digests!r:.80}"
+            )
+    known = set[str]()
+    for library in libraries or ():
+        texts = (*library.handlers, *library.handlers.values())
+        if not texts or not all(map(HANDLER_NAME.fullmatch, texts)):
+            raise RejectError(
+                path,
+                f"libraries: handlers: expected names of handlers, found {library.handlers!r:.80}",
+            )
+        if twice := sorted(known & library.handlers.keys()):
+            raise RejectError(path, f"libraries: expected each handler once, found {twice!r:.80}")
+        if not calls & library.handlers.keys():
+            raise RejectError(
+                path, f"expected a program that calls {library.name!r:.80}, found none"
+            )
+        known |= library.handlers.keys()
+    if missing := sorted(calls - known):
+        raise RejectError(
+            path,
+            f"expected libraries with the handlers that programs call, found no {missing!r:.80}",
+        )
+
+
+def check_library_layers(config: Config, manifest: ImageManifest, path: str) -> None:
+    """7. Check that the libraries of a config are the layers of libraries of its manifest.
+
+    Args:
+        config: the config of a target.
+        manifest: the manifest of the same target.
+        path: the file of the manifest, for errors.
+    """
+    named = [library.digest for library in config.libraries or ()]
+    found = sorted(at.digest for at in manifest.layers if at.mediaType == LIBRARY_MEDIA_TYPE)
+    if named != found:
+        raise RejectError(
+            path,
+            f"expected libraries {', '.join(named) or 'none'}, as the config; "
+            f"found {', '.join(found) or 'no layer'}",
+        )
+
+
+def check_chunks_layers(config: Config, manifest: ImageManifest, path: str) -> None:
+    """7. Check that chunks are of layers of the manifest, and cover each of these layers.
+
+    Args:
+        config: the config of a target.
+        manifest: the manifest of the same target.
+        path: the file of the config, for errors.
+    """
+    # A media type of several layers would not say which one the chunks are of.
+    layers = (at for at in manifest.layers if at.mediaType != LIBRARY_MEDIA_TYPE)
+    sizes = {at.mediaType: at.size for at in layers}
+    for media_type, chunks in (config.chunks or {}).items():
+        if (size := sizes.get(media_type)) is None:
+            raise RejectError(
+                path, f"chunks: expected media types of layers, found {media_type!r:.80}"
+            )
+        expected = -(-size // chunks.size)
+        if len(chunks.digests) != expected:
+            raise RejectError(
+                path,
+                f"chunks of {media_type}: expected {expected} for {size} bytes in chunks of "
+                f"{chunks.size}, found {len(chunks.digests)}",
+            )
+
+
+def _check_chunks(config: Config, path: str) -> None:
+    for media_type, chunks in (config.chunks or {}).items():
+        where = f"chunks of {media_type!r:.80}"
+        if chunks.algorithm != CHUNK_ALGORITHM:
+            raise RejectError(
+                path, f"{where}: expected {CHUNK_ALGORITHM}, found {chunks.algorithm!r:.80}"
+            )
+        if not limits.MIN_CHUNK_BYTES <= chunks.size <= limits.MAX_CHUNK_BYTES:
+            raise RejectError(
+                path,
+                f"{where}: expected a size of {limits.MIN_CHUNK_BYTES} to {limits.MAX_CHUNK_BYTES} "
+                f"bytes, found {chunks.size}",
+            )
+        # Without a digest nothing would verify that a layer is empty.
+        if not chunks.digests or not all(map(_HEX_DIGEST.fullmatch, chunks.digests)):
+            raise RejectError(
+                path, f"{where}: expected digests of 64 hexadecimal digits, at least one"
+            )
+        if not is_digest(chunks.verity):
+            raise RejectError(
+                path,
+                f"{where}: expected verity of sha256: and 64 hexadecimal digits, "
+                f"found {chunks.verity!r:.80}",
+            )
+
+
+def _check_recorded(config: Config, path: str) -> None:
+    """Check that recorded files have safe names, each once, and that nothing else is in their target."""
+    if config.recorded is None:
+        return
+    if config.programs or config.weight_sets or config.decoder or config.encoder:
+        raise RejectError(path, "expected no programs beside recorded files, found some")
+    files = [program.file for program in config.recorded]
+    if not files or files != sorted(set(files)):
+        raise RejectError(path, "expected recorded files, each once, sorted by name")
+    for program in config.recorded:
+        where = f"{path}: {program.file!r:.80}"
+        if not _RECORDED_FILE.fullmatch(program.file):
+            raise RejectError(where, "expected a file of jax's compilation cache")
+        if not 0 < program.entry.raw_size <= limits.MAX_PROGRAM_BYTES:
+            raise RejectError(
+                where,
+                f"raw_size: expected 1 to {limits.MAX_PROGRAM_BYTES}, found {program.entry.raw_size}",
+            )
+        if not all(map(_HEX_DIGEST.fullmatch, program.ingredients.values())):
+            raise RejectError(where, "ingredients: expected digests of 64 hexadecimal digits")
+
+
+def segments_of(config: Config) -> dict[str, list[Segment]]:
+    """Return the frames of each pack of a target, by the pack's media type. Programs may share a frame."""
+    programs = config.programs
+    return {
+        EXECUTABLES_MEDIA_TYPE: [program.executable for program in programs],
+        PORTABLE_MEDIA_TYPE: [
+            *(program.portable for program in programs),
+            *(program.symbolic for program in programs if program.symbolic is not None),
+        ],
+        RECORDED_MEDIA_TYPE: [program.entry for program in config.recorded or ()],
+    }
+
+
+def check_packs(config: Config, manifest: ImageManifest, path: str) -> None:
+    """7. Check that frames lie in their packs, and that a pack does not decompress to too many bytes.
+
+    Args:
+        config: the config of a target.
+        manifest: the manifest of the same target.
+        path: the file of the config, for errors.
+    """
+    for media_type, segments in segments_of(config).items():
+        if not segments:
+            continue
+        size = manifest.layer(media_type).size
+        raw_bytes = 0
+        for segment in set(segments):
+            start, end = segment.offset, segment.offset + segment.size
+            if not 0 <= start <= end <= size:
+                raise RejectError(
+                    path, f"{media_type}: expected frames in {size} bytes, found {start} to {end}"
+                )
+            if not 0 <= segment.raw_size <= limits.MAX_PROGRAM_BYTES:
+                raise RejectError(
+                    path,
+                    f"{media_type}: raw_size: expected 0 to {limits.MAX_PROGRAM_BYTES}, "
+                    f"found {segment.raw_size}",
+                )
+            raw_bytes += segment.raw_size
+        most = limits.FREE_UNPACKED_BYTES + limits.MAX_UNPACKED_RATIO * size
+        if raw_bytes > most:
+            raise RejectError(
+                path,
+                f"{media_type}: expected programs of at most {most} bytes in {size}, found {raw_bytes}",
+            )
+
+
+def check_recorded_layer(config: Config, manifest: ImageManifest, path: str) -> None:
+    """7. Check that a manifest has a layer of recorded files where its config lists some, and not otherwise.
+
+    Args:
+        config: the config of a target.
+        manifest: the manifest of the same target.
+        path: the file of the config, for errors.
+    """
+    has_layer = manifest.has_layer(RECORDED_MEDIA_TYPE)
+    if has_layer != (config.recorded is not None):
+        raise RejectError(
+            path,
+            f"expected {'a' if config.recorded else 'no'} layer of recorded files, as the config",
+        )
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text  # it takes other spellings as well
+    except ValueError:
+        return False
+
+
+def _check_mesh(config: Config, path: str) -> None:
+    mesh, needed = config.mesh, config.requirement.device_count
+    size = 1 if mesh is None else mesh.size
+    if size > limits.MAX_MESH_DEVICES:
+        raise RejectError(
+            path, f"expected a mesh of at most {limits.MAX_MESH_DEVICES} devices, found {size}"
+        )
+    # A process makes as many CPU devices as it wants: only accelerators have to be counted.
+    if needed != size and not (
+        needed is None and (size == 1 or config.requirement.platform == "cpu")
+    ):
+        raise RejectError(
+            path, f"expected device_count {size}, the size of the mesh; found {needed}"
+        )
+    if config.weight_shardings is not None and mesh is None:
+        raise RejectError(path, "expected a mesh for weight_shardings, found none")
+
+
+def _check_cache(config: Config, path: str) -> None:
+    """Check the cache of a decoder, what it reads and with which tokens it starts."""
+    decoder = config.decoder
+    if decoder is None:
+        return
+    if (start := decoder.start_token_ids) is not None:
+        wrong = next((each for each in start if not 0 <= each < decoder.vocab_size), None)
+        if wrong is not None or not start:
+            raise RejectError(
+                path,
+                f"decoder: start_token_ids: expected token ids of 0 to {decoder.vocab_size - 1}, "
+                f"found {'none' if wrong is None else wrong}",
+            )
+    try:
+        source_array(decoder)
+        arrays = cache_arrays(decoder)
+        if config.mesh is not None and any(len(array.shape) != 4 for array in arrays):
+            raise ValueError("cache: expected arrays of four axes on a mesh")
+    except ValueError as error:
+        raise RejectError(path, f"decoder: {error}") from error
+
+
+def _check_programs(config: Config, path: str) -> None:
+    """Check that each program has a known kind, with the sizes and the signature of that kind."""
+    kinds, signatures = (*BUCKETS, "call"), Signatures(config)
+    seen = set[tuple[str, ...]]()
+    for program in config.programs:
+        name, kind, bucket = program.name, program.kind, program.bucket
+        if kind not in kinds:
+            raise RejectError(
+                path, f"{name}: kind: expected {', '.join(kinds)}; found {kind!r:.80}"
+            )
+        if (cost := program.cost_microseconds) is not None and cost < 0:
+            raise RejectError(path, f"{name}: cost_microseconds: expected 0 or more, found {cost}")
+        if kind == "call":
+            if (program.symbolic is None) != (program.open_sizes is None):
+                raise RejectError(path, f"{name}: expected 'symbolic' and 'open_sizes' together")
+            continue
+        if of_user := [field for field in USER_FIELDS if getattr(program, field) is not None]:
+            raise RejectError(path, f"{name}: expected {of_user[0]!r} of 'call' alone")
+        model = "decoder" if kind in DECODER_KINDS else "encoder"
+        if getattr(config, model) is None:
+            raise RejectError(path, f"{name}: expected {model!r} in the config, found none")
+        if kind == "encode" and config.decoder is not None and config.decoder.source is None:
+            raise RejectError(path, f"{name}: expected 'source' in the decoder, found none")
+        if bucket.keys() != set(BUCKETS[kind]):
+            expected, found = ", ".join(BUCKETS[kind]), ", ".join(sorted(bucket)) or "nothing"
+            raise RejectError(path, f"{name}: bucket: expected {expected}; found {found:.80}")
+        for size, value in bucket.items():
+            most = limits.MAX_BATCH if size in ("batch", "source_batch") else limits.MAX_SIZE
+            if not 0 < value <= most:
+                raise RejectError(
+                    path, f"{name}: {size}: expected 1 to {most}, found {value!r:.80}"
+                )
+        key = (kind, *(str(bucket[size]) for size in BUCKETS[kind]))
+        if key in seen:
+            raise RejectError(path, f"{name}: expected one {kind} program of its bucket")
+        seen.add(key)
+        if program.weights is None and kind not in WITHOUT_WEIGHTS:
+            raise RejectError(path, f"{name}: expected 'weights' for a {kind} program, found none")
+        arguments, results = signatures.of(program)
+        if program.arguments != arguments:
+            differing = difference(program.arguments, arguments)
+            raise RejectError(path, f"{name}: arguments{differing}")
+        if program.results != results:
+            raise RejectError(path, f"{name}: results{difference(program.results, results)}")
+
+
+def _check_decoder(config: Config, path: str) -> None:
+    """Check that each batch has every kind of program for each context, and the copies to grow a cache."""
+    buckets: dict[str, set[tuple[int, ...]]] = {kind: set() for kind in DECODER_KINDS}
+    drafts = set[int]()
+    for program in config.programs:
+        if program.kind in DECODER_KINDS:
+            sizes = tuple(program.bucket[name] for name in BUCKETS[program.kind])
+            whole = program.kind in ("copy", "encode")
+            buckets[program.kind].add(sizes if whole else sizes[:2])
+        if program.kind == "prefill" and program.bucket["prompt"] > program.bucket["context"]:
+            raise RejectError(path, f"{program.name}: prompt: expected at most its context")
+        if program.kind == "verify":
+            drafts.add(program.bucket["draft"])
+    if not buckets["decode"]:
+        raise RejectError(path, "expected a decode program for the decoder, found none")
+    batches = sorted({batch for batch, _ in buckets["decode"]})
+    contexts = sorted({context for _, context in buckets["decode"]})
+    # No more than there are programs: a forged table could have a grid that fits into no memory.
+    for place, (batch, context) in enumerate(itertools.product(batches, contexts)):
+        if place > len(buckets["decode"]) or (batch, context) not in buckets["decode"]:
+            raise RejectError(path, f"decode of batch {batch} and context {context}: expected one")
+    grid = buckets["decode"]
+    for kind in ("prefill", "verify"):
+        if kind == "verify" and not buckets[kind]:
+            continue
+        for batch, context in sorted(grid ^ buckets[kind]):
+            wanted = "one" if (batch, context) in grid else "none without a decode program"
+            raise RejectError(
+                path, f"{kind} of batch {batch} and context {context}: expected {wanted}"
+            )
+    _check_encode(config, buckets["encode"], batches[0], contexts, path)
+    if len(drafts) > 1:
+        raise RejectError(path, "expected one draft of all verify programs, found several")
+    copies = {(batch, context, batches[0], context) for batch, context in grid}
+    copies |= {
+        (batch, longer, batch, shorter)
+        for batch in batches
+        for shorter, longer in itertools.pairwise(contexts)
+    }
+    for batch, context, source_batch, source_context in sorted(copies - buckets["copy"]):
+        raise RejectError(
+            path,
+            f"expected a program that copies caches of {source_batch} x {source_context} to "
+            f"{batch} x {context}, found none",
+        )
+
+
+def _check_encode(
+    config: Config, found: set[tuple[int, ...]], batch: int, contexts: list[int], path: str
+) -> None:
+    """Check that an encoder-decoder has programs that read sources: the same sizes for each context."""
+    assert config.decoder is not None
+    if config.decoder.source is not None and not found:
+        raise RejectError(
+            path, "expected encode programs for the source of the decoder, found none"
+        )
+    sources = sorted({size for _, _, size in found})
+    expected = set[tuple[int, ...]]()
+    # No more than there are programs, as above.
+    for bucket in itertools.product([batch], contexts, sources):
+        if bucket not in found:
+            raise RejectError(
+                path,
+                f"encode of batch {batch}, context {bucket[1]} and source {bucket[2]}: expected one",
+            )
+        expected.add(bucket)
+    for rows, context, size in sorted(found - expected):
+        raise RejectError(
+            path,
+            f"encode of batch {rows}, context {context} and source {size}: expected none but for "
+            f"batch {batch} and the contexts of decode programs",
+        )
+
+
+def _check_encoder(config: Config, encoder: Encoder, path: str) -> None:
+    """Check that each bucket has three programs, and that layers differ only in their weights."""
+    buckets: dict[str, set[tuple[int, int]]] = {kind: set() for kind in ENCODER_KINDS}
+    layers = dict.fromkeys(encoder.layers)  # models may share weights between layers
+    for program in config.programs:
+        if program.kind not in ENCODER_KINDS:
+            continue
+        batch, length = program.bucket["batch"], program.bucket["length"]
+        expected = f"encode/b{batch}-t{length}/{program.kind}"
+        if program.name != expected:
+            raise RejectError(path, f"{program.name!r:.80}: expected the name {expected!r}")
+        buckets[program.kind].add((batch, length))
+        if program.kind == "layer" and program.weights not in layers:
+            raise RejectError(path, f"{program.name}: expected a weight set of encoder.layers")
+    every = set[tuple[int, int]]().union(*buckets.values())
+    if not every:
+        raise RejectError(path, "expected programs for the encoder, found none")
+    for kind in ENCODER_KINDS:
+        for batch, length in sorted(every - buckets[kind]):
+            raise RejectError(path, f"expected encode/b{batch}-t{length}/{kind}, found none")
+    for name in layers:
+        if name not in config.weight_sets:
+            raise RejectError(path, f"encoder: layers: unknown weight set {name!r:.80}")
+    counts = {len(config.weight_sets[name]) for name in layers}
+    if len(counts) > 1:
+        raise RejectError(path, "encoder: layers: expected weight sets of as many tensors each")
+
+
+def check_array(text: str, mesh: Mesh | None, path: str) -> Array:
+    """7. Return an argument or result, which must have the format's spelling and split evenly over the mesh.
+
+    A program's arrays are parsed when the program is first used: a table may have hundreds of programs.
+    """
+    try:
+        array = Array.parse(text)
+        _check_split(array.sharding, array.shape, mesh)
+    except ValueError as error:
+        raise RejectError(path, str(error)) from error
+    return array
+
+
+def check_arrays(
+    texts: Sequence[str], kind: str, mesh: Mesh | None, path: str
+) -> tuple[Array, ...]:
+    """7. Return the checked arguments or results of a program; those of a `call` program must form a tree."""
+    arrays = tuple(check_array(text, mesh, path) for text in texts)
+    if kind != "call":  # check_config has compared these texts with the signature
+        return arrays
+    paths = [
+        tuple(map(str, array.path)) for array in arrays
+    ]  # keys as text, as files and options spell them
+    if (longest := max(map(len, paths), default=0)) > trees.MAX_DEPTH:
+        raise RejectError(
+            path, f"expected at most {trees.MAX_DEPTH} keys in a path, found {longest}"
+        )
+    inner = {at[:place] for at in paths for place in range(len(at))}
+    if len(set(paths)) != len(paths) or not inner.isdisjoint(paths):
+        raise RejectError(
+            path, "expected paths of a tree, found one twice or one inside of another"
+        )
+    return arrays
+
+
+def check_tree(text: str | None, arrays: Sequence[Array], path: str) -> trees.Tree:
+    """7. Return the tree of a program's arguments or results, whose leaves must be these arrays.
+
+    Args:
+        text: the tree in the program table.
+        arrays: the arguments or results.
+        path: the file, for errors.
+    """
+    try:
+        tree = trees.parse(text or "")
+    except ValueError as error:
+        raise RejectError(path, str(error)) from error
+    if tuple(trees.paths(tree)) != tuple(array.path for array in arrays):
+        raise RejectError(
+            path, "expected a tree whose leaves have the paths of the arrays, in order"
+        )
+    return tree
+
+
+def check_programs(config: Config, path: str) -> None:
+    """7. Check every line of a program table. A load checks those of a program when it is first used."""
+    for program in config.programs:
+        where = f"{path}: {program.name}"
+        for texts, tree in (
+            (program.arguments, program.arguments_tree),
+            (program.results, program.results_tree),
+        ):
+            arrays = check_arrays(texts, program.kind, config.mesh, where)
+            if program.kind == "call":
+                check_tree(tree, arrays, where)
+        check_static(program, where)
+
+
+def check_static(program: ProgramEntry, path: str) -> dict[str, Constant]:
+    """7. Return the values of a program's static arguments by name."""
+    values: dict[str, Constant] = {}
+    for name, text in (program.static or {}).items():
+        value = None
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(text)
+        if type(value) not in (str, int, bool) or json.dumps(value) != text:
+            raise RejectError(path, f"static {name!r:.80}: expected a constant, found {text!r:.80}")
+        values[name] = value
+    return values
+
+
+def _check_split(sharding: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | None) -> None:
+    sizes = {} if mesh is None else dict(zip(MESH_AXES, (mesh.data, mesh.tensor), strict=True))
+    for axis, extent in zip(sharding, shape, strict=False):  # nothing split: no sharding
+        if axis and (axis not in sizes or extent % sizes[axis]):
+            raise ValueError(
+                f"expected a mesh whose {axis!r} divides {extent}, found {sizes.get(axis, 'no mesh')}"
+            )
+
+
+def check_weight_sets(config: Config, shapes: Mapping[str, tuple[int, ...]], path: str) -> None:
+    """10. Check that the weights layer has every tensor of the config, and that the mesh splits each evenly.
+
+    Args:
+        config: the program table.
+        shapes: the shapes of the tensors in the weights layer, by name.
+        path: the file of the weights, for errors.
+    """
+    for name, members in config.weight_sets.items():
+        if missing := [tensor for tensor in members if tensor not in shapes]:
+            raise RejectError(path, f"weight set {name!r:.80}: no tensor {missing[0]!r:.80}")
+    layers = () if config.encoder is None else config.encoder.layers
+    for name in dict.fromkeys(layers):
+        for first, other in zip(
+            config.weight_sets[layers[0]], config.weight_sets[name], strict=True
+        ):
+            if shapes[first] != shapes[other]:
+                raise RejectError(
+                    path, f"{other}: expected the shape of {first}, found {list(shapes[other])}"
+                )
+    for name, text in (config.weight_shardings or {}).items():
+        if name not in shapes:
+            raise RejectError(path, f"weight_shardings: no tensor {name!r:.80}")
+        try:
+            sharding = parse_sharding(text, len(shapes[name]))
+            _check_split(sharding, shapes[name], config.mesh)
+        except ValueError as error:
+            raise RejectError(path, f"weight_shardings: {name}: {error}") from error
+        if not sharding:
+            raise RejectError(path, f"weight_shardings: {name}: expected a mesh axis, found none")

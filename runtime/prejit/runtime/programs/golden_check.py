@@ -1,0 +1,256 @@
+"""Golden answers: run a program on the arguments of the recipe, and compare what it returns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prejit.runtime.device.device import Device
+from prejit.runtime.device.executable import Executable
+from prejit.runtime.device.transfer import to_numpy
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.bundle_schema import Config, Golden, ProgramEntry
+from prejit.runtime.format.cache_arrays import cache_arrays
+from prejit.runtime.format.golden_format import GoldenResult, parse_results
+from prejit.runtime.programs.golden_inputs import Values, golden_inputs, words
+
+if TYPE_CHECKING:
+    from prejit.runtime.device.transfer import DeviceArray
+
+_MAX_SAMPLES = 16
+"""Maximum number of samples of one result."""
+_SAMPLES = 96
+"""About how many samples a program with many results has in all; each result has at least two."""
+_MAX_COMPARED = 512
+"""Maximum number of results that are compared, evenly among all."""
+_UNITS = 2
+"""Units of the stored numbers are the tolerance divided by 2 to this power."""
+_SAMPLED_FROM = 1 << 16
+"""The number by which words that choose samples are told from those of arguments."""
+
+_STEPS = ("tokens", "logprobs", "top_tokens", "top_logprobs")
+"""Results of decode programs that have a row for each step. The recipe takes one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """The result of a program that is farthest from its golden answer.
+
+    Attributes:
+        result: its path in the program table.
+        share: its difference, as a share of the tolerance; above 1 it is wrong.
+        expected, found: what the golden answer has there, and what the program returned.
+    """
+
+    result: str
+    share: float
+    expected: str
+    found: str
+
+    def described(self) -> str:
+        """Return the difference as text."""
+        return f"{self.result}: expected {self.expected}, found {self.found}"
+
+
+def answer(
+    program: ProgramEntry,
+    executable: Executable,
+    device: Device,
+    weights: Sequence[DeviceArray],
+    arguments: tuple[Array, ...],
+    vocabulary: int,
+    seed: int,
+    *,
+    nudge: float = 0.0,
+) -> list[Values]:
+    """Run a program on the arguments of the recipe, and return its results.
+
+    Args:
+        program: its entry in the program table.
+        executable: the program.
+        device: where it runs.
+        weights: its weights, on the device.
+        arguments: its other arguments.
+        vocabulary: how many tokens the bundle's model has; 0: it has no model.
+        seed: of the recipe.
+        nudge: add this share of itself to every argument that is no whole number.
+    """
+    given = list(weights)
+    values = golden_inputs(program, arguments, vocabulary, seed)
+    for array, value in zip(arguments, values, strict=True):
+        if nudge and array.dtype.startswith(("float", "bfloat", "complex")):
+            value = (value * (1 + nudge)).astype(value.dtype)
+        place = device.copy if array.donated else device.put
+        given.append(place(value, array.sharding))
+    return [to_numpy(result) for result in executable.run(given)]
+
+
+def samples_of(
+    config: Config,
+    program: ProgramEntry,
+    results: Sequence[Array],
+    values: Sequence[Values],
+    seed: int,
+) -> list[Values | None]:
+    """Return for each result of a program the elements that are compared; None: it is not compared.
+
+    Args:
+        config: the program table.
+        program: the program.
+        results: its results.
+        values: their values.
+        seed: of the recipe.
+    """
+    count = max(2, min(_MAX_SAMPLES, _SAMPLES // max(1, len(results))))
+    every = -(-len(results) // _MAX_COMPARED)
+    variables = (
+        {}
+        if config.decoder is None
+        else {a.path: a.variables for a in cache_arrays(config.decoder)}
+    )
+    found: list[Values | None] = []
+    for place, (array, value) in enumerate(zip(results, values, strict=True)):
+        if place % every or value.size == 0 or _is_ranking(program, array):
+            found.append(None)
+            continue
+        chosen = words(seed, _SAMPLED_FROM + place, min(count, value.size)).astype(np.int64)
+        if program.kind == "decode" and array.path[0] in _STEPS:
+            value = value[:1]
+        value = value.reshape(value.shape or (1,))
+        indices = np.unravel_index(chosen % value.size, value.shape)
+        axes = variables.get(array.path, ())
+        if program.kind in ("prefill", "decode", "verify") and "context" in axes:
+            indices = _written(program, indices, axes.index("context"))
+        found.append(value[indices])
+    return found
+
+
+def _is_ranking(program: ProgramEntry, array: Array) -> bool:
+    """Return whether a result ranks tokens: equally likely ones may change places."""
+    return program.kind != "call" and array.path[0] == "top_tokens"
+
+
+def _written(program: ProgramEntry, indices: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
+    """Return the indices of samples of a cache, moved to positions that the program writes."""
+    sizes = program.bucket
+    context = sizes["context"]
+    if program.kind == "decode":
+        first, count = context // 2, 1
+    else:
+        count = sizes["prompt"] if program.kind == "prefill" else sizes["draft"] + 1
+        first = max(0, min(2, context - count))
+    moved = first + indices[axis] % count
+    return (*indices[:axis], moved, *indices[axis + 1 :])
+
+
+def sampled(value: Values, samples: Values, tolerance: int) -> GoldenResult:
+    """Return the golden values of one result.
+
+    Args:
+        value: the whole result.
+        samples: the elements that are compared.
+        tolerance: of the golden answer.
+    """
+    if value.dtype.kind in "biu" or _is_small_integer(value.dtype):
+        return GoldenResult(None, 0, tuple(map(int, samples.astype(np.int64).tolist())))
+    mean = _mean(value)
+    exponent = max(-126, math.frexp(mean)[1]) if mean else -20
+    unit = 2.0 ** (exponent - tolerance - _UNITS)
+    return GoldenResult(
+        exponent, round(mean / unit), tuple(map(lambda x: _in_units(x, unit), _reals(samples)))
+    )
+
+
+def compare(
+    golden: Golden,
+    results: Sequence[Array],
+    values: Sequence[Values],
+    samples: Sequence[Values | None],
+) -> Deviation:
+    """Return the largest difference between a golden answer and what a program returned.
+
+    Args:
+        golden: the golden answer.
+        results: the program's results.
+        values: their values.
+        samples: what `samples_of` returned for them.
+    """
+    worst = Deviation("", 0.0, "", "")
+    expected = parse_results(golden.results)
+    if len(expected) != len(results):
+        return Deviation("results", math.inf, f"{len(expected)}", f"{len(results)}")
+    for array, value, own, known in zip(results, values, samples, expected, strict=True):
+        if known is None or own is None:
+            continue
+        for difference in _differences(known, value, own, golden.tolerance):
+            if not difference[0] <= worst.share:
+                worst = Deviation(str(array).partition(" ")[0], *difference)
+    return worst
+
+
+def _differences(
+    known: GoldenResult, value: Values, samples: Values, tolerance: int
+) -> list[tuple[float, str, str]]:
+    """Return share of the tolerance, expected and found, of the mean and of each sample."""
+    if known.exponent is None:
+        whole = samples.astype(np.int64).tolist()
+        return [
+            (0.0 if one == other else math.inf, str(one), str(other))
+            for one, other in zip(known.samples, whole, strict=False)
+        ]
+    unit = 2.0 ** (known.exponent - tolerance - _UNITS)
+    pairs = zip((known.mean, *known.samples), (_mean(value), *_reals(samples)), strict=False)
+    return [_difference(one, other, unit, 2.0**known.exponent) for one, other in pairs]
+
+
+def _difference(
+    known: int | str, found: float, unit: float, scale: float
+) -> tuple[float, str, str]:
+    shown = f"{found:.6g}"
+    if isinstance(known, str):
+        same = known == _in_units(found, unit)
+        return (0.0 if same else math.inf), {"n": "nan", "p": "inf", "m": "-inf"}[known], shown
+    expected = known * unit
+    if not math.isfinite(found):
+        return math.inf, f"{expected:.6g}", shown
+    allowed = unit * 2**_UNITS * (1 + abs(expected) / scale)
+    return abs(found - expected) / allowed, f"{expected:.6g}", shown
+
+
+def _in_units(value: float, unit: float) -> int | str:
+    if math.isnan(value):
+        return "n"
+    if math.isinf(value):
+        return "p" if value > 0 else "m"
+    return max(-(10**17), min(10**17, round(value / unit)))
+
+
+def _mean(value: Values) -> float:
+    """Return the mean of the absolute values of all finite elements; 0: there are none."""
+    if value.dtype.name in ("float32", "float64"):
+        total = float(np.abs(value).sum(dtype=np.float64))
+        if math.isfinite(total):
+            return total / value.size
+    finite = np.abs(np.asarray(_plain(value), np.float64))
+    finite = finite[np.isfinite(finite)]
+    return float(finite.mean()) if finite.size else 0.0
+
+
+def _reals(samples: Values) -> list[float]:
+    """Return samples as numbers; of complex ones the real parts, then the imaginary ones."""
+    plain = _plain(samples)
+    return [float(each) for each in np.asarray(plain, np.float64).reshape(-1)]
+
+
+def _plain(value: Values) -> Values:
+    if value.dtype.kind == "c":
+        return np.concatenate([value.real.reshape(-1), value.imag.reshape(-1)])
+    return value.astype(np.float64)
+
+
+def _is_small_integer(dtype: np.dtype[Any]) -> bool:
+    return dtype.name in ("int2", "int4", "uint2", "uint4")

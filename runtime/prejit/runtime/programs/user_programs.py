@@ -1,0 +1,784 @@
+"""Call a user's program with a pytree of arrays: choose the bucket by shapes, run it, rebuild the results."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+
+from prejit.runtime.base import arguments
+from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.device import _jaxlib, jax_settings
+from prejit.runtime.device.device import Device
+from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.device.transfer import (
+    DeviceArray,
+    OnDevice,
+    aligned_zeros,
+    check_alive,
+    is_jax_array,
+    is_number,
+    is_tracer,
+    is_weak,
+    to_numpy,
+    weakened,
+)
+from prejit.runtime.errors import UsageError
+from prejit.runtime.format import trees
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.programs import pytree
+from prejit.runtime.programs.known_calls import ChosenBucket, Held, KnownCalls
+from prejit.runtime.programs.placing import Convert, converter, key_name
+from prejit.runtime.programs.ready import Programs
+
+Flatten = Callable[[trees.Tree], list[Any]]
+"""Returns the leaves that a caller gave for a tree, or raises `pytree.MisfitError`."""
+
+
+EVERYTHING: Final = object()
+"""In place of a mask that the caller leaves out: true for all that the caller gave."""
+
+Value = np.ndarray[Any, Any] | OnDevice | Held
+
+
+class Fitted(NamedTuple):
+    """Arguments as a bucket takes them, but for the sizes of variables that are padded.
+
+    Attributes:
+        values: the arguments in order.
+        sizes: the caller's size of each variable that is padded.
+        convert: makes a result of the kind that the caller uses: jax.Array or NumPy array.
+    """
+
+    values: list[Value]
+    sizes: Mapping[str, int]
+    convert: Convert
+
+
+@final
+class Pending:
+    """Results of a program that may still run.
+
+    Attributes:
+        program: the bucket that runs: `score/batch8`.
+        padding: the share of it that is padding, from 0 to 1.
+    """
+
+    def __init__(
+        self, chosen: ChosenBucket, arrays: Sequence[DeviceArray], rebuild: Callable[[], Any]
+    ) -> None:
+        """Keep what the results are made of.
+
+        Args:
+            chosen: the bucket that runs.
+            arrays: the program's results on the device.
+            rebuild: waits for them and returns what the caller gets.
+        """
+        self.program = chosen.program.name
+        self.padding = chosen.padding
+        self._arrays = arrays
+        self._rebuild = rebuild
+
+    def done(self) -> bool:
+        """Return whether `result` would not wait for the program."""
+        return all(array.is_ready() for array in self._arrays)
+
+    def result(self) -> Any:
+        """Wait for the program, and return its results as `Bundle.call` does.
+
+        Raises:
+            RejectError: the bundle is damaged.
+        """
+        return self._rebuild()
+
+
+@final
+class Calls:
+    """The user's programs of a bundle. Safe to use from many threads."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        device: Device,
+        types: Mapping[str, type[Any]] | None = None,
+        *,
+        compiles: bool = True,
+    ) -> None:
+        """Keep what calls need.
+
+        Args:
+            programs: the programs of a bundle.
+            device: where they run.
+            types: classes of results, by `module:Name`.
+            compiles: whether other sizes than those of the buckets may be compiled here.
+        """
+        self._compiles = compiles
+        self.programs = programs
+        self.device = device
+        self.types = types or {}
+        self._buckets: dict[str, list[ProgramEntry]] = {}
+        for program in programs.table.values():
+            if program.kind == "call":
+                self._buckets.setdefault(program.name.partition("/")[0], []).append(program)
+        self._static = {
+            name: frozenset(key for program in buckets for key in program.static or ())
+            for name, buckets in self._buckets.items()
+        }
+        self._agreed: dict[str, Any] = {}  # the last key of jax's traces that each program fitted
+        self._known_calls = KnownCalls()
+        self._has_finished = False
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a program on nested arguments. Arguments, results and errors as `Bundle.call`."""
+        return self.call_in_bucket(name, args, kwargs)[1]
+
+    def call_in_bucket(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[ChosenBucket, Any]:
+        """Run a program as `call` does; return its bucket and its results."""
+        chosen = self.choose_for(name, args, kwargs)
+        # Reading a NumPy array waits for the program; an array of jax may be there before it is computed.
+        copy = chosen.convert is not to_numpy
+        results = self.run_checked(chosen, self.put(chosen, copy=copy))
+        result = self.rebuild(chosen, results)
+        self.finish()
+        return chosen, result
+
+    def call_async(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pending:
+        """Run a program as `call` does, without waiting for it. The arguments are copied."""
+        chosen = self.choose_for(name, args, kwargs)
+        results = self.run_checked(chosen, self.put(chosen, copy=True))
+        chosen = chosen.emptied()
+        return self.pending(chosen, results, lambda: self.rebuild(chosen, results))
+
+    def call_on_device(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a program as `call` does, and leave its results on the device. The arguments are copied."""
+        chosen = self.choose_for(name, args, kwargs)
+        results = self.run_checked(chosen, self.put(chosen, copy=True))
+        arrays = self.programs.results(chosen.program.name)
+        if chosen.sizes and any(array.variables for array in arrays):
+            raise UsageError(
+                f"{chosen.program.name}: expected the sizes of a bucket, found {dict(chosen.sizes)}",
+                hint="results on the device are not cut: use `call`, or pass arrays of a bucket's sizes",
+            )
+        kept = [
+            OnDevice(result, dtype_of(array.dtype), array.shape, array.sharding, self.device)
+            for array, result in zip(arrays, results, strict=True)
+        ]
+        self.finish()
+        return self.nested(self.programs.results_tree(chosen.program.name), kept)
+
+    def call_by_path(
+        self, name: str, given: Mapping[trees.Path, Any], static: Mapping[str, Any]
+    ) -> tuple[ChosenBucket, dict[trees.Path, Any]]:
+        """Run a program on arrays by path; return its bucket and its results by path. Errors as `call`."""
+        if not isinstance(given, Mapping) or not all(isinstance(path, tuple) for path in given):
+            arguments.refuse("given", "a mapping of paths to arrays", given)
+        if not isinstance(static, Mapping):
+            arguments.refuse("static", "a mapping of names to values", static)
+        weak = {a.path for a in self.programs.arguments(self.buckets(name)[0].name) if a.weak}
+        self.check_settings(name)
+        given = {path: weakened(value) if path in weak else value for path, value in given.items()}
+
+        def choose(given: Any) -> ChosenBucket:
+            return self.choose(name, given[2], lambda tree: pytree.by_path(tree, given[1]))
+
+        chosen = self._known_calls.choose((name, given, static), choose, has_static=bool(static))
+        results = self.run_checked(chosen, self.put(chosen))
+        arrays = self.programs.results(chosen.program.name)
+        convert = self.cutter(chosen)
+        values = {
+            array.path: convert(array, result)
+            for array, result in zip(arrays, results, strict=True)
+        }
+        self.finish()
+        return chosen, values
+
+    def buckets(self, name: str) -> list[ProgramEntry]:
+        """Return the buckets of a program.
+
+        Raises:
+            UsageError: there is no such program.
+        """
+        arguments.text("name", name)
+        if (buckets := self._buckets.get(name)) is None:
+            raise UsageError(
+                f"{self.programs.bundle}: no program {name!r:.200}{did_you_mean(name, self._buckets)}",
+                hint=self.programs.usage,
+            )
+        return buckets
+
+    def static_names(self, name: str) -> frozenset[str]:
+        """Return the names of the static arguments of a program."""
+        self.buckets(name)
+        return self._static[name]
+
+    def choose(self, name: str, static: Mapping[str, Any], flatten: Flatten) -> ChosenBucket:
+        """Return the bucket of a program that takes what a caller gave. It looks at no settings of jax.
+
+        Args:
+            name: of the program.
+            static: values of static arguments by name.
+            flatten: returns the arrays for the tree of arguments of a bucket.
+
+        Raises:
+            UsageError: there is no such program, or none of its buckets takes them.
+        """
+        buckets = self.buckets(name)
+        first = self._leaves(buckets[0], flatten)
+        known = {buckets[0].arguments_tree or buckets[0].name: first}  # by the text of the tree
+        complaints = []
+        larger: list[ChosenBucket] = []
+        for program in buckets:
+            text = program.arguments_tree or program.name
+            if text not in known:
+                known[text] = self._leaves(program, flatten)
+            given = known[text]
+            if isinstance(given, str) or (misfit := self._static_misfit(program, static)):
+                complaints.append(f"{program.name}: {given if isinstance(given, str) else misfit}")
+                continue
+            arrays = self.programs.arguments(program.name)
+            leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
+            fitted = fit(arrays, leaves, given, program.pad or (), narrows=narrows(program))
+            if isinstance(fitted, str):
+                complaints.append(f"{program.name}: {fitted}")
+                continue
+            values, sizes = fitted
+            chosen = ChosenBucket(program, values, converter(arrays, given), sizes)
+            if not sizes:
+                return chosen
+            larger.append(chosen)
+        if larger:
+            best = min(larger, key=lambda chosen: math.prod(chosen.program.bucket.values()))
+            arrays = self.programs.arguments(best.program.name)
+            return best._replace(values=list(map(padded, arrays, best.values)))
+        if (specialized := self._specialized(name, static, known)) is not None:
+            return specialized
+        raise UsageError(
+            f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
+            hint=self._hint(buckets, known)
+            + "; Python numbers are weak, np.float32(2) is not"
+            * any("weak" in each for each in complaints)
+            + "; numpy.asarray makes an array of a list"
+            * any("as an array" in each for each in complaints),
+        )
+
+    def _hint(self, buckets: Sequence[ProgramEntry], known: Mapping[str, list[Any] | str]) -> str:
+        """Return what to do about a call that no bucket takes.
+
+        Args:
+            buckets: of the program.
+            known: the leaves of the call, or what is wrong with them, by the text of a tree of arguments.
+        """
+        last = buckets[-1]
+        given = known[last.arguments_tree or last.name]
+        arrays = self.programs.arguments(last.name)
+        if not isinstance(given, str):
+            alike = (each for each in buckets if each.arguments_tree == last.arguments_tree)
+            columns = zip(*(self.programs.arguments(each.name) for each in alike), strict=True)
+            if wrong := next(filter(None, map(_wrong_axis, columns, given)), ""):
+                return wrong
+        sizes: dict[str, set[int]] = {}
+        for program in buckets:
+            for variable, size in program.bucket.items():
+                sizes.setdefault(variable, set()).add(size)
+        if not sizes or isinstance(given, str) or not _differ_in_size(arrays, given):
+            return "pass arrays of these shapes and dtypes, or add a bucket to the manifest"
+        listed = "; ".join(f"{v} {', '.join(map(str, sorted(sizes[v])))}" for v in sizes)
+        less = " or less" * any(program.pad for program in buckets)
+        if any(program.open_sizes for program in buckets) and not self._compiles:
+            more = 'load the bundle with on_mismatch="jit", which compiles other open sizes here'
+        else:
+            names = ", ".join(f'"{variable}"' for variable in sizes)
+            more = f"add a bucket to the manifest, or set open_sizes = [{names}] there for any size"
+        return f"the buckets have {listed}: pass arrays of these sizes{less}; or {more}"
+
+    def _specialized(
+        self, name: str, static: Mapping[str, Any], known: Mapping[str, list[Any] | str]
+    ) -> ChosenBucket | None:
+        """Return a bucket that is made for this call from a program with open sizes; None: there is none."""
+        if not self._compiles:
+            return None
+        for program in self.buckets(name):
+            given = known.get(program.arguments_tree or program.name, "")
+            if not program.open_sizes or isinstance(given, str):
+                continue
+            if self._static_misfit(program, static):
+                continue
+            arrays = self.programs.arguments(program.name)
+            leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
+            fitted = fit(
+                arrays, leaves, given, program.open_sizes, any_size=True, narrows=narrows(program)
+            )
+            if isinstance(fitted, str):
+                continue
+            values, sizes = fitted
+            entry = self.programs.specialize(program, sizes)
+            self._buckets[name] = [*self._buckets[name], entry]
+            return ChosenBucket(entry, values, converter(arrays, given))
+        return None
+
+    def put(self, chosen: ChosenBucket, *, copy: bool = False) -> list[DeviceArray]:
+        """Return the arguments on the device.
+
+        Donated ones are copied, so that the program does not write to the caller's memory.
+        """
+        arrays = self.programs.arguments(chosen.program.name)
+        return [
+            self.placed(array, value, copy=copy or array.donated)
+            for array, value in zip(arrays, chosen.values, strict=True)
+            if not isinstance(value, Held)
+        ]
+
+    def placed(self, array: Array, value: Value, *, copy: bool) -> DeviceArray:
+        """Return an argument on the device. One that is donated must be copied."""
+        if isinstance(value, OnDevice):
+            stays = value.owner is self.device and value.sharding == array.sharding
+            if stays and not array.donated:
+                return value.array
+            value = to_numpy(value.array)
+        assert not isinstance(value, Held)  # the caller has the array
+        return (self.device.copy if copy else self.device.put)(value, array.sharding)
+
+    def run(self, program: ProgramEntry, inputs: Sequence[DeviceArray]) -> list[DeviceArray]:
+        """Run a program on arrays of its device. Donated ones are deleted."""
+        if program.weights is not None:
+            inputs = [*self.programs.weights(program.weights), *inputs]
+        return self.programs[program.name].run(inputs)
+
+    def run_checked(self, chosen: ChosenBucket, inputs: Sequence[DeviceArray]) -> list[DeviceArray]:
+        """Run the program of a call as `run`; look at its results where jax is set to look for NaNs.
+
+        Raises:
+            FloatingPointError: there is one, or an infinity, in what does not belong to padding.
+        """
+        results = self.run(chosen.program, inputs)
+        if _jaxlib.looks_for_nans():
+            name = chosen.program.name
+            for array, result in zip(self.programs.results(name), results, strict=True):
+                value = to_numpy(result)[_within(chosen, array)]
+                jax_settings.check_values(f"{pytree.spell(array.path)} of {name}", value)
+        return results
+
+    def rebuild(self, chosen: ChosenBucket, results: Sequence[DeviceArray]) -> Any:
+        """Return the results of a program, nested as the function returned them."""
+        arrays = self.programs.results(chosen.program.name)
+        tree = self.programs.results_tree(chosen.program.name)
+        values = list(map(self.cutter(chosen), arrays, results))
+        return self.nested(tree, values)
+
+    @staticmethod
+    def cutter(chosen: ChosenBucket) -> Callable[[Array, DeviceArray], Any]:
+        """Return a function that converts a result and cuts what belongs to padding."""
+
+        def cut(array: Array, result: DeviceArray) -> Any:
+            if not (chosen.sizes and array.variables):
+                return chosen.convert(result)
+            value = to_numpy(result)[_within(chosen, array)]
+            if chosen.convert is to_numpy:
+                return value
+            return chosen.convert(weakened(value) if array.weak else value)
+
+        return cut
+
+    def nested(self, tree: trees.Tree, values: Sequence[Any]) -> Any:
+        """Return values, nested as a tree says."""
+        leaves = trees.leaves(tree)
+        keyed = (_as_key(value, leaf) for leaf, value in zip(leaves, values, strict=True))
+        return pytree.unflatten(tree, keyed, self.types)
+
+    def pending(
+        self, chosen: ChosenBucket, results: Sequence[DeviceArray], rebuild: Callable[[], Any]
+    ) -> Pending:
+        """Return results that the caller waits for later; `rebuild` makes what the caller gets."""
+
+        def wait() -> Any:
+            result = rebuild()
+            self.finish()
+            return result
+
+        return Pending(chosen, results, wait)
+
+    def runner_with_zeros(self, program: ProgramEntry) -> Callable[[], object]:
+        """Return a function that runs a program on zeros and waits for its first result."""
+        arrays = self.programs.arguments(program.name)
+        kept = {
+            array.path: self.device.put(
+                aligned_zeros(array.shape, dtype_of(array.dtype)), array.sharding
+            )
+            for array in arrays
+            if not array.donated
+        }
+
+        def run() -> object:
+            inputs = [
+                self.device.zeros(array.shape, dtype_of(array.dtype), array.sharding)
+                if array.donated
+                else kept[array.path]
+                for array in arrays
+            ]
+            return to_numpy(self.run(program, inputs)[0])
+
+        return run
+
+    def choose_for(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> ChosenBucket:
+        """Return the bucket of a program that takes nested arguments. Errors as `choose`."""
+
+        def choose(given: Any) -> ChosenBucket:
+            return self.choose(name, *self._given(*given))
+
+        has_static = bool(self.static_names(name))
+        self.check_settings(name)
+        return self._known_calls.choose((name, args, kwargs), choose, has_static=has_static)
+
+    def check_settings(self, name: str) -> None:
+        """Compare the settings of the host program's jax, if it has imported it, with those of a trace.
+
+        Raises:
+            UsageError: they differ, and so jax.jit would not give what the program gives; or as `buckets`.
+        """
+        context = _jaxlib.trace_context()
+        if context is None or context == self._agreed.get(name):
+            return
+        if differing := jax_settings.differing(self.buckets(name)[0].settings):
+            raise UsageError(
+                f"{self.programs.bundle}: {name} was built with other settings of jax: {differing}",
+                hint="set them as they were at the build, or build with these settings",
+            )
+        self._agreed[name] = context
+
+    def fitted(
+        self, program: ProgramEntry, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Fitted | None:
+        """Return nested arguments as a bucket takes them, not padded yet; None: it does not take them.
+
+        The sizes of variables in `pad` may be smaller or larger than those of the bucket.
+        """
+        name = program.name.partition("/")[0]
+        self.check_settings(name)
+        static, flatten = self._given(name, args, kwargs)
+        given = self._leaves(program, flatten)
+        if isinstance(given, str) or self._static_misfit(program, static):
+            return None
+        arrays = self.programs.arguments(program.name)
+        leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
+        pad = program.pad or ()
+        found = fit(arrays, leaves, given, pad, any_size=True, narrows=narrows(program))
+        if isinstance(found, str):
+            return None
+        values, sizes = found
+        padded_sizes = {name: program.bucket[name] for name in program.pad or ()}
+        return Fitted(values, padded_sizes | sizes, converter(arrays, given))
+
+    def _given(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Flatten]:
+        """Return the static arguments of a call, and what flattens the others."""
+        mask = self.buckets(name)[0].mask
+        static, others = _NO_STATIC, {**kwargs}
+        if names := self._static[name]:
+            static = {key: others.pop(key) for key in names & others.keys()}
+        if mask is not None and mask.isdigit() and int(mask) == len(args):
+            args = (*args, EVERYTHING)
+        elif mask is not None and not mask.isdigit():
+            others.setdefault(mask, EVERYTHING)
+
+        def flatten(tree: trees.Tree) -> list[Any]:
+            by_name = isinstance(tree, trees.Node) and tree.kind == "dict"
+            for key in range(len(args)) if by_name else others:
+                way = "name" if by_name else "position"
+                raise pytree.MisfitError(
+                    f"unexpected {pytree.spell((key,))}: its arguments are given by {way}"
+                )
+            return pytree.flatten(tree, others if by_name else args)
+
+        return static, flatten
+
+    def finish(self) -> None:
+        """Wait until all bytes of the target are verified, before a caller gets a result.
+
+        Raises:
+            RejectError: the bundle is damaged.
+        """
+        if not self._has_finished:
+            self.programs.verification.finish()
+            self.programs.answer()
+            self._has_finished = True
+
+    def _leaves(self, program: ProgramEntry, flatten: Flatten) -> list[Any] | str:
+        """Return the leaves that a caller gave, or why they do not have the program's structure."""
+        try:
+            return flatten(self.programs.arguments_tree(program.name))
+        except pytree.MisfitError as misfit:
+            return str(misfit)
+        except RecursionError:
+            raise UsageError(
+                f"{program.name:.80}: expected arguments nested less deeply than Python's recursion limit"
+            ) from None
+
+    def _static_misfit(self, program: ProgramEntry, given: Mapping[str, Any]) -> str:
+        """Return why a program does not have these static values; empty if it has them."""
+        for name, value in self.programs.static(program.name).items():
+            if name not in given:
+                return f"{name} is missing: expected {value!r}"
+            if type(given[name]) is not type(value) or given[name] != value:
+                return f"{name}: expected {value!r}, found {arguments.described(given[name])}"
+        return ""
+
+
+_NO_STATIC: Mapping[str, Any] = {}
+
+
+def _within(chosen: ChosenBucket, array: Array) -> tuple[slice, ...]:
+    """Return the part of a result that does not belong to padding."""
+    return tuple(slice(chosen.sizes.get(name)) for name in array.variables)
+
+
+def fit(
+    arrays: Sequence[Array],
+    leaves: Sequence[trees.Leaf],
+    given: Sequence[Any],
+    open_sizes: Sequence[str] = (),
+    *,
+    any_size: bool = False,
+    narrows: bool = False,
+) -> tuple[list[Value], dict[str, int]] | str:
+    """Return values as a program takes them, or why they are not its arguments.
+
+    Where dimensions are variables in `open_sizes`, the values may have less, or any size. Then the sizes of
+    these variables are returned too, and the values are still to be `padded`. If `narrows`, 64 bits become 32
+    where the program takes 32 and holds the values.
+    """
+    values: list[Value] = []
+    sizes: dict[str, int] = {}
+    masks = [place for place, value in enumerate(given) if value is EVERYTHING]
+    for array, leaf, value in zip(arrays, leaves, given, strict=True):
+        if value is EVERYTHING:
+            values.append(np.ones(array.shape, np.bool_))
+            continue
+        found = value if isinstance(value, Held | OnDevice) else _as_numpy(array, leaf, value)
+        is_wide = array.dtype == _NARROW.get(found.dtype) and isinstance(found, np.ndarray)
+        if narrows and is_wide and not is_jax_array(value):
+            narrow = halved(np.asarray(found), dtype_of(array.dtype))
+            if narrow is None:
+                return (
+                    f"{pytree.spell(array.path)}: expected {found.dtype} whose values are in the range of "
+                    f"{array.dtype}, found others"
+                )
+            found = narrow
+        is_type = found.dtype == dtype_of(array.dtype) and is_weak(value) == array.weak
+        if not is_type or not _matches(array, found.shape, sizes, open_sizes, any_size):
+            extents = ", ".join(
+                f"<={extent}" if name and name in open_sizes else str(extent)
+                for name, extent in itertools.zip_longest(array.variables, array.shape)
+            )
+            weak, found_weak = "weak " * array.weak, "weak " * is_weak(value)
+            return (
+                f"{pytree.spell(array.path)}: expected {weak}{array.dtype}[{extents}], "
+                f"found {found_weak}{found.dtype}{list(found.shape)}"
+            )
+        values.append(found)
+    largest = {
+        name: extent
+        for array in arrays
+        for name, extent in zip(array.variables, array.shape, strict=False)
+        if name in open_sizes
+    }
+    if all(largest[name] == size for name, size in sizes.items()):
+        return values, {}
+    for place in masks:
+        array = arrays[place]
+        shape = [
+            sizes.get(name, extent)
+            for name, extent in zip(array.variables, array.shape, strict=True)
+        ]
+        values[place] = np.ones(shape, np.bool_)
+    return values, sizes
+
+
+def _wrong_axis(arrays: Sequence[Array], value: Any) -> str:
+    """Return which axis of a value no bucket takes, whatever its sizes; empty: there is none.
+
+    Args:
+        arrays: the argument in each bucket.
+        value: what a caller gave for it.
+    """
+    if value is EVERYTHING or key_name(value):
+        return ""
+    last, shape = arrays[-1], np.shape(value)
+    if any(len(array.shape) != len(shape) for array in arrays):
+        return ""
+    extents = [{array.shape[axis] for array in arrays} for axis in range(len(shape))]
+    named = itertools.zip_longest(last.variables, shape, extents)
+    for axis, (name, size, each) in enumerate(named):
+        if not size and each != {0}:
+            row = "row" if not axis else "element"
+            return f"pass at least one {row}: axis {axis} of {pytree.spell(last.path)} has none"
+        if not name and len(each) == 1 and size not in each:
+            wanted = f"expected {min(each)} in every bucket, found {size}"
+            return f"axis {axis} of {pytree.spell(last.path)}: {wanted}"
+    return ""
+
+
+def _differ_in_size(arrays: Sequence[Array], given: Sequence[Any]) -> bool:
+    """Return whether values have the dtypes and dimensions of arguments, and other sizes."""
+    pairs = [
+        (array, value)
+        for array, value in zip(arrays, given, strict=True)
+        if value is not EVERYTHING and not key_name(value)
+    ]
+    return any(np.shape(value) != array.shape for array, value in pairs) and all(
+        np.ndim(value) == len(array.shape)
+        and getattr(value, "dtype", None) in (None, dtype_of(array.dtype))
+        for array, value in pairs
+    )
+
+
+_NARROW = {
+    np.dtype(wide): narrow
+    for wide, narrow in (
+        *(("float64", "float32"), ("complex128", "complex64")),
+        *(("int64", "int32"), ("uint64", "uint32")),
+    )
+}
+"""The dtypes that jax takes for those of 64 bits where jax_enable_x64 is off."""
+
+
+def narrows(program: ProgramEntry) -> bool:
+    """Return whether arguments of 64 bits become those of 32, as in the trace of a program."""
+    return program.settings is not None and "jax_enable_x64" not in program.settings
+
+
+def halved(value: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None:
+    """Return an array with half the bits; None: integers would wrap, or numbers become infinite."""
+    with np.errstate(over="ignore"):
+        narrow = value.astype(dtype)
+    is_whole = dtype.kind in "iu"
+    kept = narrow == value if is_whole else np.isfinite(narrow) == np.isfinite(value)
+    return narrow if kept.all() else None
+
+
+def _matches(
+    array: Array,
+    shape: tuple[int, ...],
+    sizes: dict[str, int],
+    open_sizes: Sequence[str],
+    any_size: bool,
+) -> bool:
+    """Return whether a value has the shape of an argument, but for open sizes, which it adds to `sizes`."""
+    if len(shape) != len(array.shape):
+        return False
+    for name, extent, size in itertools.zip_longest(array.variables, array.shape, shape):
+        if not name or name not in open_sizes:
+            if size != extent:
+                return False
+        elif size < 1 or (size > extent and not any_size) or sizes.setdefault(name, size) != size:
+            return False
+    return True
+
+
+def padded(array: Array, value: Value) -> Value:
+    """Return a value with zeros up to the shape that a program takes."""
+    if isinstance(value, Held) or value.shape == array.shape:
+        return value
+    value = np.asarray(value)
+    whole = aligned_zeros(array.shape, value.dtype)
+    whole[tuple(map(slice, value.shape))] = value
+    return whole
+
+
+def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any]:
+    """Return a value as a NumPy array, and a random key as its data.
+
+    Raises:
+        UsageError: neither NumPy nor DLPack reads it, it is a number that its dtype does not hold, or a
+            random key that the program does not take.
+    """
+    if leaf.key and is_jax_array(value):  # keys are of another class
+        found = f"{value.dtype}{list(value.shape)}"
+        raise UsageError(
+            f"{pytree.spell(array.path)}: expected a random key of {leaf.key}, found {found}",
+            hint=f'use jax.random.key, or jax.random.wrap_key_data(data, impl="{leaf.key}")',
+        )
+    if key_name(value):
+        import jax
+
+        if not isinstance(value, jax.Array):
+            raise UsageError(
+                f"{pytree.spell(array.path)}: expected an array, found a {type(value).__name__}",
+                hint="pass the arrays of a module's state alone: nnx.to_pure_dict(state)",
+            )
+        if (found := str(jax.random.key_impl(value))) != leaf.key:
+            wanted = (
+                f"a random key of {leaf.key}" if leaf.key else f"{array.dtype}{list(array.shape)}"
+            )
+            raise UsageError(
+                f"{pytree.spell(array.path)}: expected {wanted}, found a random key of {found}"
+            )
+        value = jax.random.key_data(value)
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(value, masked.MaskedArray):
+        raise UsageError(
+            f"{pytree.spell(array.path)}: expected an array without a mask, found a masked array of NumPy",
+            hint="pass `.filled()`, or `.data` and `.mask` as two arguments",
+        )
+    if is_number(value):
+        return _scalar(array, value)
+    try:
+        if is_jax_array(value) or hasattr(value, "__array__") or not hasattr(value, "__dlpack__"):
+            return np.asarray(value)
+        return np.from_dlpack(value)
+    except Exception as error:  # a deleted buffer, another device: whatever the library raises
+        at = pytree.spell(array.path)
+        check_alive(at, value)
+        if is_tracer(value):
+            raise UsageError(
+                f"{at}: expected an array, found a tracer: jax traces the caller",
+                hint="in functions that jax traces, call the function itself or prejit.runtime.jit of it",
+            ) from None
+        raise UsageError(
+            f"{at}: expected an array that NumPy or DLPack reads, found {type(value).__name__}: {error}",
+            hint="pass the value of a Ref: ref[...]" if type(value).__name__ == "Ref" else None,
+        ) from error
+
+
+_NUMBERS = {
+    int: ("int32", "int64"),
+    float: ("float32", "float64"),
+    complex: ("complex64", "complex128"),
+}
+"""The dtypes in which jax takes a Python number: the second one where jax_enable_x64 is set."""
+
+
+def _scalar(array: Array, value: complex) -> np.ndarray[Any, Any]:
+    """Return a Python number as an array of the dtype in which jax takes it.
+
+    Raises:
+        UsageError: the dtype does not hold it.
+    """
+    kind = next(kind for kind in _NUMBERS if isinstance(value, kind))
+    dtype = array.dtype if array.dtype in _NUMBERS[kind] else _NUMBERS[kind][0]
+    try:
+        with np.errstate(over="raise"):
+            return np.asarray(kind(value), dtype)
+    except (FloatingPointError, OverflowError):
+        found = arguments.described(value)
+        raise UsageError(
+            f"{pytree.spell(array.path)}: expected a number in the range of {dtype}, found {found}"
+        ) from None
+
+
+def _as_key(value: Any, leaf: trees.Leaf) -> Any:
+    """Return the data of a random key as a key, if the caller uses jax."""
+    if not leaf.key or not is_jax_array(value):
+        return value
+    import jax
+
+    return jax.random.wrap_key_data(value, impl=leaf.key)

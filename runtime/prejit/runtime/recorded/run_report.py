@@ -1,0 +1,230 @@
+"""The report of a run: what jax found in the bundle, what it compiled, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prejit.runtime.base.text_table import table
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.recorded.causes import Difference, differences
+from prejit.runtime.recorded.hook_events import HIT, WatchedProcess
+from prejit.runtime.recorded.recorded_bundle import RecordedBundle
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A program that was compiled although the bundle was there.
+
+    Attributes:
+        name: jax's name of the program.
+        arguments: its arguments; None: not known.
+        where: the line of the program that asked for it.
+        seconds: the time that compiling it took.
+        refused: whether `--require-aot` ended it.
+        differs: why it was no hit.
+    """
+
+    name: str
+    arguments: tuple[str, ...] | None
+    where: str
+    seconds: float
+    refused: bool
+    differs: tuple[Difference, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What became of the programs of one name.
+
+    Attributes:
+        name: jax's name of the programs.
+        hits: how often one was read from the bundle.
+        hit_seconds: the time for that.
+        saved_seconds: the time that compiling them took in the recording, in whole seconds for each, without
+            the time of reading; as jax reports it.
+        misses: how often one was compiled.
+        miss_seconds: the time for that.
+    """
+
+    name: str
+    hits: int
+    hit_seconds: float
+    saved_seconds: float
+    misses: int
+    miss_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """The report of one run of a command.
+
+    Attributes:
+        bundle, digest: name and digest of the bundle.
+        target: the target that was served, or the closest.
+        mismatch: why no target matches; None: one does.
+        processes: number of processes that used jax.
+        programs: what became of the programs, by name.
+        misses: the programs that were compiled.
+        unwatched: number of processes in which the hook failed: they may have compiled more.
+        notes: what else keeps jax from the bundle.
+    """
+
+    bundle: str
+    digest: str
+    target: str
+    mismatch: str | None
+    processes: int
+    programs: tuple[Used, ...]
+    misses: tuple[Miss, ...]
+    unwatched: int
+    notes: tuple[str, ...]
+
+    @property
+    def hits(self) -> int:
+        """Return how often a program was read from the bundle."""
+        return sum(each.hits for each in self.programs)
+
+    def described(self) -> dict[str, Any]:
+        """Return the report for JSON."""
+        return {"hits": self.hits, "missed": len(self.misses), **asdict(self)}
+
+
+def report_of(
+    bundle: RecordedBundle, processes: Sequence[WatchedProcess], machine: Fingerprint
+) -> RunReport:
+    """Return the report of a run.
+
+    Args:
+        bundle: the bundle that it got.
+        processes: what its processes reported.
+        machine: this machine.
+    """
+    misses = tuple(
+        Miss(
+            found.name,
+            found.arguments,
+            found.where,
+            found.seconds,
+            found.outcome == "refused",
+            differences(
+                found,
+                bundle.programs,
+                bundle.requirement,
+                jaxlib=process.versions["jaxlib"],
+                cpu_features=machine.cpu_features,
+            ),
+        )
+        for process in processes
+        for found in process.requests
+        if found.outcome != HIT
+    )
+    return RunReport(
+        bundle.name,
+        bundle.digest,
+        bundle.verdict.target,
+        None if bundle.verdict.matches else bundle.verdict.reason(),
+        len(processes),
+        _used(processes),
+        misses,
+        sum(process.failure is not None for process in processes),
+        tuple(_notes(bundle, processes, machine)),
+    )
+
+
+def _used(processes: Sequence[WatchedProcess]) -> tuple[Used, ...]:
+    requests = [request for process in processes for request in process.requests]
+    found = []
+    for name in dict.fromkeys(request.name for request in requests):
+        hits = [each for each in requests if each.name == name and each.outcome == HIT]
+        misses = [each for each in requests if each.name == name and each.outcome != HIT]
+        used = Used(
+            name,
+            len(hits),
+            sum(each.seconds for each in hits),
+            sum(max(0.0, each.saved_seconds or 0.0) for each in hits),
+            len(misses),
+            sum(each.seconds for each in misses),
+        )
+        found.append(used)
+    return tuple(found)
+
+
+def _notes(
+    bundle: RecordedBundle, processes: Sequence[WatchedProcess], machine: Fingerprint
+) -> list[str]:
+    notes = []
+    outcomes = [request.outcome for process in processes for request in process.requests]
+    if bundle.directory is None and HIT in outcomes:
+        notes.append("the hits are of the program's own cache")
+    if not processes:
+        notes.append(
+            "no process reported: the command used no jax, or started Python with -I, -E or -S, or with "
+            "another environment"
+        )
+    for failure in dict.fromkeys(each.failure for each in processes):
+        if failure is not None:
+            notes.append(f"a process could not be watched: {failure}")
+    jaxlibs = sorted({process.versions["jaxlib"] for process in processes} - {machine.jaxlib})
+    if jaxlibs:
+        notes.append(
+            f"the program runs jaxlib {', '.join(jaxlibs)} and prejit {machine.jaxlib}: install prejit "
+            "beside the program, so that it chooses the right target"
+        )
+    for directory in dict.fromkeys(each.found_directory for each in processes):
+        if directory is not None:
+            notes.append(f"the program set jax_compilation_cache_dir to {directory}: not used")
+    return notes
+
+
+def text(report: RunReport) -> str:
+    """Return a report as text for a terminal."""
+    compiled = sum(miss.seconds for miss in report.misses)
+    read = sum(each.hit_seconds for each in report.programs)
+    saved = sum(each.saved_seconds for each in report.programs)
+    parts = [
+        f"{report.bundle} for {report.target}, {report.digest[:19]}: "
+        f"{_counted(report.hits, 'hit')} in {read:.2f} s, "
+        f"{_counted(len(report.misses), 'miss')} in {compiled:.2f} s; {_counted(report.processes, 'process')}"
+        + (f"; compiling took {saved:.0f} s more when it was recorded" if saved >= 1 else "")
+    ]
+    if report.mismatch is not None:
+        parts.append(f"nothing of the bundle was used: {report.mismatch}")
+    parts += [f"note: {note}" for note in report.notes]
+    if report.programs:
+        rows = [
+            (
+                each.name,
+                str(each.hits),
+                str(each.misses),
+                f"{(each.hit_seconds + each.miss_seconds) * 1e3:.0f} ms",
+            )
+            for each in report.programs
+        ]
+        parts.append(table(["program", "hits", "misses", "took"], rows))
+    parts += explained(report.misses)
+    return "\n\n".join(parts)
+
+
+def _counted(count: int, name: str) -> str:
+    """Return `1 miss` or `2 misses`."""
+    ending = "" if count == 1 else "es" if name.endswith("s") else "s"
+    return f"{count} {name}{ending}"
+
+
+def explained(misses: Sequence[Miss]) -> list[str]:
+    """Return a paragraph for each miss; equal ones share it."""
+    groups: dict[tuple[object, ...], list[Miss]] = {}
+    for miss in misses:
+        groups.setdefault((miss.name, miss.arguments, miss.differs), []).append(miss)
+    paragraphs = []
+    for (name, *_), group in groups.items():
+        places = ", ".join(dict.fromkeys(each.where for each in group))
+        lines = [f"miss: {name} at {places}" + (f", {len(group)} times" if len(group) > 1 else "")]
+        lines += [f"  {each}" for each in group[0].differs]
+        lines += [
+            f"  hint: {hint}" for hint in dict.fromkeys(each.hint for each in group[0].differs)
+        ]
+        paragraphs.append("\n".join(lines))
+    return paragraphs

@@ -1,0 +1,401 @@
+"""One engine for all callers of a bundle: requests of any threads and tasks share one batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
+
+from prejit.runtime.base import arguments
+from prejit.runtime.base.finalizers import when_dropped
+from prejit.runtime.base.once import once
+from prejit.runtime.base.one_process import OneProcess
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.errors import ClosedError, ContextError, UsageError
+from prejit.runtime.fallback import fallback_counts
+from prejit.runtime.generation.generate import Result
+from prejit.runtime.generation.options import Options, Prompt
+from prejit.runtime.generation.rows import admit
+from prejit.server.engine.engine_metrics import EngineMetrics
+from prejit.server.engine.loop import Loop
+from prejit.server.engine.memory import CachePlan, free_bytes, plan_caches
+from prejit.server.engine.request_queue import NO_LIMITS, Limits
+from prejit.server.engine.request_recorder import ENCODE, Recorder, kinds_of
+from prejit.server.engine.stream import Answer, Pipe, Stream
+from prejit.server.engine.ticket import GuardedMask, Ticket
+
+if TYPE_CHECKING:
+    from prejit.runtime.encoding.encoder import Encoded
+    from prejit.runtime.encoding.sentences import OnTooLong
+    from prejit.server.engine.microbatch_calls import Calling
+    from prejit.server.engine.microbatch_encode import Encoding
+
+CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 64, 512
+"""How many positions of prompts a step computes beside decoding, on a CPU and on an accelerator."""
+
+
+class Place(TypedDict, total=False):
+    """How a request is served beside others.
+
+    Attributes:
+        priority: smaller is served first; 0 if it is not given.
+        client: requests of different clients get fair shares of tokens.
+        timeout: seconds until the request must be finished; None: any.
+        cache_salt: only prompts of the same salt share what they have computed.
+        limits: how much the client may have of the engine. The last request of a client sets them.
+    """
+
+    priority: int
+    client: str
+    timeout: float | None
+    cache_salt: str
+    limits: Limits
+
+
+class RequestOptions(Options, Place, total=False):
+    """The options of a generation, and how it is served beside others."""
+
+
+@final
+class Engine(OneProcess):
+    """Generates for all callers at once. Safe to use from many threads and tasks.
+
+    One thread steps one batch. Requests wait in a queue for a slot: by priority, then in fair shares of
+    tokens between clients. Long prompts are computed in chunks between the steps of the others. Prompts that
+    begin like an earlier one of the same client compute only the rest. The memory of all caches is bounded
+    before the first request: what does not fit is refused when it is submitted.
+
+    The tokens of a request are those of `Bundle.generate`, whatever runs beside it. Sentences and rows of
+    several callers share runs of the encoder and of the user's programs.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        slots: int | None = None,
+        queue: int = 256,
+        *,
+        memory: int | None = None,
+        prefix_memory: int | None = None,
+        prefill_tokens: int | None = None,
+        share_prefixes: bool = False,
+    ) -> None:
+        """Plan the memory, and start nothing.
+
+        Args:
+            bundle: what it runs. Closing the bundle closes the engine first.
+            slots: how many requests run at a time, rounded up to a batch bucket of the bundle; None: its
+                largest. While fewer run, the engine uses the smallest bucket for them.
+            queue: how many more may wait.
+            memory: how many bytes all caches may take together, at any time; None: 80 % of the memory that is
+                free on the device now. A prompt that would need more is refused when it is submitted.
+            prefix_memory: how many bytes of that earlier prompts may take, for later prompts that begin like
+                them; None: as much as the cache of the slots, and at most a quarter of what it leaves.
+            prefill_tokens: how many positions of new prompts are computed between two decode steps; fewer
+                make the gaps between tokens shorter and first tokens later. While more prompts wait than
+                texts run, it is up to four times as many. None: 64 on a CPU, else 512.
+            share_prefixes: let a prompt begin with what those of other clients have computed. A client that
+                guesses a prompt can then see that it was sent.
+
+        Raises:
+            UsageError: a value is out of range, no batch bucket is large enough, or the memory is too small.
+        """
+        self._bundle = arguments.instance("bundle", bundle, Bundle)
+        self._has_decoder = bundle.config.decoder is not None
+        self._is_ending = self._is_closed = False
+        self._reason: ClosedError | None = None
+        if slots is None:
+            slots = bundle.decoder.batches[-1] if self._has_decoder else 1
+        self._slots = arguments.integer("slots", slots, 1)
+        self._queue = arguments.integer("queue", queue, 1)
+        self._memory = None if memory is None else arguments.integer("memory", memory, 1)
+        self._prefixes = (
+            None if prefix_memory is None else arguments.integer("prefix_memory", prefix_memory, 0)
+        )
+        self._prefill_tokens = (
+            None
+            if prefill_tokens is None
+            else arguments.integer("prefill_tokens", prefill_tokens, 1)
+        )
+        self._shares_prefixes = arguments.flag("share_prefixes", share_prefixes)
+        self._recorder = Recorder(self._slots, self._queue, kinds_of(bundle.config))
+        if self._has_decoder:
+            device = bundle.decoder.device
+            if device.in_cluster and device.mesh is not None:
+                raise UsageError(
+                    f"{bundle.name}: expected a mesh of one process, found one of a cluster: its processes "
+                    "must all make the same calls, and each engine decides for itself",
+                    hint="use `generate_batch` in all processes, or a mesh in one process",
+                )
+            self._loop  # noqa: B018 (an engine that cannot have its memory is an error now)
+        bundle.close_first(self)
+
+    @property
+    def queue_size(self) -> int:
+        """Maximum number of requests that wait for a slot."""
+        return self._queue
+
+    @once
+    def plan(self) -> CachePlan:
+        """The largest cache of this engine, and the memory of all its caches.
+
+        Raises:
+            UsageError: the bundle has no decoder, or none of its contexts fits into the memory.
+        """
+        decoder = self._bundle.decoder
+        budget = free_bytes(decoder.device) if self._memory is None else self._memory
+        return plan_caches(decoder, self._slots, budget, self._prefixes)
+
+    @once
+    def _loop(self) -> Loop:
+        decoder = self._bundle.decoder
+        tokens = self._prefill_tokens
+        if tokens is None:
+            on_cpu = decoder.device.platform == "cpu"
+            tokens = CPU_PREFILL_TOKENS if on_cpu else ACCELERATOR_PREFILL_TOKENS
+        loop = Loop(decoder, self.plan, self._queue, tokens, self._recorder)
+        when_dropped(self, loop.close)
+        return loop
+
+    def submit(self, prompt: Prompt | None = None, **options: Unpack[RequestOptions]) -> Answer:
+        """Begin to generate from one prompt, and return the future of its result.
+
+        `cancel` ends the request, whether it waits or runs. For tasks: `asyncio.wrap_future`.
+
+        Args:
+            prompt: as of `Bundle.generate`.
+            **options: see `Options` and `Place`.
+
+        Returns:
+            A concurrent.futures.Future of a `Result`. Its exception may be DeadlineError, ClosedError, or one
+            that `Bundle.generate` raises.
+
+        Raises:
+            UsageError: an option is out of range, or the bundle holds no decoder.
+            ContextError: the prompt is longer than the longest context that has memory.
+            QueueFullError: too many requests wait; it says how long to wait.
+            ClosedError: the engine is draining or closed.
+        """
+        answer = Answer()
+        ticket = self._ticket(prompt, options, answer)
+        answer.on_cancel = _canceller(self._loop, ticket)
+        self._loop.submit(ticket)
+        return answer
+
+    def generate(self, prompt: Prompt | None = None, **options: Unpack[RequestOptions]) -> Result:
+        """Generate from one prompt and wait for the result. Arguments and errors as `submit`."""
+        answer = self.submit(prompt, **options)
+        try:
+            return answer.result()
+        except BaseException:  # ctrl-C too: nobody waits for it any more
+            answer.cancel()
+            raise
+
+    def stream(self, prompt: Prompt | None = None, **options: Unpack[RequestOptions]) -> Stream:
+        """Generate from one prompt and return its pieces as they come, for `for` and `async for`.
+
+        Arguments and errors as `submit`. The call itself raises what `submit` raises; the iterator raises
+        what happens later.
+        """
+        pipe = Pipe()
+        ticket = self._ticket(prompt, options, pipe)
+        pipe.on_cancel = _canceller(self._loop, ticket)
+        self._loop.submit(ticket)
+        return Stream(pipe)
+
+    def _ticket(
+        self, prompt: Prompt | None, options: RequestOptions, receiver: Answer | Pipe
+    ) -> Ticket:
+        """Return a request that was checked, so that nothing is wrong with it when it gets a slot."""
+        given = {**options}
+        priority = arguments.integer("priority", given.pop("priority", 0), -(2**31), 2**31)
+        client = arguments.instance("client", given.pop("client", ""), str)
+        if (timeout := given.pop("timeout", None)) is not None:
+            timeout = arguments.number("timeout", timeout, "more than 0", lambda value: value > 0)
+        salt = arguments.instance("cache_salt", given.pop("cache_salt", ""), str)
+        limits = arguments.instance("limits", given.pop("limits", NO_LIMITS), Limits)
+        resolved = self._bundle.generator.resolve(given)  # type: ignore[arg-type]  # what is left are Options
+        namespace = ("" if self._shares_prefixes else client, salt)
+        resolved = resolved._replace(common={**resolved.common, "namespace": namespace})
+        guard, mask = None, resolved.common.get("token_mask")
+        if mask is not None:
+            guard = GuardedMask(mask, self._bundle.decoder.decoder.vocab_size)
+            resolved = resolved._replace(common={**resolved.common, "token_mask": guard})
+        generation = self._bundle.generator.begin(prompt, resolved)
+        length = len(generation.request.prompt)
+        admit(generation.request, self._bundle.decoder)
+        if length > self.plan.context:
+            raise ContextError(
+                f"prompt: expected at most {self.plan.context} tokens, for which the engine has memory, "
+                f"found {length}",
+                hint="shorten the prompt, or give the engine more memory or fewer slots",
+            )
+        now = time.perf_counter()
+        deadline = None if timeout is None else now + timeout
+        return Ticket(generation, receiver, client, priority, limits, deadline, now, guard=guard)
+
+    # ------------------------------------------------------------------ shared runs
+
+    def encode(
+        self,
+        sentences: str | Sequence[Prompt],
+        *,
+        on_too_long: OnTooLong = "truncate",
+        timeout: float | None = None,
+    ) -> Encoded:
+        """Return embeddings of sentences, which share runs of the encoder with those of other callers.
+
+        Args:
+            sentences: as of `Bundle.encode_batch`.
+            on_too_long: as of `Bundle.encode_batch`.
+            timeout: seconds until they must be there; None: any.
+
+        Raises:
+            UsageError, ContextError, RejectError: as `Bundle.encode_batch`.
+            DeadlineError: the timeout has passed.
+            QueueFullError: too many calls wait; it says how long to wait.
+            ClosedError: the engine is draining or closed.
+        """
+        return self._encoding.encode(sentences, on_too_long=on_too_long, timeout=timeout)
+
+    def submit_encode(
+        self,
+        sentences: str | Sequence[Prompt],
+        *,
+        on_too_long: OnTooLong = "truncate",
+        timeout: float | None = None,
+    ) -> Future[Encoded]:
+        """Begin to encode sentences as `encode` does, and return the future of the embeddings."""
+        return self._encoding.submit(sentences, on_too_long=on_too_long, timeout=timeout)
+
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a program as `Bundle.call` does. Rows of several callers share runs of its largest bucket.
+
+        A program declares that its rows may share a run by `batch` in the manifest's `pad`. Then a call may
+        also have more rows than the largest bucket. Calls of other programs run one by one. Where sharing
+        saves no time, calls run side by side in the threads of their callers.
+
+        Raises:
+            UsageError, RejectError: as `Bundle.call`.
+            QueueFullError: too many calls of the program wait; it says how long to wait.
+            ClosedError: the engine is draining or closed.
+        """
+        return self._calling.call(name, args, kwargs)
+
+    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Begin to run a program as `call` does, and return the future of its result.
+
+        The arguments are copied.
+        """
+        return self._calling.submit(name, args, kwargs)
+
+    @once
+    def _encoding(self) -> Encoding:
+        self._check_open()
+        from prejit.server.engine.microbatch_encode import Encoding  # decoders do not need it
+
+        encoding = Encoding(
+            self._bundle.encoder,
+            self._bundle.text,
+            self._bundle.finish,
+            queue=self._queue,
+            recorder=self._recorder.requests(*ENCODE),
+        )
+        when_dropped(self, encoding.close)
+        return encoding
+
+    @once
+    def _calling(self) -> Calling:
+        self._check_open()
+        from prejit.server.engine.microbatch_calls import Calling  # decoders do not need it
+
+        calling = Calling(
+            self._bundle.user_programs,
+            self._bundle.dispatched,
+            queue=self._queue,
+            recorder=partial(self._recorder.requests, "call"),
+        )
+        when_dropped(self, calling.close)
+        return calling
+
+    def _check_open(self) -> None:
+        if self._reason is not None:
+            raise ClosedError(str(self._reason), hint=self._reason.hint)
+        if self._is_ending:
+            raise ClosedError(
+                f"{self._bundle.name}: expected an open engine, found one that takes no more calls",
+                hint="make a new one with `prejit.server.Engine(bundle)`",
+            )
+
+    def _shared(self) -> list[Encoding | Calling]:
+        """Return what shares runs, if it was used."""
+        return [vars(self)[name] for name in ("_encoding", "_calling") if name in vars(self)]
+
+    # ------------------------------------------------------------------ the engine as a whole
+
+    def metrics(self) -> EngineMetrics:
+        """Return what the engine has done since it was made, and its state now."""
+        state = plan = None
+        if self._has_decoder:
+            state, plan = self._loop.state, self.plan
+        capacity = 0 if plan is None else plan.batch * plan.context
+        return self._recorder.snapshot(
+            kv_cache_usage=state.tokens / capacity if state and capacity else 0.0,
+            cache_bytes=None if state is None else state.cache_bytes,
+            cache_budget_bytes=None if plan is None else plan.budget_bytes,
+            prefix_bytes=None if state is None else state.prefix_bytes,
+            prefix_budget_bytes=None if plan is None else plan.prefix_bytes,
+            programs=self._bundle.report(),
+            fallbacks=fallback_counts(),
+            device_memory_bytes=self._bundle.device_memory_bytes(),
+        )
+
+    def drain(self, seconds: float | None = None) -> bool:
+        """Take no more requests, and wait until those that wait and run are finished.
+
+        Args:
+            seconds: how long to wait; None: as long as it takes.
+
+        Returns:
+            Whether none is left.
+        """
+        self._is_ending = True
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for shared in self._shared():
+            shared.drain(0.0)  # all refuse new calls before one is waited for
+        is_drained = not self._has_decoder or self._loop.drain(seconds)
+        return all([is_drained, *(shared.drain(deadline) for shared in self._shared())])
+
+    def undrain(self) -> None:
+        """Take requests again after `drain`, which ends its wait.
+
+        Raises:
+            ClosedError: the engine is closed.
+        """
+        self._is_ending = self._is_closed
+        self._check_open()
+        for shared in self._shared():
+            shared.undrain()
+        if self._has_decoder:
+            self._loop.undrain()
+
+    def close(self) -> None:
+        """End all requests with ClosedError, and free the caches. Closing twice is fine."""
+        self._is_ending = self._is_closed = True
+        for shared in self._shared():
+            shared.close()
+        if (loop := vars(self).get("_loop")) is not None:
+            loop.close()
+
+    def disown(self, reason: ClosedError) -> object:
+        """Refuse all calls, in a forked process. See `disown_in_forks`."""
+        self._is_ending = self._is_closed = True
+        self._reason = reason
+        return [vars(self).pop(name, None) for name in ("_loop", "_encoding", "_calling", "_once")]
+
+
+def _canceller(loop: Loop, ticket: Ticket) -> Callable[[], None]:
+    """Return what ends a ticket, without a reference to the engine."""
+    return lambda: loop.cancel(ticket)

@@ -1,0 +1,104 @@
+"""The memory of an engine's caches, computed before any of them is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prejit.runtime.base.process_facts import free_memory_bytes
+from prejit.runtime.device.device import Device
+from prejit.runtime.errors import UsageError
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
+from prejit.runtime.generation.kv_cache import beside_bytes, cache_bytes
+
+_SHARE = 0.8
+"""The share of the free memory that caches may take, if the caller names no number of bytes."""
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """The largest cache of an engine.
+
+    Attributes:
+        batch, context: its bucket; longer texts are refused.
+        peak_bytes: the most that all caches can take at a time, prefixes included: also while one is copied
+            into a larger one.
+        budget_bytes: how much they may take.
+        prefix_bytes: the part of it for prefixes.
+        together: the largest batch in which prompts are computed together before they are copied.
+    """
+
+    batch: int
+    context: int
+    peak_bytes: int
+    budget_bytes: int
+    prefix_bytes: int
+    together: int
+
+
+def plan_caches(
+    decoder: DecoderPrograms, slots: int, budget_bytes: int, prefix_bytes: int | None
+) -> CachePlan:
+    """Return the largest cache with this many slots whose peak fits into a budget.
+
+    Args:
+        decoder: the programs.
+        slots: how many requests are to run at a time.
+        budget_bytes: how much all caches may take.
+        prefix_bytes: how much of it prefixes may take; None: as much as the cache of the slots, and at most
+            a quarter of what is left.
+
+    Raises:
+        UsageError: the bundle has no batch for this many slots, or not even its shortest context fits.
+    """
+    batch = decoder.batch_for(slots)
+    kept = prefix_bytes or 0
+    for context in reversed(decoder.contexts):
+        peaks = {
+            rows: _peak(decoder, batch, context, rows) + kept
+            for rows in decoder.batches
+            if rows == decoder.batches[0]
+            or (rows < batch and decoder.can_copy((rows, context), (batch, context)))
+        }
+        if fitting := [rows for rows, peak in peaks.items() if peak <= budget_bytes]:
+            together = fitting[-1]
+            peak = peaks[together]
+            if prefix_bytes is None:
+                kept = min(cache_bytes(decoder, batch, context), (budget_bytes - peak) // 4)
+                peak += kept
+            return CachePlan(batch, context, peak, budget_bytes, kept, together)
+    need = _peak(decoder, batch, decoder.contexts[0], decoder.batches[0]) + kept
+    raise UsageError(
+        f"memory: expected at least {need:,} bytes for {batch} slots of {decoder.contexts[0]} tokens"
+        f"{f' and {kept:,} bytes of prefixes' if kept else ''}, found {budget_bytes:,}",
+        hint="give more memory, or ask for fewer slots",
+    )
+
+
+def _peak(decoder: DecoderPrograms, batch: int, context: int, together: int) -> int:
+    """Return the most that the caches take at a time, of any bucket up to this one.
+
+    Args:
+        decoder: the programs.
+        batch: B.
+        context: S.
+        together: the batch in which prompts are computed together.
+    """
+    own = cache_bytes(decoder, batch, context)
+    # A cache and the one that it is copied into are there at the same time. Beside both are the prompts that
+    # are computed, one more prompt that is not finished, and the prefix that is copied for one of them.
+    before = [
+        cache_bytes(decoder, b, c)
+        for b in decoder.batches
+        for c in decoder.contexts
+        if (b < batch and c == context) or (b == batch and c < context)
+    ]
+    alone = cache_bytes(decoder, decoder.batches[0], context)
+    aside = cache_bytes(decoder, together, context) + 2 * alone
+    return own + max(before, default=0) + aside + beside_bytes(decoder, batch)
+
+
+def free_bytes(device: Device) -> int:
+    """Return how much memory caches may take on a device, by what is free there now."""
+    free = device.free_memory_bytes()
+    return int((free_memory_bytes() if free is None else free) * _SHARE) // _MIB * _MIB

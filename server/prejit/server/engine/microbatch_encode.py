@@ -1,0 +1,228 @@
+"""Sentences of several callers in shared runs of a bundle's encoder."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, final
+
+import numpy as np
+
+from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms, EncodeStats
+from prejit.runtime.encoding.sentences import OnTooLong, Tokenized, embed, tokenize
+from prejit.server.engine.microbatch import Lane
+from prejit.server.engine.request_recorder import Cost, RequestRecorder
+from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
+
+if TYPE_CHECKING:
+    from prejit.runtime.generation.options import Prompt
+    from prejit.runtime.text.bundle_text import BundleText
+
+
+class _Sentences(NamedTuple):
+    """The sentences of a call.
+
+    Attributes:
+        ids: their token ids, the longest sentence first, so that a run pads little.
+        places: the place of each in the call.
+        tokenized: what tokenizing them cost.
+    """
+
+    ids: list[list[int]]
+    places: list[int]
+    tokenized: Tokenized
+
+
+@final
+class Encoding:
+    """The shared runs of a bundle's encoder. Safe to use from many threads.
+
+    A sentence is tokenized and checked in its caller's thread, so a wrong one fails nobody else. A call of
+    more sentences than the largest batch bucket takes turns with other calls.
+    """
+
+    def __init__(
+        self,
+        encoder: EncoderPrograms,
+        text: BundleText,
+        finish: Callable[[], object],
+        *,
+        queue: int,
+        recorder: RequestRecorder,
+    ) -> None:
+        """Make an empty queue.
+
+        Args:
+            encoder: the programs.
+            text: the tokenizer of the bundle.
+            finish: waits until all files of the target are verified, before a caller gets a result.
+            queue: the most calls that may wait.
+            recorder: counts the calls.
+        """
+        self._encoder = encoder
+        self._text = text
+        self._finish = finish
+        self._most = max(bucket.batch for bucket in encoder.buckets)
+        self._lane: Lane[_Sentences] = Lane(
+            "encode",
+            self._run,
+            queue=queue,
+            recorder=recorder,
+            compiled=lambda: encoder.programs.compiled,
+            ended=_reason,
+        )
+
+    def submit(
+        self,
+        sentences: str | Sequence[Prompt],
+        *,
+        on_too_long: OnTooLong = "truncate",
+        timeout: float | None = None,
+    ) -> Future[Encoded]:
+        """Begin to encode sentences and return their future embeddings.
+
+        Args:
+            sentences: as in `Bundle.encode`.
+            on_too_long: as in `Bundle.encode`.
+            timeout: seconds after which the future raises DeadlineError; None: never.
+
+        Raises:
+            UsageError, ContextError: as `Bundle.encode`.
+            QueueFullError: too many calls wait.
+            ClosedError: `close` or `drain` was called.
+        """
+        tokenized = tokenize(self._encoder, self._text, sentences, on_too_long)
+        job = self._job(tokenized, timeout)
+        if job.rows:
+            self._lane.submit(job)
+        else:
+            job.future.set_result(self._encoded(tokenized))
+        return job.future
+
+    def encode(
+        self,
+        sentences: str | Sequence[Prompt],
+        *,
+        on_too_long: OnTooLong = "truncate",
+        timeout: float | None = None,
+    ) -> Encoded:
+        """Return the embeddings of sentences. Arguments and errors as `submit`.
+
+        If the encoder is idle it runs in the caller's thread, unless the call has a timeout.
+
+        Raises:
+            DeadlineError: the timeout has passed.
+        """
+        tokenized = tokenize(self._encoder, self._text, sentences, on_too_long)
+        count = len(tokenized.ids)
+        if timeout is None and count <= self._most:
+            with self._lane.alone(count) as ran:
+                if ran is not None:
+                    encoded = self._encoded(tokenized)
+                    ran.cost = _cost(encoded.stats, tokenized.ids)
+                    ran.reason = _reason(encoded)
+                    return encoded
+        result: Encoded = self._lane.result(self._job(tokenized, timeout))
+        return result
+
+    def drain(self, deadline: float | None) -> bool:
+        """Refuse new calls and wait for those under way; return whether none is left.
+
+        Args:
+            deadline: until when to wait, by time.monotonic; None: as long as it takes.
+        """
+        return self._lane.drain(deadline)
+
+    def undrain(self) -> None:
+        """Take calls again, unless `close` was called."""
+        self._lane.undrain()
+
+    def close(self) -> None:
+        """Refuse new calls, fail those that wait with ClosedError, and wait for those that run."""
+        self._lane.close()
+
+    def _encoded(self, tokenized: Tokenized) -> Encoded:
+        """Encode the sentences of one call now."""
+        encoded = embed(self._encoder, tokenized)
+        self._finish()
+        return encoded
+
+    def _job(self, tokenized: Tokenized, timeout: float | None) -> SharedJob[_Sentences]:
+        ids = tokenized.ids
+        places = sorted(range(len(ids)), key=lambda place: -len(ids[place]))
+        payload = _Sentences([ids[place] for place in places], places, tokenized)
+
+        def finish(returned: Sequence[Encoded]) -> Encoded:
+            stats = _summed([part.stats for part in returned], job.began - job.submitted)
+            embeddings = np.empty((len(places), self._encoder.encoder.width), np.float32)
+            embeddings[places] = np.concatenate([part.embeddings for part in returned])
+            stats = replace(
+                stats,
+                sentences=len(ids),
+                tokens=sum(map(len, ids)),
+                truncated=tokenized.truncated,
+                tokenize_seconds=tokenized.seconds,
+            )
+            return Encoded(embeddings, stats)
+
+        deadline = deadline_after(timeout)
+        job: SharedJob[_Sentences] = SharedJob(
+            payload, len(ids), self._most, None, finish, deadline
+        )
+        return job
+
+    def _run(self, shares: Sequence[Share[_Sentences]]) -> Ran:
+        """Encode the sentences of several calls together."""
+        ids = [each for share in shares for each in share.job.payload.ids[share.start : share.end]]
+        embeddings, stats = self._encoder.encode(ids)
+        self._finish()
+        returned, first = [], 0
+        for share in shares:
+            end = first + share.rows
+            returned.append(Encoded(embeddings[first:end], stats))  # copied by `finish` of the job
+            first = end
+        return Ran(returned, _cost(stats, ids))
+
+
+def _cost(stats: EncodeStats, ids: Sequence[Sequence[int]]) -> Cost:
+    """Return the cost of runs of an encoder for these sentences, as metrics have it."""
+    rows = positions = 0
+    for name, runs in stats.buckets.items():
+        batch, _, length = name.partition("x")
+        rows += int(batch) * runs
+        positions += int(batch) * int(length) * runs
+    runs, lengths = sum(stats.buckets.values()), tuple(map(len, ids))
+    return Cost(rows - stats.sentences, runs, stats.tokens, positions, lengths)
+
+
+def _reason(encoded: Encoded) -> str:
+    """Return why an encoding ended, as metrics have it."""
+    return "done" if np.isfinite(encoded.embeddings).all() else "nan"
+
+
+def _summed(each: Sequence[EncodeStats], waited_seconds: float) -> EncodeStats:
+    """Return the costs of the runs that a call took part in. Others may have shared them.
+
+    Args:
+        each: the costs of each run.
+        waited_seconds: how long the call waited for the first.
+    """
+    tokens = sum(stats.tokens for stats in each)
+    computed = sum(stats.tokens / (1 - stats.padding) for stats in each)
+    buckets: Counter[str] = Counter()
+    for stats in each:
+        buckets.update(stats.buckets)
+    return EncodeStats(
+        sentences=sum(stats.sentences for stats in each),
+        tokens=tokens,
+        truncated=0,
+        padding=1 - tokens / computed,
+        buckets=dict(buckets),
+        tokenize_seconds=0.0,
+        queue_seconds=math.fsum(stats.queue_seconds for stats in each) + waited_seconds,
+        run_seconds=math.fsum(stats.run_seconds for stats in each),
+        obtained=tuple(report for stats in each for report in stats.obtained),
+    )

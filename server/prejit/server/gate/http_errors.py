@@ -1,0 +1,186 @@
+"""Errors as clients get them: status, headers, and the JSON of OpenAI's API or the inference protocol."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from prejit.runtime.errors import (
+    ClosedError,
+    ContextError,
+    DeadlineError,
+    NumbersError,
+    PrejitError,
+    QueueFullError,
+    UsageError,
+)
+from prejit.server.served.served import ModelNotFoundError
+
+RETRY_SECONDS = 1
+"""Retry-After of a server that loads or ends. It is short, because another server may answer at once."""
+GONE = 499
+"""Status of a request whose client has closed its connection, as nginx has it in its log."""
+
+
+class ApiError(Exception):
+    """A request that a handler refuses itself.
+
+    Attributes:
+        status: the HTTP status.
+        message: one sentence with where, what was expected and what was found.
+        type: OpenAI's kind of error.
+        param: the field of the body that is at fault, or None.
+        code: a stable name of the error, or None.
+        headers: more headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How an error of prejit is reported.
+
+    Attributes:
+        status: the HTTP status.
+        type: OpenAI's kind of error.
+        code: a stable name; None: the code of the error's class.
+    """
+
+    status: int
+    type: str
+    code: str | None = None
+
+
+_KINDS: dict[type[PrejitError], _Kind] = {
+    ContextError: _Kind(400, "invalid_request_error", "context_length_exceeded"),
+    ModelNotFoundError: _Kind(404, "invalid_request_error", "model_not_found"),
+    UsageError: _Kind(400, "invalid_request_error"),
+    QueueFullError: _Kind(429, "rate_limit_error", "queue_full"),
+    ClosedError: _Kind(503, "server_error", "closed"),
+    DeadlineError: _Kind(504, "timeout_error", "deadline"),
+    NumbersError: _Kind(500, "server_error", "no_numbers"),
+}
+"""The first class in the order of inheritance decides. All other errors are status 500."""
+
+_AT = re.compile(r" - at (?:`key` in )?`(?P<path>.*)`$", re.DOTALL)
+"""How msgspec ends a message: with the path of the value, `$.messages[0].role`."""
+_LACKING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
+"""How msgspec says that an object lacks a field."""
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Return an error as the client gets it.
+
+    An error that the client cannot mend has no details: those are for the server's log.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ClientDisconnect):
+        # Nobody reads the answer; the log of requests has its status.
+        return ApiError(GONE, "expected a client that waits for the answer, found it gone")
+    if isinstance(error, HTTPException):  # Starlette's own: no such path, or another method
+        return ApiError(error.status_code, error.detail, headers=dict(error.headers or {}))
+    if isinstance(error, msgspec.ValidationError):
+        message, param = str(error), None
+        if found := _AT.search(message):
+            param = found["path"].removeprefix("$").removeprefix(".") or None
+            message = message[: found.start()]
+        if lacking := _LACKING.fullmatch(message):
+            param = ".".join(filter(None, (param, lacking["name"])))
+            message = f"{param}: expected a value, found none"
+            return ApiError(400, message, param=param, code="missing_required_parameter")
+        return ApiError(400, f"{param or 'body'}: {message}", param=param, code="invalid_type")
+    if isinstance(error, msgspec.DecodeError | UnicodeDecodeError):
+        return ApiError(400, f"body: expected JSON in UTF-8, found {error}", code="invalid_json")
+    if isinstance(error, RecursionError):  # nothing here recurses but over what a client sent
+        return ApiError(400, "body: expected values nested less deeply", code="invalid_json")
+    if isinstance(error, PrejitError):
+        for each in type(error).__mro__:
+            if (kind := _KINDS.get(each)) is not None:
+                return _of_prejit(error, kind)
+        return ApiError(
+            500,
+            f"the bundle cannot be used: error[{error.code}]",
+            type="server_error",
+            code=error.code,
+        )
+    return ApiError(500, "internal error", type="server_error", code="internal")
+
+
+def _of_prejit(error: PrejitError, kind: _Kind) -> ApiError:
+    text = f"{error} ({error.hint})" if error.hint else str(error)
+    headers = {}
+    if isinstance(error, QueueFullError):
+        headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+    elif isinstance(error, ClosedError):
+        headers = {"Retry-After": str(RETRY_SECONDS)}
+    param = "model" if isinstance(error, ModelNotFoundError) else None
+    return ApiError(
+        kind.status,
+        text,
+        type=kind.type,
+        param=param,
+        code=kind.code or error.code,
+        headers=headers,
+    )
+
+
+def error_json(error: ApiError) -> dict[str, Any]:
+    """Return the error object of OpenAI's API."""
+    fields = {
+        "message": error.message,
+        "type": error.type,
+        "param": error.param,
+        "code": error.code,
+    }
+    return {"error": fields}
+
+
+def response(error: ApiError, path: str) -> Response:
+    """Return the response for an error, in the form that clients of the path read."""
+    of_inference = path == "/v2" or path.startswith("/v2/")
+    content = {"error": error.message} if of_inference else error_json(error)
+    return Response(
+        msgspec.json.encode(content),
+        error.status,
+        headers=error.headers,
+        media_type="application/json",
+    )
+
+
+async def handle(request: Request, error: Exception) -> Response:
+    """Answer a request whose handler raised, or which has none; Starlette calls it."""
+    path, refused = request.url.path, as_api_error(error)
+    if refused.status == 405 and isinstance(error, HTTPException):
+        refused.message = (
+            f"{path:.200}: expected {refused.headers['Allow']}, found {request.method}"
+        )
+    elif refused.status == 404 and isinstance(error, HTTPException):
+        refused.message = (
+            f"{request.method} {path:.200}: expected a path of this server, found another"
+        )
+    return response(refused, path)

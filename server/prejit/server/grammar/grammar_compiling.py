@@ -1,0 +1,105 @@
+"""The compiler of llguidance, with limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from prejit.server.grammar.grammar_sources import GrammarSource
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_LEXER_STATES = 20_000
+"""Maximum number of lexer states of a grammar, of 1 to 3 kB each: a hostile schema cannot fill the memory."""
+_STEP_FUEL = 50_000
+"""Maximum work of the lexer for one mask: some 10 ms. A common mask takes less than a hundredth of it."""
+_OPTIONS = '%llguidance {"no_forcing": true}'
+"""Without it, llguidance allows only the tokens into which the tokenizer cuts a text that must come. It would
+call the tokenizer for that, and some models were trained on other cuts."""
+_BYTES_FOR_BYTE = 150
+"""The memory of a compiled grammar for each character of its source, where nobody has measured it."""
+
+
+class _Vocabulary(NamedTuple):
+    """The tokens as llguidance reads them: attributes of a guidance tokenizer.
+
+    Attributes:
+        tokens: the bytes of each.
+        special_token_ids: those that are no text.
+        eos_token_id: None: llguidance adds a token that ends a text, after all others.
+        bos_token_id: none is needed.
+    """
+
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_id: int | None = None
+    bos_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A compiled grammar.
+
+    Attributes:
+        matcher: at the beginning of a text; masks copy it. It has made its first mask, which makes theirs
+            quick.
+        size_bytes: its memory.
+    """
+
+    matcher: LLMatcher
+    size_bytes: int
+
+
+def tokenizer_of(table: Sequence[bytes | None]) -> LLTokenizer:
+    """Return a vocabulary for the compiler.
+
+    Args:
+        table: the bytes of each token; None: it is no text.
+    """
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    vocabulary = _Vocabulary(
+        [b"" if token is None else token for token in table],
+        [token_id for token_id, token in enumerate(table) if token is None],
+    )
+    return LLTokenizer(TokenizerWrapper(vocabulary))
+
+
+def compiled(
+    tokenizer: LLTokenizer, source: GrammarSource, size_bytes: int | None = None
+) -> CompiledGrammar:
+    """Compile a grammar. Other threads run meanwhile.
+
+    Args:
+        tokenizer: the vocabulary.
+        source: the grammar.
+        size_bytes: its memory, if that was measured.
+
+    Raises:
+        UsageError: it does not compile.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(
+        max_lexer_states=_LEXER_STATES, step_lexer_fuel=_STEP_FUEL, verbose_errors=False
+    )
+    grammar = LLMatcher.grammar_from_lark(f"{_lark(source)}\n{_OPTIONS}")
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # 100 ms for 4,000 members, which no step of an engine waits for now
+    if matcher.is_error():
+        raise source.error(matcher.get_error())
+    return CompiledGrammar(matcher, size_bytes or len(source.text) * _BYTES_FOR_BYTE)
+
+
+def _lark(source: GrammarSource) -> str:
+    if not source.is_gbnf:
+        return source.text
+    from llguidance import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark.gbnf_to_lark(source.text)
+    except Exception as error:  # it raises bare Exceptions
+        raise source.error(str(error)) from None

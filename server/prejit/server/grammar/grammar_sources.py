@@ -1,0 +1,170 @@
+"""Grammars in Lark, made from JSON schemas, expressions and tools, and the errors that name their part."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from prejit.runtime.base import arguments
+from prejit.runtime.errors import UsageError
+from prejit.server.grammar.schema_paths import error_path
+from prejit.server.grammar.tools import ToolForm, tools_grammar
+
+WHITESPACE = " "
+"""White space that JSON may have between its parts: one space, as JSON in one line has. Small models repeat
+white space until their last token if they may, and indents cost tokens without a meaning."""
+
+_LARK_START = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
+
+
+class SchemaPart(NamedTuple):
+    """A JSON schema inside a grammar.
+
+    Attributes:
+        at: its place in the request, for errors.
+        schema: the schema.
+        lenient: whether keywords that a grammar cannot enforce are ignored.
+    """
+
+    at: str
+    schema: Any
+    lenient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """A grammar before it is compiled.
+
+    Attributes:
+        text: the grammar in llguidance's variant of Lark.
+        expected: the beginning of the error of a grammar that does not compile.
+        schemas: the JSON schemas in it.
+        is_gbnf: whether the text is in llama.cpp's GBNF instead of Lark.
+    """
+
+    text: str
+    expected: str
+    schemas: tuple[SchemaPart, ...] = ()
+    is_gbnf: bool = False
+
+    def error(self, reason: str) -> UsageError:
+        """Return the error of a grammar that does not compile, with the JSON pointer of the schema at fault.
+
+        Args:
+            reason: what llguidance says.
+        """
+        for part in self.schemas:
+            if found := _error_of(part.schema, part.lenient):
+                return _schema_error(part, found)
+        return UsageError(f"{self.expected}: {one_line(reason)}")
+
+
+def schema_source(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> GrammarSource:
+    """Return the grammar of the JSON texts of a schema. Arguments and errors as `Grammars.json_schema`."""
+    part = SchemaPart("schema", schema, lenient)
+    expected = "schema: expected a JSON schema that a grammar can follow"
+    return GrammarSource(f"start: %json {_schema_text(schema, lenient)}", expected, (part,))
+
+
+def regex_source(pattern: str) -> GrammarSource:
+    """Return the grammar of the matches of a regular expression. Errors as `Grammars.regex`."""
+    arguments.text("regex", pattern)
+    from llguidance import regex_to_lark
+
+    expected = f"regex: expected a regular expression without look-around, found {pattern!r:.80}"
+    return GrammarSource(f"start: /{regex_to_lark(pattern, '')}/", expected)
+
+
+def lark_source(grammar: str) -> GrammarSource:
+    """Return a grammar in Lark. Errors as `Grammars.lark`."""
+    return GrammarSource(arguments.text("grammar", grammar), "grammar: expected a Lark grammar")
+
+
+def any_source(grammar: str) -> GrammarSource:
+    """Return a grammar in Lark, or in the EBNF of llama.cpp and xgrammar, GBNF: `root ::= "yes" | "no"`."""
+    if "::=" not in grammar or _LARK_START.search(grammar):
+        return lark_source(grammar)
+    return GrammarSource(grammar, "grammar: expected a Lark or GBNF grammar", is_gbnf=True)
+
+
+def choice_source(choices: Sequence[str]) -> GrammarSource:
+    """Return the grammar whose texts are these."""
+    words = " | ".join(map(json.dumps, choices))
+    return GrammarSource(
+        f"start: CHOICE\nCHOICE: {words}", "choice: expected texts that fit a grammar"
+    )
+
+
+def tools_source(
+    tools: Sequence[Mapping[str, Any]],
+    form: ToolForm,
+    *,
+    required: bool,
+    parallel: bool,
+    answer: SchemaPart | None = None,
+    special_id: Callable[[str], int | None],
+) -> GrammarSource:
+    """Return the grammar of answers that call tools. Arguments and errors as `tools_grammar`."""
+    text = tools_grammar(
+        tools,
+        form,
+        required=required,
+        parallel=parallel,
+        answer=None if answer is None else _schema_text(answer.schema, answer.lenient),
+        schema_text=_schema_text,
+        special_id=special_id,
+    )
+    functions = [tool.get("function", tool) for tool in tools]
+    parts = tuple(
+        SchemaPart(
+            f"tools[{place}].function.parameters",
+            each.get("parameters") or {},
+            not each.get("strict"),
+        )
+        for place, each in enumerate(functions)
+    )
+    if answer is not None:
+        parts = (*parts, answer)
+    return GrammarSource(text, "tools: expected tools that fit a grammar", parts)
+
+
+def one_line(error: str) -> str:
+    """Return an error of llguidance in one line: without the picture of the source that follows it."""
+    lines = [" ".join(line.split()) for line in error.split("\n   1 |")[0].splitlines()]
+    return " ".join(filter(None, lines))
+
+
+def _schema_error(part: SchemaPart, error: str) -> UsageError:
+    path = error_path(part.schema, error, lambda inner: _error_of(inner, part.lenient))
+    if "coerce_one_of" in error:  # an option that we do not offer, because it allows wrong answers
+        error = "alternatives of oneOf may fit the same value; use anyOf"
+    return UsageError(
+        f"{part.at}{path}: expected a JSON schema that a grammar can follow: {error}",
+        hint="leave the keyword out, or check it after the answer",
+    )
+
+
+def _error_of(schema: Any, lenient: bool) -> str:
+    from llguidance import LLMatcher
+
+    text = _schema_text(schema, lenient)
+    error = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
+    return one_line(error.partition("\n  while processing ")[0])  # it names the place of a $ref
+
+
+def _schema_text(schema: Mapping[str, Any] | bool, lenient: bool) -> str:
+    """Return a schema as JSON, with llguidance's own options instead of those that it has."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping):
+        raise UsageError(
+            f"schema: expected a JSON schema that a value satisfies, found {schema!r:.80}"
+        )
+    ways = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
+    try:
+        return json.dumps({**schema, "x-guidance": ways}, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"schema: expected values of JSON, found others: {error}") from error

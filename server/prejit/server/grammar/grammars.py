@@ -1,0 +1,213 @@
+"""The grammars of one vocabulary. Each gives token masks, and is compiled once for all of its requests."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from prejit.runtime.base.once import once
+from prejit.server.grammar.grammar_compiling import CompiledGrammar, compiled, tokenizer_of
+from prejit.server.grammar.grammar_sources import (
+    GrammarSource,
+    lark_source,
+    regex_source,
+    schema_source,
+    tools_source,
+)
+from prejit.server.grammar.mask import GrammarMask
+from prejit.server.grammar.tools import ToolForm
+
+if TYPE_CHECKING:
+    import llguidance
+
+    from prejit.runtime.bundle import Bundle
+    from prejit.server.grammar.trial import Trial
+
+_KEPT_BYTES = 64 << 20
+"""Maximum memory of the compiled grammars that are kept. A small one compiles again in milliseconds."""
+_LEAST_BYTES = 1 << 20
+"""The least that a kept grammar counts: its lexer grows while it makes masks."""
+
+
+@final
+class Grammars:
+    """The grammars of a bundle. Safe to use from many threads.
+
+        grammars = Grammars(bundle)
+        bundle.generate(prompt, token_mask=grammars.json_schema({"type": "integer"}))
+
+    Every method returns a new mask, for one request. A mask costs microseconds if the grammar was used
+    before. A request with its own `stop_token_ids` gives them here, too.
+    """
+
+    def __init__(self, bundle: Bundle, *, of_strangers: bool = False) -> None:
+        """Keep the vocabulary of a bundle. It is read with the first grammar, or by `prepare`.
+
+        Args:
+            bundle: has a decoder and a tokenizer.
+            of_strangers: whether grammars may be hostile. Each is then compiled in a process with limits
+                before it is compiled in this one, and its masks have a limit of time.
+
+        Raises:
+            UsageError: the bundle holds no decoder or no tokenizer.
+        """
+        self._decoder = bundle.decoder.decoder
+        self._vocabulary = bundle.tokenizer
+        self._of_strangers = of_strangers
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Read the vocabulary now: half a second for 128,000 tokens.
+
+        Raises:
+            UsageError: llguidance is not installed, or the tokens of the tokenizer are not bytes.
+        """
+        self._tokenizer  # noqa: B018 (made when it is read)
+
+    def json_object(self, *, stop_token_ids: Collection[int] | None = None) -> GrammarMask:
+        """Return a mask for any JSON object. Raises as `prepare`."""
+        return self.json_schema({"type": "object"}, stop_token_ids=stop_token_ids)
+
+    def json_schema(
+        self,
+        schema: Mapping[str, Any] | bool,
+        *,
+        lenient: bool = False,
+        stop_token_ids: Collection[int] | None = None,
+    ) -> GrammarMask:
+        """Return a mask for the JSON texts that a JSON schema describes.
+
+        The members of an object come in the order of the schema.
+
+        Args:
+            schema: a JSON schema.
+            lenient: whether to ignore keywords that a grammar cannot enforce, instead of raising.
+            stop_token_ids: of the request; None: those of the model.
+
+        Raises:
+            UsageError: it is no schema, no value satisfies it, or it has a keyword that a grammar cannot
+                enforce. The message has the JSON pointer of the place. Also as `prepare`.
+        """
+        return self.mask(schema_source(schema, lenient=lenient), stop_token_ids)
+
+    def regex(self, pattern: str, *, stop_token_ids: Collection[int] | None = None) -> GrammarMask:
+        """Return a mask for texts that match a regular expression as a whole.
+
+        The syntax is that of Rust's `regex`: as Python's, without look-around and references to groups.
+
+        Raises:
+            UsageError: it is no such expression. Also as `prepare`.
+        """
+        self.prepare()
+        return self.mask(regex_source(pattern), stop_token_ids)
+
+    def lark(self, grammar: str, *, stop_token_ids: Collection[int] | None = None) -> GrammarMask:
+        """Return a mask for the texts of a context-free grammar.
+
+        Args:
+            grammar: in llguidance's variant of Lark; its rule `start` is the whole text.
+            stop_token_ids: of the request; None: those of the model.
+
+        Raises:
+            UsageError: it is no such grammar. Also as `prepare`.
+        """
+        return self.mask(lark_source(grammar), stop_token_ids)
+
+    def tools(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        form: ToolForm,
+        *,
+        required: bool = False,
+        parallel: bool = True,
+        stop_token_ids: Collection[int] | None = None,
+    ) -> GrammarMask:
+        """Return a mask for answers that call tools with arguments of the right form.
+
+        Args:
+            tools: as OpenAI's API has them. The arguments of a function that is `strict` follow every
+                keyword of its schema; others follow those that a grammar can enforce.
+            form: how this model writes a call.
+            required: whether the answer must be calls; if not, it may be text, or have text around calls.
+            parallel: whether there may be several calls.
+            stop_token_ids: of the request; None: those of the model.
+
+        Raises:
+            UsageError: a tool has no name, or a schema that no grammar follows. Also as `prepare`.
+        """
+        source = tools_source(
+            tools,
+            form,
+            required=required,
+            parallel=parallel,
+            special_id=self._vocabulary.special_id,
+        )
+        return self.mask(source, stop_token_ids)
+
+    def mask(
+        self, source: GrammarSource, stop_token_ids: Collection[int] | None = None
+    ) -> GrammarMask:
+        """Return a mask for a grammar, which is compiled if it is not kept.
+
+        Raises:
+            UsageError: it does not compile, or takes too much of something. Also as `prepare`.
+        """
+        return self.kept_mask(source, stop_token_ids) or self._new_mask(
+            self._keep(source), stop_token_ids
+        )
+
+    def kept_mask(
+        self, source: GrammarSource, stop_token_ids: Collection[int] | None = None
+    ) -> GrammarMask | None:
+        """Return a mask for a grammar that is kept; None: it must be compiled."""
+        with self._lock:
+            if (kept := self._compiled.get(source.text)) is None:
+                return None
+            if kept.matcher.is_error():  # the lexer is common to all masks of a grammar
+                del self._compiled[source.text]
+                return None
+            self._compiled.move_to_end(source.text)
+        return self._new_mask(kept, stop_token_ids)
+
+    def stop_trial(self) -> None:
+        """Give up what `mask` compiles now in another thread, which raises UsageError then."""
+        if "_trial" in vars(self):
+            self._trial.stop()
+
+    def _new_mask(
+        self, kept: CompiledGrammar, stop_token_ids: Collection[int] | None
+    ) -> GrammarMask:
+        decoder = self._decoder
+        stop = decoder.eos_token_ids if stop_token_ids is None else stop_token_ids
+        return GrammarMask(kept.matcher, decoder.vocab_size, stop, is_limited=self._of_strangers)
+
+    def _keep(self, source: GrammarSource) -> CompiledGrammar:
+        """Compile a grammar and keep it. Those that were not used for longest make room."""
+        tokenizer = self._tokenizer
+        known = self._trial.compile(source) if self._of_strangers else None
+        found = compiled(tokenizer, source, known)
+        with self._lock:
+            self._compiled[source.text] = found
+            while len(self._compiled) > 1 and self._kept_bytes() > _KEPT_BYTES:
+                self._compiled.popitem(last=False)
+        return found
+
+    def _kept_bytes(self) -> int:
+        return sum(max(_LEAST_BYTES, each.size_bytes) for each in self._compiled.values())
+
+    @once
+    def _tokenizer(self) -> llguidance.LLTokenizer:
+        return tokenizer_of(self._trial.table if self._of_strangers else self._table())
+
+    @once
+    def _trial(self) -> Trial:
+        from prejit.server.grammar.trial import Trial  # only servers need processes
+
+        return Trial(self._table())
+
+    def _table(self) -> list[bytes | None]:
+        """Return the bytes of each token: half a second for 128,000."""
+        return self._vocabulary.vocabulary(self._decoder.vocab_size)

@@ -1,0 +1,94 @@
+"""The endpoints for those who run a server, at an address of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, final
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from prejit.server.gate import http_errors
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.origins import Origins
+from prejit.server.gate.server_settings import Settings
+from prejit.server.served.served import Models
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+_POLL_SECONDS = 0.05
+"""How often a drain looks whether anything runs."""
+
+
+def make_admin(models: Models, settings: Settings, origins: Origins | None) -> Starlette:
+    """Return the ASGI application of the admin address.
+
+    Args:
+        models: the served bundles.
+        settings: `drain_seconds` is how long POST /drain waits.
+        origins: who may send requests to it; None: whoever reaches it, as a Unix socket.
+    """
+
+    async def post_drain(request: Request) -> Response:
+        idle = await drain(models, settings.drain_seconds)
+        return _answer(200 if idle else 202, state=models.state, idle=idle)
+
+    async def post_undrain(request: Request) -> Response:
+        if not models.undrain():
+            raise ApiError(
+                409, "expected a server that goes on, found one that ends", code="ending"
+            )
+        return _answer(200, state=models.state)
+
+    return Starlette(
+        routes=[
+            Route("/drain", post_drain, methods=["POST"]),
+            Route("/undrain", post_undrain, methods=["POST"]),
+        ],
+        middleware=[] if origins is None else [Middleware(_Guard, origins=origins)],
+        exception_handlers={HTTPException: http_errors.handle, ApiError: http_errors.handle},
+    )
+
+
+async def drain(models: Models, seconds: float, *, ends: bool = False) -> bool:
+    """Refuse new requests, and wait for those that run or wait; return whether none is left.
+
+    Args:
+        models: the served bundles.
+        seconds: the longest wait. `Models.undrain` ends it too.
+        ends: whether the server ends then, so that nothing undoes it.
+    """
+    until = time.monotonic() + seconds
+    while not (idle := models.drain(ends=ends)) and time.monotonic() < until:
+        await asyncio.sleep(_POLL_SECONDS)
+        if models.state != "draining":
+            return False
+    return idle
+
+
+@final
+class _Guard:
+    """The middleware that refuses foreign web pages."""
+
+    def __init__(self, app: ASGIApp, origins: Origins) -> None:
+        self._app = app
+        self._origins = origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._origins.check(scope["method"], dict(scope["headers"]))
+        except ApiError as error:
+            await http_errors.response(error, scope["path"])(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def _answer(status: int, **content: object) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -1,0 +1,164 @@
+"""HTTP connections: uvicorn's own, with limits for clients that send too slowly or too much."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from prejit.server.gate.gate import ABORT
+
+HEAD_SECONDS = 75
+"""A connection without the whole head of a request for so long is closed; idle ones too. So is one whose
+request is answered while its body or trailers still come, or whose client does not read its last answer."""
+
+MAX_HEAD_BYTES = 1 << 16
+"""Maximum size of a request without its body: URL, headers, chunk extensions and trailers together."""
+
+MAX_HEADERS = 256
+"""Maximum number of headers of a request. Each takes more memory here than on the wire."""
+
+MAX_PIPELINED = 64
+"""How many requests a client may send ahead of their answers."""
+
+MAX_UNREAD_BYTES = 16 << 20
+"""Maximum size of what is read and dropped of a body after its request was answered. A client that sends
+everything before it reads finds the answer then."""
+
+MAX_SMALL_CHUNKS = 4096
+"""How many chunks a body may have if they hold less than `_SMALL_BYTES` on average: each costs more here than
+its bytes on the wire."""
+
+_SMALL_BYTES = 32
+_CHUNK_BYTES = 16
+"""How many bytes of a chunk are its frame: its length and two line ends. More are extensions."""
+
+
+class Connection(HttpToolsProtocol):
+    """One connection of a client. uvicorn makes it and its signatures."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _extra_bytes = 0  # of the request that comes now: what is not its body
+    _chunks = _chunks_bytes = 0  # of the body that comes now
+    _unread_bytes = 0  # of the body of a request that is answered already
+    _reads_head = True
+    _is_lost = False
+    _refusal = ""  # why the parser was stopped
+    _answered: RequestResponseCycle | None = None  # the request that is answered now, or was last
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection."""
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End a connection, and the request that is answered: uvicorn tells only the last one that came."""
+        self._is_lost = True
+        self._stop_timer()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # after a reset, uvicorn's timer holds the connection
+        self.pipeline.clear()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes from the client; refuse what has no end."""
+        self._extra_bytes += len(data)
+        super().data_received(data)
+        self._extra_bytes = max(0, self._extra_bytes)
+        if self.transport.is_closing():
+            return
+        if self._extra_bytes > MAX_HEAD_BYTES:
+            self.send_400_response(
+                f"Expected at most {MAX_HEAD_BYTES} bytes of URL, headers, chunk extensions and trailers."
+            )
+        elif self._unread_bytes > MAX_UNREAD_BYTES:
+            self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what the client sends, and close. An answer that has begun is cut instead."""
+        answered = self._answered
+        if answered is not None and answered.response_started and not answered.response_complete:
+            self.transport.abort()
+        else:
+            super().send_400_response(self._refusal or msg)
+            self._start_timer()
+
+    def on_message_begin(self) -> None:
+        """Begin to read a request."""
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refuse(f"Expected at most {MAX_PIPELINED} requests ahead of their answers.")
+        super().on_message_begin()
+        self._reads_head = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header. Trailers are dropped: the request was checked without them."""
+        if not self._reads_head:
+            return
+        if len(self.headers) >= MAX_HEADERS:
+            self._refuse(f"Expected at most {MAX_HEADERS} headers.")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begin to answer a request, whose scope gets the way to cut this connection."""
+        self._stop_timer()
+        self._reads_head = False
+        extensions: Any = {ABORT: self.transport.abort}
+        self.scope["extensions"] = extensions
+        super().on_headers_complete()
+
+    def on_chunk_header(self) -> None:
+        """Begin to read a chunk."""
+        self._extra_bytes -= _CHUNK_BYTES
+        self._chunks += 1
+        if self._chunks > max(MAX_SMALL_CHUNKS, self._chunks_bytes // _SMALL_BYTES):
+            self._refuse(f"Expected chunks of at least {_SMALL_BYTES} bytes.")
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of a body."""
+        self._extra_bytes -= len(body)
+        self._chunks_bytes += len(body)
+        if self.cycle.response_complete:
+            self._unread_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Count from 0 for the next request."""
+        super().on_message_complete()
+        self._extra_bytes = self._unread_bytes = self._chunks = self._chunks_bytes = 0
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request of the connection, or for the client to read the last answer."""
+        if self._answered is not None:
+            self._answered.body = bytearray()  # of a request that was refused
+        super().on_response_complete()
+        self._start_timer()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _refuse(self, why: str) -> None:
+        """Stop the parser.
+
+        Raises:
+            ValueError: always. The parser makes it its own error, and uvicorn calls `send_400_response`.
+        """
+        self._refusal = why
+        raise ValueError(why)
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        if not self._is_lost:
+            self._timer = self.loop.call_later(HEAD_SECONDS, self._close_idle)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _close_idle(self) -> None:
+        if self._answered is None or self._answered.response_complete:
+            self.transport.abort()

@@ -1,0 +1,229 @@
+"""The process of a server: it binds at once and loads bundles beside the imports of the HTTP stack."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import faulthandler
+import gc
+import os
+import resource
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, cast
+
+from prejit.runtime.errors import StoreError
+from prejit.server.gate.server_settings import BACKLOG, Settings
+from prejit.server.http.malloc import use_few_arenas
+from prejit.server.served.answer_checks import AnswerChecks
+from prejit.server.served.say import say
+from prejit.server.served.served import Models
+from prejit.server.served.served_loading import BundleSource, EngineOptions, Loading, Wrap
+from prejit.server.telemetry.telemetry import start as start_telemetry
+
+if TYPE_CHECKING:
+    from prejit.server.engine.engine import Engine
+    from prejit.server.telemetry.requestlog import RequestLog
+    from prejit.server.telemetry.spans import Telemetry
+
+_MAX_FILES = 65_536
+
+Address = tuple[str, int] | str
+"""A host and port (0: any that is free), or the path of a Unix socket."""
+
+
+def serve(
+    sources: Sequence[BundleSource],
+    engines: EngineOptions,
+    settings: Settings,
+    address: tuple[str, int],
+    log: RequestLog | None = None,
+    admin: Address | None = None,
+) -> None:
+    """Serve bundles until a signal ends the process, or a bundle cannot be loaded.
+
+    Args:
+        sources: the bundles.
+        engines: the options of their engines.
+        settings: the limits.
+        address: the host and port to listen at; port 0: any that is free.
+        log: where requests are recorded.
+        admin: where those listen who run the server; None: nowhere.
+
+    Raises:
+        StoreError: the address cannot be bound, or a bundle cannot be read.
+        MismatchError, RejectError, UsageError: as `load`.
+    """
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, _end_early)
+    for each in (signal.SIGHUP, signal.SIGUSR1):  # the files were opened just now
+        signal.signal(each, signal.SIG_IGN)
+    if sys.stderr is not None:  # a daemon may have closed it
+        faulthandler.enable()  # native code that crashes shows where each thread was
+    gc.disable()  # imports and loads make many objects and no garbage
+    use_few_arenas()
+    _allow_many_connections()
+    with _bind(address) as listening, _admin_socket(admin) as of_admin:
+        models = Models()
+        url = _shown(listening, address)
+        telemetry = start_telemetry()
+        wrap = _wrapper(log, telemetry)
+        loading = Loading(sources, engines, models, url, wrap)
+        if log is not None:
+            loading.when_loaded = partial(log.start, models, max_tokens=settings.max_tokens)
+        loading.start()
+        checks = AnswerChecks(models, settings.check_seconds)
+        # The stack is imported while the bundles are loaded: neither waits for the other.
+        from prejit.server.gate.origins import Origins, is_loopback
+        from prejit.server.http.uvicorn_server import run
+
+        origins = None
+        if settings.keys is None and is_loopback(listening.getsockname()[0]):
+            hint = "allow it with --cors, or ask for keys with --keys"
+            origins = Origins(address[0], settings.cors, hint)
+        guards = None if not isinstance(admin, tuple) else Origins(admin[0])
+
+        def reopen() -> None:
+            if log is not None:
+                log.reopen()
+
+        try:
+            run(
+                models,
+                replace(settings, log=log, origins=origins),
+                listening,
+                loading,
+                admin=None if of_admin is None else (of_admin, guards),
+                reopen=reopen,
+                telemetry=telemetry,
+            )
+        finally:
+            checks.close()
+    if loading.error is not None:
+        raise loading.error
+    models.close()
+    if telemetry is not None:
+        telemetry.close()
+    if log is not None:
+        log.close()
+    if loading.is_alive():  # a signal came while a bundle was loaded, which cannot be stopped
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _end_early(number: int, frame: FrameType | None) -> None:
+    """End before the server answers, when nothing runs yet. The server replaces this handler."""
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _wrapper(log: RequestLog | None, telemetry: Telemetry | None) -> Wrap:
+    """Return what wraps engines, so that the log and telemetry see what they give."""
+
+    def wrap(name: str, engine: Engine) -> Engine:
+        if telemetry is not None:
+            engine = telemetry.engine(name, engine)
+        if log is not None:
+            from prejit.server.telemetry.requestlog import RecordedEngine
+
+            engine = cast("Engine", RecordedEngine(name, engine))
+        return engine
+
+    return wrap
+
+
+def _bind(address: Address, option: str = "--port") -> socket.socket:
+    """Return a socket that listens. Clients that connect now wait in its queue until the server runs.
+
+    Args:
+        address: where. A Unix socket is for its owner alone.
+        option: the option that has the address, for errors.
+
+    Raises:
+        StoreError: it cannot be bound.
+    """
+    try:
+        if isinstance(address, str):
+            listening = _unix_socket(address)
+        else:
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            listening = socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as error:
+        shown = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
+        raise StoreError(
+            f"{shown}: cannot listen: {error.strerror or error}",
+            hint=f"another server may listen there, or there is no such place here: give another {option}",
+        ) from error
+    listening.setblocking(False)
+    return listening
+
+
+@contextlib.contextmanager
+def _admin_socket(address: Address | None) -> Iterator[socket.socket | None]:
+    """Give a socket that listens at the admin address, if there is one.
+
+    Raises:
+        StoreError: it cannot be bound.
+    """
+    if address is None:
+        yield None
+        return
+    with _bind(address, "--admin") as listening:
+        say(f"admin: {_shown(listening, address)}")
+        try:
+            yield listening
+        finally:
+            if isinstance(address, str):
+                with contextlib.suppress(OSError):
+                    os.unlink(address)
+
+
+def _unix_socket(path: str) -> socket.socket:
+    """Return a Unix socket that listens. It takes the place of one whose server has died.
+
+    Raises:
+        OSError: it cannot be bound.
+    """
+    listening = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o177)
+    try:
+        if _is_left_behind(path):
+            os.unlink(path)
+        listening.bind(path)
+        listening.listen(BACKLOG)
+    except BaseException:
+        listening.close()
+        raise
+    finally:
+        os.umask(before)
+    return listening
+
+
+def _is_left_behind(path: str) -> bool:
+    with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as client:
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            return client.connect_ex(path) == errno.ECONNREFUSED
+    return False
+
+
+def _shown(listening: socket.socket, address: Address) -> str:
+    """Return where a socket listens, as a person reads it."""
+    if isinstance(address, str):
+        return address
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    return f"http://{host}:{listening.getsockname()[1]}"
+
+
+def _allow_many_connections() -> None:
+    """Raise the soft limit of open files: every connection is one, and the default is often 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

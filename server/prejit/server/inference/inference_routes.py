@@ -1,0 +1,303 @@
+"""/v2: the Open Inference Protocol, with the extension of binary tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import Future, InvalidStateError
+from importlib.metadata import version
+from typing import Any, final
+
+import msgspec
+import numpy as np
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.errors import DeadlineError, UsageError
+from prejit.server.gate.disconnect import unless_gone
+from prejit.server.gate.http_errors import RETRY_SECONDS, ApiError
+from prejit.server.gate.server_settings import Settings
+from prejit.server.inference import tensors
+from prejit.server.inference.inference_models import InferenceModel, InferenceModels, results
+from prejit.server.inference.inference_schema import (
+    InferError,
+    InferRequest,
+    InferResponse,
+    InferResult,
+    ModelMetadata,
+    ServerMetadata,
+)
+from prejit.server.openai.openapi import Operation
+from prejit.server.served.served import Models
+
+VERSION = "1"
+"""The only version of each model."""
+
+_JSON_LENGTH = "Inference-Header-Content-Length"
+"""The header that says how long the JSON is, if bytes follow it."""
+_SMALL_BYTES = 1 << 14
+"""A larger body is read and written in a thread, so that other requests go on."""
+_PROTOCOL_PARAMETERS = frozenset(
+    ("binary_data_output", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
+)
+"""Parameters of a request that belong to the protocol; the others are static arguments."""
+
+
+OPERATIONS = (
+    Operation("get", "/v2", "Describe the server", None, ServerMetadata, error=InferError),
+    Operation("get", "/v2/health/live", "Say that the process runs", error=InferError),
+    Operation("get", "/v2/health/ready", "Say whether the server is ready", error=InferError),
+    Operation(
+        "get", "/v2/models/{model}", "Describe a program", None, ModelMetadata, error=InferError
+    ),
+    Operation("get", "/v2/models/{model}/ready", "Say whether it is ready", error=InferError),
+    Operation(
+        "post",
+        "/v2/models/{model}/infer",
+        "Run a program",
+        InferRequest,
+        InferResponse,
+        error=InferError,
+    ),
+)
+"""What the OpenAPI document says of these routes."""
+
+
+def routes(models: Models, settings: Settings) -> list[Route]:
+    """Return the routes of /v2."""
+    protocol = _Protocol(models, settings)
+    model = "/v2/models/{model}"
+    versioned = model + "/versions/{version}"
+    found = [
+        Route("/v2", protocol.server),
+        Route("/v2/health/live", protocol.live),
+        Route("/v2/health/ready", protocol.ready),
+    ]
+    for path in (model, versioned):
+        found += [
+            Route(path, protocol.metadata),
+            Route(f"{path}/ready", protocol.model_ready),
+            Route(f"{path}/infer", protocol.infer, methods=["POST"]),
+        ]
+    return found
+
+
+@final
+class _Protocol:
+    """The handlers."""
+
+    def __init__(self, models: Models, settings: Settings) -> None:
+        self._models = models
+        self._settings = settings
+        self._known: tuple[int, InferenceModels] | None = None
+
+    async def server(self, request: Request) -> Response:
+        """Answer what this server is."""
+        described = ServerMetadata(
+            name="prejit", version=version("prejit"), extensions=["binary_tensor_data"]
+        )
+        return _json(described)
+
+    async def live(self, request: Request) -> Response:
+        """Answer that the process runs."""
+        return _json({"live": True})
+
+    async def ready(self, request: Request) -> Response:
+        """Answer whether all bundles are loaded and nothing is left to compile."""
+        ready = self._models.is_ready
+        headers = {} if ready else {"Retry-After": str(RETRY_SECONDS)}
+        return _json({"ready": ready}, 200 if ready else 503, headers)
+
+    async def metadata(self, request: Request) -> Response:
+        """Answer what a model takes and gives."""
+        model = self._model(request)
+        return _json(
+            ModelMetadata(
+                name=request.path_params["model"],
+                versions=[VERSION],
+                platform="prejit",
+                inputs=model.inputs,
+                outputs=model.outputs,
+            )
+        )
+
+    async def model_ready(self, request: Request) -> Response:
+        """Answer that a model is ready; the server refuses this path before it is."""
+        self._model(request)
+        return _json({"name": request.path_params["model"], "ready": True})
+
+    async def infer(self, request: Request) -> Response:
+        """Run a program."""
+        model = self._model(request)
+        body = await request.body()
+        length = request.headers.get(_JSON_LENGTH)
+        if len(body) > _SMALL_BYTES:
+            asked, given = await run_in_threadpool(_read, body, length, model)
+        else:
+            asked, given = _read(body, length, model)
+        args, kwargs = model.arguments(given)
+        kwargs |= _static(asked, model)
+        future = model.served.engine.submit_call(model.program, *args, **kwargs)
+        seconds = self._settings.timeout_seconds
+        # A call that waits in the engine ends with the wait; one that runs ends by itself.
+        timer = asyncio.get_running_loop().call_later(seconds, _expire, future, model, seconds)
+        try:
+            value = await unless_gone(request.receive, asyncio.wrap_future(future))
+        finally:
+            timer.cancel()
+        name = request.path_params["model"]
+        arrays = results(value)
+        if sum(array.nbytes for array in arrays.values()) > _SMALL_BYTES:
+            return await run_in_threadpool(_answer, asked, name, arrays)
+        return _answer(asked, name, arrays)
+
+    def _model(self, request: Request) -> InferenceModel:
+        """Return the model of a path.
+
+        Raises:
+            ModelNotFoundError, ApiError: there is no such model or version.
+        """
+        if self._known is None or self._known[0] != len(self._models):
+            self._known = len(self._models), InferenceModels(self._models)
+        model = self._known[1].get(request.path_params["model"])
+        if (found := request.path_params.get("version", VERSION)) != VERSION:
+            raise ApiError(404, f"version: expected {VERSION}, found {found!r:.80}")
+        return model
+
+
+def _expire(future: Future[Any], model: InferenceModel, seconds: float) -> None:
+    """End a call that has no result in time, for its client and for the engine's metrics."""
+    with contextlib.suppress(InvalidStateError):  # it has its result just now
+        future.set_exception(
+            DeadlineError(
+                f"{model.program}: expected a result within {seconds:g} seconds, found the call still "
+                "waiting or running",
+                hint="send fewer calls at once, or start the server with a longer --timeout",
+            )
+        )
+
+
+def _read(
+    body: bytes, length: str | None, model: InferenceModel
+) -> tuple[InferRequest, dict[str, np.ndarray[Any, Any]]]:
+    """Return the JSON of a request, and its tensors by name.
+
+    Raises:
+        UsageError, msgspec.DecodeError: they are not what the protocol says, or not what the model takes.
+    """
+    end = len(body)
+    if length is not None:
+        if not (length.isascii() and length.isdecimal() and int(length) <= len(body)):
+            raise UsageError(f"{_JSON_LENGTH}: expected 0 to {len(body)}, found {length!r:.80}")
+        end = int(length)
+    view = memoryview(body)
+    asked = msgspec.json.decode(view[:end], type=InferRequest)
+    expected = {tensor.name: tensor.datatype for tensor in model.inputs}
+    given: dict[str, np.ndarray[Any, Any]] = {}
+    at = end
+    for tensor in asked.inputs:
+        where = f"inputs: {tensor.name!r:.80}"
+        if tensor.name in given:
+            raise UsageError(f"{where}: expected each tensor once, found it twice")
+        dtype = tensors.dtype_of(tensor.datatype, where)
+        wanted = expected.get(tensor.name, tensor.datatype)
+        if tensor.datatype != wanted:
+            raise UsageError(f"{where}: datatype: expected {wanted}, found {tensor.datatype}")
+        size = tensor.parameters.get("binary_data_size")
+        if (name := _foreign(tensor.parameters)) is not None:
+            raise UsageError(f"{where}: expected data in the request, found the parameter {name!r}")
+        shape = tuple(tensor.shape)
+        if size is None:
+            given[tensor.name] = tensors.from_json(tensor.data, dtype, shape, where)
+            continue
+        if type(size) is not int or not 0 <= size <= len(body) - at or tensor.data is not None:
+            raise UsageError(
+                f"{where}: binary_data_size: expected at most the {len(body) - at} bytes that are left, "
+                f"and no data beside them, found {size!r:.80}"
+            )
+        given[tensor.name] = tensors.from_bytes(view[at : at + size], dtype, shape, where)
+        at += size
+    if at != len(body):
+        raise UsageError(f"body: expected {at} bytes in all, found {len(body)}")
+    return asked, given
+
+
+def _foreign(parameters: dict[str, Any]) -> str | None:
+    """Return the name of a parameter about shared memory, or of classes in place of numbers; None: none."""
+    return next(
+        (
+            name
+            for name in parameters
+            if name.startswith("shared_memory") or name == "classification"
+        ),
+        None,
+    )
+
+
+def _static(asked: InferRequest, model: InferenceModel) -> dict[str, Any]:
+    """Return the static arguments among the parameters of a request.
+
+    Raises:
+        UsageError: there is a parameter that the program does not have.
+    """
+    given = {k: v for k, v in asked.parameters.items() if k not in _PROTOCOL_PARAMETERS}
+    if unknown := given.keys() - model.static.keys():
+        known = ", ".join(sorted(model.static)) or "none"
+        raise UsageError(
+            f"parameters: expected static arguments of {model.program!r} ({known}), "
+            f"found {min(unknown)!r:.80}{did_you_mean(min(unknown), model.static)}"
+        )
+    return given
+
+
+def _answer(asked: InferRequest, name: str, arrays: dict[str, np.ndarray[Any, Any]]) -> Response:
+    """Return the response with the results that a request wants.
+
+    Raises:
+        UsageError: there is no result of a name, or the protocol has no name for its dtype.
+    """
+    in_bytes = asked.parameters.get("binary_data_output") is True
+    wanted = [(each, in_bytes) for each in arrays]
+    if asked.outputs is not None:
+        wanted = []
+        for output in asked.outputs:
+            if output.name not in arrays:
+                raise UsageError(
+                    f"outputs: expected {', '.join(arrays)}, found {output.name!r:.80}"
+                    + did_you_mean(output.name, arrays)
+                )
+            if (foreign := _foreign(output.parameters)) is not None:
+                raise UsageError(
+                    f"outputs: {output.name!r}: expected the result itself, found the parameter {foreign!r}"
+                )
+            binary = output.parameters.get("binary_data", in_bytes) is True
+            wanted.append((output.name, binary))
+    described: list[InferResult] = []
+    behind: list[bytes] = []
+    for each, binary in wanted:
+        array = arrays[each]
+        datatype = tensors.datatype_of(array.dtype.name, each)
+        one = InferResult(name=each, datatype=datatype, shape=list(array.shape))
+        if binary:
+            behind.append(array.tobytes())
+            one.parameters = {"binary_data_size": len(behind[-1])}
+        else:
+            one.data = tensors.to_json(array)
+        described.append(one)
+    content = InferResponse(model_name=name, model_version=VERSION, outputs=described, id=asked.id)
+    if not behind:
+        return _json(content)
+    head = msgspec.json.encode(content)
+    headers = {_JSON_LENGTH: str(len(head))}
+    return Response(
+        b"".join([head, *behind]), headers=headers, media_type="application/octet-stream"
+    )
+
+
+def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(
+        msgspec.json.encode(content), status, headers=headers, media_type="application/json"
+    )

@@ -1,0 +1,218 @@
+"""Messages and tools of conversations: as requests have them, and as chat templates take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.openai.bodies import RequestFields
+
+ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
+"""The name of a tool."""
+
+
+class TextPart(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """A part of a message that is text.
+
+    Attributes:
+        text: the text.
+        prompt_cache_breakpoint: accepted without effect.
+    """
+
+    text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
+class RefusalPart(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
+    """A part of an earlier answer that is a refusal."""
+
+    refusal: str
+
+
+class FunctionCall(RequestFields, frozen=True, kw_only=True):
+    """The function of an earlier call.
+
+    Attributes:
+        name: of the function.
+        arguments: a JSON object, as text.
+    """
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(RequestFields, frozen=True, kw_only=True):
+    """A call of a tool in an earlier answer.
+
+    Attributes:
+        function: the function and its arguments.
+        id: of the call.
+        type: what it is.
+        index: its place in the answer, which clients of streams send back; accepted without effect.
+    """
+
+    function: FunctionCall
+    id: str = ""
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Message(RequestFields, frozen=True, kw_only=True):
+    """A message of a conversation.
+
+    Attributes:
+        role: who wrote it. `developer` is another name of `system`.
+        content: text, or parts that are text.
+        name: of the writer, for templates that use it.
+        tool_calls: calls of an earlier answer.
+        tool_call_id: the call that this message is the result of.
+        reasoning_content: the reasoning of an earlier answer, for templates that use it.
+        refusal: text of an earlier answer that was a refusal.
+        annotations: sources of an earlier answer; accepted without effect.
+        audio: not supported.
+        function_call: not supported; `tool_calls` replaced it.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart | RefusalPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(RequestFields, frozen=True, kw_only=True):
+    """A function that the model may call.
+
+    Attributes:
+        name: of the function.
+        description: what it does.
+        parameters: the JSON Schema of its arguments.
+        strict: whether the arguments must follow the schema; keywords that a grammar cannot enforce are an
+            error then. Arguments of forced calls always follow what a grammar can enforce.
+    """
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(RequestFields, frozen=True, kw_only=True):
+    """A tool that is a function."""
+
+    function: Function
+    type: Literal["function"]
+
+
+FunctionTools = Annotated[list[FunctionTool], Meta(max_length=128)]
+"""The tools of a request."""
+
+
+class ChosenFunction(RequestFields, frozen=True, kw_only=True):
+    """The name of a function."""
+
+    name: str
+
+
+class ChosenTool(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    """A tool that the model has to call."""
+
+    function: ChosenFunction
+
+
+class AllowedChoice(RequestFields, frozen=True, kw_only=True):
+    """The tools of a request that the model may call.
+
+    Attributes:
+        mode: whether it must call one of them.
+        tools: their names.
+    """
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Meta(min_length=1, max_length=128)]
+
+
+class AllowedTools(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """The model may call some of the tools."""
+
+    allowed_tools: AllowedChoice
+
+
+class TextFormat(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """The answer is any text."""
+
+
+class JsonObjectFormat(
+    RequestFields, frozen=True, kw_only=True, tag_field="type", tag="json_object"
+):
+    """The answer is a JSON object."""
+
+
+def joined(parts: Sequence[TextPart | RefusalPart]) -> str:
+    """Return the text of a message in parts."""
+    return "\n".join(p.text if isinstance(p, TextPart) else p.refusal for p in parts)
+
+
+def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them, by the conventions of transformers.
+
+    Raises:
+        ApiError: the arguments of a call are no JSON object.
+    """
+    return [_plain(message, place) for place, message in enumerate(messages)]
+
+
+def _plain(message: Message, place: int) -> dict[str, Any]:
+    content = message.content if message.content is not None else message.refusal
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content if content is None or isinstance(content, str) else joined(content),
+    }
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            plain_call(call.id, call.function.name, call.function.arguments, f"messages[{place}]")
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def plain_call(call_id: str, name: str, arguments: str, where: str) -> dict[str, Any]:
+    """Return an earlier call as templates take it: its arguments are an object, not text.
+
+    Raises:
+        ApiError: they are no JSON object.
+    """
+    try:
+        parsed = msgspec.json.decode(arguments, type=dict[str, Any]) if arguments.strip() else {}
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(
+            400,
+            f"{where}: expected the arguments of the call of {name!r:.80} as a JSON object in text, found "
+            f"{arguments!r:.80}",
+            param=where,
+        ) from error
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parsed}}
+
+
+def plain_tools(functions: Sequence[Function]) -> list[dict[str, Any]]:
+    """Return tools as templates take them."""
+    plain = []
+    for function in functions:
+        described: dict[str, Any] = {"name": function.name}
+        if function.description is not None:
+            described["description"] = function.description
+        described["parameters"] = function.parameters or {"type": "object", "properties": {}}
+        plain.append({"type": "function", "function": described})
+    return plain

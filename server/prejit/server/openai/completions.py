@@ -1,0 +1,361 @@
+"""POST /v1/completions: the continuation of prompts, as OpenAI's older API has it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated, Literal, cast
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from prejit.runtime.generation.generate import Piece, Result, Stats
+from prejit.runtime.generation.sampling import Logprob
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.server_settings import Settings
+from prejit.server.openai import engine_calls, prompt_scores, prompts
+from prejit.server.openai.bodies import (
+    ResponseFields,
+    answered,
+    encode,
+    fingerprint,
+    read,
+    served_model,
+)
+from prejit.server.openai.constraints import mask_of
+from prejit.server.openai.engine_calls import TextCall, text_call
+from prejit.server.openai.event_streams import DONE, EventStream
+from prejit.server.openai.fields import (
+    Logprobs,
+    Sampled,
+    TokenUsage,
+    check_fields,
+    new_tokens,
+)
+from prejit.server.openai.logprobs import (
+    CompletionLogprobLists,
+    CompletionLogprobs,
+    token_names,
+)
+from prejit.server.openai.prompt_scores import PromptLogprobs, as_vllm
+from prejit.server.openai.token_limits import limited
+from prejit.server.served.served import Models, Served
+
+_DEFAULT_TOKENS = 16
+"""How many tokens OpenAI's API generates for a request that does not ask."""
+_MAX_PROMPTS = 256
+
+PromptField = str | list[int | str | list[int]]
+"""A text, a list of token ids, or a list of either."""
+
+
+class CompletionRequest(Sampled, frozen=True, kw_only=True):
+    """The body of POST /v1/completions.
+
+    Attributes:
+        prompt: a text, token ids, or a list of either.
+        max_tokens: generate at most this many tokens for each prompt; 0 for the prompt alone.
+        n: how many continuations of each prompt.
+        best_of: not supported beyond 1.
+        echo: begin each text with its prompt, and `logprobs` with its tokens.
+        logprobs: return log-probabilities, and those of this many of the most likely tokens.
+        suffix: not supported.
+        add_special_tokens: whether the tokenizer adds its own to a prompt. Default: true. As vLLM has it.
+    """
+
+    prompt: PromptField
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    echo: bool | None = None
+    logprobs: Logprobs | None = None
+    suffix: Literal[""] | None = None
+    add_special_tokens: bool | None = None
+
+
+class CompletionChoice(ResponseFields, frozen=True, kw_only=True):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(ResponseFields, frozen=True, kw_only=True):
+    """The response of POST /v1/completions, and each event of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: TokenUsage | None
+
+
+_DECODER = msgspec.json.Decoder(CompletionRequest)
+
+
+async def complete(models: Models, settings: Settings, request: Request) -> Response:
+    """Answer POST /v1/completions."""
+    body = await read(request, _DECODER, settings)
+    _check(body)
+    served = served_model(models, body.model)
+    prompts.need_text_model(served)
+    options = body.options(served)
+    options["max_new_tokens"] = new_tokens(
+        body.max_tokens or None, served, settings, name="max_tokens", default=_DEFAULT_TOKENS
+    )
+    options["logprobs"] = body.logprobs
+    constraint = body.constraint()
+    given = as_prompts(body.prompt)
+    if len(given) > _MAX_PROMPTS:
+        raise ApiError(
+            400,
+            f"prompt: expected at most {_MAX_PROMPTS} prompts, found {len(given)}",
+            param="prompt",
+        )
+    token_ids = await _read_prompts(body, served, given)
+    mask = None
+    if constraint is not None:
+        mask = await mask_of(request, served, constraint, options["stop_token_ids"])
+    mask = await limited(served, body, mask, options["stop_token_ids"])
+    wanted = [
+        text_call(
+            request,
+            settings,
+            served,
+            body,
+            prompt=each,
+            options=options,
+            choices=body.n or 1,
+            mask=mask,
+        )
+        for each in token_ids
+    ]
+    echoes = await _echoes(body, served, given, wanted)
+    scores = await prompt_scores.scores(request, served, wanted, _scored(body))
+    answer = _Answer(body, served, wanted, echoes, scores)
+    if body.stream:
+        return EventStream(answer.events())
+    found = None if body.max_tokens == 0 else await engine_calls.results(request, wanted)
+    listed = engine_calls.listed(found or (), scores)
+    return await prompts.off_loop(listed, lambda: answered(answer.completion(found)))
+
+
+def as_prompts(field: PromptField) -> list[str | list[int]]:
+    """Return the prompts of a field that holds one or several.
+
+    Raises:
+        ApiError: it is empty, or mixes token ids with prompts.
+    """
+    if isinstance(field, str):
+        return [field]
+    # In C: the list may have millions of items, and the event loop waits.
+    kinds = {*map(type, field)}
+    if not field or (int in kinds and len(kinds) > 1):
+        found = "an empty list" if not field else "token ids beside prompts"
+        raise ApiError(
+            400,
+            f"prompt: expected a text, token ids, or a list of either, found {found}",
+            param="prompt",
+        )
+    return cast("list[str | list[int]]", [field] if kinds == {int} else field)
+
+
+def _check(body: CompletionRequest) -> None:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise ApiError(
+            400,
+            f"best_of: expected the value of n ({body.n or 1}) or none, found {body.best_of}: this server "
+            "returns all continuations that it generates",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    if body.max_tokens == 0 and (
+        body.stream or not (body.echo or body.prompt_logprobs is not None)
+    ):
+        raise ApiError(
+            400,
+            "max_tokens: expected 1 or more, or 0 beside echo or prompt_logprobs and without stream, found 0",
+            param="max_tokens",
+        )
+    check_fields(body)
+
+
+def _scored(body: CompletionRequest) -> int | None:
+    """Return how many of the most likely tokens are wanted at each place of the prompt; None: nothing is."""
+    echoed = body.logprobs if body.echo else None
+    return max((top for top in (echoed, body.prompt_logprobs) if top is not None), default=None)
+
+
+async def _read_prompts(
+    body: CompletionRequest, served: Served, given: Sequence[str | list[int]]
+) -> list[list[int]]:
+    """Return the token ids of the prompts."""
+
+    def read_prompt(prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        special = body.add_special_tokens is not False
+        return prompts.encoded(served, prompt, add_special_tokens=special)
+
+    return await prompts.off_loop(sum(map(len, given)), lambda: [*map(read_prompt, given)])
+
+
+async def _echoes(
+    body: CompletionRequest,
+    served: Served,
+    given: Sequence[str | list[int]],
+    wanted: Sequence[TextCall],
+) -> list[str]:
+    """Return the texts that come before the continuations: of as much of each prompt as its call keeps."""
+    if not body.echo:
+        return [""] * len(wanted)
+
+    def text(prompt: str | list[int], call: TextCall) -> str:
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+            return prompt
+        return served.bundle.tokenizer.decode(call.prompt)
+
+    characters = sum(len(call.prompt) for call in wanted)
+    return await prompts.off_loop(characters, lambda: [*map(text, given, wanted)])
+
+
+class _Answer:
+    """The response to a request, whole or in events."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        served: Served,
+        wanted: list[TextCall],
+        echoes: list[str],
+        scores: list[list[Logprob]],
+    ) -> None:
+        self._body = body
+        self._served = served
+        self._wanted = wanted
+        self._echoes = echoes
+        self._scores = scores
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._choices = body.n or 1
+        self._is_scored = _scored(body) is not None
+        named = body.logprobs is not None or self._is_scored
+        self._names = token_names(served, wanted=named)
+
+    def completion(self, found: list[list[Result]] | None) -> Completion:
+        """Return the whole response. None: nothing was generated, because no tokens are wanted."""
+        choices = [
+            self._choice(prompt, place, None if found is None else found[prompt][place])
+            for prompt in range(len(self._wanted))
+            for place in range(self._choices)
+        ]
+        if found is None:
+            usage = engine_calls.token_usage(sum(len(each.prompt) for each in self._wanted))
+        else:
+            usage = self._usage([[result.stats for result in results] for results in found])
+        return self._response(choices, usage)
+
+    def _choice(self, prompt: int, place: int, result: Result | None) -> CompletionChoice:
+        body, token_ids, scores = self._body, self._wanted[prompt].prompt, self._scores[prompt]
+        lists: CompletionLogprobs | None = None
+        likely: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+        if body.logprobs is not None:
+            new = () if result is None else result.logprobs or ()
+            lists = self._first(prompt, self._lists(), new)
+        if body.prompt_logprobs is not None:
+            likely = as_vllm(token_ids, scores, body.prompt_logprobs, self._names)
+        return CompletionChoice(
+            index=prompt * self._choices + place,
+            text=self._echoes[prompt] + ("" if result is None else result.text),
+            logprobs=lists,
+            finish_reason="length"
+            if result is None
+            else engine_calls.openai_reason(result.finish_reason),
+            prompt_logprobs=likely,
+        )
+
+    def _first(
+        self, prompt: int, lists: CompletionLogprobLists, new: Sequence[Logprob]
+    ) -> CompletionLogprobs:
+        """Return the lists of a text, or of its first part: they begin with the prompt if it is echoed."""
+        if not self._body.echo:
+            return lists.take(new)
+        return lists.take([*self._scores[prompt], *new], self._wanted[prompt].prompt)
+
+    def _usage(self, stats: list[list[Stats]]) -> TokenUsage:
+        # Its own scoring put the prompt into the cache.
+        return engine_calls.usage(stats, were_cached=not self._is_scored)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream."""
+        options = self._body.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        # Everything around the text of a chunk is the same for all of them, so it is encoded once.
+        marker = encode(self._response([], None))
+        head, _, rest = marker.partition(b'"choices":[]')
+        head = b"data: " + head + b'"choices":['
+        tail = (b"]" + rest if with_usage else b"]}") + b"\n\n"
+        count = len(self._wanted) * self._choices
+        lists = [self._lists() for _ in range(count)]
+        begun = [False] * count
+        stats: dict[int, Stats] = {}
+        async with engine_calls.pieces(self._wanted) as pieces:
+            yield b""  # the head of the response need not wait in the queue
+            async for index, piece in pieces:
+                text = piece.text
+                new = () if piece.logprob is None else (piece.logprob,)
+                logprobs = None
+                if not begun[index]:
+                    begun[index] = True
+                    prompt = index // self._choices
+                    text = self._echoes[prompt] + text
+                    if self._body.logprobs is not None:
+                        logprobs = self._first(prompt, lists[index], new)
+                elif new:
+                    logprobs = lists[index].take(new)
+                if piece.stats is not None:
+                    stats[index] = piece.stats
+                if text or piece.finish_reason is not None or new:
+                    yield b"".join((head, _chunk(index, text, piece, logprobs), tail))
+        last = b""
+        if with_usage:
+            by_prompt = [
+                [stats[i] for i in range(p, p + self._choices)]
+                for p in range(0, count, self._choices)
+            ]
+            last = b"data: " + encode(self._response([], self._usage(by_prompt))) + b"\n\n"
+        yield last + DONE
+
+    def _response(self, choices: list[CompletionChoice], usage: TokenUsage | None) -> Completion:
+        return Completion(
+            id=self._id,
+            created=self._created,
+            model=self._served.name,
+            system_fingerprint=fingerprint(self._served),
+            choices=choices,
+            usage=usage,
+        )
+
+    def _lists(self) -> CompletionLogprobLists:
+        return CompletionLogprobLists(self._names, self._body.logprobs or 0)
+
+
+def _chunk(index: int, text: str, piece: Piece, logprobs: CompletionLogprobs | None) -> bytes:
+    """Return a choice of a chunk as JSON."""
+    reason = b"null"
+    if piece.finish_reason is not None:
+        reason = encode(engine_calls.openai_reason(piece.finish_reason))
+    return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
+        index,
+        encode(text),
+        encode(logprobs),
+        reason,
+    )

@@ -1,0 +1,333 @@
+"""Requests to an engine on behalf of an HTTP request, which end when its client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from starlette.requests import Request
+
+from prejit.runtime.errors import NumbersError
+from prejit.runtime.generation.generate import Piece, Result, Stats
+from prejit.runtime.generation.sampling import Logprob
+from prejit.server.gate import allowed
+from prejit.server.gate.disconnect import unless_gone
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.server_settings import Settings
+from prejit.server.openai.fields import PromptTokensDetails, Sampled, TokenUsage
+from prejit.server.openai.prompts import kept
+from prejit.server.served.served import Served
+
+if TYPE_CHECKING:
+    from prejit.runtime.generation.options import TokenMask
+    from prejit.server.engine.engine import Engine
+    from prejit.server.engine.request_queue import Limits
+    from prejit.server.engine.stream import Stream
+    from prejit.server.gate.api_keys import ApiKey
+
+Pieces = AsyncGenerator[tuple[int, Piece], None]
+"""Pieces of several texts, each with the number of its text."""
+
+Reason = Literal["stop", "length"]
+"""Why a text ended, as OpenAI's API has it."""
+_REASONS: dict[str, Reason] = {
+    "stop": "stop",
+    "length": "length",
+    "context": "length",
+    "mask": "stop",
+}
+"""OpenAI's finish_reason by the engine's. A mask that allows no more tokens is a grammar that is complete."""
+
+
+_PLACE_CHARACTERS = 5
+"""A token in a list of log-probabilities takes as long as so many characters of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextCall:
+    """One prompt for the engine, and how many continuations of it are wanted.
+
+    Attributes:
+        engine: the engine of the model.
+        prompt: token ids.
+        options: options of the engine, `seed` included. Each further continuation takes the next seed.
+        choices: how many continuations.
+        mask: returns a new token mask, one for each continuation; None: no tokens are masked.
+        priority: as `Engine.submit`.
+        client: as `Engine.submit`.
+        limits: as `Engine.submit`.
+        timeout: as `Engine.submit`.
+        cache_salt: as `Engine.submit`.
+    """
+
+    engine: Engine
+    prompt: Sequence[int]
+    options: dict[str, Any]
+    choices: int
+    mask: Callable[[], TokenMask] | None
+    priority: int
+    client: str
+    limits: Limits
+    timeout: float | None
+    cache_salt: str
+
+    def submit(self) -> list[Future[Result]]:
+        """Submit all continuations, or none: if one is refused, the others are cancelled.
+
+        Raises:
+            UsageError, ContextError, QueueFullError, ClosedError: as `Engine.submit`.
+        """
+        futures: list[Future[Result]] = []
+        try:
+            for choice in range(self.choices):
+                futures.append(self.engine.submit(self.prompt, **self._arguments(choice)))
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+        return futures
+
+    def streams(self) -> list[Stream]:
+        """Open a stream for each continuation, or none: if one is refused, the others are closed.
+
+        Raises:
+            UsageError, ContextError, QueueFullError, ClosedError: as `Engine.stream`.
+        """
+        streams: list[Stream] = []
+        try:
+            for choice in range(self.choices):
+                streams.append(self.engine.stream(self.prompt, **self._arguments(choice)))
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
+        return streams
+
+    def _arguments(self, choice: int) -> dict[str, Any]:
+        return {
+            **self.options,
+            "seed": (self.options["seed"] + choice) % 2**64,
+            "token_mask": None if self.mask is None else self.mask(),
+            "priority": self.priority,
+            "client": self.client,
+            "limits": self.limits,
+            "timeout": self.timeout,
+            "cache_salt": self.cache_salt,
+        }
+
+
+def text_call(
+    request: Request,
+    settings: Settings,
+    served: Served,
+    body: Sampled,
+    *,
+    prompt: Sequence[int],
+    options: dict[str, Any],
+    choices: int = 1,
+    mask: Callable[[], TokenMask] | None = None,
+) -> TextCall:
+    """Return what a request for text asks of the engine, within the limits that it has for its tokens.
+
+    Args:
+        request: has its key.
+        settings: has the time that a request may take.
+        served: the model.
+        body: has the priority and the limits.
+        prompt: token ids. The request may keep only their end.
+        options: as of `TextCall`.
+        choices: as of `TextCall`.
+        mask: as of `TextCall`.
+
+    Raises:
+        ApiError: the key may not have its priority, or has no tokens left.
+        ApiError, ContextError: the limits cannot be kept, or the prompt is certainly too long.
+    """
+    key: ApiKey = request.state.key
+    allowed.check_tokens(key)
+    most = options["max_new_tokens"]
+    if most is not None and (body.min_tokens or 0) > most:
+        raise ApiError(
+            400,
+            f"min_tokens: expected at most {most}, the most new tokens, found {body.min_tokens}",
+            param="min_tokens",
+        )
+    return TextCall(
+        engine=served.engine,
+        prompt=kept(served, prompt, body.truncate_prompt_tokens),
+        options=options,
+        choices=choices,
+        mask=mask,
+        priority=allowed.priority(key, body.priority),
+        client=key.name,
+        limits=key.limits,
+        timeout=settings.timeout_seconds,
+        cache_salt=body.cache_salt or "",
+    )
+
+
+@asynccontextmanager
+async def pieces(calls: Sequence[TextCall]) -> AsyncGenerator[Pieces, None]:
+    """Submit all continuations, and give their pieces as they come, each with its number: first call first.
+
+    The continuations end with the context. The iterator raises what happens after they were submitted.
+
+    Raises:
+        ApiError: they are more than may wait.
+        UsageError, ContextError, QueueFullError, ClosedError, DeadlineError: as `Engine.stream`.
+        NumbersError: the model returned no numbers.
+    """
+    _check_count(calls)
+    streams: list[Stream] = []
+    try:
+        for call in calls:
+            streams += call.streams()
+        async with aclosing(_numbered(streams)) as numbered:
+            yield numbered
+    finally:
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _numbered(streams: Sequence[Stream]) -> Pieces:
+    if len(streams) == 1:
+        async for piece in streams[0]:
+            check_numbers(piece.finish_reason)
+            yield 0, piece
+        return
+    async with aclosing(_merged(streams)) as merged:
+        async for place, piece in merged:
+            check_numbers(piece.finish_reason)
+            yield place, piece
+
+
+def _check_count(calls: Sequence[TextCall]) -> None:
+    """Check that a request has no more continuations than may wait: it could be tried again for ever.
+
+    Raises:
+        ApiError: it has.
+    """
+    count = sum(call.choices for call in calls)
+    sizes = [(call.engine.queue_size, "the length of the queue") for call in calls]
+    sizes += [
+        (call.limits.waiting, "how many requests of this key may wait")
+        for call in calls
+        if call.limits.waiting is not None
+    ]
+    most, limit = min(sizes, default=(0, ""))
+    if count > most:
+        raise ApiError(
+            400,
+            f"n: expected at most {most} continuations of all prompts together, which is {limit}, found "
+            f"{count}; send several requests",
+            param="n",
+        )
+
+
+async def results(request: Request, calls: Sequence[TextCall]) -> list[list[Result]]:
+    """Return the continuations of each call.
+
+    Raises:
+        ApiError: they are more than may wait.
+        ClientDisconnect: the client is gone. The calls are cancelled.
+        UsageError, ContextError, QueueFullError, ClosedError, DeadlineError: as `Engine.generate`.
+        NumbersError: the model returned no numbers.
+    """
+    _check_count(calls)
+    submitted: list[list[Future[Result]]] = []
+    try:
+        for call in calls:
+            submitted.append(call.submit())
+        flat = [asyncio.wrap_future(future) for futures in submitted for future in futures]
+        finished = iter(await unless_gone(request.receive, asyncio.gather(*flat)))
+    finally:
+        for futures in submitted:
+            for future in futures:
+                future.cancel()  # has no effect on those that are finished
+    found = [[next(finished) for _ in futures] for futures in submitted]
+    for each in found:
+        for result in each:
+            check_numbers(result.finish_reason)
+    return found
+
+
+def listed(found: Sequence[Sequence[Result]], scores: Sequence[Sequence[Logprob]]) -> int:
+    """Return how many characters take as long as the log-probabilities of an answer, for `prompts.off_loop`.
+
+    Args:
+        found: the continuations of each prompt.
+        scores: the log-probabilities of the tokens of each prompt.
+    """
+    lists = [*scores, *(result.logprobs or () for results in found for result in results)]
+    return sum(_PLACE_CHARACTERS * (1 + len(each[0].top)) * len(each) for each in lists if each)
+
+
+def check_numbers(reason: str | None) -> None:
+    """Check that a generation did not end because its logits were not numbers.
+
+    Raises:
+        NumbersError: it did.
+    """
+    if reason == "nan":
+        raise NumbersError("the model returned logits that are not numbers")
+
+
+def openai_reason(reason: str) -> Reason:
+    """Return OpenAI's name of a finish reason."""
+    return _REASONS[reason]
+
+
+def usage(prompts: Sequence[Sequence[Stats]], *, were_cached: bool = True) -> TokenUsage:
+    """Return the usage of a request.
+
+    Args:
+        prompts: for each prompt, the statistics of its continuations. A prompt counts once.
+        were_cached: whether tokens that were reused were there before the request.
+    """
+    prompt = sum(stats[0].prompt_tokens for stats in prompts)
+    new = sum(each.new_tokens for stats in prompts for each in stats)
+    cached = sum(stats[0].reused_tokens for stats in prompts) if were_cached else 0
+    return token_usage(prompt, new, cached)
+
+
+def token_usage(prompt: int, new: int = 0, cached: int = 0) -> TokenUsage:
+    """Return the usage of a request with so many tokens."""
+    return TokenUsage(
+        prompt_tokens=prompt,
+        completion_tokens=new,
+        total_tokens=prompt + new,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+async def _merged(streams: Sequence[Stream]) -> Pieces:
+    queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
+
+    async def pump(place: int, stream: Stream) -> None:
+        try:
+            async for piece in stream:
+                queue.put_nowait((place, piece))
+        except Exception as error:  # whatever it is, the reader raises it
+            queue.put_nowait((place, error))
+        else:
+            queue.put_nowait((place, None))
+
+    tasks = [asyncio.ensure_future(pump(place, stream)) for place, stream in enumerate(streams)]
+    running = len(tasks)
+    try:
+        while running:
+            place, piece = await queue.get()
+            if isinstance(piece, Exception):
+                raise piece
+            if piece is None:
+                running -= 1
+            else:
+                yield place, piece
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,135 @@
+"""Texts and conversations to token ids, away from the event loop where that takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from prejit.runtime.errors import ContextError
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.served.served import Served
+from prejit.server.served.work_threads import TEXTS, in_thread
+
+T = TypeVar("T")
+
+INLINE_CHARACTERS = 10_000
+"""The texts of a request are tokenized on the event loop up to this length: that takes less time than a
+thread's turn."""
+
+
+async def off_loop(characters: int, function: Callable[[], T]) -> T:
+    """Return the result of a function, run in a thread if it works on many characters.
+
+    Args:
+        characters: of the text. For messages and tools it is the size of the request: a template may run long
+            on many of them without much text.
+        function: takes no arguments.
+    """
+    if characters > INLINE_CHARACTERS:
+        return await in_thread(TEXTS, function)
+    return function()
+
+
+def need_text_model(served: Served) -> None:
+    """Check that a model continues texts.
+
+    Raises:
+        ApiError: it is an encoder, functions, or an encoder-decoder, which reads a source.
+    """
+    config = served.bundle.config
+    if config.encoder is not None:
+        found = "an encoder; POST its texts to /v1/embeddings"
+    elif config.decoder is None:
+        found = "which holds functions; POST their arguments to /v2/models/NAME/infer"
+    elif served.bundle.decoder.source is not None:
+        found = "which reads a source"
+    else:
+        return
+    raise ApiError(
+        400,
+        f"model: expected one that continues a prompt, found {served.name!r}, {found}",
+        param="model",
+    )
+
+
+def check_length(served: Served, prompt: Sequence[int]) -> None:
+    """Check that token ids are not certainly too many, before anything looks at each of them.
+
+    Raises:
+        ContextError: they are.
+    """
+    context = served.bundle.decoder.contexts[-1]
+    if len(prompt) > context:
+        raise ContextError(
+            f"prompt: expected at most {context} tokens (the longest context), found {len(prompt)}"
+        )
+
+
+def kept(served: Served, prompt: Sequence[int], keep: int | None) -> Sequence[int]:
+    """Return the end of a prompt that a request keeps.
+
+    Args:
+        served: the model.
+        prompt: token ids.
+        keep: how many tokens, 0 and more; -1: as many as the longest context has; None: all.
+
+    Raises:
+        ContextError: these are certainly too many.
+    """
+    if keep is not None:
+        most = served.bundle.decoder.contexts[-1] if keep == -1 else keep
+        prompt = prompt[max(0, len(prompt) - most) :]
+    check_length(served, prompt)
+    return prompt
+
+
+def encoded(served: Served, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Return the token ids of a prompt. Call it by `off_loop`.
+
+    Args:
+        served: the model.
+        text: the prompt.
+        add_special_tokens: whether the tokenizer adds its own.
+
+    Raises:
+        UsageError: the bundle has no tokenizer.
+        ContextError: the text is certainly longer than any context, also where only its end is kept: all
+            of it would be tokenized.
+    """
+    bundle = served.bundle
+    decoder = bundle.config.decoder
+    room = None if decoder is None else bundle.decoder.contexts[-1]
+    return bundle.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=room)
+
+
+def of_messages(
+    served: Served,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    variables: Mapping[str, Any],
+) -> list[int]:
+    """Return the token ids of a conversation. Arguments and errors as `Bundle.apply_chat_template`.
+
+    Raises:
+        ApiError: a variable has the name of another argument.
+    """
+    if reserved := _RESERVED & variables.keys():
+        name = f"chat_template_kwargs.{min(reserved)}"
+        raise ApiError(400, f"{name}: expected it as a field of the request", param=name)
+    return served.bundle.apply_chat_template(
+        messages,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **variables,
+    )
+
+
+_RESERVED = {
+    *("self", "messages", "template", "tools", "documents"),
+    *("add_generation_prompt", "continue_final_message"),
+}
+"""Variables of a template that have fields or arguments of their own."""

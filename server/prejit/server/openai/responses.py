@@ -1,0 +1,398 @@
+"""POST /v1/responses: the next message of a conversation, as OpenAI's newer API has it. Nothing is stored."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+
+from prejit.runtime.errors import PrejitError
+from prejit.runtime.generation.generate import Result, Stats
+from prejit.runtime.generation.sampling import Logprob
+from prejit.server.gate.http_errors import ApiError, as_api_error
+from prejit.server.gate.server_settings import Settings
+from prejit.server.openai import engine_calls, prompts
+from prejit.server.openai.answer_bodies import Tools, allowed_functions, chosen_tools, masks
+from prejit.server.openai.bodies import answered, check_only, encode, read, served_model
+from prejit.server.openai.chat_messages import (
+    Function,
+    JsonObjectFormat,
+    RefusalPart,
+    plain_call,
+    plain_tools,
+)
+from prejit.server.openai.constraints import AnyConstraint, Constraint
+from prejit.server.openai.engine_calls import TextCall, text_call
+from prejit.server.openai.event_streams import EventStream
+from prejit.server.openai.fields import check_fields, new_tokens
+from prejit.server.openai.logprobs import TokenLogprob, for_chat, token_names
+from prejit.server.openai.responses_schema import (
+    DECODER,
+    AllowedResponseTools,
+    ChosenResponseTool,
+    IncompleteDetails,
+    InputItem,
+    InputTokensDetails,
+    OutputCall,
+    OutputMessage,
+    OutputPart,
+    OutputTokensDetails,
+    Part,
+    ResponseError,
+    ResponseObject,
+    ResponseRequest,
+    ResponseSchemaFormat,
+    ResponseUsage,
+)
+from prejit.server.openai.token_limits import limited
+from prejit.server.openai.tool_calls import Parts, ToolCall
+from prejit.server.served.served import Models, Served
+
+
+async def respond(models: Models, settings: Settings, request: Request) -> Response:
+    """Answer POST /v1/responses."""
+    body = await read(request, DECODER, settings)
+    check_only(body, {"store": False, "background": False, "prompt_logprobs": None})
+    check_fields(body)
+    if body.top_logprobs is not None and not body.include:
+        raise ApiError(
+            400,
+            "top_logprobs: expected include with 'message.output_text.logprobs' beside it",
+            param="top_logprobs",
+        )
+    served = served_model(models, body.model)
+    prompts.need_text_model(served)
+    tools = _tools(body)
+    options = body.options(served)
+    options["max_new_tokens"] = new_tokens(
+        body.max_output_tokens, served, settings, name="max_output_tokens"
+    )
+    if body.include:
+        options["logprobs"] = body.top_logprobs or 0
+    wanted = text_call(
+        request,
+        settings,
+        served,
+        body,
+        prompt=await prompts.off_loop(
+            len(await request.body()), lambda: _prompt(body, served, tools)
+        ),
+        options=options,
+        mask=await limited(
+            served,
+            body,
+            await masks(request, served, tools, _constraint(body), options["stop_token_ids"]),
+            options["stop_token_ids"],
+        ),
+    )
+    answer = _Answer(body, served, tools)
+    if body.stream:
+        return EventStream(answer.events(wanted), answer.failed)
+    [[result]] = await engine_calls.results(request, [wanted])
+    return await prompts.off_loop(
+        engine_calls.listed([[result]], []), lambda: answered(answer.whole(result))
+    )
+
+
+def _tools(body: ResponseRequest) -> Tools:
+    functions = [
+        Function(
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.parameters,
+            strict=tool.strict,
+        )
+        for tool in body.tools or ()
+    ]
+    choice = body.tool_choice
+    if isinstance(choice, ChosenResponseTool):
+        return chosen_tools(functions, None, choice.name, parallel=body.parallel_tool_calls)
+    if isinstance(choice, AllowedResponseTools):
+        functions = allowed_functions(functions, [each.name for each in choice.tools])
+        choice = choice.mode
+    return chosen_tools(functions, choice, None, parallel=body.parallel_tool_calls)
+
+
+def _constraint(body: ResponseRequest) -> AnyConstraint | None:
+    wanted, found = None if body.text is None else body.text.format, None
+    if isinstance(wanted, JsonObjectFormat):
+        found = Constraint({"type": "object"}, "text.format", strict=True)
+    elif isinstance(wanted, ResponseSchemaFormat):
+        found = Constraint(wanted.schema, "text.format", strict=bool(wanted.strict))
+    return body.constraint(found)
+
+
+def _prompt(body: ResponseRequest, served: Served, tools: Tools) -> list[int]:
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning.effort)
+    return prompts.of_messages(
+        served,
+        messages_of(body),
+        tools=plain_tools(tools.functions) if tools.functions else None,
+        variables=variables,
+    )
+
+
+def messages_of(body: ResponseRequest) -> list[dict[str, Any]]:
+    """Return the conversation of a request as chat templates take it.
+
+    Raises:
+        ApiError: an item does not have the fields of its type.
+    """
+    messages: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    for place, item in enumerate(body.input):
+        where = f"input[{place}]"
+        if item.type == "function_call":
+            call = plain_call(
+                _needed(item, "call_id", where),
+                _needed(item, "name", where),
+                _needed(item, "arguments", where),
+                where,
+            )
+            if messages and messages[-1]["role"] == "assistant":
+                messages[-1].setdefault("tool_calls", []).append(call)
+            else:
+                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        elif item.type == "function_call_output":
+            text = _joined(_needed(item, "output", where))
+            call_id = _needed(item, "call_id", where)
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        else:
+            role = _needed(item, "role", where)
+            text = _joined(_needed(item, "content", where))
+            role = "system" if role == "developer" else role
+            messages.append({"role": role, "content": text})
+    return messages
+
+
+def _needed(item: InputItem, name: str, where: str) -> Any:
+    value = getattr(item, name)
+    if value is None:
+        raise ApiError(
+            400,
+            f"{where}.{name}: expected it in a {item.type}, found none",
+            param=f"{where}.{name}",
+        )
+    return value
+
+
+def _joined(content: str | Sequence[Part]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(p.refusal if isinstance(p, RefusalPart) else p.text for p in content)
+
+
+class _Answer:
+    """The response to a request, whole or in events."""
+
+    def __init__(self, body: ResponseRequest, served: Served, tools: Tools) -> None:
+        self._body = body
+        self._reader = tools.reader()
+        self._names = token_names(served, wanted=bool(body.include))
+        builtins = msgspec.to_builtins
+        text = {"format": {"type": "text"}}
+        if body.text is not None and body.text.format is not None:
+            text = {"format": builtins(body.text.format)}
+        effort = None if body.reasoning is None else body.reasoning.effort
+        self._begun = ResponseObject(
+            id=f"resp_{uuid.uuid4().hex}",
+            created_at=int(time.time()),
+            status="in_progress",
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=served.name,
+            output=[],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            reasoning={"effort": effort, "summary": None},
+            temperature=body.chosen_temperature(served),
+            text=text,
+            tool_choice="auto" if body.tool_choice is None else builtins(body.tool_choice),
+            tools=[builtins(tool) for tool in body.tools or ()],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            usage=None,
+        )
+        self._output = _Output()
+
+    def whole(self, result: Result) -> ResponseObject:
+        """Return the whole response."""
+        found = [self._token(each) for each in result.logprobs or ()]
+        self._take([*self._reader.push(result.text), *self._reader.finish()], found)
+        self._output.finish(complete=_is_complete(result.finish_reason))
+        return self._ended(result.finish_reason, result.stats)
+
+    async def events(self, wanted: TextCall) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream."""
+        output = self._output
+        events = [
+            output.event("response.created", response=self._begun),
+            output.event("response.in_progress", response=self._begun),
+        ]
+        logprobs: list[TokenLogprob] = []
+        async with engine_calls.pieces([wanted]) as pieces:
+            yield b"".join(events)
+            async for _, piece in pieces:
+                events = []
+                if piece.logprob is not None:
+                    logprobs.append(self._token(piece.logprob))
+                parts = self._reader.push(piece.text)
+                if piece.finish_reason is not None:
+                    parts = [*parts, *self._reader.finish()]
+                events += self._take(parts, logprobs)
+                if piece.finish_reason is not None:
+                    assert piece.stats is not None
+                    events += output.finish(complete=_is_complete(piece.finish_reason))
+                    ended = self._ended(piece.finish_reason, piece.stats)
+                    events.append(output.event(f"response.{ended.status}", response=ended))
+                if events:
+                    yield b"".join(events)
+
+    def failed(self, error: Exception) -> bytes:
+        """Return the event of an error."""
+        assert isinstance(error, PrejitError)
+        shown = ResponseError(code="server_error", message=as_api_error(error).message)
+        ended = replace(self._begun, status="failed", error=shown, output=self._output.items)
+        return self._output.event("response.failed", response=ended)
+
+    def _take(self, parts: Parts, logprobs: list[TokenLogprob]) -> list[bytes]:
+        """Return the events of parts of the answer. The first text takes the log-probabilities."""
+        events: list[bytes] = []
+        for part in parts:
+            if isinstance(part, str):
+                events += self._output.text(part, logprobs[:])
+                logprobs.clear()
+            else:
+                events += self._output.call(part)
+        return events
+
+    def _ended(self, reason: str, stats: Stats) -> ResponseObject:
+        complete = _is_complete(reason)
+        return replace(
+            self._begun,
+            status="completed" if complete else "incomplete",
+            incomplete_details=None if complete else IncompleteDetails(reason="max_output_tokens"),
+            output=self._output.items,
+            usage=ResponseUsage(
+                input_tokens=stats.prompt_tokens,
+                input_tokens_details=InputTokensDetails(cached_tokens=stats.reused_tokens),
+                output_tokens=stats.new_tokens,
+                output_tokens_details=OutputTokensDetails(),
+                total_tokens=stats.prompt_tokens + stats.new_tokens,
+            ),
+        )
+
+    def _token(self, found: Logprob) -> TokenLogprob:
+        return for_chat(found, self._names, self._body.top_logprobs or 0)
+
+
+class _Output:
+    """The items of an answer as they come, and the events that say so.
+
+    Attributes:
+        items: the finished ones.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[OutputMessage | OutputCall] = []
+        self._number = 0
+        self._message: str | None = None
+        self._head = b""
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def event(self, kind: str, **content: Any) -> bytes:
+        """Return an event with the next number."""
+        data = encode({"type": kind, "sequence_number": self._number, **content})
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+    def text(self, text: str, logprobs: list[TokenLogprob]) -> list[bytes]:
+        """Add text to the message; begin one if there is none."""
+        events = [] if self._message is not None else self._begin_message()
+        self._texts.append(text)
+        self._logprobs += logprobs
+        number = b"%d" % self._number
+        self._number += 1
+        likely = encode(logprobs) if logprobs else b"[]"
+        events.append(
+            b'%b%b,"logprobs":%b,"delta":%b}\n\n' % (self._head, number, likely, encode(text))
+        )
+        return events
+
+    def call(self, call: ToolCall) -> list[bytes]:
+        """Add a call. It ends the message before it."""
+        events = self._end_message("completed")
+        place = len(self.items)
+        item = OutputCall(
+            id=f"fc_{uuid.uuid4().hex}",
+            status="completed",
+            call_id=call.id,
+            name=call.name,
+            arguments=call.arguments,
+        )
+        self.items.append(item)
+        of_item = {"item_id": item.id, "output_index": place}
+        begun = replace(item, status="in_progress", arguments="")
+        kind = "response.function_call_arguments"
+        return [
+            *events,
+            self.event("response.output_item.added", output_index=place, item=begun),
+            self.event(f"{kind}.delta", **of_item, delta=call.arguments),
+            self.event(f"{kind}.done", **of_item, name=call.name, arguments=call.arguments),
+            self.event("response.output_item.done", output_index=place, item=item),
+        ]
+
+    def finish(self, *, complete: bool) -> list[bytes]:
+        """End the answer. One without any item gets an empty message."""
+        events = [] if self.items or self._message is not None else self._begin_message()
+        return [*events, *self._end_message("completed" if complete else "incomplete")]
+
+    def _begin_message(self) -> list[bytes]:
+        self._message = f"msg_{uuid.uuid4().hex}"
+        place = len(self.items)
+        item = OutputMessage(id=self._message, status="in_progress", content=[])
+        at = {"item_id": self._message, "output_index": place, "content_index": 0}
+        # Everything before the number is the same in all events of the text, so it is encoded once.
+        constant = encode({"type": "response.output_text.delta", **at})
+        self._head = (
+            b"event: response.output_text.delta\ndata: " + constant[:-1] + b',"sequence_number":'
+        )
+        return [
+            self.event("response.output_item.added", output_index=place, item=item),
+            self.event("response.content_part.added", **at, part=_part("", [])),
+        ]
+
+    def _end_message(self, status: Any) -> list[bytes]:
+        if self._message is None:
+            return []
+        place = len(self.items)
+        part = _part("".join(self._texts), self._logprobs)
+        item = OutputMessage(id=self._message, status=status, content=[part])
+        at = {"item_id": self._message, "output_index": place, "content_index": 0}
+        self.items.append(item)
+        self._message, self._texts, self._logprobs = None, [], []
+        return [
+            self.event("response.output_text.done", **at, text=part.text, logprobs=part.logprobs),
+            self.event("response.content_part.done", **at, part=part),
+            self.event("response.output_item.done", output_index=place, item=item),
+        ]
+
+
+def _part(text: str, logprobs: list[TokenLogprob]) -> OutputPart:
+    return OutputPart(text=text, annotations=[], logprobs=logprobs)
+
+
+def _is_complete(reason: str) -> bool:
+    return engine_calls.openai_reason(reason) == "stop"

@@ -1,0 +1,144 @@
+"""POST /tokenize and /detokenize: texts to token ids and back, in the shapes of vLLM's server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.server_settings import Settings
+from prejit.server.openai import prompts
+from prejit.server.openai.bodies import (
+    RequestFields,
+    ResponseFields,
+    answered,
+    read,
+    served_model,
+)
+from prejit.server.openai.chat_messages import (
+    FunctionTools,
+    Message,
+    for_template,
+    plain_tools,
+)
+from prejit.server.served.served import Models, Served
+
+
+class TokenizeRequest(RequestFields, frozen=True, kw_only=True):
+    """The body of POST /tokenize: a prompt or messages.
+
+    Attributes:
+        prompt: a text.
+        messages: a conversation, for the chat template.
+        model: the name of a served model; it may be missing if there is one.
+        add_special_tokens: whether the tokenizer adds its own to a prompt. Default: true.
+        return_token_strs: return the text of each token too.
+        add_generation_prompt: begin the model's answer. Default: true.
+        continue_final_message: leave the last message open.
+        tools: functions, for templates that show them.
+        chat_template_kwargs: variables of the chat template.
+    """
+
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: FunctionTools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeAnswer(ResponseFields, frozen=True, kw_only=True):
+    """The response of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(RequestFields, frozen=True, kw_only=True):
+    """The body of POST /detokenize.
+
+    Attributes:
+        tokens: token ids.
+        model: the name of a served model; it may be missing if there is one.
+    """
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class DetokenizeAnswer(ResponseFields, frozen=True, kw_only=True):
+    """The response of POST /detokenize."""
+
+    prompt: str
+
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+async def tokenize(models: Models, settings: Settings, request: Request) -> Response:
+    """Answer POST /tokenize."""
+    body = await read(request, _TOKENIZE, settings)
+    if (body.prompt is None) == (body.messages is None):
+        found = "neither" if body.prompt is None else "both"
+        raise ApiError(400, f"prompt: expected it or messages, found {found}", param="prompt")
+    served = served_model(models, body.model)
+    tokenizer = served.bundle.tokenizer
+    if (prompt := body.prompt) is not None:
+        special = body.add_special_tokens is not False
+        token_ids = await prompts.off_loop(
+            len(prompt), lambda: prompts.encoded(served, prompt, add_special_tokens=special)
+        )
+    else:
+        token_ids = await prompts.off_loop(
+            len(await request.body()), lambda: _of_messages(body, served)
+        )
+    texts = None
+    if body.return_token_strs:
+        texts = [tokenizer.token_bytes[each].decode("utf-8", "replace") for each in token_ids]
+    return answered(
+        TokenizeAnswer(
+            count=len(token_ids),
+            max_model_len=longest(served),
+            tokens=token_ids,
+            token_strs=texts,
+        )
+    )
+
+
+def _of_messages(body: TokenizeRequest, served: Served) -> list[int]:
+    tools = plain_tools([tool.function for tool in body.tools or ()])
+    return prompts.of_messages(
+        served,
+        for_template(body.messages or ()),
+        tools=tools or None,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        variables=body.chat_template_kwargs or {},
+    )
+
+
+async def detokenize(models: Models, settings: Settings, request: Request) -> Response:
+    """Answer POST /detokenize."""
+    body = await read(request, _DETOKENIZE, settings)
+    served = served_model(models, body.model)
+    tokenizer = served.bundle.tokenizer
+    text = await prompts.off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens))
+    return answered(DetokenizeAnswer(prompt=text))
+
+
+def longest(served: Served) -> int:
+    """Return the longest context for which a model has memory, or its longest sentence."""
+    bundle = served.bundle
+    if bundle.config.decoder is not None:
+        return served.engine.plan.context
+    return bundle.encoder.max_tokens if bundle.config.encoder is not None else 0

@@ -1,0 +1,75 @@
+"""Golden answers that a running server asks for again: it is not ready while one is wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from prejit.runtime.base.joined_threads import start_thread
+from prejit.runtime.errors import ClosedError, PrejitError, printable
+from prejit.server.served.say import say
+from prejit.server.served.served import Models, Served
+
+_PAUSE_SECONDS = 5.0
+"""The least time between two checks, however many requests fail. While an answer is wrong, the next one comes
+after it."""
+_PAUSE_TIMES = 20
+"""A pause takes so many times as long as the check before it, which runs beside requests."""
+
+
+class AnswerChecks:
+    """A thread that runs programs again after requests have failed, and at intervals."""
+
+    def __init__(self, models: Models, every_seconds: float | None) -> None:
+        """Start it.
+
+        Args:
+            models: the served bundles.
+            every_seconds: the time between checks if no request fails; None: no check then.
+        """
+        self._models = models
+        self._every = every_seconds
+        self._ends = threading.Event()
+        self._thread = start_thread(self._run, "prejit-answers")
+
+    def close(self) -> None:
+        """End the thread, after the program that it runs now."""
+        self._ends.set()
+        self._models.suspected.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        models = self._models
+        while True:
+            models.suspected.wait(_PAUSE_SECONDS if models.wrong else self._every)
+            models.suspected.clear()
+            if self._ends.is_set():
+                return
+            started = time.monotonic()
+            if models.state == "ready":
+                for served in models:
+                    self._check(served)
+            seconds = time.monotonic() - started
+            if self._ends.wait(max(_PAUSE_SECONDS, _PAUSE_TIMES * seconds)):
+                return
+
+    def _check(self, served: Served) -> None:
+        wrong = self._models.wrong
+        try:
+            found = next(served.bundle.wrong_answers(), "")
+            shown = found
+        except ClosedError:
+            return
+        except PrejitError as error:  # its text may hold paths
+            found, shown = str(error), f"error[{error.code}]"
+        except Exception as error:  # of XLA, or no memory
+            found, shown = f"{type(error).__name__}: {error}", "it cannot run"
+        if shown and served.name not in wrong:
+            say(printable(f"{served.name}: not ready, because a golden answer is wrong: {found}"))
+        elif not shown and served.name in wrong:
+            say(printable(f"{served.name}: ready again: its golden answers are right"))
+        if shown:
+            wrong[served.name] = shown
+        else:
+            wrong.pop(served.name, None)

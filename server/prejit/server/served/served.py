@@ -1,0 +1,148 @@
+"""The bundles that a server serves, by name, and what state the server is in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal, final
+
+from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.errors import UsageError
+from prejit.server.served.client_grammars import Compiling
+from prejit.server.served.http_requests import HttpRequests
+
+if TYPE_CHECKING:
+    from prejit.runtime.bundle import Bundle
+    from prejit.server.engine.engine import Engine
+
+State = Literal["loading", "compiling", "ready", "draining"]
+"""What a server does: it loads, compiles what no target of a bundle holds, answers, or ends."""
+
+
+class ModelNotFoundError(UsageError):
+    """A request names a model that the server does not serve."""
+
+    code: ClassVar[str] = "model-not-found"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One bundle of a server.
+
+    Attributes:
+        name: the name that clients give as their model.
+        bundle: the bundle.
+        engine: its engine, which all requests share.
+        created: when the server loaded it, in seconds since 1970.
+        compiling: compiles the grammars that its clients send.
+    """
+
+    name: str
+    bundle: Bundle
+    engine: Engine
+    created: int
+    compiling: Compiling = field(default_factory=Compiling)
+
+
+@final
+class Models:
+    """The served bundles by name. It is empty until they are loaded: requests come before that.
+
+    Attributes:
+        http: counts the requests of all clients.
+        suspected: set when a request fails and the client cannot mend it.
+        wrong: by name of a model, what it returns in place of a golden answer.
+    """
+
+    def __init__(self, *served: Served) -> None:
+        """Serve these bundles now; without any, the state is `loading`."""
+        self._stage: State = "loading"
+        self._is_draining = self._is_ending = False
+        self.http = HttpRequests()
+        self.suspected = threading.Event()
+        self.wrong: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._by_name: dict[str, Served] = {}
+        if served:
+            self.add(*served)
+            self._stage = "ready"
+
+    @property
+    def state(self) -> State:
+        """The state of the server. Only `ready` takes requests to models."""
+        return "draining" if self._is_draining else self._stage
+
+    def add(self, *served: Served) -> None:
+        """Add bundles.
+
+        Raises:
+            UsageError: two have the same name.
+        """
+        for one in served:
+            if one.name in self._by_name:
+                raise UsageError(
+                    f"serve: expected each name once, found two bundles named {one.name!r}",
+                    hint="give one of them another name: NAME=PATH",
+                )
+            self._by_name[one.name] = one
+
+    def get(self, name: str) -> Served:
+        """Return the bundle of that name.
+
+        Raises:
+            ModelNotFoundError: there is none.
+        """
+        if (found := self._by_name.get(name)) is None:
+            known = ", ".join(map(repr, self._by_name)) or "none yet"
+            raise ModelNotFoundError(
+                f"model: expected one of the served models ({known}), found {name!r:.200}"
+                + did_you_mean(name, self._by_name)
+            )
+        return found
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the server takes requests and no golden answer was wrong at the last check."""
+        return self.state == "ready" and not self.wrong
+
+    def __iter__(self) -> Iterator[Served]:
+        return iter(tuple(self._by_name.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def change(self, before: State, after: State) -> bool:
+        """Go on to a state, unless another thread has done so since `before`; return whether it is the state.
+
+        It is not while the server drains. After that it is.
+        """
+        with self._lock:
+            if self._stage == before:
+                self._stage = after
+            return self.state == after
+
+    def drain(self, *, ends: bool = False) -> bool:
+        """Refuse new requests; return whether none is left that runs or waits.
+
+        Args:
+            ends: whether the server ends, so that `undrain` has no effect any more.
+        """
+        self._is_draining = True
+        self._is_ending = self._is_ending or ends
+        return all([one.engine.drain(0.0) for one in self])
+
+    def undrain(self) -> bool:
+        """Take requests again, unless the server ends; return whether it does not."""
+        if self._is_ending:
+            return False
+        for one in self:
+            one.engine.undrain()
+        self._is_draining = False
+        return True
+
+    def close(self) -> None:
+        """Close every engine. What still runs fails with ClosedError."""
+        for one in self:
+            one.compiling.close()
+            one.engine.close()

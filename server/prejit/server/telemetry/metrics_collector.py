@@ -1,0 +1,478 @@
+"""Metrics for Prometheus: what the engines of all served bundles measure, under names that others query.
+
+The names that begin with `vllm:` are vLLM's, with its labels and units: its dashboards and the Gateway API
+Inference Extension query them (vllm/v1/metrics/loggers.py). The others begin with `prejit_` and follow the
+rules of Prometheus, which keep the colon for recorded series (`promtool check metrics`). See
+docs/operations.md for those that somebody should watch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, final, get_args
+
+from prometheus_client import CollectorRegistry, ProcessCollector, exposition
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from prejit.runtime.base.process_facts import host_memory_bytes, host_memory_limit_bytes
+from prejit.runtime.fallback import fallback_counts
+from prejit.server.engine.engine_metrics import EngineMetrics, RequestMetrics
+from prejit.server.engine.histograms import HistogramValue
+from prejit.server.served.served import State
+
+if TYPE_CHECKING:
+    from prejit.runtime.start.start_report import StartReport
+    from prejit.server.served.served import Models, Served
+
+
+_T = TypeVar("_T")
+
+
+class _Value(NamedTuple, Generic[_T]):
+    """A metric with one value for each bundle, or each kind of its requests; the value None is left out."""
+
+    name: str
+    help: str
+    of: Callable[[_T], float | None]
+
+
+class _Labelled(NamedTuple, Generic[_T]):
+    """A metric with values for one more label."""
+
+    name: str
+    help: str
+    label: str
+    of: Callable[[_T], Mapping[str, float]]
+
+
+class _Distribution(NamedTuple, Generic[_T]):
+    """A histogram."""
+
+    name: str
+    help: str
+    of: Callable[[_T], HistogramValue]
+
+
+SOURCES = ("loaded", "compiled", "kept", "compiling", "unused")
+"""The ways in which a program becomes ready."""
+
+_VLLM_REASONS = {
+    "stop": ("stop", "mask", "done"),
+    "length": ("length", "context"),
+    "abort": ("cancelled", "deadline"),
+    "error": ("error", "nan"),
+}
+"""vLLM's reasons and ours. vLLM does not count requests that it refuses."""
+
+
+def _vllm_finished(metrics: EngineMetrics) -> dict[str, float]:
+    finished = metrics.finished
+    return {
+        theirs: sum(finished[reason] for reason in ours) for theirs, ours in _VLLM_REASONS.items()
+    }
+
+
+_VLLM_GAUGES: tuple[_Value[EngineMetrics], ...] = (
+    _Value("vllm:num_requests_running", "Requests that run.", lambda m: m.running),
+    _Value("vllm:num_requests_waiting", "Requests in the queue.", lambda m: m.waiting),
+    _Value(
+        "vllm:kv_cache_usage_perc",
+        "Share of the KV cache's positions that live requests use, 0 to 1.",
+        lambda m: m.kv_cache_usage,
+    ),
+    _Value(
+        "vllm:gpu_cache_usage_perc",
+        "The same, by the name that dashboards and gateways of 2025 query.",
+        lambda m: m.kv_cache_usage,
+    ),
+)
+_VLLM_COUNTERS: tuple[_Value[EngineMetrics], ...] = (
+    _Value(
+        "vllm:prompt_tokens",
+        "Tokens of all prompts and sentences that were read, cached ones included.",
+        lambda m: m.prompt_tokens + m.encoded_tokens,
+    ),
+    _Value("vllm:generation_tokens", "New tokens.", lambda m: m.generation_tokens),
+    _Value(
+        "vllm:prefix_cache_queries",
+        "Tokens of prompts that were looked up in the caches.",
+        lambda m: m.prompt_tokens,
+    ),
+    _Value(
+        "vllm:prefix_cache_hits",
+        "Tokens of prompts that were in a cache already.",
+        lambda m: m.cached_prompt_tokens,
+    ),
+)
+_VLLM_LABELLED: tuple[_Labelled[EngineMetrics], ...] = (
+    _Labelled(
+        "vllm:request_success",
+        "Requests that ended, by vLLM's reasons.",
+        "finished_reason",
+        _vllm_finished,
+    ),
+)
+_VLLM_HISTOGRAMS: tuple[_Distribution[EngineMetrics], ...] = (
+    _Distribution(
+        "vllm:time_to_first_token_seconds",
+        "Time from a request to its first token.",
+        lambda m: m.first_token_seconds,
+    ),
+    _Distribution(
+        "vllm:inter_token_latency_seconds",
+        "Time from one token of a request to the next.",
+        lambda m: m.inter_token_seconds,
+    ),
+    _Distribution(
+        "vllm:time_per_output_token_seconds",
+        "The same, by the name that dashboards of 2025 query.",
+        lambda m: m.inter_token_seconds,
+    ),
+    _Distribution(
+        "vllm:e2e_request_latency_seconds",
+        "Time from a request to its last token, or to its result.",
+        lambda m: m.whole_seconds,
+    ),
+    _Distribution(
+        "vllm:request_queue_time_seconds",
+        "Time from a request until it runs.",
+        lambda m: m.queue_seconds,
+    ),
+    _Distribution(
+        "vllm:request_prefill_time_seconds",
+        "Time in which a prompt is computed.",
+        lambda m: m.prefill_seconds,
+    ),
+    _Distribution(
+        "vllm:request_decode_time_seconds",
+        "Time of the decode calls of a request.",
+        lambda m: m.decode_seconds,
+    ),
+    _Distribution(
+        "vllm:request_prompt_tokens",
+        "Tokens of a prompt, or of a sentence.",
+        lambda m: m.prompt_length,
+    ),
+    _Distribution(
+        "vllm:request_generation_tokens", "New tokens of a request.", lambda m: m.new_tokens
+    ),
+)
+_GAUGES: tuple[_Value[EngineMetrics], ...] = (
+    _Value(
+        "prejit_slots",
+        "Generations that can run at a time; absent without a decoder.",
+        lambda m: m.slots,
+    ),
+    _Value("prejit_kv_cache_bytes", "Memory of the KV caches.", lambda m: m.cache_bytes),
+    _Value(
+        "prejit_kv_cache_budget_bytes",
+        "The most memory that KV caches may use; absent without a limit.",
+        lambda m: m.cache_budget_bytes,
+    ),
+    _Value("prejit_prefix_cache_bytes", "Memory of cached prefixes.", lambda m: m.prefix_bytes),
+    _Value(
+        "prejit_prefix_cache_budget_bytes",
+        "The most memory that cached prefixes may use.",
+        lambda m: m.prefix_budget_bytes,
+    ),
+    _Value(
+        "prejit_device_memory_bytes",
+        "Peak memory in use on the bundle's accelerator; absent on a CPU.",
+        lambda m: m.device_memory_bytes,
+    ),
+)
+_COUNTERS: tuple[_Value[EngineMetrics], ...] = (
+    _Value(
+        "prejit_compile_seconds",
+        "Time that compiling took; 0 if every program was loaded.",
+        lambda m: m.compile_seconds,
+    ),
+)
+_PROGRAMS: _Labelled[EngineMetrics] = _Labelled(
+    "prejit_programs",
+    "Programs by how they became ready: loaded, compiled, kept, compiling, unused.",
+    "source",
+    lambda m: {source: m.programs.get(source, 0) for source in SOURCES},
+)
+_REQUEST_GAUGES: tuple[_Value[RequestMetrics], ...] = (
+    _Value("prejit_requests_running", "Requests that run.", lambda m: m.running),
+    _Value("prejit_requests_waiting", "Requests in the queue.", lambda m: m.waiting),
+    _Value("prejit_queue_size", "Requests that can wait at a time.", lambda m: m.queue_size),
+)
+_REQUEST_COUNTERS: tuple[_Value[RequestMetrics], ...] = (
+    _Value(
+        "prejit_requests_waited_for_compile",
+        "Requests that ended and waited for the compilation of a program.",
+        lambda m: m.waited_for_compile,
+    ),
+    _Value(
+        "prejit_device_busy_seconds",
+        "Time in which a program ran for these requests.",
+        lambda m: m.busy_seconds,
+    ),
+    _Value(
+        "prejit_runs",
+        "Runs of the program, which requests share: the steps of a batch of generations.",
+        lambda m: m.runs,
+    ),
+    _Value(
+        "prejit_rows",
+        "Rows of requests, summed over the runs; 0 for a function without a batch axis.",
+        lambda m: m.rows,
+    ),
+    _Value(
+        "prejit_padded_rows",
+        "Rows that only filled the bucket, summed over the runs.",
+        lambda m: m.padded_rows,
+    ),
+    _Value(
+        "prejit_useful_positions",
+        "Positions of tokens that were computed for requests that ended; 0 for a function.",
+        lambda m: m.useful_positions,
+    ),
+    _Value(
+        "prejit_computed_positions",
+        "Positions that were computed for requests that ended, padding included.",
+        lambda m: m.computed_positions,
+    ),
+)
+_FINISHED: _Labelled[RequestMetrics] = _Labelled(
+    "prejit_requests", "Requests that ended, by the reason.", "reason", lambda m: m.finished
+)
+_REQUEST_HISTOGRAMS: tuple[_Distribution[RequestMetrics], ...] = (
+    _Distribution(
+        "prejit_request_queue_seconds",
+        "Time from a request until it runs.",
+        lambda m: m.queue_seconds,
+    ),
+    _Distribution(
+        "prejit_request_run_seconds",
+        "Time in which a request is computed.",
+        lambda m: m.run_seconds,
+    ),
+    _Distribution(
+        "prejit_request_seconds",
+        "Time from a request to its result.",
+        lambda m: m.whole_seconds,
+    ),
+)
+
+_LABELS = ("model_name",)
+_REQUEST_LABELS = ("model_name", "kind", "program")
+_VLLM_LABELS = ("model_name", "engine")
+
+
+@final
+class EngineCollector(Collector):
+    """Turns the metrics of all served bundles into families of Prometheus, anew for each scrape."""
+
+    def __init__(self, models: Models) -> None:
+        """Read these bundles. They may still be loading."""
+        self._models = models
+        self._starts: dict[str, StartReport] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family."""
+        served = list(self._models)
+        each = [(one.name, one.engine.metrics()) for one in served]
+        vllm = [((name, "0"), metrics) for name, metrics in each]
+        ours = [((name,), metrics) for name, metrics in each]
+        requests = [
+            ((name, one.kind, one.program), one)
+            for name, metrics in each
+            for one in metrics.requests
+        ]
+        yield from _values(GaugeMetricFamily, _VLLM_GAUGES, _VLLM_LABELS, vllm)
+        yield from _values(CounterMetricFamily, _VLLM_COUNTERS, _VLLM_LABELS, vllm)
+        yield from _labelled(CounterMetricFamily, _VLLM_LABELLED, _VLLM_LABELS, vllm)
+        for distribution in _VLLM_HISTOGRAMS:
+            yield _histogram(distribution, _VLLM_LABELS, vllm)
+        yield from _values(GaugeMetricFamily, _GAUGES, _LABELS, ours)
+        yield from _values(CounterMetricFamily, _COUNTERS, _LABELS, ours)
+        yield from _labelled(GaugeMetricFamily, (_PROGRAMS,), _LABELS, ours)
+        yield from _values(GaugeMetricFamily, _REQUEST_GAUGES, _REQUEST_LABELS, requests)
+        yield from _values(CounterMetricFamily, _REQUEST_COUNTERS, _REQUEST_LABELS, requests)
+        yield from _labelled(CounterMetricFamily, (_FINISHED,), _REQUEST_LABELS, requests)
+        for measured in _REQUEST_HISTOGRAMS:
+            yield _histogram(measured, _REQUEST_LABELS, requests)
+        yield from self._http()
+        yield from self._process()
+        yield from self._bundles(served)
+        yield self._start(served, dict(each))
+
+    def _http(self) -> Iterator[Metric]:
+        """Yield how the requests of clients were answered."""
+        answers, seconds = self._models.http.snapshot()
+        counts = CounterMetricFamily(
+            "prejit_http_requests",
+            "Requests of clients by route and status, without those for probes and the page.",
+            labels=("route", "status"),
+        )
+        for (route, status), count in answers.items():
+            counts.add_metric((route, str(status)), count)
+        yield counts
+        times = _Distribution[HistogramValue](
+            "prejit_http_request_seconds",
+            "Time from a request of a client to the end of its answer.",
+            lambda value: value,
+        )
+        yield _histogram(times, ("route",), [((route,), each) for route, each in seconds.items()])
+
+    def _process(self) -> Iterator[Metric]:
+        """Yield what the bundles of a server share."""
+        yield GaugeMetricFamily(
+            "prejit_host_memory_bytes", "Resident memory of this process.", host_memory_bytes()
+        )
+        yield GaugeMetricFamily(
+            "prejit_host_memory_limit_bytes",
+            "Memory that this process may use: its container's limit, or the machine's memory.",
+            host_memory_limit_bytes(),
+        )
+        states = GaugeMetricFamily(
+            "prejit_server_state", "1 for the state of the server.", labels=("state",)
+        )
+        for state in get_args(State):
+            states.add_metric((state,), state == self._models.state)
+        yield states
+        fallbacks = CounterMetricFamily(
+            "prejit_fallbacks",
+            "Fallbacks to compiling here, by the axis that did not match.",
+            labels=("axis",),
+        )
+        for axis, count in fallback_counts().items():
+            fallbacks.add_metric((axis,), count)
+        yield fallbacks
+
+    def _bundles(self, served: Sequence[Served]) -> Iterator[Metric]:
+        """Yield which bundles these are, and how they were loaded."""
+        build = InfoMetricFamily(
+            "prejit_build",
+            "What runs: model_name, bundle, digest, target, and versions of prejit, jax, jaxlib and cuda.",
+        )
+        matched = GaugeMetricFamily(
+            "prejit_target_matched",
+            "1 if this machine matches the target of the bundle, 0 if programs are compiled here.",
+            labels=_LABELS,
+        )
+        for one in served:
+            build.add_metric((), _build(one))
+            matched.add_metric((one.name,), one.bundle.matched)
+        yield build
+        yield matched
+
+    def _start(self, served: Sequence[Served], metrics: Mapping[str, EngineMetrics]) -> Metric:
+        """Return where the time of the start went, from the first request of a bundle on."""
+        family = GaugeMetricFamily(
+            "prejit_start_seconds",
+            "Time from the start of the process to the first result, by part, without idle time.",
+            labels=("model_name", "part"),
+        )
+        for one in served:
+            if one.name not in self._starts:
+                if not _has_answered(metrics[one.name]):
+                    continue
+                self._starts[one.name] = one.bundle.start_report()
+            start = self._starts[one.name]
+            for part in ("process", "imports", "reading", "verifying", "loading", "first_run"):
+                family.add_metric((one.name, part), getattr(start, f"{part}_seconds"))
+        return family
+
+
+_Each = Sequence[tuple[tuple[str, ...], _T]]
+"""The values of the first labels, and what has the values of each metric."""
+_Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+
+
+def _values(
+    kind: _Family, metrics: Sequence[_Value[_T]], labels: tuple[str, ...], each: _Each[_T]
+) -> Iterator[Metric]:
+    for metric in metrics:
+        family = kind(metric.name, metric.help, labels=labels)
+        for names, found in each:
+            if (value := metric.of(found)) is not None:
+                family.add_metric(names, value)
+        yield family
+
+
+def _labelled(
+    kind: _Family, metrics: Sequence[_Labelled[_T]], labels: tuple[str, ...], each: _Each[_T]
+) -> Iterator[Metric]:
+    for metric in metrics:
+        family = kind(metric.name, metric.help, labels=(*labels, metric.label))
+        for names, found in each:
+            for label, value in metric.of(found).items():
+                family.add_metric((*names, label), value)
+        yield family
+
+
+def _histogram(distribution: _Distribution[_T], labels: tuple[str, ...], each: _Each[_T]) -> Metric:
+    family = HistogramMetricFamily(distribution.name, distribution.help, labels=labels)
+    for names, metrics in each:
+        value = distribution.of(metrics)
+        bounds = (*map(floatToGoString, value.bounds), "+Inf")
+        buckets = list(zip(bounds, itertools.accumulate(value.counts), strict=True))
+        family.add_metric(names, buckets, value.sum)
+    return family
+
+
+def _build(served: Served) -> dict[str, str]:
+    """Return the labels of the info metric of one bundle."""
+    bundle = served.bundle
+    found = {
+        axis.name: axis.found
+        for verdict in bundle.verdicts
+        if verdict.target == bundle.target
+        for axis in verdict.axes
+    }
+    return {
+        "model_name": served.name,
+        "bundle": bundle.name,
+        "digest": bundle.digest,
+        "target": bundle.target,
+        "prejit": metadata.version("prejit"),
+        "jax": metadata.version("jax"),
+        "jaxlib": metadata.version("jaxlib"),
+        "cuda": found.get("cuda", ""),
+    }
+
+
+def _has_answered(metrics: EngineMetrics) -> bool:
+    """Return whether an engine has given a result of any kind."""
+    return any(one.whole_seconds.count for one in metrics.requests)
+
+
+@final
+class Exposition:
+    """The page of all metrics, in the format that a scraper asks for."""
+
+    def __init__(self, models: Models) -> None:
+        """Show these bundles and this process."""
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(models))
+        ProcessCollector(registry=self._registry)
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """Return the page and its content type.
+
+        Args:
+            accept: the header of that name; empty: there is none.
+        """
+        if "application/openmetrics-text" in accept:
+            # Its other ways of escaping turn the colon of a sample's name into _ (prometheus-client 0.26). No
+            # name here needs any.
+            page: bytes = openmetrics.generate_latest(  # type: ignore[no-untyped-call]
+                self._registry, openmetrics.ALLOWUTF8
+            )
+            return page, "application/openmetrics-text; version=1.0.0; charset=utf-8"
+        return exposition.generate_latest(self._registry), exposition.CONTENT_TYPE_PLAIN_0_0_4

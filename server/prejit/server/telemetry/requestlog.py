@@ -1,0 +1,392 @@
+"""The log of requests: JSON lines from which `prejit replay` runs each request again.
+
+    {"event":"start","time":...,"models":[{"name":"demo","path":"artifacts/demo","digest":"sha256:...","target":"cpu-host"}],"max_tokens":null}
+    {"event":"request","time":...,"id":"...","client":"","method":"POST","path":"/v1/completions","status":200,"seconds":0.41,
+     "failed":"","headers":{"content-type":"application/json"},"body":"{...}","calls":[...]}
+
+A body that is no UTF-8 is `body_base64`. `calls` has what each call of an engine gave:
+
+    {"kind":"generate","model":"demo","seed":7,"token_ids":[17,4],"finish_reason":"length","prompt_tokens":9,...}
+    {"kind":"encode","model":"demo","sentences":2,"tokens":31,
+     "arrays":{"embeddings":{"dtype":"float32","shape":[2,384],"digest":"...","norm":1.41}}}
+
+Handlers do not deal with it: each engine is wrapped in a `RecordedEngine`, which finds its request by a
+context variable.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import msgspec
+import numpy as np
+
+from prejit.runtime.errors import StoreError
+from prejit.server.served.say import say
+from prejit.server.telemetry.watched_stream import WatchedStream
+
+if TYPE_CHECKING:
+    from prejit.runtime.generation.generate import Piece, Result, Stats
+    from prejit.server.engine.engine import Engine
+    from prejit.server.served.served import Models
+
+KEPT_HEADERS = (b"content-type", b"inference-header-content-length")
+"""The headers that change what a body means."""
+
+_TIMES = ("prompt_tokens", "reused_tokens", "new_tokens", "queue_seconds", "first_token_seconds")
+"""What a line has of the statistics of a generation."""
+
+
+@dataclass(slots=True)
+class RecordedCall:
+    """A call of an engine.
+
+    Attributes:
+        kind: `generate`, `encode` or `call`.
+        model: name of the bundle.
+        program: the program that `call` ran.
+        seed: the seed of a generation that the handler gave; None: it gave none.
+        token_ids: what was generated.
+        finish_reason: as in `Result`; empty: the generation did not end.
+        arrays: what each array of results was: dtype, shape, digest of its bytes, norm.
+        stats: parts of the statistics of a generation, or of the sentences that were encoded.
+    """
+
+    kind: str
+    model: str
+    program: str | None = None
+    seed: int | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str = ""
+    arrays: dict[str, Any] | None = None
+    stats: dict[str, float] = field(default_factory=dict)
+
+    def described(self) -> dict[str, Any]:
+        """Return the call as a line has it."""
+        found: dict[str, Any] = {"kind": self.kind, "model": self.model}
+        if self.kind == "generate":
+            found |= {"seed": self.seed, "token_ids": self.token_ids}
+            found["finish_reason"] = self.finish_reason
+        found |= self.stats
+        if self.program is not None:
+            found["program"] = self.program
+        if self.arrays is not None:
+            found["arrays"] = self.arrays
+        return found
+
+
+@dataclass(slots=True)
+class Entry:
+    """A request on its way.
+
+    Attributes:
+        id, method, path: of the request.
+        headers: those in KEPT_HEADERS.
+        started: when it came, in seconds since 1970.
+        status: of its response; 0: none was sent.
+        client: the name of its key.
+        failed: the code of an error after the response had begun.
+        body: what was received.
+        calls: its calls of engines, in order.
+        is_open: whether its path is one of probes, of scrapers or of the page, which needs no key.
+        seeds: seeds that replace those of the handler, in the order of calls; None: they stay.
+    """
+
+    id: str
+    method: str
+    path: str
+    headers: dict[str, str]
+    started: float
+    status: int = 0
+    client: str = ""
+    failed: str = ""
+    body: bytearray = field(default_factory=bytearray)
+    calls: list[RecordedCall] = field(default_factory=list)
+    is_open: bool = False
+    seeds: Sequence[int | None] | None = None
+
+
+current: ContextVar[Entry | None] = ContextVar("current", default=None)
+"""The request whose handler runs."""
+
+
+class Log(Protocol):
+    """What takes the records of requests."""
+
+    def begin(self, entry: Entry) -> None:
+        """Take what engines give this task from now on as results of this request."""
+
+    def end(self, entry: Entry) -> None:
+        """Take the record of a finished request."""
+
+
+@final
+class RequestLog:
+    """The file that gets the lines."""
+
+    def __init__(self, path: str) -> None:
+        """Open it for appending, readable for its owner alone: it holds prompts. `-` is stdout.
+
+        Raises:
+            StoreError: it cannot be opened, or others could read it.
+        """
+        self._path = os.path.abspath(path) if path != "-" else path
+        self._file = _open(self._path)
+        self._begin: dict[str, Any] | None = None  # the line that a replay needs first
+        self._is_failing = False
+
+    def start(self, models: Models, paths: Mapping[str, str], *, max_tokens: int | None) -> None:
+        """Write which bundles are served, for a replay.
+
+        Args:
+            models: the bundles.
+            paths: where they lie, by name.
+            max_tokens: the limit of new tokens.
+        """
+        described = [
+            {
+                "name": one.name,
+                "path": os.path.abspath(paths[one.name]),
+                "digest": one.bundle.digest,
+                "target": one.bundle.target,
+            }
+            for one in models
+        ]
+        self._begin = {"event": "start", "models": described, "max_tokens": max_tokens}
+        self._write({**self._begin, "time": time.time()})
+
+    def reopen(self) -> None:
+        """Write to the file that has the path now, after another program has moved the one before."""
+        try:
+            file = _open(self._path)
+        except StoreError as error:
+            say(f"warning: {error}: requests go to the file that was open")
+            return
+        is_other = not os.path.sameopenfile(file, self._file)
+        os.dup2(file, self._file, inheritable=False)
+        os.close(file)
+        if is_other and self._begin is not None:
+            self._write({**self._begin, "time": time.time()})
+
+    def begin(self, entry: Entry) -> None:
+        """Take what engines give this task from now on as results of this request."""
+        current.set(entry)
+
+    def end(self, entry: Entry) -> None:
+        """Write the line of a request. A probe, a scrape or a poll of the page has one only if it failed."""
+        if entry.is_open and 200 <= entry.status < 400 and not entry.failed:
+            return
+        now = time.time()
+        line = {
+            "event": "request",
+            "time": now,
+            "id": entry.id,
+            "client": entry.client,
+            "method": entry.method,
+            "path": entry.path,
+            "status": entry.status,
+            "seconds": round(now - entry.started, 6),
+            "failed": entry.failed,
+            "headers": entry.headers,
+        }
+        try:
+            line["body"] = entry.body.decode()
+        except UnicodeDecodeError:
+            line["body_base64"] = base64.b64encode(entry.body).decode()
+        self._write({**line, "calls": [call.described() for call in entry.calls]})
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        """Append a line. A full disk must not stop requests: the first of several failures is reported."""
+        left = memoryview(msgspec.json.encode(line) + b"\n")
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                say(f"warning: {self._path}: cannot write: {error.strerror}")
+            self._is_failing = True
+
+
+def _open(path: str) -> int:
+    """Return a descriptor that appends to a file; `-` is stdout.
+
+    Raises:
+        StoreError: it cannot be opened, or others could read it.
+    """
+    try:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        file = os.dup(1) if path == "-" else os.open(path, flags, 0o600)
+    except OSError as error:
+        raise StoreError(
+            f"{path}: cannot write the log: {error.strerror}",
+            hint="give --log a file that this user may write, or one that is not there",
+        ) from error
+    found = os.fstat(file)
+    if path != "-" and stat.S_ISREG(found.st_mode) and found.st_mode & 0o077:
+        try:
+            os.fchmod(file, 0o600)
+        except OSError as error:
+            os.close(file)
+            raise StoreError(
+                f"{path}: expected a log that its owner alone can read, because it holds prompts; found mode "
+                f"{stat.S_IMODE(found.st_mode):o} of another owner",
+                hint="move it away, or give another --log",
+            ) from error
+    return file
+
+
+@final
+class RecordedEngine:
+    """An engine that adds what it gives to the entry of the request that called it."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        """Wrap the engine of the bundle that is served under this name."""
+        self._name = name
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def submit(self, prompt: Any = None, **options: Any) -> Future[Result]:
+        """Submit a request, as `Engine.submit`."""
+        call = self._generation(options)
+        future = self._engine.submit(prompt, **options)
+        if call is not None:
+            future.add_done_callback(lambda done: _take_result(call, done))
+        return future
+
+    def generate(self, prompt: Any = None, **options: Any) -> Result:
+        """Generate, as `Engine.generate`."""
+        return self.submit(prompt, **options).result()
+
+    def stream(self, prompt: Any = None, **options: Any) -> Any:
+        """Stream, as `Engine.stream`."""
+        call = self._generation(options)
+        stream = self._engine.stream(prompt, **options)
+        return stream if call is None else WatchedStream(stream, _noter(call))
+
+    def submit_encode(self, sentences: Any, **options: Any) -> Future[Any]:
+        """Encode, as `Engine.submit_encode`."""
+        future = self._engine.submit_encode(sentences, **options)
+        if (call := self._call("encode")) is not None:
+            future.add_done_callback(lambda done: _take_embeddings(call, done))
+        return future
+
+    def encode(self, sentences: Any, **options: Any) -> Any:
+        """Encode, as `Engine.encode`."""
+        return self.submit_encode(sentences, **options).result()
+
+    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run a program, as `Engine.submit_call`."""
+        future = self._engine.submit_call(name, *args, **kwargs)
+        if (call := self._call("call", name)) is not None:
+            future.add_done_callback(lambda done: _take_arrays(call, done, _leaves))
+        return future
+
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a program, as `Engine.call`."""
+        return self.submit_call(name, *args, **kwargs).result()
+
+    def _call(self, kind: str, program: str | None = None) -> RecordedCall | None:
+        if (entry := current.get()) is None:
+            return None
+        call = RecordedCall(kind, self._name, program)
+        entry.calls.append(call)
+        return call
+
+    def _generation(self, options: dict[str, Any]) -> RecordedCall | None:
+        """Return the record of a generation; in a replay, give it the seed of the log."""
+        entry = current.get()
+        if entry is not None and entry.seeds is not None and len(entry.calls) < len(entry.seeds):
+            seed = entry.seeds[len(entry.calls)]
+            if seed is not None:
+                options["seed"] = seed
+        call = self._call("generate")
+        if call is not None:
+            call.seed = options.get("seed")
+        return call
+
+
+def _noter(call: RecordedCall) -> Callable[[Piece], None]:
+    """Return a function that adds the pieces of a stream to the record of a call."""
+    token_ids: list[int] = []
+    call.token_ids = token_ids
+
+    def note(piece: Piece) -> None:
+        if piece.token_id is not None:
+            token_ids.append(piece.token_id)
+        if piece.finish_reason is not None:
+            call.finish_reason = piece.finish_reason
+            if piece.stats is not None:
+                call.stats = _of_stats(piece.stats)
+
+    return note
+
+
+def _of_stats(stats: Stats) -> dict[str, float]:
+    return {name: round(getattr(stats, name), 6) for name in _TIMES}
+
+
+def _take_result(call: RecordedCall, done: Future[Result]) -> None:
+    if done.cancelled() or done.exception() is not None:
+        return
+    result = done.result()
+    call.token_ids = list(result.token_ids)
+    call.finish_reason = result.finish_reason
+    call.stats = _of_stats(result.stats)
+
+
+def _take_embeddings(call: RecordedCall, done: Future[Any]) -> None:
+    _take_arrays(call, done, lambda got: {"embeddings": got.embeddings})
+    if call.arrays is not None:
+        stats = done.result().stats
+        call.stats = {"sentences": stats.sentences, "tokens": stats.tokens}
+
+
+def _take_arrays(call: RecordedCall, done: Future[Any], arrays_of: Any) -> None:
+    if done.cancelled() or done.exception() is not None:
+        return
+    arrays = {name: np.asarray(value) for name, value in arrays_of(done.result()).items()}
+    call.arrays = {name: describe_array(value) for name, value in arrays.items()}
+
+
+def describe_array(array: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Return what a line has of an array: its bytes as a digest, and a norm that rounding moves little."""
+    whole = np.ascontiguousarray(array)
+    described = {
+        "dtype": str(array.dtype),
+        "shape": list(array.shape),
+        "digest": hashlib.sha256(whole.tobytes()).hexdigest()[:32],
+    }
+    norm = math.nan
+    if array.dtype.kind not in "bc":
+        norm = float(np.linalg.norm(whole.astype(np.float64).ravel()))
+    return described | ({"norm": norm} if math.isfinite(norm) else {})
+
+
+def _leaves(value: Any, at: str = "result") -> dict[str, Any]:
+    """Return the arrays of the results of a program by a name for each place."""
+    if isinstance(value, Mapping):
+        parts: Any = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    elif hasattr(value, "__dataclass_fields__"):
+        parts = ((name, getattr(value, name)) for name in value.__dataclass_fields__)
+    else:
+        return {} if value is None else {at: value}
+    return {k: v for key, part in parts for k, v in _leaves(part, f"{at}.{key}").items()}

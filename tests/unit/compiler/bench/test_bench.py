@@ -1,0 +1,537 @@
+"""Measuring, comparing and showing: what passes for a regression, and what a file or a name may do."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prejit.compiler.bench.bench_comparison import (
+    MIN_QUARTILE_SAMPLES,
+    Comparison,
+    Ratio,
+    better_of,
+    compare_reports,
+)
+from prejit.compiler.bench.bench_page import bench_page
+from prejit.compiler.bench.bench_processes import Setup, _fresh_process
+from prejit.compiler.bench.bench_report import (
+    GROUPS,
+    MIN_P95_SAMPLES,
+    MIN_P99_SAMPLES,
+    YARDSTICK,
+    BenchReport,
+    BenchRow,
+    read,
+    summarize,
+)
+from prejit.compiler.bench.bench_wording import notes, regression, spelled, spelled_programs, text
+from prejit.compiler.bench.rounds import ratio_in_turns
+from prejit.runtime import __main__, load
+from prejit.runtime.errors import ProcessError, RegressionError, StoreError, UsageError
+from prejit.runtime.programs.ready import ProgramReport
+
+MACHINE = {"platform": "cpu", "cpu_model": "X", "cpu_count": 2, "cpu_features": ["avx", "sse"]}
+times = st.floats(1e-6, 1e3)
+
+
+def row(name: str, samples: Sequence[float], **changes: Any) -> BenchRow:
+    fields = {"group": "decode", "work": "w", "unit": "s", **changes}
+    group, work = fields.pop("group"), fields.pop("work")
+    return summarize(group, name, work, samples, **fields)
+
+
+def report(*rows: BenchRow, **changes: Any) -> BenchReport:
+    values: dict[str, Any] = {
+        "report_version": 1,
+        "bundle": "b",
+        "digest": "sha256:0",
+        "target": "t",
+        "matched": True,
+        "date": "2026-01-01T00:00:00+00:00",
+        "machine": MACHINE,
+        "versions": {"jax": "0.10.2"},
+        "runs": 3,
+        "seconds": 1.0,
+        "programs": (ProgramReport("p", "loaded", 0.25),),
+        "rows": rows,
+    }
+    return BenchReport(**{**values, **changes})
+
+
+def beside(
+    before: BenchReport, after: BenchReport, tolerance: float = 0.25, **rest: Any
+) -> Comparison:
+    return compare_reports(before, after, other="other", tolerance=tolerance, **rest)
+
+
+def verdict(before: Sequence[float], after: Sequence[float], tolerance: float = 0.25) -> str:
+    rows = row("r", before), row("r", after)
+    return beside(report(rows[0]), report(rows[1]), tolerance).deltas[0].verdict
+
+
+# Percentiles
+
+
+@pytest.mark.parametrize("count", [1, 2, MIN_P95_SAMPLES, MIN_P99_SAMPLES])
+def test_a_row_has_the_percentiles_that_its_samples_allow(count: int) -> None:
+    samples = np.random.default_rng(0).exponential(size=count) + 0.1
+    found = row("r", samples.tolist(), items=8, item="tokens")
+    assert found.samples == count
+    assert found.minimum == samples.min()
+    assert found.maximum == samples.max()
+    for q, value in ((0.25, found.p25), (0.5, found.p50), (0.75, found.p75)):
+        assert value == pytest.approx(np.quantile(samples, q))
+    for least, q, given_ in (
+        (MIN_P95_SAMPLES, 0.95, found.p95),
+        (MIN_P99_SAMPLES, 0.99, found.p99),
+    ):
+        if count < least:
+            assert given_ is None  # it would be the maximum
+        else:
+            assert given_ == pytest.approx(np.quantile(samples, q))
+    assert found.per_second == pytest.approx(8 / np.median(samples))
+
+
+# Comparing
+
+samples_of_one_speed = st.lists(st.floats(0.99, 1.01), min_size=3, max_size=40)
+
+
+@given(samples_of_one_speed, samples_of_one_speed, st.floats(0.01, 1), times, st.floats(1.05, 20))
+def test_what_is_slower_beyond_tolerance_and_spread_is_worse(
+    before: list[float], after: list[float], tolerance: float, speed: float, beyond: float
+) -> None:
+    slower = [speed * x * (1 + tolerance) * beyond for x in after]
+    faster = [speed * x for x in before]
+    assert verdict(faster, slower, tolerance) == "worse"
+    assert verdict(slower, faster, tolerance) == "better"
+
+
+@given(samples_of_one_speed, samples_of_one_speed, st.floats(0.05, 1), times)
+def test_what_is_within_the_tolerance_is_the_same(
+    before: list[float], after: list[float], tolerance: float, speed: float
+) -> None:
+    slower = [speed * x * (1 + tolerance) / 1.05 for x in after]
+    assert verdict([speed * x for x in before], slower, tolerance) == "same"
+
+
+@given(st.data(), times, st.integers(3, 40))
+def test_a_neighbour_that_slows_some_samples_down_is_no_regression(
+    data: st.DataObject, speed: float, count: int
+) -> None:
+    """However many samples it hits: where one of them shows the old speed, the bundle still has it."""
+    noise = st.lists(st.floats(1, 50), min_size=count, max_size=count)
+    noisy = [speed * x for x in data.draw(noise)]
+    noisy[data.draw(st.integers(0, count - 1))] = speed
+    assert verdict([speed] * count, noisy) == "same"
+
+
+@given(st.lists(times, min_size=1, max_size=40), st.lists(times, min_size=1, max_size=40))
+def test_both_directions_agree(one: list[float], other: list[float]) -> None:
+    turned = {"worse": "better", "better": "worse"}
+    there = verdict(one, other)
+    assert verdict(other, one) == turned.get(there, there)
+
+
+@given(st.lists(times, min_size=1, max_size=40))
+def test_nothing_is_worse_than_itself(samples: list[float]) -> None:
+    assert verdict(samples, samples, 0.0) in ("same", "shown")
+
+
+def test_samples_that_overlap_are_noise_whatever_their_medians_say() -> None:
+    many = MIN_QUARTILE_SAMPLES
+    assert verdict([1, 1, 3.5], [2, 3, 3]) == "same"  # few: 3.5 was seen before
+    assert verdict([1.0] * many + [3.5], [2.0] * many) == "worse"  # one in many counts for nothing
+
+
+def test_times_with_hardly_any_samples_are_not_judged_but_memory_is() -> None:
+    assert verdict([1, 1], [9, 9]) == "shown"
+    before, after = (report(row("m", [x], unit="bytes", group="memory")) for x in (100.0, 200.0))
+    assert beside(before, after).deltas[0].verdict == "worse"
+    assert beside(after, before).deltas[0].verdict == "better"
+
+
+def test_a_machine_that_slowed_down_as_a_whole_fails_no_bundle() -> None:
+    def measured(speed: float, yardstick: float) -> BenchReport:
+        return report(row("r", [speed] * 5), row(YARDSTICK, [yardstick] * 5, group="machine"))
+
+    assert beside(measured(1, 1), measured(2, 1)).deltas[0].verdict == "worse"
+    slowed = beside(measured(1, 1), measured(2, 2))
+    assert [delta.verdict for delta in slowed.deltas] == ["same", "shown"]
+    assert slowed.drift == 2
+    assert any("2.00 x" in note for note in notes(slowed))
+    assert beside(measured(1, 1), measured(4, 2)).deltas[0].verdict == "worse"
+    memory = [
+        report(
+            row("m", [size] * 3, unit="bytes", group="memory"),
+            row(YARDSTICK, [slowness] * 3, group="machine"),
+        )
+        for size, slowness in ((1.0, 1.0), (1.3, 2.0))
+    ]
+    assert beside(*memory).deltas[0].verdict == "worse"  # it slows no memory down
+    # A machine that became faster excuses nothing, nor does any where the sides took turns.
+    assert beside(measured(1, 2), measured(2, 1)).deltas[0].verdict == "worse"
+    turns = {"r": Ratio(2, 2, 1.9, 2.1)}
+    in_turns = beside(measured(1, 1), measured(2, 2), in_turns=turns)
+    assert (in_turns.deltas[0].verdict, in_turns.drift) == ("worse", 1)
+
+
+def test_times_of_another_machine_are_shown_and_not_judged() -> None:
+    before = report(
+        row("r", [1.0] * 5),
+        row("m", [1.0] * 5, unit="bytes", group="memory"),
+        machine={**MACHINE, "cpu_model": "Y", "cpu_features": ["sse"], "cpu_count": 8},
+    )
+    after = report(row("r", [9.0] * 5), row("m", [9.0] * 5, unit="bytes", group="memory"))
+    found = beside(before, after)
+    assert not found.is_same_machine
+    assert [delta.verdict for delta in found.deltas] == ["shown", "worse"]
+    told = "\n".join(notes(found))
+    assert "cpu_model: expected Y, found X" in told
+    assert "cpu_features: expected none more, found avx" in told
+    assert "another machine" in told
+
+
+def test_another_version_is_told_and_judged() -> None:
+    before = report(
+        row("r", [1.0] * 5), versions={"jax": "0.9"}, machine={**MACHINE, "jaxlib": "0.9"}
+    )
+    found = beside(before, report(row("r", [9.0] * 5)))
+    assert found.is_same_machine
+    assert found.regressions
+    assert "jax: expected 0.9, found 0.10.2" in found.differences
+    assert "jaxlib: expected 0.9, found none" in found.differences
+
+
+def test_rows_of_one_side_and_of_other_work_are_listed() -> None:
+    before = report(row("gone", [1.0]), row("both", [1.0] * 3, work="4 tokens"))
+    after = report(row("both", [99.0] * 3, work="8 tokens"), row("new", [1.0]))
+    found = beside(before, after)
+    assert found.deltas == ()
+    assert found.only_before == ("gone",)
+    assert found.only_after == ("new",)
+    assert found.incomparable == ("both: expected 4 tokens; found 8 tokens",)
+    told = text(after, found)
+    assert "only before: gone" in told
+    assert "only now: new" in told
+    assert "both: expected 4 tokens; found 8 tokens" in told
+
+
+@given(st.lists(st.tuples(times, times), min_size=1, max_size=60))
+def test_ratios_in_turns_cancel_what_slows_a_turn_down(turns: list[tuple[float, float]]) -> None:
+    before = [[speed * x for x in (1.0, 1.1, 5.0)] for speed, _ in turns]
+    after = [[speed * x for x in (2.0, 2.2, 9.0)] for speed, _ in turns]
+    found = ratio_in_turns(after, before)
+    assert (found.low, found.middle, found.high) == pytest.approx((2, 2, 2))
+    assert found.least == pytest.approx(2)
+
+
+def test_a_turn_that_one_side_missed_does_not_count() -> None:
+    assert ratio_in_turns([[2.0], [], [2.0]], [[1.0], [1.0], []]) == Ratio(2, 2, 2, 2)
+
+
+def test_of_two_measurements_the_better_counts() -> None:
+    first = report(row("a", [2.0] * 3), row("b", [1.0] * 3))
+    found = better_of(first, report(row("a", [1.0] * 3), row("c", [1.0] * 3)))
+    assert [(one.name, one.p50) for one in found.rows] == [("a", 1.0), ("b", 1.0)]
+    assert better_of(first, report(row("b", [9.0] * 3))) == first
+
+
+def test_the_error_names_every_row_that_is_worse() -> None:
+    before = report(row("one", [1.0] * 3), row("two", [1e-3] * 3), row("three", [1.0] * 3))
+    after = report(row("one", [2.0] * 3), row("two", [3e-3] * 3), row("three", [1.0] * 3))
+    error = regression(beside(before, after))
+    assert isinstance(error, RegressionError)
+    assert error.exit_code == 9
+    assert "one: expected 1.00 s, found 2.00 s (2.00 x)" in str(error)
+    assert "two: expected 1.00 ms, found 3.00 ms (3.00 x)" in str(error)
+    assert "three" not in str(error)
+
+
+# Files
+
+FULL = report(
+    row("r", [float(x) for x in range(1, 200)], items=4, item="tokens"),
+    row("m", [1e6], unit="bytes", group="memory"),
+    row("p", [1.5], unit="x", group="serving"),
+)
+
+
+def test_a_report_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_text(json.dumps({**FULL.described(), "comparison": None}))
+    assert read(str(tmp_path / "b.json")) == FULL
+
+
+DAMAGES: list[tuple[str, Any, str]] = [
+    ("rows", {}, "rows: expected a list"),
+    ("rows.0.p50", "fast", "rows[0].p50: expected float, found 'fast'"),
+    ("rows.0.p50", None, "rows[0].p50: expected float, found None"),
+    ("rows.0.p50", 1e9, "rows[0]: expected 0 < minimum <= p25"),
+    ("rows.0.p50", math.nan, "rows[0].p50: expected float, found nan"),
+    ("rows.0.minimum", 0, "rows[0]: expected 0 < minimum"),
+    ("rows.0.items", -1, "rows[0].items: expected more than 0"),
+    ("rows.0.samples", 0, "rows[0].samples: expected 1 or more"),
+    ("rows.0.samples", True, "rows[0].samples: expected int, found True"),
+    ("rows.0.group", "gossip", "rows[0].group: expected one of start-up"),
+    ("rows.0.unit", "m", "rows[0].unit: expected s, bytes or x"),
+    ("rows.1.name", "r", "rows[1].name: expected each name once"),
+    ("machine", [], "machine: expected an object"),
+    ("versions.jax", 3, "versions.jax: expected str, found 3"),
+    ("programs.0.source", ..., "programs[0].source: expected it, found nothing"),
+    ("digest", ..., "digest: expected it, found nothing"),
+    ("report_version", 2, "report_version: expected 1, found 2"),
+]
+
+
+@pytest.mark.parametrize(("where", "value", "complaint"), DAMAGES)
+def test_a_damaged_baseline_is_told_with_its_key(
+    where: str, value: Any, complaint: str, tmp_path: Path
+) -> None:
+    plain = json.loads(json.dumps(FULL.described()))
+    *outer, last = [int(key) if key.isdecimal() else key for key in where.split(".")]
+    at: Any = plain
+    for key in outer:
+        at = at[key]
+    if value is ...:
+        del at[last]
+    else:
+        at[last] = value
+    (tmp_path / "b.json").write_text(json.dumps(plain))
+    with pytest.raises(UsageError) as caught:
+        read(str(tmp_path / "b.json"))
+    assert str(tmp_path / "b.json") in str(caught.value)
+    assert complaint in str(caught.value)
+    assert "prejit bench BUNDLE -o" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[1]", b"3", b"{}", b"[" * 100_000])
+def test_a_foreign_file_is_no_baseline(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_bytes(content)
+    with pytest.raises(UsageError, match="not a report"):
+        read(str(tmp_path / "b.json"))
+
+
+def test_a_baseline_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot read a baseline"):
+        read(str(tmp_path / "b.json"))
+
+
+# In words
+
+
+def test_values_are_spelled_with_three_digits() -> None:
+    assert [spelled(v, "s") for v in (12.345, 1.0, 0.5, 0.012345, 1.2345e-5)] == [
+        *("12.3 s", "1.00 s", "500 ms", "12.3 ms", "0.0123 ms"),
+    ]
+    assert spelled(None, "s") == ""
+    assert spelled(1.5e6, "bytes") == "1.5 MB"
+
+
+def test_programs_that_were_compiled_stand_out() -> None:
+    assert spelled_programs(report()) == "1 loaded in 0.2 s; compiled: nothing"
+    compiled = (ProgramReport("a", "compiled", 2.0), ProgramReport("b", "unused", 0.0))
+    assert spelled_programs(report(programs=compiled)) == "1 unused; compiled: 1 in 2.0 s"
+
+
+# The page
+
+
+class Elements(html.parser.HTMLParser):
+    """All elements, their attributes and text, and whether each is closed where it must be."""
+
+    VOID = ("meta", "br", "line", "rect", "circle")
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(source)
+        self.close()
+        assert self.open == []
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text.append(data)
+
+
+EVIL = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
+
+
+def test_names_stay_text_on_the_page() -> None:
+    before = report(
+        row(EVIL, [1.0] * 3, work=EVIL),
+        row("gone" + EVIL, [1.0]),
+        machine={"cpu_model": EVIL, "cpu_count": EVIL},
+    )
+    after = report(
+        row(EVIL, [2.0] * 200, work=EVIL, items=1, item=EVIL),
+        bundle=EVIL,
+        digest=EVIL,
+        target=EVIL,
+        versions={EVIL: EVIL},
+        machine={"cpu_model": EVIL, "cpu_count": EVIL},
+        programs=(ProgramReport(EVIL, EVIL, 1.0),),
+    )
+    comparison = compare_reports(before, after, other=EVIL, tolerance=0.25)
+    assert comparison.regressions
+    found = Elements(bench_page(after, comparison))
+    tags = [tag for tag, _ in found.found]
+    assert not {"script", "img"} & set(tags)
+    assert not any(name.startswith("on") for _, attributes in found.found for name in attributes)
+    assert "".join(found.text).count(EVIL) >= 12
+
+
+def test_the_page_needs_nothing_beside_itself_and_shows_everything() -> None:
+    rows = [
+        row(
+            f"{group} row {number}",
+            [0.001 * 3**number] * (number * 60 + 1),
+            group=group,
+            items=5,
+            item="tokens",
+        )
+        for group in GROUPS
+        for number in range(3)
+    ]
+    memory = row("bytes row", [1e8], unit="bytes", group="memory")
+    after = report(*rows, memory, FULL.rows[2])
+    before = report(*(dataclasses.replace(one, minimum=one.minimum / 2) for one in rows), memory)
+    source = bench_page(after, beside(before, after))
+    found = Elements(source)
+    for _, attributes in found.found:
+        assert not {"src", "href", "action", "data", "xlink:href"} & attributes.keys()
+    assert "http" not in source.replace("http-equiv", "")
+    assert "url(" not in source
+    assert "@import" not in source
+    assert "prefers-color-scheme: dark" in source
+    told = "".join(found.text)
+    for part in (*(one.name for one in after.rows), *GROUPS.values(), "only now: p"):
+        assert part in told
+    pictures = [attributes for tag, attributes in found.found if tag == "svg"]
+    assert len(pictures) == 1 + 2 * len(GROUPS)  # ratios; times and rates, or bytes, of each group
+    assert not any("nan" in str(v) or "inf" in str(v) for _, a in found.found for v in a.values())
+
+
+@settings(max_examples=30)
+@given(st.lists(st.lists(times, min_size=1, max_size=3), min_size=1, max_size=4))
+def test_pictures_stay_inside_their_frame(rows: list[list[float]]) -> None:
+    made = [row(f"r{i}", samples, items=1, item="tokens") for i, samples in enumerate(rows)]
+    turned = [row(f"r{i}", samples) for i, samples in enumerate(reversed(rows))]
+    after = report(*made)
+    for tag, attributes in Elements(bench_page(after, beside(report(*turned), after))).found:
+        for name in ("x", "x1", "x2", "cx", "width"):
+            if tag in ("line", "rect", "circle", "text") and name in attributes:
+                assert 0 <= float(attributes[name] or "nan") <= 1000
+
+
+# The command
+
+
+def run(*argv: object) -> int:
+    return __main__.main([str(argument) for argument in argv])
+
+
+QUICK = ("--runs", 1, "--seconds", 0.1)
+
+
+def test_bench_measures_every_program(
+    settled_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, html_file = tmp_path / "b.json", tmp_path / "b.html"
+    assert run("bench", settled_dir, *QUICK, "--json", "-o", out, "--page", html_file) == 0
+    captured = capsys.readouterr()
+    plain = json.loads(captured.out)
+    assert plain == json.loads(out.read_text())
+    names = [one["name"] for one in plain["rows"] if one["group"] == "call"]
+    assert names == ["call score/b2", "call score/b8", "call nest", "call tick"]
+    assert {one["group"] for one in plain["rows"]} == {"start-up", "call", "memory", "machine"}
+    assert "start-up: fresh process" in captured.err
+    assert plain["digest"] == load(settled_dir).digest
+    assert {one["source"] for one in plain["programs"]} == {"loaded"}
+    assert "score/b8" in "".join(Elements(html_file.read_text()).text)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--runs", 0),
+        ("--seconds", -1),
+        ("--seconds", "nan"),
+        ("--tolerance", -5),
+        ("--tolerance", "inf"),
+    ],
+)
+def test_options_out_of_range_are_told(
+    options: tuple[object, ...], settled_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("bench", settled_dir, *options) == 2
+    assert f"error[usage]: Invalid value for '{options[0]}'" in capsys.readouterr().err
+
+
+def test_a_failed_process_keeps_its_own_exit_status(bundle_dir: Path, tmp_path: Path) -> None:
+    """What happens to a fresh process is no misuse of `bench`."""
+    use = {"program": "tick", "prompt": [], "new_tokens": 0}
+    next((bundle_dir / "blobs" / "sha256").iterdir()).write_bytes(b"")
+    for path, status, told in (
+        (bundle_dir, 4, "error[reject]"),
+        (tmp_path / "nowhere", 6, "error[store]"),
+    ):
+        with pytest.raises(ProcessError, match=re.escape(told)) as caught:
+            _fresh_process(Setup(str(path)), use)
+        assert caught.value.exit_code == status
+        assert f"a fresh process ended with {status}" in str(caught.value)
+    assert ProcessError("killed", -9).exit_code == 137
+
+
+def test_a_bad_baseline_fails_before_anything_is_measured(
+    settled_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "b.json").write_text("{}")
+    assert run("bench", settled_dir, "--baseline", tmp_path / "b.json") == 2
+    assert "start-up" not in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_told(
+    settled_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("bench", settled_dir, *QUICK, "--page", tmp_path / "none" / "b.html") == 6
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_decoder_whose_prompts_fill_its_context_is_measured(
+    make_decoder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_decoder("gpt2", batch=(1,), prompt=(8,), context=(8,))
+    assert run("bench", path, *QUICK, "--json", "-o", tmp_path / "b.json") == 0
+    names = [one["name"] for one in json.loads(capsys.readouterr().out)["rows"]]
+    assert len(set(names)) == len(names)
+    for name in (
+        "first token, prompt 8, alone",
+        "further token, alone",
+        "16 requests, all of them",
+    ):
+        assert name in names
+    assert len(read(str(tmp_path / "b.json")).rows) == len(names)

@@ -1,0 +1,297 @@
+"""The executor of a cluster, with a cluster that does what a test says: no job waits for ever."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.compiler.cluster import cluster_executor as cluster_executor
+from prejit.compiler.cluster.cluster_executor import ClusterExecutor
+from prejit.compiler.cluster.connection import Ended, Size, check_address
+from prejit.compiler.cluster.exchange import address_of, bring, open_exchange, send
+from prejit.compiler.cluster.node import Order
+from prejit.compiler.compile.executor import find_compiled
+from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
+from prejit.compiler.compile.schedule import Loss, Need
+from prejit.compiler.progress import Plain, Progress, Quiet
+from prejit.compiler.store.directory_store import DirectoryStore
+from prejit.compiler.store.key import Key
+from prejit.compiler.targets.target_table import target
+from prejit.compiler.targets.toolchain import host_toolchain
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.errors import BuildError, NetworkError, StoreError, UsageError
+from prejit.runtime.format.bundle_schema import Memory, Segment
+
+EXACT = host_toolchain(target("cpu-x86-64-v3"), {"jax": "0.12.0", "jaxlib": "0.12.0"})
+Behave = Callable[[Order], Ended | None]
+
+
+def compiled_by(store: DirectoryStore, order: Order) -> Ended:
+    program = store.read_blob(order.source.program)
+    assert program is not None
+    content = program * 2
+    digest = store.put_blob(content)
+    segment = Segment(0, len(content), digest, len(content), digest)
+    compiled = Compiled(segment, ("avx2",), Memory(1, 2, 3, 4), 5, 5, 1 << 20)
+    return Ended(order.attempt, body={"result": compiled.to_plain(), "node": "node7"})
+
+
+@dataclass
+class FakeCluster:
+    """Stands for `RayConnection`: one core, and an answer to each order at the next `wait`; None: never."""
+
+    behave: Behave
+    addresses: frozenset[str] = frozenset({"127.0.0.1"})
+    orders: list[Order] = field(default_factory=list)
+    needs: list[Need] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    is_closed: bool = False
+    broken: bool = False
+
+    def __post_init__(self) -> None:
+        self._answers: list[Ended] = []
+
+    def size(self) -> Size:
+        return Size(4, 4, 1 << 40, self.addresses)
+
+    def start(self, order: Order, need: Need) -> None:
+        self.orders.append(order)
+        self.needs.append(need)
+        if (answer := self.behave(order)) is not None:
+            self._answers.append(answer)
+
+    def cancel(self, attempt: int) -> None:
+        self.cancelled.append(attempt)
+
+    def wait(self, seconds: float) -> list[Ended]:
+        if self.broken:
+            raise ConnectionError("gone")
+        found, self._answers = self._answers, []
+        if not found:
+            time.sleep(0.01)
+        return found
+
+    def begun(self) -> list[tuple[int, str]]:
+        return []
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
+class Site:
+    store: DirectoryStore
+    patch: pytest.MonkeyPatch
+    progress: Progress = field(default_factory=Quiet)
+
+    def executor(self, cluster: FakeCluster, shared: str | None = None) -> ClusterExecutor:
+        self.patch.setattr(cluster_executor, "RayConnection", lambda address: cluster)
+        return ClusterExecutor(
+            "ray://auto", self.store, shared=shared, workers=1, progress=self.progress
+        )
+
+    def job(self, program: str) -> CompileJob:
+        digest = self.store.put_blob(program.encode())
+        key = Key("compile", program, (("program", program),))
+        return CompileJob(program, EXACT, Source(digest, ()), key)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    monkeypatch.delenv("PREJIT_STORE", raising=False)
+    monkeypatch.setattr(cluster_executor, "check_address", lambda address: None)
+    return Site(DirectoryStore.open(tmp_path / "cache"), monkeypatch)
+
+
+def test_a_job_is_compiled_on_the_cluster_once(site: Site) -> None:
+    cluster = FakeCluster(lambda order: compiled_by(site.store, order))
+    jobs = [site.job(f"p{number}") for number in range(20)]
+    with site.executor(cluster) as executor:
+        futures = [executor.submit(job) for job in jobs]
+        results = [future.result(60) for future in futures]
+        assert executor.submit(jobs[0]).result(60) == results[0], "the second comes from the store"
+        assert executor.compiled == {job.key.digest for job in jobs}
+    assert len(cluster.orders) == 20
+    assert [find_compiled(site.store, job.key) for job in jobs] == results
+    assert cluster.is_closed
+
+
+def test_a_job_that_does_not_compile_is_named_and_is_not_tried_again(site: Site) -> None:
+    error = {"code": BuildError.code, "message": "no such operation", "hint": "change it"}
+    cluster = FakeCluster(lambda order: Ended(order.attempt, body={"error": error}))
+    with site.executor(cluster) as executor:
+        with pytest.raises(BuildError, match="p for cpu-x86-64-v3: no such operation") as caught:
+            executor.submit(site.job("p")).result(60)
+    assert caught.value.hint == "change it"
+    assert len(cluster.orders) == 1
+
+
+def test_a_job_whose_node_died_runs_again(site: Site) -> None:
+    def behave(order: Order) -> Ended:
+        if order.attempt == 0:
+            return Ended(0, loss=Loss.NODE)
+        return compiled_by(site.store, order)
+
+    with site.executor(FakeCluster(behave)) as executor:
+        assert executor.submit(site.job("p")).result(60).milliseconds == 5
+
+
+def test_a_job_that_kills_its_workers_is_an_error_that_says_so(site: Site) -> None:
+    cluster = FakeCluster(lambda order: Ended(order.attempt, loss=Loss.WORKER))
+    with site.executor(cluster) as executor:
+        with pytest.raises(BuildError, match="2 attempts ended without an answer") as caught:
+            executor.submit(site.job("p")).result(60)
+    assert caught.value.hint is not None
+    assert "--executor local" in caught.value.hint
+
+
+def test_the_node_is_named_where_the_cluster_told_no_start(site: Site) -> None:
+    stream = io.StringIO()
+    with Plain(stream) as site.progress:
+        cluster = FakeCluster(lambda order: compiled_by(site.store, order))
+        with site.executor(cluster) as executor:
+            executor.submit(site.job("p")).result(60)
+    assert stream.getvalue().startswith("compiled p for cpu-x86-64-v3 on node7 in ")
+
+
+def test_a_job_whose_compiler_was_killed_gets_more_memory(site: Site) -> None:
+    def behave(order: Order) -> Ended:
+        if order.attempt == 0:
+            return Ended(0, body={"killed": "SIGKILL"})
+        return compiled_by(site.store, order)
+
+    cluster = FakeCluster(behave)
+    with site.executor(cluster) as executor:
+        executor.submit(site.job("p")).result(60)
+    assert cluster.needs[1].bytes == 2 * cluster.needs[0].bytes
+
+
+def test_closing_ends_jobs_that_never_answer(site: Site) -> None:
+    cluster = FakeCluster(lambda order: None)
+    executor = site.executor(cluster)
+    futures = [executor.submit(site.job(f"p{number}")) for number in range(30)]
+    while not cluster.orders:
+        time.sleep(0.01)
+    executor.close()
+    for future in futures:
+        with pytest.raises(CancelledError):
+            future.result(60)
+    assert cluster.is_closed
+
+
+def test_a_cluster_that_goes_away_leaves_no_job_waiting(site: Site) -> None:
+    cluster = FakeCluster(lambda order: None)
+    with site.executor(cluster) as executor:
+        futures = [executor.submit(site.job(f"p{number}")) for number in range(30)]
+        while not cluster.orders:
+            time.sleep(0.01)
+        cluster.broken = True
+        for future in futures:
+            with pytest.raises(BuildError, match="does not answer any more: gone"):
+                future.result(60)
+        with pytest.raises(BuildError, match="does not answer any more"):
+            executor.submit(site.job("later")).result(60)
+
+
+def test_other_machines_need_a_shared_store(site: Site) -> None:
+    cluster = FakeCluster(lambda order: None, addresses=frozenset({"192.0.2.99"}))
+    with (
+        site.executor(cluster) as executor,
+        pytest.raises(UsageError, match=r"expected a shared store.*192\.0\.2\.99"),
+    ):
+        executor.submit(site.job("p"))
+    assert cluster.is_closed
+
+
+def test_programs_and_executables_go_through_the_shared_store(site: Site, tmp_path: Path) -> None:
+    shared, node = str(tmp_path / "shared"), DirectoryStore.open(tmp_path / "node")
+    remote = open_exchange(shared)
+
+    def behave(order: Order) -> Ended:
+        assert (order.store, order.root) == (shared, None)
+        for digest in order.inputs:
+            bring(remote, node, digest)
+        answer = compiled_by(node, order)
+        assert answer.body is not None
+        send(remote, node, answer.body["result"]["executable"]["digest"])
+        return answer
+
+    cluster = FakeCluster(behave, addresses=frozenset({"192.0.2.99"}))
+    with site.executor(cluster, shared) as executor:
+        found = executor.submit(site.job("p")).result(60)
+    assert site.store.read_blob(found.executable.digest) == b"pp"
+
+
+def test_code_for_this_cpu_is_not_taken_from_a_node_with_another(site: Site) -> None:
+    old = host_toolchain(target("cpu-x86-64-v3"), {"jax": "0.10.2", "jaxlib": "0.10.2"})
+    job = replace(site.job("p"), toolchain=old)
+    cluster = FakeCluster(lambda order: Ended(order.attempt, body={"other": "node7"}))
+    executor = site.executor(cluster)
+    done = site.job("p")
+    site.store.put(done.key, {}, blobs=[])  # unusable: it has to be compiled
+    submitted: list[CompileJob] = []
+
+    def compile_here(job: CompileJob) -> Any:
+        from concurrent.futures import Future
+
+        submitted.append(job)
+        future: Future[str] = Future()
+        future.set_result("compiled here")
+        return future
+
+    site.patch.setattr(executor._here, "submit", compile_here)
+    with executor:
+        assert executor.submit(job).result(60) == "compiled here"
+        assert executor.submit(replace(job, program="q")).result(60) == "compiled here"
+    assert len(cluster.orders) == 1, "the second job does not ask again"
+    assert cluster.orders[0].host is not None
+
+
+def test_contents_that_are_not_what_was_asked_for_are_refused(tmp_path: Path) -> None:
+    remote, store = open_exchange(str(tmp_path / "s")), DirectoryStore.open(tmp_path / "c")
+    digest = digest_of(b"good")
+    remote.write(f"cas/{digest.removeprefix('sha256:')}", b"bad")
+    with pytest.raises(StoreError, match="expected this digest"):
+        bring(remote, store, digest)
+    with pytest.raises(StoreError, match="found none"):
+        bring(remote, store, digest_of(b"other"))
+    assert store.blob_path(digest) is None
+
+
+def test_a_store_that_is_only_read_is_refused_for_a_cluster(tmp_path: Path) -> None:
+    stores = tmp_path / "stores.toml"
+    stores.write_text(
+        '[[store]]\nurl = "http://a.example"\n[[store]]\nurl = "s3://b"\nwrite = true\n'
+    )
+    assert address_of(str(stores)) == "s3://b"
+    stores.write_text('[[store]]\nurl = "http://a.example"\n')
+    with pytest.raises(UsageError, match="write = true"):
+        address_of(str(stores))
+
+
+@pytest.mark.parametrize("address", ["slurm", "ray://", "http://a:1", "Ray://a:1"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(UsageError, match="expected local, ray://HOST:PORT or ray://auto"):
+        check_address(address)
+
+
+def test_without_ray_the_hint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError) as caught:
+        check_address("ray://head:10001")
+    assert caught.value.hint == "pip install 'prejit[ray]'"
+
+
+@pytest.mark.parametrize("place", ["127.0.0.1:1", "nowhere.invalid:1"])
+def test_a_cluster_that_is_not_there_is_an_error_at_once(place: str) -> None:
+    from prejit.compiler.cluster.connection import RayConnection
+
+    with pytest.raises(NetworkError, match="expected a Ray cluster, found none"):
+        RayConnection(f"ray://{place}")

@@ -1,0 +1,687 @@
+"""Fleets: what each machine loads, and advice that must be right and the least there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html.parser
+import itertools
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.extent import examples
+
+from prejit.compiler.fleet import cover
+from prejit.compiler.fleet.cover import fewest_sets
+from prejit.compiler.fleet.fleet_page import fleet_page
+from prejit.compiler.fleet.fleet_report import FleetReport, explain_fleet
+from prejit.compiler.fleet.machines import Machine, read_fleet
+from prejit.compiler.manifest.reading import read_manifest
+from prejit.runtime import __main__
+from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.fallback import closest_target
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import REF_NAME, REQUIREMENT
+from prejit.runtime.format.opening import match
+from prejit.runtime.format.root import read_root
+from prejit.runtime.machine.compare import compare
+from prejit.runtime.machine.environment import effective_xla_flags
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.targets import Target, catalogue
+
+LEVELS = {name: catalogue()[f"cpu-x86-64-{name}"].cpu_features or () for name in ("v2", "v3", "v4")}
+HOST = Fingerprint("cpu", "x86_64", LEVELS["v3"], "0.12.0.1", "Some CPU", 4, 1 << 34)
+DEFAULTS = {"xla_flags": (), "environment": ()}
+
+
+def gpu(target: str = "cuda-l4", **other: Any) -> Fingerprint:
+    known = catalogue()[target]
+    told: dict[str, Any] = {
+        "platform": "cuda",
+        "plugin": f"jax-cuda13-pjrt {other.get('jaxlib', HOST.jaxlib)}",
+        "cuda": "13.0.96",
+        "driver": "580.95.05",
+        "device_kind": known.device_kind,
+        "compute_capability": known.compute_capability,
+        "device_count": 1,
+        "device_memory_bytes": known.memory_bytes,
+    }
+    return dataclasses.replace(HOST, **{**told, **other})
+
+
+def tpu(target: str = "tpu-v5e", **other: Any) -> Fingerprint:
+    known = catalogue()[target]
+    told: dict[str, Any] = {
+        "platform": "tpu",
+        "plugin": "libtpu 0.0.50",
+        "device_kind": known.device_kind,
+        "device_count": known.device_count,
+        "topology": known.topology,
+        "device_memory_bytes": known.memory_bytes,
+    }
+    return dataclasses.replace(HOST, **{**told, **other})
+
+
+def needs(target: str, jaxlib: str = "0.12.0.1", **other: Any) -> tuple[str, Requirement]:
+    known = catalogue()[target]
+    plugin = {"cuda": f"jax-cuda13-pjrt {jaxlib}", "tpu": "libtpu 0.0.50"}.get(known.platform)
+    cuda = "13.0" if known.platform == "cuda" else None
+    return target, known.requirement(jaxlib, plugin=plugin, cuda=cuda, **other)
+
+
+def named(machines: Sequence[Fingerprint]) -> tuple[Machine, ...]:
+    return tuple(Machine(f"m{i}", f"fleet/m{i}.json", m) for i, m in enumerate(machines))
+
+
+def save(machines: Sequence[Machine], directory: Path) -> Path:
+    for machine in machines:
+        path = directory / f"{machine.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(to_json(machine.fingerprint) + b"\n")
+    return directory
+
+
+def helped(report: FleetReport) -> dict[str, Fingerprint]:
+    """The machines that fall back now and are not beyond help."""
+    beyond = {name for group in report.beyond_help for name in group.machines}
+    return {
+        machine.name: machine.fingerprint
+        for machine, verdict in report.verdicts
+        if not verdict.matches and machine.name not in beyond
+    }
+
+
+# Random fleets
+
+JAXLIBS = st.sampled_from(["0.11.2", "0.12.0.1"])
+FLAGS = st.sampled_from([(), (), (), ("--xla_cpu_enable_fast_math=true",)])
+ODD = ("sse2", "fma", "avx512f")
+CPUS = st.builds(
+    lambda level, odd, jaxlib, flags, arch: dataclasses.replace(
+        HOST,
+        architecture=arch,
+        cpu_features=() if arch != "x86_64" else tuple(sorted(set(level) - odd)),
+        jaxlib=jaxlib,
+        xla_flags=flags,
+    ),
+    st.sampled_from([*LEVELS.values(), (*LEVELS["v4"], "sha")]),
+    st.sets(st.sampled_from(ODD), max_size=1),
+    JAXLIBS,
+    FLAGS,
+    st.sampled_from(["x86_64", "x86_64", "x86_64", "aarch64"]),
+)
+GPUS = st.builds(
+    lambda target, jaxlib, driver, count, environment, arch: dataclasses.replace(
+        gpu(target, jaxlib=jaxlib, driver=driver, device_count=count, environment=environment),
+        architecture=arch,
+    ),
+    st.sampled_from(["cuda-l4", "cuda-h100", "cuda-h200", "cuda-a100"]),
+    JAXLIBS,
+    st.sampled_from(["580.95.05", "580.95.05", "535.1"]),
+    st.sampled_from([1, 8]),
+    st.sampled_from([(), (), ("NVIDIA_TF32_OVERRIDE=0",)]),
+    st.sampled_from(["x86_64", "x86_64", "aarch64"]),
+)
+TPUS = st.builds(
+    lambda target, jaxlib, plugin: tpu(target, jaxlib=jaxlib, plugin=plugin),
+    st.sampled_from(["tpu-v5e", "tpu-v5e-2x2", "tpu-v6e"]),
+    JAXLIBS,
+    st.sampled_from(["libtpu 0.0.50", "libtpu 0.0.51"]),
+)
+MACHINES = st.one_of(CPUS, CPUS, GPUS, TPUS)
+TARGETS = st.lists(
+    st.sampled_from(
+        [
+            needs("cpu-x86-64-v3", **DEFAULTS),
+            needs("cpu-x86-64-v4", "0.11.2", **DEFAULTS),
+            needs("cuda-h100", **DEFAULTS),
+            needs("cuda-l4", device_memory_bytes=30_000_000_000, **DEFAULTS),
+            needs("tpu-v5e", **DEFAULTS),
+        ]
+    ),
+    min_size=1,
+    unique_by=lambda target: target[0],
+)
+
+
+@settings(max_examples=examples(50, 150), deadline=None)
+@given(TARGETS, st.lists(MACHINES, min_size=1, max_size=30))
+def test_with_what_is_advised_every_machine_matches(
+    targets: list[tuple[str, Requirement]], machines: list[Fingerprint]
+) -> None:
+    report = explain_fleet(targets, named(machines))
+    added = [(f"added-{i}", a.requirement) for i, a in enumerate(report.additions)]
+    again = explain_fleet([*targets, *added], named(machines))
+    beyond = {name for group in report.beyond_help for name in group.machines}
+    for machine, verdict in again.verdicts:
+        assert verdict.matches == (machine.name not in beyond)
+    for addition in report.additions:
+        assert addition.machines
+        for name in addition.machines:
+            machine = helped(report)[name]
+            assert compare("", addition.requirement, machine).matches
+    assert sum(len(group.machines) for group in report.groups) == len(machines)
+    names = [addition.table["name"] for addition in report.additions]
+    jaxlibs = [addition.requirement.jaxlib for addition in report.additions]
+    assert len(set(zip(names, jaxlibs, strict=True))) == len(names), (
+        "a name in the bundle is unique"
+    )
+
+
+@settings(max_examples=examples(30, 100), deadline=None)
+@given(TARGETS, st.lists(MACHINES, min_size=1, max_size=8))
+def test_no_fewer_targets_would_do(
+    targets: list[tuple[str, Requirement]], machines: list[Fingerprint]
+) -> None:
+    """Against all there could be, tried one number after the other."""
+    report = explain_fleet(targets, named(machines))
+    assert report.is_fewest
+    wanted = list(helped(report).values())
+    reachable = set()
+    for machine in wanted:
+        own = machine.platform == "cpu" or (machine.architecture != "x86_64")
+        described = [
+            *(t for t in catalogue().values() if t.platform == machine.platform),
+            *([dataclasses.replace(_alike(machine), architecture=machine.architecture)] * own),
+        ]
+        for target in described:
+            memory = 30_000_000_000 if any(n == "cuda-l4" for n, _ in targets) else None
+            requirement = target.requirement(
+                machine.jaxlib,
+                plugin=machine.plugin,
+                cuda=machine.cuda,
+                device_memory_bytes=memory if target.platform == "cuda" else None,
+                xla_flags=machine.xla_flags,
+                environment=(),
+            )
+            reachable.add(
+                frozenset(i for i, m in enumerate(wanted) if compare("", requirement, m).matches)
+            )
+    for count in range(len(report.additions)):
+        for chosen in itertools.combinations(reachable, count):
+            assert len(frozenset[int]().union(*chosen)) < len(wanted), "fewer would have done"
+
+
+def _alike(machine: Fingerprint) -> Target:
+    """The target that is exactly this machine."""
+    return Target(
+        "own",
+        machine.platform,
+        cpu_features=machine.cpu_features if machine.platform == "cpu" else None,
+        device_kind=machine.device_kind,
+        compute_capability=machine.compute_capability,
+        topology=machine.topology,
+    )
+
+
+@settings(max_examples=examples(60, 300), deadline=None)
+@given(st.lists(st.integers(0, 255), max_size=9))
+def test_the_fewest_sets_are_the_fewest(masks: list[int]) -> None:
+    chosen, exact = fewest_sets(masks)
+    everything = functools.reduce(int.__or__, masks, 0)
+    assert exact
+    assert functools.reduce(int.__or__, (masks[i] for i in chosen), 0) == everything
+    for fewer in itertools.combinations(masks, max(len(chosen) - 1, 0)):
+        assert not everything or functools.reduce(int.__or__, fewer, 0) != everything
+
+
+def test_a_greedy_cover_is_not_taken_where_it_is_larger() -> None:
+    """The set that has most is no part of the smallest cover here."""
+    rows = [0b0000111, 0b1111000, 0b0110110, 0b1000001, 0b0001000]
+    wide = [0b011110, 0b000111, 0b111000]
+    assert fewest_sets(wide) == ([1, 2], True)
+    assert fewest_sets(rows) == ([0, 1], True)
+
+
+def test_a_search_that_takes_too_long_says_so_and_covers_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cover, "MAX_STEPS", 3)
+    import random
+
+    pick = random.Random(1)
+    masks = [sum(1 << pick.randrange(60) for _ in range(5)) for _ in range(80)]
+    chosen, exact = fewest_sets(masks)
+    assert not exact
+    union = functools.reduce(int.__or__, masks)
+    assert functools.reduce(int.__or__, (masks[i] for i in chosen)) == union
+
+
+def test_a_fleet_of_unlike_machines_does_not_exhaust_the_stack() -> None:
+    assert fewest_sets([1 << i for i in range(3000)]) == (list(range(3000)), True)
+    chain = [0b111 << i for i in range(1200)]
+    chosen, _ = fewest_sets(chain)
+    union = functools.reduce(int.__or__, chain)
+    assert functools.reduce(int.__or__, (chain[i] for i in chosen)) == union
+
+
+# What is advised
+
+
+def test_of_as_few_targets_the_best_is_taken() -> None:
+    """Not the lowest level that would do, and not another GPU of the same capability."""
+    v4 = dataclasses.replace(HOST, cpu_features=LEVELS["v4"], jaxlib="0.11.2")
+    machines = [v4, v4, gpu("cuda-h200"), gpu("cuda-h200", device_count=8), gpu("cuda-h100")]
+    report = explain_fleet([needs("cpu-x86-64-v3")], named(machines))
+    assert [(a.table, a.machines) for a in report.additions] == [
+        ({"name": "cuda-h200", "jax": "0.12.0.1"}, ("m2", "m3", "m4")),
+        ({"name": "cpu-x86-64-v4", "jax": "0.11.2"}, ("m0", "m1")),
+    ]
+    mixed = explain_fleet(
+        [needs("cpu-x86-64-v4")],
+        named([HOST, dataclasses.replace(HOST, cpu_features=LEVELS["v2"])]),
+    )
+    assert [a.table["name"] for a in mixed.additions] == ["cpu-x86-64-v2"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "axis"),
+    [
+        (gpu(driver="535.1"), "driver"),
+        (gpu(plugin="jax-cuda12-pjrt 0.12.0.1"), "plugin"),
+        (gpu(plugin="jax-cuda13-pjrt 0.12.0"), "plugin"),
+        (gpu(environment=("NVIDIA_TF32_OVERRIDE=0",)), "environment"),
+        (gpu(device_memory_bytes=1_000_000_000), "device_memory"),
+        (tpu("tpu-v5e-2x2"), "topology"),
+        (tpu(plugin=None), "plugin"),
+        (dataclasses.replace(HOST, jaxlib="0.12.0.dev1"), "jaxlib"),
+        (dataclasses.replace(HOST, platform="rocm"), "platform"),
+    ],
+)
+def test_what_no_target_can_mend_is_told_by_its_axis(machine: Fingerprint, axis: str) -> None:
+    """Rather than a target that is built for nothing."""
+    targets = [
+        needs("cpu-x86-64-v4", "0.11.2", **DEFAULTS),
+        needs("cuda-h100", "0.11.2", device_memory_bytes=2_000_000_000, **DEFAULTS),
+    ]
+    report = explain_fleet(targets, named([machine]))
+    assert report.additions == ()
+    [group] = report.beyond_help
+    assert [a.name for a in group.mismatches] == [axis]
+    assert group.machines == ("m0",)
+
+
+def test_a_mesh_is_what_every_target_of_a_bundle_has() -> None:
+    targets = [("t", dataclasses.replace(needs("cuda-h100")[1], device_count=4))]
+    machines = [tpu("tpu-v5e-2x2"), gpu("cuda-l4", device_count=4), gpu("cuda-l4"), tpu("tpu-v5e")]
+    report = explain_fleet(targets, named(machines))
+    assert sorted(a.table["name"] for a in report.additions) == ["cuda-l4", "tpu-v5e-2x2"]
+    beyond = {g.machines[0]: [a.name for a in g.mismatches] for g in report.beyond_help}
+    assert beyond == {"m2": ["device_count"], "m3": ["device_count", "topology"]}
+
+
+def test_what_the_build_sets_for_all_is_not_asked_for_again() -> None:
+    """XLA_FLAGS of the environment that the bundle was built in are in each of its targets."""
+    flag, other = (
+        "--xla_cpu_enable_fast_math=true",
+        "--xla_cpu_copy_insertion_use_region_analysis=true",
+    )
+    targets = [needs("cpu-x86-64-v4", xla_flags=(flag,), environment=())]
+    flagged = dataclasses.replace(HOST, xla_flags=(flag,))
+    both = dataclasses.replace(HOST, xla_flags=tuple(sorted((flag, other))))
+    report = explain_fleet(targets, named([flagged, both, HOST]))
+    assert [(a.table.get("xla_flags"), a.machines) for a in report.additions] == [
+        (None, ("m0",)),
+        ((other,), ("m1",)),
+    ]
+    assert [g.machines for g in report.beyond_help] == [("m2",)]
+
+
+def test_the_tables_are_targets_that_a_manifest_takes(tmp_path: Path) -> None:
+    """Pasted into a manifest and read by the compiler, they serve the machines they were said to."""
+    flags = ("--xla_cpu_enable_fast_math=true",)
+    odd = dataclasses.replace(HOST, cpu_features=tuple(f for f in LEVELS["v2"] if f != "popcnt"))
+    machines = [
+        *(HOST, dataclasses.replace(HOST, xla_flags=flags), odd, gpu(), gpu("cuda-h100")),
+        gpu("cuda-h100", xla_flags=('--xla_gpu_x="a\\b"',)),
+        *(tpu(), tpu(plugin="libtpu 0.0.51"), tpu("tpu-v6e", jaxlib="0.11.2")),
+        dataclasses.replace(HOST, architecture="aarch64", cpu_features=()),
+        dataclasses.replace(gpu("cuda-h200"), architecture="aarch64"),
+        dataclasses.replace(HOST, jaxlib="0.11.2", cpu_features=LEVELS["v4"]),
+    ]
+    names = [f'a "b" {i}/[{i}]' if i % 2 else f"cuda-l4/{i}" for i in range(len(machines))]
+    directory = tmp_path / "fleet"
+    save([Machine(n, "", m) for n, m in zip(names, machines, strict=True)], directory)
+    report = explain_fleet([needs("tpu-v6e")], read_fleet(directory).machines)
+    assert not report.beyond_help
+    assert len(report.additions) == 11, "what serves the odd machine serves HOST too"
+    (tmp_path / "score.py").write_text("def score(x): return x\n")
+    text = '[bundle]\nname = "demo"\n[[program]]\nname = "score"\nfunction = "score:score"\n'
+    text += 'args = { x = "float32[1]" }\n\n' + "\n\n".join(a.toml() for a in report.additions)
+    (tmp_path / "m.toml").write_text(text)
+    manifest = read_manifest(tmp_path / "m.toml")
+    by_name = {machine.name: machine.fingerprint for machine in read_fleet(directory).machines}
+    for addition, target in zip(report.additions, manifest.targets, strict=True):
+        assert target.jax == addition.requirement.jaxlib
+        plugin = {"cuda": f"jax-cuda13-pjrt {target.jax}"}.get(target.platform)
+        if target.platform == "tpu":
+            plugin = target.constraints[0].replace("==", " ")
+        requirement = target.requirement(
+            target.jax or "",
+            plugin=plugin,
+            cuda="13.0" if target.platform == "cuda" else None,
+            xla_flags=effective_xla_flags(" ".join(target.xla_flags)),
+        )
+        for name in addition.machines:
+            assert compare(target.name, requirement, by_name[name]).matches, addition.toml()
+
+
+def test_a_board_too_small_for_the_programs_is_not_advised() -> None:
+    """`prejit build` refuses it, and the machine's own board has the room."""
+    targets = [needs("cuda-h100", device_memory_bytes=30_000_000_000, **DEFAULTS)]
+    machine = gpu("cuda-l4", device_kind="NVIDIA L40S", device_memory_bytes=48_000_000_000)
+    [addition] = explain_fleet(targets, named([machine])).additions
+    assert addition.table == {"name": "m0", "fingerprint": "fleet/m0.json"}
+
+
+def test_a_device_that_nobody_knows_is_told_to_be_described(tmp_path: Path) -> None:
+    machine = gpu(device_kind="NVIDIA GeForce RTX 5090", compute_capability="12.0")
+    [addition] = explain_fleet([needs("cpu-x86-64-v3")], named([machine])).additions
+    assert "gpu = {" in (addition.note or "")
+    assert tomllib.loads(addition.toml())["target"][0]["fingerprint"] == "fleet/m0.json"
+
+
+# What each machine loads
+
+
+@settings(max_examples=30, deadline=None)
+@given(machines=st.lists(MACHINES, min_size=1, max_size=5))
+def test_it_is_what_the_loader_would_choose(
+    machines: list[Fingerprint], fleet_bundle: Path
+) -> None:
+    with Layout(fleet_bundle) as layout:
+        root = read_root(layout)
+        needs = [
+            (
+                t.name,
+                from_json(Requirement, t.descriptor.annotations[REQUIREMENT].encode(), ""),
+            )
+            for t in match(root, HOST)
+            if t.descriptor.annotations is not None
+        ]
+        order = [(d.annotations or {})[REF_NAME] for d in root.bundle.manifests]
+        needs.sort(key=lambda item: order.index(item[0]))
+        report = explain_fleet(needs, named(machines))
+        for machine, verdict in report.verdicts:
+            ranked = match(root, machine.fingerprint)
+            chosen = next((t for t in ranked if t.verdict.matches), None)
+            expected = chosen or closest_target(ranked)
+            assert verdict == expected.verdict
+
+
+@pytest.fixture(scope="session")
+def fleet_bundle(recipe: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of two targets, of a GPU and of a CPU; and of programs that nobody runs here."""
+    requirements = {
+        "cpu-host": needs("cuda-h100", device_memory_bytes=1 << 30, **DEFAULTS)[1],
+        "cpu-x86-64-v3": needs("cpu-x86-64-v3", **DEFAULTS)[1],
+    }
+
+    def change(config: Any) -> Any:
+        return dataclasses.replace(config, requirement=requirements[config.target])
+
+    written: Path = recipe.configured(change).write(tmp_path_factory.mktemp("fleet") / "bundle")
+    return written
+
+
+# Reading
+
+
+def test_machines_are_read_from_below_and_named_by_where_they_lie(tmp_path: Path) -> None:
+    save([Machine("b/c", "", HOST), Machine("a", "", gpu())], tmp_path)
+    (tmp_path / "notes.txt").write_text("no fingerprint")
+    found = read_fleet(tmp_path).machines
+    assert [machine.name for machine in found] == ["a", "b/c"]
+    assert [machine.fingerprint for machine in found] == [gpu(), HOST]
+
+
+def test_a_file_that_is_no_fingerprint_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    save(named([HOST, HOST, HOST]), tmp_path)
+    (tmp_path / "m1.json").write_text("{}")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "gone.json").symlink_to("nowhere")
+    fleet = read_fleet(tmp_path)
+    assert [machine.name for machine in fleet.machines] == ["m0", "m2"]
+    gone, empty = fleet.unreadable
+    assert (gone.path, empty.path) == (
+        str(tmp_path / "below" / "gone.json"),
+        str(tmp_path / "m1.json"),
+    )
+    assert gone.why.startswith(f"{gone.path}: cannot read")
+    assert empty.why.startswith(f"{empty.path}: ")
+
+
+def test_a_fleet_of_bad_files_alone_is_an_error_that_names_all(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.json").write_text("[]")
+    with pytest.raises(StoreError, match=r"expected 2 fingerprints, found 2 that cannot") as caught:
+        read_fleet(tmp_path)
+    assert all(str(tmp_path / f"{name}.json") in str(caught.value) for name in ("a", "b"))
+
+
+def test_no_fleet_is_an_error_and_not_a_fleet_without_problems(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="empty: expected fingerprints"):
+        read_fleet(tmp_path / "empty")
+    with pytest.raises(StoreError, match="none: cannot read a fleet"):
+        read_fleet(tmp_path / "none")
+    save(named([HOST]), tmp_path)
+    with pytest.raises(StoreError, match=r"m0\.json: cannot read a fleet"):
+        read_fleet(tmp_path / "m0.json")
+
+
+# The command
+
+
+def run(*argv: object) -> int:
+    return __main__.main([str(argument) for argument in argv])
+
+
+@pytest.fixture
+def small_fleet(tmp_path: Path) -> Path:
+    machines = [HOST, HOST, HOST, HOST, gpu("cuda-h200"), gpu("cuda-l4"), tpu("tpu-v5e-2x2")]
+    return save(named(machines), tmp_path / "fleet")
+
+
+def test_the_table_says_who_loads_what_and_what_to_add(
+    small_fleet: Path, fleet_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("fleet", fleet_bundle, small_fleet) == 0
+    said = capsys.readouterr().out
+    for line in (
+        r"4 +cpu-x86-64-v3 +m0, m1, m2 and 1 more",
+        r"1 +cpu-host +m4",
+        r"1 +nothing: compiles +m5 +cpu-host +compute_capability: needs 9.0, found 8.9",
+        "2 of 7 machines are none of the targets: every program would be compiled there",
+        r"add 1 target \(the fewest there can be\); then no machine except those at the end falls back",
+        r"\[\[target\]\]\n# needs a build host with x86_64; pip that finds jax 0.12.0.1\nname = \"cuda-l4\"",
+        r"1 +m6 +topology: needs 1x1, found 2x2",
+    ):
+        assert re.search(line, said), f"{line}\n{said}"
+
+
+def test_a_target_that_serves_nobody_is_listed(
+    tmp_path: Path, fleet_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(named([HOST]), tmp_path / "fleet")
+    assert run("fleet", fleet_bundle, tmp_path / "fleet", "--on-mismatch", "error") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"\ncpu-host +0\n", said)
+    assert "all 1 machines load a target" in said
+    assert "[[target]]" not in said
+
+
+def test_scripts_get_json_and_an_exit_status(
+    small_fleet: Path, fleet_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("fleet", fleet_bundle, small_fleet, "--json")
+    assert run(*command, "--on-mismatch", "error") == 3
+    plain = json.loads(capsys.readouterr().out)
+    assert run(*command) == 0
+    assert json.loads(capsys.readouterr().out) == plain
+    assert plain["machines"] == 7
+    assert plain["fallen_back"] == 2
+    assert plain["serves"] == {"cpu-host": 1, "cpu-x86-64-v3": 4}
+    assert plain["is_fewest"] is True
+    [added] = plain["add"]
+    assert added["table"] == {"name": "cuda-l4", "jax": "0.12.0.1"}
+    assert tomllib.loads(added["toml"]) == {"target": [added["table"]]}
+    assert added["machines"] == ["m5"]
+    [beyond] = plain["beyond_help"]
+    assert beyond["machines"] == ["m6"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "status"),
+    [
+        (["fleet", "--fingerprint", "m.json"], 2),
+        (["none"], 6),
+        (["fleet", "--page", "none/p.html"], 6),
+    ],
+)
+def test_wrong_usage_says_so(
+    argv: list[str],
+    status: int,
+    small_fleet: Path,
+    fleet_bundle: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(small_fleet.parent)
+    assert run("fleet", fleet_bundle, *argv) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error[")
+
+
+# The page
+
+
+def test_one_bad_file_is_named_after_the_report_of_all_others(
+    small_fleet: Path, fleet_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = small_fleet / "edited.json"
+    bad.write_text("{")
+    argv = ("fleet", fleet_bundle, small_fleet)
+    path = tmp_path / "p.html"
+    assert run(*argv, "--page", path) == 6
+    captured = capsys.readouterr()
+    assert "machines  loads" in captured.out
+    assert f"found 1 that cannot be read:\n  {bad}: " in captured.err
+    assert str(bad) in "".join(Elements(path.read_text(encoding="utf-8")).text)
+    assert run(*argv, "--json", "--on-mismatch", "error") == 6
+    said = json.loads(capsys.readouterr().out)
+    assert (said["machines"], [file["path"] for file in said["unreadable"]]) == (7, [str(bad)])
+
+
+def test_each_proposal_says_what_it_needs_of_the_build_host() -> None:
+    arm = dataclasses.replace(HOST, architecture="aarch64", cpu_features=("neon",))
+    old = dataclasses.replace(HOST, jaxlib="0.11.2")
+    report = explain_fleet([needs("cpu-x86-64-v3")], named([arm, old]))
+    by_architecture = {a.requirement.architecture: a for a in report.additions}
+    assert by_architecture.keys() == {"aarch64", "x86_64"}
+    here, there = by_architecture["x86_64"], by_architecture["aarch64"]
+    assert here.needs() == "a build host with x86_64; pip that finds jax 0.11.2"
+    assert there.needs().startswith(
+        "a build host with aarch64, in a manifest and bundle of its own"
+    )
+    for addition in (here, there):
+        assert f"# needs {addition.needs()}\n" in addition.toml()
+    where = ", those for aarch64 on a build host of that architecture"
+    assert f"{where}; then no machine falls back" in report.advice()
+    described = {entry["toml"]: entry["needs"] for entry in report.described()["add"]}
+    assert described == {a.toml(): a.needs() for a in report.additions}
+
+
+def test_the_page_of_a_fleet_named_fleet_says_which_is_which() -> None:
+    text = fleet_page("fleet", "sha256:0", "fleet", explain_fleet([needs("cpu-x86-64-v3")], []))
+    assert "fleet on the fleet" not in "".join(Elements(text).text)
+    assert "<h1>Bundle <code>fleet</code>, machines of <code>fleet</code></h1>" in text
+
+
+class Elements(html.parser.HTMLParser):
+    """All elements, what their attributes say, and whether each is closed where it must be."""
+
+    VOID = ("meta", "input", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.text.append(data)
+
+
+EVIL = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
+
+
+def test_text_from_files_stays_text_on_the_page() -> None:
+    machine = gpu("cuda-l4", device_kind=EVIL, xla_flags=(f"--{EVIL}".replace(" ", ""),))
+    host = dataclasses.replace(HOST, cpu_model=EVIL, jaxlib="0.11.2")
+    machines = (Machine(EVIL, EVIL, machine), Machine(f"{EVIL}2", EVIL, host))
+    targets = [(EVIL, needs("cuda-h100")[1])]
+    text = fleet_page(EVIL, EVIL, EVIL, explain_fleet(targets, machines))
+    found = Elements(text)
+    assert [tag for tag, _ in found.found].count("script") == 1
+    assert not any(tag == "img" for tag, _ in found.found)
+    assert not any(name.startswith("on") for _, attributes in found.found for name in attributes)
+    assert "".join(found.text).count(EVIL) >= 6
+
+
+def test_the_page_needs_nothing_beside_itself(small_fleet: Path, fleet_bundle: Path) -> None:
+    path = small_fleet.parent / "p.html"
+    assert run("fleet", fleet_bundle, small_fleet, "--page", path) == 0
+    text = path.read_text(encoding="utf-8")
+    found = Elements(text)
+    for _, attributes in found.found:
+        assert not {"src", "href", "action", "data"} & attributes.keys()
+    assert "http" not in text.replace("http-equiv", "")
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_the_page_shows_every_machine_target_and_table(small_fleet: Path) -> None:
+    machines = read_fleet(small_fleet).machines
+    targets = [needs("cpu-x86-64-v3", **DEFAULTS), needs("cuda-h100", **DEFAULTS)]
+    report = explain_fleet(targets, machines)
+    found = Elements(fleet_page("demo", "sha256:0", "fleet", report))
+    told = "".join(found.text)
+    for part in (
+        *(machine.name for machine in machines),
+        *(name for name, _ in targets),
+        *(addition.toml() for addition in report.additions),
+        *("none: compiles", "compute_capability", "topology", "needs 9.0, found 8.9"),
+    ):
+        assert part in told
+    outside = [
+        attributes for tag, attributes in found.found if tag == "tr" and "data-out" in attributes
+    ]
+    assert len(outside) == report.fallen_back == 2
+    widths = [a["style"] for tag, a in found.found if tag == "i"]
+    assert widths == ["width:57.14%", "width:14.29%", "width:28.57%"]
+    head = [tag for tag, a in found.found if tag == "th" and a.get("class") == "a"]
+    rows = [tag for tag, a in found.found if tag == "td" and a.get("class") in ("y", "n", "o")]
+    assert len(rows) == len(head) * len(machines)

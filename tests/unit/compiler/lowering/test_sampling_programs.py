@@ -1,0 +1,526 @@
+"""Sampling on the device against a plain float64 NumPy account of what transformers and OpenAI do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from jax import export
+from tests.extent import every_second, examples
+
+from prejit.compiler.lowering.sampling_programs import (
+    TOP_LOGPROBS,
+    Chosen,
+    SamplingInputs,
+    _adjusted,
+    _kept,
+    _threefry,
+    record,
+    sample,
+    sample_each,
+    sampling_shapes,
+)
+from prejit.runtime.generation.options import Sampling
+from prejit.runtime.generation.sampling import arrays, history_row
+from prejit.runtime.machine.requirement import PLATFORMS
+
+V = 40
+PROMPT = [1, 2, 2, 5, 30]
+GENERATED = [5, 7, 7, 7, 31]
+DRAWS = 20_000
+
+sampled = jax.jit(sample)
+kept = jax.jit(
+    lambda logits, inputs, history: _kept(_adjusted(logits, inputs, lambda: history), inputs)
+)
+
+
+def inputs_of(rows: Sequence[Sampling], vocab: int, logprobs: int = 0) -> SamplingInputs:
+    found = arrays(rows, vocab, [logprobs] * len(rows))
+    bias = np.zeros((len(rows), vocab), np.float32)
+    return SamplingInputs(**{"bias": bias} | {k: v for k, v in found.items() if v is not None})
+
+
+def choose(
+    logits: np.ndarray,
+    rows: Sequence[Sampling],
+    *,
+    prompt: Sequence[int] = (),
+    generated: Sequence[int] = (),
+    position: Any = None,
+    logprobs: int = 0,
+) -> Chosen:
+    """Of logits [B, V]; the text is the same in every row."""
+    count, vocab = logits.shape
+    history = np.tile(history_row(prompt, generated, vocab), (count, 1))
+    at = np.zeros(count) if position is None else np.asarray(position)
+    chosen = sampled(
+        jnp.asarray(logits, jnp.float32),
+        inputs_of(rows, vocab, logprobs),
+        history,
+        at.astype(np.int32),
+    )
+    return Chosen(*(np.asarray(value) for value in chosen))
+
+
+def reference(
+    logits: np.ndarray, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]
+) -> tuple[np.ndarray, float]:
+    """The probability of each token, and how near (in probability) the nearest cut was to going otherwise."""
+    scores = logits.astype(np.float64)
+    for token in {*prompt, *generated}:
+        penalty = float(np.float32(sampling.repetition_penalty))
+        scores[token] = scores[token] * penalty if scores[token] < 0 else scores[token] / penalty
+    for token in set(generated):
+        scores[token] -= list(generated).count(token) * sampling.frequency_penalty
+        scores[token] -= sampling.presence_penalty
+    for token, value in dict(sampling.logit_bias).items():
+        scores[token] += value
+    if sampling.temperature == 0:
+        ordered = np.sort(scores)
+        return np.eye(len(scores))[np.argmax(scores)], float(ordered[-1] - ordered[-2])
+    scores /= sampling.temperature
+    margin = np.inf
+    order = np.argsort(-scores, kind="stable")
+    if 0 < sampling.top_k < len(order):
+        last, first = scores[order[sampling.top_k - 1 : sampling.top_k + 1]]
+        margin = last - first if last > -np.inf else np.inf
+        order = order[: sampling.top_k]
+    weights = np.exp(scores[order] - scores[order[0]])
+    weights /= weights.sum()
+    if sampling.top_p < 1:
+        before = np.cumsum(weights) - weights
+        margin = min(margin, np.abs(before[1:] - sampling.top_p).min(initial=np.inf))
+        order = order[before < sampling.top_p]
+    ratios = np.exp(scores[order] - scores[order[0]])
+    margin = min(margin, np.abs(ratios - sampling.min_p)[1:].min(initial=np.inf))
+    order = order[ratios >= sampling.min_p]
+    probabilities = np.zeros(len(scores))
+    probabilities[order] = np.exp(scores[order] - scores[order[0]])
+    return probabilities / probabilities.sum(), margin
+
+
+def chi_squared(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, int]:
+    """Pearson's statistic and its degrees of freedom; rare outcomes are counted as one."""
+    possible = probabilities > 0
+    assert not counts[~possible].any()
+    expected = probabilities[possible] * counts.sum()
+    counts = counts[possible]
+    rare = expected < 5
+    if rare.any():
+        expected = np.append(expected[~rare], expected[rare].sum())
+        counts = np.append(counts[~rare], counts[rare].sum())
+    return float(((counts - expected) ** 2 / expected).sum()), len(counts) - 1
+
+
+def critical(freedom: int) -> float:
+    """What chi-squared exceeds once in 10,000 times (Wilson and Hilferty 1931); seeds here are fixed."""
+    part = 2 / (9 * freedom)
+    return freedom * (1 - part + 3.719 * np.sqrt(part)) ** 3
+
+
+def seeded(number: int, **options: Any) -> list[Sampling]:
+    return [Sampling(seed=seed, **options) for seed in range(number)]
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.05, 0.7, 1.0, 1.5, 50.0]),
+    top_k=st.sampled_from([0, 0, 1, 2, 10, V - 1, V, V + 3]),
+    top_p=st.sampled_from([1.0, 1.0, 0.001, 0.3, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.001, 0.1, 0.7, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.5, 1.2, 3.0]),
+    presence_penalty=st.sampled_from([0.0, 0.0, -1.5, 0.4, 2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, -0.7, 0.3, 2.0]),
+    logit_bias=st.dictionaries(
+        st.integers(0, V - 1), st.sampled_from([-np.inf, -100.0, -1.0, 0.5, 6.0]), max_size=12
+    ),
+)
+
+
+@settings(deadline=None, max_examples=examples(40, 200))
+@given(
+    rows=st.tuples(samplings, samplings, samplings),
+    text=st.tuples(*[st.lists(st.integers(0, V - 1), max_size=9)] * 2),
+    seed=st.integers(0, 2**32 - 1),
+    scale=st.sampled_from([0.1, 1.0, 10.0]),
+)
+def test_all_processors_together_leave_what_the_reference_leaves(
+    rows: tuple[Sampling, ...], text: tuple[list[int], list[int]], seed: int, scale: float
+) -> None:
+    logits = np.random.default_rng(seed).standard_normal((len(rows), V)).astype(np.float32) * scale
+    expected = [reference(row, each, *text) for row, each in zip(logits, rows, strict=True)]
+    # At the very edge of a cut float32 may decide otherwise than float64, and both are right.
+    assume(all(margin > 1e-5 for _, margin in expected))
+    history = np.tile(history_row(*text, V), (len(rows), 1))
+    found = jax.nn.softmax(kept(logits, inputs_of(rows, V), history))
+    tokens = choose(logits, rows, prompt=text[0], generated=text[1]).token
+    for row, sampling in enumerate(rows):
+        probabilities, _ = expected[row]
+        if sampling.temperature == 0:
+            assert tokens[row] == np.argmax(probabilities)
+        else:
+            assert np.array_equal(np.asarray(found[row]) > 1e-30, probabilities > 1e-30)
+            np.testing.assert_allclose(found[row], probabilities, rtol=1e-3, atol=1e-6)
+            assert probabilities[tokens[row]] > 0
+
+
+def test_order_is_top_k_then_top_p_of_the_rest_then_min_p() -> None:
+    # Of 0.4, 0.3, 0.2, 0.1: the best three are 4/9, 3/9, 2/9. Half of all probability takes two tokens either
+    # way, 0.75 takes two only of the three best; min-p at 0.8 of the best leaves one.
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+
+    def left(**options: Any) -> list[int]:
+        inputs = inputs_of([Sampling(temperature=1, **options)], 4)
+        return np.flatnonzero(np.isfinite(kept(logits[None], inputs, jnp.zeros((1, 4), int))[0]))
+
+    assert list(left(top_p=0.75)) == [0, 1, 2]
+    assert list(left(top_p=0.75, top_k=3)) == [0, 1]
+    # Were min-p first, 4/7 + 3/7 would be left, and top-p 0.5 would take one token.
+    assert list(left(top_p=0.5, min_p=0.7)) == [0, 1]
+    assert list(left(top_p=0.75, top_k=3, min_p=0.8)) == [0]
+
+
+def test_tokens_of_equal_logits_stay_together() -> None:
+    inputs = inputs_of([Sampling(temperature=1, top_k=2), Sampling(temperature=1, top_p=0.5)], 4)
+    logits = np.tile(np.float32([3, 1, 1, 0]), (2, 1))
+    logits[1] = [1, 1, 1, 0]
+    found = np.isfinite(kept(logits, inputs, jnp.zeros((2, 4), int)))
+    assert found.tolist() == [[True, True, True, False]] * 2
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "temperature-low": {"temperature": 0.5},
+    "temperature-high": {"temperature": 2.0},
+    "top_k": {"top_k": 7},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.1},
+    "repetition": {"repetition_penalty": 1.7},
+    "presence": {"presence_penalty": 1.3},
+    "frequency": {"frequency_penalty": -0.6},
+    "bias": {"logit_bias": {3: 2.0, 5: -1.0, 39: -np.inf}},
+}
+PROCESSORS["filters"] = {**PROCESSORS["top_p"], "top_k": 12, "min_p": 0.05, "temperature": 1.4}
+PROCESSORS["penalties"] = {
+    **PROCESSORS["repetition"],
+    **PROCESSORS["presence"],
+    **PROCESSORS["frequency"],
+}
+PROCESSORS["all"] = {
+    **PROCESSORS["filters"],
+    **PROCESSORS["penalties"],
+    **PROCESSORS["bias"],
+    "top_k": 20,
+    "top_p": 0.95,
+}
+
+
+@pytest.mark.parametrize("name", every_second(PROCESSORS))
+def test_draws_follow_the_distribution_of_the_reference(name: str) -> None:
+    options = {"temperature": 1.0, **PROCESSORS[name]}
+    logits = np.random.default_rng(3).standard_normal(V).astype(np.float32)
+    logits[[5, 7, 30]] = [1.5, 1.0, -2.0]  # penalties show where the text is likely
+    expected, _ = reference(logits, Sampling(**options), PROMPT, GENERATED)
+    drawn = choose(
+        np.tile(logits, (DRAWS, 1)), seeded(DRAWS, **options), prompt=PROMPT, generated=GENERATED
+    )
+    statistic, freedom = chi_squared(np.bincount(drawn.token, minlength=V), expected)
+    assert statistic < critical(freedom)
+    # The test can tell: of the plain distribution these draws are not.
+    plain, _ = reference(logits, Sampling(temperature=1.0), [], [])
+    statistic, freedom = chi_squared(np.bincount(drawn.token, minlength=V), plain)
+    assert statistic > critical(freedom)
+
+
+def test_draws_of_one_seed_along_its_positions_follow_the_distribution() -> None:
+    logits = np.random.default_rng(4).standard_normal(V).astype(np.float32)
+    expected, _ = reference(logits, Sampling(temperature=1.0), [], [])
+    rows = [Sampling(temperature=1.0, seed=2**63 + 5)] * DRAWS
+    drawn = choose(np.tile(logits, (DRAWS, 1)), rows, position=np.arange(DRAWS)).token
+    statistic, freedom = chi_squared(np.bincount(drawn, minlength=V), expected)
+    assert statistic < critical(freedom)
+
+
+@pytest.mark.parametrize("other", ["next seed", "upper half", "next position"])
+def test_seeds_and_positions_give_independent_draws(other: str) -> None:
+    """Pairs of draws against the product of their distributions."""
+    vocab = 6
+    logits = np.tile(np.linspace(-1, 1, vocab, dtype=np.float32), (DRAWS, 1))
+    seeds = np.arange(DRAWS)
+    shifted = {"next seed": seeds + 1, "upper half": seeds + 2**32, "next position": seeds}[other]
+    first = choose(logits, [Sampling(temperature=1.0, seed=int(s)) for s in seeds]).token
+    second = choose(
+        logits,
+        [Sampling(temperature=1.0, seed=int(s)) for s in shifted],
+        position=np.full(DRAWS, int(other == "next position")),
+    ).token
+    expected, _ = reference(logits[0], Sampling(temperature=1.0), [], [])
+    # Pairs of neighbouring seeds share a draw; every second pair does not.
+    pairs = (first * vocab + second)[:: 2 if other == "next seed" else 1]
+    counts = np.bincount(pairs, minlength=vocab**2)
+    statistic, freedom = chi_squared(counts, np.outer(expected, expected).ravel())
+    assert statistic < critical(freedom)
+
+
+def test_the_same_seed_gives_the_same_token_in_any_row_of_any_batch() -> None:
+    generator = np.random.default_rng(1)
+    logits = generator.standard_normal((6, V)).astype(np.float32)
+    rows = [
+        Sampling(temperature=0.9, seed=7),
+        Sampling(),
+        Sampling(temperature=1.3, seed=7, top_k=9, top_p=0.8, min_p=0.01),
+        Sampling(temperature=2.0, seed=8, repetition_penalty=1.3, frequency_penalty=0.5),
+        Sampling(temperature=0.4, seed=2**64 - 1, logit_bias={4: 3.0, 5: -np.inf}),
+        Sampling(presence_penalty=1.0, logit_bias={9: 1.0}),
+    ]
+    for position in range(20):
+
+        def tokens(order: Sequence[int], at: int = position) -> dict[int, int]:
+            chosen = choose(
+                logits[order],
+                [rows[row] for row in order],
+                prompt=PROMPT,
+                generated=GENERATED,
+                position=[at + row for row in order],
+            )
+            return dict(zip(order, chosen.token.tolist(), strict=True))
+
+        together = tokens(range(6))
+        assert tokens([3, 5, 0, 4, 2, 1]) == together
+        assert tokens([4, 1, 2]) == {row: together[row] for row in (4, 1, 2)}
+        assert {row: tokens([row])[row] for row in range(6)} == together
+
+
+def test_rows_without_penalties_keep_their_logits_to_the_bit_beside_rows_with_them() -> None:
+    logits = np.random.default_rng(2).standard_normal((2, V)).astype(np.float32) * 30
+    logits[0, 7] = -np.inf
+    rows = [Sampling(), Sampling(repetition_penalty=1.5, presence_penalty=1, frequency_penalty=1)]
+    history = np.tile(history_row(PROMPT, GENERATED, V), (2, 1))
+    adjusted = jax.jit(lambda values, rows, counts: _adjusted(values, rows, lambda: counts))(
+        logits, inputs_of(rows, V), history
+    )
+    assert np.array_equal(adjusted[0], logits[0])
+    assert not np.array_equal(adjusted[1], logits[1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0, 1e30, 3e38])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}])
+def test_a_forbidden_token_is_never_chosen(temperature: float, filters: dict[str, Any]) -> None:
+    rows = 200
+    logits = np.random.default_rng(5).standard_normal((rows, V)).astype(np.float32) * 10
+    forbidden = np.random.default_rng(6).random(V) < 0.9
+    forbidden[[3, 11]] = False
+    mask = {token: -np.inf for token in np.flatnonzero(forbidden)}
+    options = {"temperature": temperature, "logit_bias": mask, **filters}
+    assert not forbidden[choose(logits, seeded(rows, **options)).token].any()
+    only = {**options, "logit_bias": {token: -np.inf for token in range(V) if token != 11}}
+    assert (choose(logits, seeded(rows, **only)).token == 11).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_may_choose_nothing_chooses_nothing_and_disturbs_nobody(
+    temperature: float,
+) -> None:
+    logits = np.random.default_rng(7).standard_normal((2, V)).astype(np.float32)
+    nothing = Sampling(
+        temperature=temperature,
+        top_k=3,
+        top_p=0.5,
+        min_p=0.1,
+        logit_bias={token: -np.inf for token in range(V)},
+    )
+    beside = Sampling(temperature=temperature, seed=3)
+    with jax.debug_nans(True):
+        chosen = choose(logits, [nothing, beside], logprobs=1)
+    assert chosen.token[0] == -1
+    assert chosen.logprob[0] == -np.inf
+    assert chosen.token[1] == choose(logits[1:], [beside]).token[0]
+    assert np.isfinite(chosen.top_logprobs).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_give_no_token_rather_than_an_arbitrary_one(
+    temperature: float, value: float
+) -> None:
+    logits = np.random.default_rng(9).standard_normal((2, V)).astype(np.float32)
+    logits[0, 4] = value
+    tokens = choose(logits, [Sampling(temperature=temperature)] * 2).token
+    assert tokens[0] == -1
+    assert tokens[1] >= 0
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-6])
+def test_a_tiny_temperature_takes_the_best_though_others_are_near(temperature: float) -> None:
+    logits = np.tile(np.float32([30, 10, 30.001, -5]), (50, 1))
+    assert (choose(logits, seeded(50, temperature=temperature)).token == 2).all()
+
+
+def test_extreme_values_give_tokens_not_nan() -> None:
+    logits = np.tile(np.float32([[5, -90, 90, 0]]), (8, 1))
+    for options in (
+        {"repetition_penalty": 1e-38},
+        {"repetition_penalty": 1e38},
+        {"logit_bias": {0: 3e38, 1: -3e38}},
+        {"top_p": 1e-45},
+        {"min_p": 1e-45},
+        {"presence_penalty": -2, "frequency_penalty": 2},
+    ):
+        for temperature in (0.0, 1e-38, 1.0, 3e38):
+            rows = seeded(8, temperature=temperature, **options)
+            with jax.debug_nans(True):
+                tokens = choose(logits, rows, prompt=[0, 1, 2, 3], generated=[0, 1]).token
+            assert ((tokens >= 0) & (tokens < 4)).all()
+    # Both positive logits would be infinite: they are equal instead.
+    both = choose(logits, seeded(8, temperature=1.0, repetition_penalty=1e-38), prompt=[0, 1, 2, 3])
+    assert set(both.token.tolist()) == {0, 2}
+    top = choose(logits, seeded(8, temperature=1.0, top_p=1e-45)).token
+    assert (top == 2).all()
+
+
+def test_greedy_takes_the_first_of_equal_logits_beside_a_sampled_row_too() -> None:
+    logits = np.zeros((40, V), np.float32)
+    logits[1::2, [8, 12]] = 2
+    rows = [Sampling(seed=seed) for seed in range(40)]
+    assert choose(logits, rows).token.tolist() == [0, 8] * 20
+    beside = [*rows[:-1], Sampling(temperature=1.0)]
+    assert choose(logits, beside).token[:-1].tolist() == ([0, 8] * 20)[:-1]
+
+
+@pytest.mark.parametrize("vocab", [7, TOP_LOGPROBS, V])
+def test_logprobs_are_of_the_models_own_logits(vocab: int) -> None:
+    logits = np.random.default_rng(8).standard_normal((3, vocab)).astype(np.float32) * 20
+    rows = [
+        Sampling(temperature=5.0, top_k=6, seed=1),
+        Sampling(repetition_penalty=2.0, logit_bias={int(np.argmax(logits[1])): -np.inf}),
+        Sampling(),
+    ]
+    chosen = choose(logits, rows, prompt=[1, 2], generated=[3], logprobs=1)
+    wide = logits.astype(np.float64)
+    expected = wide - wide.max(-1, keepdims=True)
+    expected -= np.log(np.exp(expected).sum(-1, keepdims=True))
+    number = min(TOP_LOGPROBS, vocab)
+    order = np.argsort(-expected, -1)[:, :number]
+    assert chosen.top_tokens.tolist() == order.tolist()
+    top = np.take_along_axis(expected, order, -1)
+    np.testing.assert_allclose(chosen.top_logprobs, top, rtol=1e-6, atol=1e-5)
+    picked = expected[np.arange(3), chosen.token]
+    np.testing.assert_allclose(chosen.logprob, picked, rtol=1e-6, atol=1e-5)
+    assert chosen.token[1] != order[1, 0]
+
+
+def test_logprobs_that_nobody_wants_are_zero() -> None:
+    chosen = choose(np.ones((2, V), np.float32), [Sampling(), Sampling()])
+    assert not any(np.any(value) for value in chosen[1:])
+
+
+def test_history_counts_tokens_of_live_rows_as_the_host_does() -> None:
+    history = np.stack([history_row(PROMPT, GENERATED, V)] * 4)
+    recorded = jax.jit(record)(history, np.int32([7, 7, -1, V - 1]), np.int32([1, 0, 1, 1]))
+    expected = [
+        history_row(PROMPT, [*GENERATED, 7], V),
+        history[1],
+        history[2],
+        history_row(PROMPT, [*GENERATED, V - 1], V),
+    ]
+    assert np.array_equal(recorded, expected)
+
+
+def test_history_of_many_rows_is_that_of_each_row_alone_and_a_small_program() -> None:
+    rows = 65
+    random = np.random.default_rng(3)
+    history = random.integers(0, 9, (rows, V), dtype=np.int32)
+    token = random.integers(-1, V, rows, dtype=np.int32)
+    live = random.integers(0, 2, rows, dtype=np.int32)
+    recorded = jax.jit(record)(history, token, live)
+    alone = [
+        record(history[row : row + 1], token[row : row + 1], live[row : row + 1])[0]
+        for row in range(rows)
+    ]
+    assert np.array_equal(recorded, alone)
+    few, many = (
+        jax.jit(record).lower(
+            jax.ShapeDtypeStruct((number, V), jnp.int32),
+            *[jax.ShapeDtypeStruct((number,), jnp.int32)] * 2,
+        )
+        for number in (64, 100_000)
+    )
+    assert len(many.as_text()) < len(few.as_text())
+
+
+@pytest.mark.parametrize("rows", [3, 65])
+def test_history_is_recorded_in_place_in_a_loop_of_steps(rows: int) -> None:
+    vocab = 50_257
+
+    def steps(
+        logits: jax.Array, inputs: SamplingInputs, position: jax.Array, history: jax.Array
+    ) -> jax.Array:
+        def step(_: int, history: jax.Array) -> jax.Array:
+            chosen = sample(logits, inputs, history, position)
+            return record(history, chosen.token, position)
+
+        return jax.lax.fori_loop(0, position[0], step, history)
+
+    shapes = sampling_shapes(rows, vocab)
+    history = jax.ShapeDtypeStruct((rows, vocab), jnp.int32)
+    logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32)
+    position = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    jitted = jax.jit(steps, donate_argnums=3)
+    compiled = jitted.lower(logits, shapes, position, history).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == 4 * rows * vocab
+    copy = f"= s32[{rows},{vocab}]{{1,0}} copy("
+    assert not [line for line in compiled.as_text().splitlines() if copy in line]
+
+
+def test_sampling_lowers_once_for_every_platform() -> None:
+    shapes = sampling_shapes(2, V)
+    logits = jax.ShapeDtypeStruct((2, V), jnp.float32)
+    history = jax.ShapeDtypeStruct((2, V), jnp.int32)
+    position = jax.ShapeDtypeStruct((2,), jnp.int32)
+    exported = export.export(sampled, platforms=PLATFORMS)(logits, shapes, history, position)
+    assert exported.platforms == PLATFORMS
+    found = inputs_of([Sampling(), Sampling(temperature=1.0, logit_bias={2: 1.0})], V)
+    for shape, value in zip(shapes, found, strict=True):
+        assert (shape.shape, shape.dtype) == (value.shape, value.dtype)
+
+
+@settings(deadline=None, max_examples=examples(15, 50))
+@given(words=st.tuples(*[st.integers(0, 2**32 - 1)] * 4))
+def test_random_bits_are_those_of_threefry(words: tuple[int, ...]) -> None:
+    from jax.extend.random import threefry_2x32
+
+    key, counter = jnp.array(words[:2], jnp.uint32), jnp.array(words[2:], jnp.uint32)
+    ours = _threefry((key[0], key[1]), (counter[0], counter[1]))
+    assert int(ours) == int(threefry_2x32(key, counter)[0])
+
+
+@settings(deadline=None, max_examples=examples(10, 25))
+@given(seed=st.integers(0, 2**32 - 1), penalised=st.booleans(), greedy=st.booleans())
+def test_choosing_after_several_tokens_is_choosing_after_each(
+    seed: int, penalised: bool, greedy: bool
+) -> None:
+    random = np.random.default_rng(seed)
+    rows, count = 2, 4
+    logits = jnp.asarray(3 * random.standard_normal((rows, count, V)), jnp.float32)
+    tokens = jnp.asarray(random.integers(0, V, (rows, count)), jnp.int32)
+    history = jnp.asarray(random.integers(0, 4, (rows, V)), jnp.int32)
+    start = jnp.asarray([3, 17], jnp.int32)
+    wanted = Sampling(
+        temperature=0.0 if greedy else 1.0,
+        seed=seed,
+        repetition_penalty=1.4 if penalised else 1.0,
+        frequency_penalty=0.7 if penalised else 0.0,
+    )
+    inputs = inputs_of([wanted, Sampling(temperature=0.5, top_k=5)], V, logprobs=1)
+    together = jax.jit(sample_each)(logits, inputs, tokens, history, start)
+    for at in range(count):
+        history = record(history, tokens[:, at], jnp.ones(rows, jnp.int32))
+        alone = sampled(logits[:, at], inputs, history, start + at + 1)
+        for found, expected in zip(together, alone, strict=True):
+            np.testing.assert_allclose(found[at], expected, rtol=1e-5, atol=1e-5)

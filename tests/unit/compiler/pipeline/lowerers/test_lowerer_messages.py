@@ -1,0 +1,80 @@
+"""What a build and its processes say to each other arrives as it was sent."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from prejit.compiler.pipeline.lowerers.lowerer_messages import (
+    Checked,
+    Done,
+    Project,
+    Work,
+    error_of,
+    plain,
+    plain_error,
+)
+from prejit.compiler.pipeline.plan import Lowered, OwnFacts
+from prejit.compiler.store.key import Key
+from prejit.runtime.errors import (
+    BuildError,
+    CheckpointError,
+    ManifestError,
+    PrejitError,
+    RejectError,
+    StoreError,
+    UsageError,
+)
+from prejit.runtime.format.bundle_schema import Segment
+
+LOWERED = Lowered(
+    Segment(0, 3, "sha256:a", 4, "sha256:b"),
+    ("cpu", "cuda"),
+    "1.2.3",
+    ("w",),
+    ("float32[2]",),
+    ("float32[2]",),
+    weight_sets={"layer": ("w", "v")},
+    symbolic=Segment(0, 3, "sha256:c", 4, "sha256:d"),
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Project("m.toml", "sha256:a", ("cpu-host",), "/model", None, True, "/s", "ns", ("", "/x")),
+        Checked(None, None),
+        Checked(512, OwnFacts(512, {"w": "float32[2]"}, {"w": (1, 0)})),
+        Work({"f/n1": None, "f/n2": LOWERED}, chosen=True),
+        Done({"f/n1": LOWERED}, {"w": "float32[2]"}, ()),
+    ],
+)
+def test_a_message_arrives_as_it_was_sent(message: Any) -> None:
+    assert type(message).from_plain(json.loads(json.dumps(plain(message)))) == message
+
+
+def test_the_keys_of_results_arrive_with_their_digests() -> None:
+    key = Key("trace", "m/f", (("function", "code:f"), ("bucket", "{}")))
+    listed = json.loads(json.dumps([["trace", "m/f", [list(pair) for pair in key.ingredients]]]))
+    [found] = Done({}, {}, tuple(listed)).keys
+    assert (found, found.digest) == (key, key.digest)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BuildError("m.toml: no", hint="do that"),
+        CheckpointError("m.toml: no"),
+        ManifestError("m.toml: no", hint="do that"),
+        RejectError("/a/file", "damaged: byte 3"),
+        StoreError("/a/file: cannot read it"),
+        UsageError("no"),
+    ],
+)
+def test_an_error_of_the_user_reads_as_if_the_build_had_raised_it(error: PrejitError) -> None:
+    found = error_of(json.loads(json.dumps(plain_error(error))))
+    assert type(found) is type(error)
+    assert found.describe() == error.describe()
+    assert found.exit_code == error.exit_code

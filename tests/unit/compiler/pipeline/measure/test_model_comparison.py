@@ -1,0 +1,138 @@
+"""A perplexity is measured as the model reads texts: with the token that begins them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tests import decoders
+from transformers import AutoConfig
+
+from prejit.compiler.checkpoint.checkpoint import open_checkpoint
+from prejit.compiler.models import config_file, model_registry
+from prejit.compiler.models.parameters import parametrized
+from prejit.compiler.pipeline.measure import model_comparison
+from prejit.runtime.errors import CheckpointError
+
+from ...checkpoint.test_tokenizer_check import begun_with, crafted, word_level
+
+WORDS = {"a": 0, "b": 1, "<s>": 2, "[UNK]": 3}
+
+
+def write_tokenizer(directory: Path, **parts: object) -> tuple[Path, Path]:
+    """A text and a tokenizer.json."""
+    text, tokenizer = directory / "text.txt", directory / "tokenizer.json"
+    text.write_text("a b b a")
+    words = {"type": "Whitespace"}
+    tokenizer.write_bytes(crafted(word_level(vocab=WORDS), pre_tokenizer=words, **parts))
+    return text, tokenizer
+
+
+class Recorded:
+    """A parameter that records how many elements are read at once."""
+
+    def __init__(self, values: np.ndarray[Any, Any], read: list[int]) -> None:
+        self.values, self.read, self.shape = values, read, values.shape
+
+    def __getitem__(self, part: slice) -> np.ndarray[Any, Any]:
+        self.read.append(self.values[part].size)
+        return self.values[part]
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray[Any, Any]:
+        return self[:]
+
+
+def all_logits(model: model_comparison.ComparedModel, window: np.ndarray) -> np.ndarray[Any, Any]:
+    """The logits after each token of a text, by one call of the whole model: float64 [T, V]."""
+
+    @jax.jit
+    def call(weights: Any, tokens: Any) -> Any:
+        bound, start = model.model.bind(weights), np.zeros(1, np.int32)
+        cache = bound.make_cache(1, window.size, "float32")
+        return bound(tokens, start, start + window.size, cache, every=True)[0][0]
+
+    return np.asarray(call(model.weights, window[None]), np.float64)
+
+
+def test_a_text_begins_as_the_tokenizer_begins_it(tmp_path: Path) -> None:
+    for parts, begin in (({}, []), ({"post_processor": begun_with("<s>", 2)}, [2])):
+        ids, found = model_comparison.read_text(*write_tokenizer(tmp_path, **parts))
+        assert ids.tolist() == [0, 1, 1, 0]
+        assert found.tolist() == begin
+
+
+def test_sentences_are_cut_as_the_bundle_cuts_them(tmp_path: Path) -> None:
+    text, tokenizer = write_tokenizer(tmp_path, post_processor=begun_with("<s>", 2))
+    text.write_text("a b\n\nb a b a b\n")
+    tokens, length = model_comparison.read_sentences(text, tokenizer, 4)
+    assert tokens.tolist() == [[2, 0, 1, 0], [2, 1, 0, 1]]
+    assert length.tolist() == [3, 4]
+
+
+def test_a_text_that_the_tokenizer_fails_on_fails_the_build(tmp_path: Path) -> None:
+    text, tokenizer = write_tokenizer(tmp_path)
+    tree = json.loads(tokenizer.read_text())
+    del tree["model"]["vocab"]["[UNK]"]
+    tokenizer.write_text(json.dumps(tree))
+    text.write_text("a c")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: the evaluation text: .*\[UNK\]"):
+        model_comparison.read_text(text, tokenizer)
+    tokenizer.write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: expected a tokenizer.json: "):
+        model_comparison.read_text(text, tokenizer)
+
+
+@pytest.mark.parametrize(("begin", "count"), [([], 150), ([5], 1), ([5, 6], 150)])
+def test_a_perplexity_counts_each_token_after_what_begins_the_text(
+    tmp_path: Path, begin: list[int], count: int
+) -> None:
+    source = decoders.write_random("gpt2", tmp_path / "gpt2")
+    checkpoint, config = open_checkpoint(source), config_file.load_config(source)
+    values = {name: checkpoint.read(name) for name in checkpoint.names}
+    model = model_comparison.ComparedModel(
+        parametrized(model_registry.make_decoder(config)), values
+    )
+    text = np.random.default_rng(0).integers(0, decoders.VOCABULARY, count).astype(np.int32)
+    losses = []
+    room = decoders.LARGEST_CONTEXT - len(begin)
+    for first in range(0, count, room):
+        window = np.array([*begin, *text[first : first + room]], np.int32)
+        logits = all_logits(model, window)
+        logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+        known = max(1, len(begin))
+        losses += [-logits[at - 1, window[at]] for at in range(known, len(window))]
+    sizes = (decoders.VOCABULARY, decoders.LARGEST_CONTEXT)
+    named = ("text", text, np.array(begin, np.int32))
+    found = model_comparison.of_decoder("float32", model, model, sizes, named, 0)
+    assert found.tokens == len(losses)
+    perplexity = np.exp(np.mean(losses)) * 1e6
+    assert found.perplexity_millionths == pytest.approx(perplexity, rel=1e-4)
+
+
+def test_a_model_is_in_memory_as_a_whole(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 40_000, "hidden_size": 64, "tie_word_embeddings": True}
+    config = AutoConfig.for_model(
+        *("llama",),
+        **sizes,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=96,
+        max_position_embeddings=32,
+    )
+    module = model_registry.make_decoder(config)
+    random, read = np.random.default_rng(0), list[int]()
+    weights = {
+        name: Recorded(random.standard_normal(each.shape, np.float32), read)
+        for name, each in parametrized(module).weights.items()
+    }
+    model = model_comparison.ComparedModel(parametrized(module), weights)
+    found = model_comparison.of_decoder("int8", model, model, (40_000, 32), None, 3)
+    assert max(read) <= 1 << 20 < weights["model.embed_tokens.weight"].values.size
+    assert found.text == "random"
+    assert found.tokens >= 64
+    assert found.top1_agreement_millionths == 1_000_000
+    assert found.perplexity_millionths == found.float32_perplexity_millionths

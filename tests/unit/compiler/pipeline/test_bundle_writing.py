@@ -1,0 +1,77 @@
+"""A build replaces an older bundle of its own name, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from prejit.compiler import build
+from prejit.compiler.manifest.manifest import Manifest, Program
+from prejit.compiler.pipeline.bundle_writing import check_place
+from prejit.compiler.pipeline.pack.bundle_files import assemble
+from prejit.compiler.recording.merging import RecordedTarget, packed
+from prejit.runtime.errors import UsageError
+from prejit.runtime.format.writing import write_layout
+from prejit.runtime.machine.requirement import Requirement
+
+BUILT = Path(__file__).parents[3] / "format" / "v1" / "chunks"
+NAME = "chunks"
+FOREIGN = '{"schemaVersion": 2, "manifests": []}'
+
+
+def built(path: Path) -> None:
+    shutil.copytree(BUILT, path)
+
+
+def recorded(path: Path) -> None:
+    target = RecordedTarget(Requirement("cpu", "x86_64", (), "1.2.3"), {}, {})
+    write_layout(path, *assemble(NAME, [packed(target, NAME)]))
+
+
+def foreign(path: Path) -> None:
+    shutil.copytree(BUILT, path)
+    (path / "index.json").write_text(FOREIGN)
+
+
+def contents(path: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("put", "name", "found"),
+    [
+        (built, "other", f"the bundle {NAME!r}"),
+        (recorded, NAME, "a recording of `prejit record`"),
+        (foreign, NAME, "what another tool wrote"),
+    ],
+)
+def test_what_a_build_did_not_write_under_this_name_stays(
+    put: object, name: str, found: str, tmp_path: Path
+) -> None:
+    assert callable(put)
+    put(tmp_path / name)
+    before = contents(tmp_path)
+    manifest = Manifest(
+        name, programs=[Program("p", fn=abs, args=["float32[3]"])], targets=["cpu-host"]
+    )
+    with pytest.raises(
+        UsageError, match=f"{name}: expected no bundle but .*found {found}"
+    ) as raised:
+        build(manifest, tmp_path, cache=tmp_path.with_name("cache"), quiet=True)
+    assert raised.value.hint is not None
+    assert "-o DIR" in raised.value.hint
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("damaged", ["", '{"manifests": [', json.dumps({"manifests": [1]})])
+def test_an_older_bundle_of_the_name_may_be_replaced_damaged_or_not(
+    damaged: str, tmp_path: Path
+) -> None:
+    check_place(NAME, tmp_path)
+    built(tmp_path / NAME)
+    check_place(NAME, tmp_path)
+    (tmp_path / NAME / "index.json").write_text(damaged)
+    check_place(NAME, tmp_path)

@@ -1,0 +1,60 @@
+"""The sources of a bundle: every module that its functions import, and nothing that is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prejit.compiler.manifest.manifest import Manifest, Program
+from prejit.compiler.pipeline.describe.user_sources import (
+    SourceContent,
+    digest_now,
+    manifest_sources,
+)
+from prejit.runtime.base.digests import digest_of
+
+
+def write(directory: Path, **files: str) -> Manifest:
+    for name, content in files.items():
+        path = directory / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    (directory / "m.toml").write_text("")
+    program = Program("f", fn="code.first:f", args=["float32[2]"], params="steps")
+    return Manifest("m", programs=[program], targets=["cpu-host"], path=directory / "m.toml")
+
+
+def test_modules_are_followed_through_every_kind_of_import(tmp_path: Path) -> None:
+    manifest = write(
+        tmp_path,
+        code__first="import numpy, code.second\nfrom . import third\nfrom .deep.er import x\n",
+        code__second="def f():\n    from beside import y\n",
+        code__third="broken syntax (",
+        code__deep__er="from ..fourth import z",
+        code__fourth="import code.first",
+        beside="import json",
+        unused="",
+    )
+    (tmp_path / "code" / "deep" / "package.txt").touch()
+    (tmp_path / "code" / "__init__.py").touch()
+    found = {each.name for each in manifest_sources(manifest)}
+    assert found == {
+        *("beside.py", "code/__init__.py", "code/deep/er.py", "code/first.py"),
+        *("code/fourth.py", "code/second.py", "code/third.py"),
+    }
+
+
+def test_a_directory_of_parameters_is_one_source_that_changes_with_each_file(
+    tmp_path: Path,
+) -> None:
+    manifest = write(tmp_path, code__first="")
+    steps = tmp_path / "steps" / "1"
+    steps.mkdir(parents=True)
+    for name in ("a", "b"):
+        (steps / name).write_text(name)
+    first, source = manifest_sources(manifest)
+    assert first == SourceContent("manifest", "code/first.py", digest_of(b""))
+    assert source.name == "steps/"
+    assert digest_now(source, tmp_path) == source.digest
+    (steps / "b").rename(steps / "c")
+    assert digest_now(source, tmp_path) != source.digest
+    assert digest_now(source, tmp_path / "elsewhere") is None

@@ -1,0 +1,183 @@
+"""Kernels and the programs that call them: what differs is a finding, and its cause is named."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.kernel_bundles import with_library
+from tests.recipes import Recipe
+
+from prejit.compiler.rebuilding.compared_parts import ComparedPart, compare
+from prejit.compiler.rebuilding.recorded import Recorded
+from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.checks.elf import read_sections
+from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
+from prejit.runtime.format.opening import match, read_contents
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+CONDITIONS = {
+    "compiler": "g++ (Debian 12.2.0-14) 12.2.0; glibc 2.36",
+    "flags": "-O3 -march=x86-64-v2",
+    "source toy.cc": "sha256:" + "1" * 64,
+}
+
+
+def recorded(recipe: Recipe, directory: Path, kernels: Mapping[str, str] = CONDITIONS) -> Recorded:
+    path = recipe.write(directory)
+
+    def read(layout: Any, root: Any) -> dict[str, Any]:
+        targets = match(root, Fingerprint.current())
+        return {each.name: read_contents(layout, each) for each in targets}
+
+    contents = read_whole(path, read)
+    conditions = dict.fromkeys(contents, kernels)
+    same = {"jaxlib": "0.12.0"}
+    return Recorded(
+        path, "", contents, "m.toml", "", (), same, dict.fromkeys(contents, same), conditions
+    )
+
+
+def by_kind(parts: tuple[ComparedPart, ...]) -> dict[str, ComparedPart]:
+    return {each.kind: each for each in parts}
+
+
+@pytest.fixture
+def other_library(toy_library: tuple[Any, bytes]) -> bytes:
+    """The toy kernels with another byte in their code."""
+    content = bytearray(toy_library[1])
+    sections = read_sections(toy_library[1])
+    code = max((each for each in sections if each.flags & 4), key=lambda each: each.size)
+    content[toy_library[1].index(bytes(code.content))] ^= 1
+    return bytes(content)
+
+
+def test_equal_kernels_are_equal_whatever_made_them(kernel_recipe: Recipe, tmp_path: Path) -> None:
+    old = recorded(kernel_recipe, tmp_path / "old")
+    new = recorded(kernel_recipe, tmp_path / "new", {**CONDITIONS, "flags": "-O2"})
+    assert {each.verdict for each in compare(old, new)} == {"equal"}
+
+
+def test_other_kernels_are_a_finding_and_explain_programs_that_call_them(
+    kernel_recipe: Recipe, other_library: bytes, tmp_path: Path
+) -> None:
+    old = recorded(kernel_recipe, tmp_path / "old")
+    new = recorded(with_library(kernel_recipe, other_library), tmp_path / "new")
+    found = by_kind(compare(old, new))
+    kernels = found["kernels.so"]
+    assert (kernels.verdict, kernels.target) == ("differs", "cpu-host")
+    assert kernels.detail.startswith("1 of ")
+    assert " sections, code among them; " in kernels.detail
+    assert kernels.detail.endswith("the same compiler made them of the same sources")
+    called = found["executable"]
+    assert (called.verdict, called.reason) == (
+        "explained",
+        "the same, with another library of kernels",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        (
+            "compiler",
+            "g++ (Debian 14.2.0-19) 14.2.0; glibc 2.41",
+            "compiler g++ (Debian 12.2.0-14) 12.2.0; glibc 2.36 there, "
+            "g++ (Debian 14.2.0-19) 14.2.0; glibc 2.41 here",
+        ),
+        (
+            "flags",
+            "-O2 -march=x86-64-v2",
+            "flags -O3 -march=x86-64-v2 there, -O2 -march=x86-64-v2 here",
+        ),
+        (
+            "source toy.cc",
+            "sha256:" + "2" * 64,
+            "source toy.cc sha256:111111111111 there, sha256:222222222222 here",
+        ),
+    ],
+)
+def test_what_decided_the_kernels_and_differs_is_named_and_excuses_nothing(
+    kernel_recipe: Recipe,
+    other_library: bytes,
+    tmp_path: Path,
+    name: str,
+    value: str,
+    named: str,
+) -> None:
+    old = recorded(kernel_recipe, tmp_path / "old")
+    changed = with_library(kernel_recipe, other_library)
+    new = recorded(changed, tmp_path / "new", {**CONDITIONS, name: value})
+    kernels = by_kind(compare(old, new))["kernels.so"]
+    assert kernels.verdict == "differs"
+    assert kernels.detail.endswith(f"bytes; {named}")
+
+
+def test_a_bundle_that_records_the_version_of_its_compiler_alone_names_that(
+    kernel_recipe: Recipe, other_library: bytes, tmp_path: Path
+) -> None:
+    """As where the machine that packed it had no such compiler: its kernels came out of a shared store."""
+
+    def by_another(config: Any) -> Any:
+        kernels = dataclasses.replace(config.kernels, compiler="clang 19.1.7")
+        return dataclasses.replace(config, kernels=kernels)
+
+    old = recorded(kernel_recipe.configured(by_another), tmp_path / "old", {})
+    new = recorded(with_library(kernel_recipe, other_library), tmp_path / "new")
+    here = new.targets["cpu-host"].config.kernels
+    assert here is not None
+    kernels = by_kind(compare(old, new))["kernels.so"]
+    assert kernels.detail.endswith(f"; compiler clang 19.1.7 there, {here.compiler} here")
+
+
+def test_a_program_that_differs_beside_its_kernels_is_a_finding(
+    kernel_recipe: Recipe, other_library: bytes, tmp_path: Path
+) -> None:
+    """Or whoever changes a kernel could change all programs that call it."""
+    import zstandard
+
+    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
+
+    changed = with_library(kernel_recipe, other_library)
+    frame = changed.content(EXECUTABLES_MEDIA_TYPE)
+    raw = bytearray(zstandard.ZstdDecompressor().decompress(frame))
+    raw[-1] ^= 1
+    frame = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(bytes(raw))
+
+    def with_frame(config: Any) -> Any:
+        [program] = config.programs
+        segment = dataclasses.replace(
+            program.executable,
+            size=len(frame),
+            digest=digest_of(frame),
+            raw_digest=digest_of(bytes(raw)),
+        )
+        return dataclasses.replace(
+            config, programs=(dataclasses.replace(program, executable=segment),)
+        )
+
+    changed = changed.configured(with_frame).with_content(EXECUTABLES_MEDIA_TYPE, frame)
+    old, new = recorded(kernel_recipe, tmp_path / "old"), recorded(changed, tmp_path / "new")
+    assert by_kind(compare(old, new))["executable"].verdict == "differs"
+
+
+def test_a_rebuild_without_kernels_says_what_made_them(
+    kernel_recipe: Recipe, tmp_path: Path
+) -> None:
+    def without(config: Any) -> Any:
+        [program] = config.programs
+        program = dataclasses.replace(program, kernels=None)
+        return dataclasses.replace(config, kernels=None, programs=(program,))
+
+    bare = kernel_recipe.configured(without).layered(
+        lambda layers: tuple(each for each in layers if each.media_type != KERNELS_MEDIA_TYPE)
+    )
+    old, new = recorded(kernel_recipe, tmp_path / "old"), recorded(bare, tmp_path / "new", {})
+    kernels = by_kind(compare(old, new))["kernels.so"]
+    assert kernels.verdict == "differs"
+    assert "the rebuild has none, which " in kernels.detail
+    assert "no C++ compiler made them here" in kernels.detail

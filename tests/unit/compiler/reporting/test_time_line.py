@@ -1,0 +1,78 @@
+"""Whether lanes and the critical path tell how a build went."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.extent import examples
+
+from prejit.compiler.progress import Step
+from prejit.compiler.reporting.time_line import BETWEEN, critical_path, place
+
+
+def compiling(program: str, start: float, end: float) -> Step:
+    return Step(f"compiling {program}", start, end, program, "cpu-host")
+
+
+def test_programs_that_compile_side_by_side_are_in_lanes_of_their_own() -> None:
+    steps = [
+        Step("lowering b", 0.0, 1.0),
+        compiling("a", 0.0, 5.0),
+        compiling("b", 1.0, 2.0),
+        compiling("c", 2.0, 3.0),
+        Step("packing weights", 0.5, 2.0),
+        Step("waiting for another build", 2.0, 2.001),
+    ]
+    assert [(each.lane, each.what) for each in place(steps)] == [
+        ("worker 1", "compiling a"),
+        ("build", "lowering b"),
+        ("build 2", "packing weights"),
+        ("worker 2", "compiling b"),
+        ("worker 2", "compiling c"),
+    ]
+
+
+def test_the_critical_path_goes_back_to_what_each_step_waited_for() -> None:
+    steps = [
+        Step("lowering a", 0.5, 1.0),
+        compiling("a", 1.0, 4.0),
+        Step("lowering b", 1.0, 2.0),
+        compiling("b", 2.0, 9.0),
+        compiling("c", 4.0, 6.0),
+        Step("writing", 9.5, 10.0),
+    ]
+    assert [(link.what, link.start, link.end) for link in critical_path(steps, 10.0)] == [
+        (BETWEEN, 0.0, 0.5),
+        ("lowering a", 0.5, 1.0),
+        ("lowering b", 1.0, 2.0),
+        ("compiling b", 2.0, 9.0),
+        (BETWEEN, 9.0, 9.5),
+        ("writing", 9.5, 10.0),
+    ]
+    assert [link.what for link in critical_path([], 3.0)] == [BETWEEN]
+
+
+@settings(max_examples=examples(50, 300))
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20), st.booleans()), max_size=12),
+    st.integers(0, 5),
+)
+def test_a_critical_path_covers_the_whole_build_and_a_lane_holds_one_step_at_a_time(
+    spans: list[tuple[int, int, bool]], rest: int
+) -> None:
+    steps = [
+        Step(f"s{n}", float(start), float(start + length), "p" if worker else "")
+        for n, (start, length, worker) in enumerate(spans)
+    ]
+    seconds = max((step.end for step in steps), default=1.0) + rest
+    path = critical_path(steps, seconds)
+    assert path[0].start == 0
+    assert path[-1].end == seconds
+    assert all(a.end == b.start for a, b in pairwise(path))
+    placed = place(steps)
+    assert len(placed) == len(steps)
+    for a in placed:
+        for b in placed:
+            assert a is b or a.lane != b.lane or a.end <= b.start or b.end <= a.start

@@ -1,0 +1,94 @@
+"""Results in an OCI registry: its layers keep what they need, and its login is that of docker."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from tests.unit.compiler.sharing.fixtures import registry
+
+from benchmarks.harness.stores import docker_registry
+from prejit.compiler.sharing.objects import ANSWER_SECONDS
+from prejit.compiler.sharing.oci_registry import Repository
+from prejit.compiler.sharing.remote import RemoteError
+from prejit.compiler.sharing.shared_result import SharedResult, decode, encode
+from prejit.compiler.store.key import Key
+from prejit.runtime.base.digests import digest_of
+
+CONTENT = os.urandom(5 << 20)
+KEY = Key("compile", "demo/decode", (("stablehlo", "x"),))
+RESULT_OF_KEY = SharedResult(KEY, {"size": 3}, {digest_of(CONTENT): len(CONTENT)})
+AC, CAS = f"ac/{'a' * 64}", f"cas/{digest_of(CONTENT).removeprefix('sha256:')}"
+
+
+def round_trip(place: Repository, tmp_path: Path) -> None:
+    assert place.read(AC, 1000) is None
+    assert not place.has(CAS)
+    got = bytearray()
+    assert not place.download(CAS, got.extend)
+    file = tmp_path / "content"
+    file.write_bytes(CONTENT)
+    with file.open("rb") as content:
+        place.write(CAS, content)
+    place.write(AC, encode(RESULT_OF_KEY, None))
+    assert place.has(CAS)
+    assert place.download(CAS, got.extend)
+    assert got == CONTENT
+    result = place.read(AC, 10_000)
+    assert result is not None
+    assert decode(result, KEY, ()) == RESULT_OF_KEY
+
+
+def test_a_registry_holds_results_and_contents(tmp_path: Path) -> None:
+    with registry() as host:
+        round_trip(Repository(f"oci://{host}/team/store"), tmp_path)
+
+
+def test_the_login_of_docker_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with registry("me:secret") as host:
+        with pytest.raises(RemoteError):
+            Repository(f"oci://{host}/store").read(AC, 1000)
+        pair = base64.b64encode(b"me:secret").decode()
+        (tmp_path / ".docker").mkdir()
+        (tmp_path / ".docker" / "config.json").write_text(
+            json.dumps({"auths": {host: {"auth": pair}}})
+        )
+        round_trip(Repository(f"oci://{host}/store"), tmp_path)
+
+
+def test_a_registry_that_is_not_there_is_an_error_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens
+        with pytest.raises(RemoteError, match="oci://127"):
+            Repository(f"oci://127.0.0.1:{taken.getsockname()[1]}/x").read(AC, 1)
+
+
+def test_a_real_registry_holds_results_and_contents(tmp_path: Path) -> None:
+    server = docker_registry(tmp_path)
+    if server is None:
+        pytest.skip("docker-registry is not installed")
+    server.start()
+    try:
+        round_trip(Repository(server.url), tmp_path)
+    finally:
+        server.kill()
+
+
+def test_a_registry_may_take_time_to_store_a_large_blob(tmp_path: Path) -> None:
+    with registry(upload_seconds=1.5 * ANSWER_SECONDS) as host:
+        Repository(f"oci://{host}/store").write(CAS, CONTENT)
+
+
+def test_a_manifest_that_finds_a_blob_half_written_is_sent_again(tmp_path: Path) -> None:
+    """A registry on a file system answers 400 while another machine writes the same blob."""
+    with registry(refused=3) as host:
+        round_trip(Repository(f"oci://{host}/store"), tmp_path)
+    with registry(refused=4) as host:
+        place = Repository(f"oci://{host}/store")
+        with pytest.raises(RemoteError, match="400"):
+            place.write(AC, encode(RESULT_OF_KEY, None))

@@ -1,0 +1,102 @@
+"""The file of shared stores: mistakes are named, and nothing is loosened by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.unit.compiler.sharing.fixtures import private_key, private_pem
+
+from prejit.compiler.sharing.sharing_settings import STORE, read_stores
+from prejit.runtime.errors import PolicyError, PrejitError, StoreError, UsageError
+
+
+def write(directory: Path, text: str) -> str:
+    (directory / "key.pem").write_bytes(private_pem())
+    (directory / "key.pub.pem").write_text(private_key().public.pem)
+    (directory / "stores.toml").write_text(text)
+    return str(directory / "stores.toml")
+
+
+def test_nothing_is_shared_unless_somebody_says_so() -> None:
+    assert not read_stores(None, {}).tiers
+
+
+def test_a_url_or_a_directory_is_read_and_written(tmp_path: Path) -> None:
+    (tier,) = read_stores("http://127.0.0.1:9/x").tiers
+    assert (tier.remote.name, tier.writes, tier.believed) == ("http://127.0.0.1:9/x", True, ())
+    (tier,) = read_stores(None, {STORE: str(tmp_path / "a b")}).tiers
+    assert tier.remote.name == (tmp_path / "a b").as_uri()
+
+
+def test_a_file_says_who_writes_and_who_is_believed(tmp_path: Path) -> None:
+    found = read_stores(
+        write(
+            tmp_path,
+            'namespace = "branch"\n[[store]]\nurl = "http://127.0.0.1:9"\nread = ["branch", "release"]\n'
+            'write = true\nkeys = ["key.pub.pem"]\nsign = "key.pem"\n'
+            '[[store]]\nurl = "oci://127.0.0.1:9/x"\n',
+        )
+    )
+    assert found.namespace == "branch"
+    shown = [
+        (each.namespace, each.writes, each.signer is not None, len(each.believed))
+        for each in found.tiers
+    ]
+    assert shown == [
+        ("branch", True, True, 1),
+        ("release", False, False, 1),  # nobody writes into another namespace
+        ("branch", False, False, 0),
+    ]
+
+
+WRONG: dict[str, tuple[str, type[PrejitError], str]] = {
+    "no TOML": ("[[store", UsageError, "expected TOML"),
+    "no store": ('namespace = "x"', UsageError, r"expected a table \[\[store\]\]"),
+    "no url": ("[[store]]\nwrite = true", UsageError, "store 1: expected url"),
+    "unknown key": (
+        '[[store]]\nurl = "http://x"\nkey = "a"',
+        UsageError,
+        "store 1: key: expected one",
+    ),
+    "wrong type": (
+        '[[store]]\nurl = "http://x"\nwrite = "yes"',
+        UsageError,
+        "write: expected bool",
+    ),
+    "keys no texts": (
+        '[[store]]\nurl = "http://x"\nkeys = [1]',
+        UsageError,
+        "keys: expected a list",
+    ),
+    "key missing": (
+        '[[store]]\nurl = "http://x"\nkeys = ["no.pem"]',
+        StoreError,
+        "no.pem: cannot read",
+    ),
+    "a private key believed": (
+        '[[store]]\nurl = "http://x"\nkeys = ["key.pem"]',
+        PolicyError,
+        "found a private one",
+    ),
+    "signs what nobody writes": (
+        '[[store]]\nurl = "http://x"\nsign = "key.pem"',
+        UsageError,
+        "sign: expected write = true",
+    ),
+    "no repository": ('[[store]]\nurl = "oci://host"', UsageError, "a host and a repository"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_names_the_file_and_the_key(tmp_path: Path, case: str) -> None:
+    text, kind, reason = WRONG[case]
+    with pytest.raises(kind, match=reason) as raised:
+        read_stores(write(tmp_path, text))
+    if kind is UsageError and "no repository" not in case:
+        assert "stores.toml" in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot read it"):
+        read_stores(str(tmp_path / "stores.toml"))

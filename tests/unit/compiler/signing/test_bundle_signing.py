@@ -1,0 +1,160 @@
+"""Keys that cannot sign are refused with the next step, and signatures are of the files that are there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from tests.layouts import blob, index_of
+from tests.recipes import Recipe
+from tests.signers import signer
+
+from prejit.compiler.signing.bundle_signing import sign
+from prejit.compiler.signing.model_signing import files_of
+from prejit.compiler.signing.private_key import parse_private_key, read_private_key
+from prejit.runtime.__main__ import main
+from prejit.runtime.errors import PolicyError, RejectError, StoreError, UsageError
+from prejit.runtime.format.names import PARTS_MEDIA_TYPE
+
+PEM, PKCS8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+PLAIN = serialization.NoEncryption()
+
+
+@pytest.mark.parametrize("form", [PKCS8, serialization.PrivateFormat.TraditionalOpenSSL])
+@pytest.mark.parametrize(
+    ("password", "found"),
+    [(None, "because the key is encrypted, found none"), ("wrong", "found a wrong one")],
+)
+def test_an_encrypted_key_needs_its_password(
+    form: serialization.PrivateFormat, password: str | None, found: str
+) -> None:
+    secret = serialization.BestAvailableEncryption(b"sesame")
+    pem = ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, form, secret)
+    assert parse_private_key(pem, "key", "sesame").sign(b"x")
+    with pytest.raises(UsageError, match=f"^key: expected .*{found}") as raised:
+        parse_private_key(pem, "key", password)
+    assert raised.value.hint == "set PREJIT_KEY_PASSWORD to the key's password"
+
+
+def test_signing_without_a_key_says_how(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["sign", str(tmp_path)]) == 2
+    assert "hint: --key FILE signs with a private key" in capsys.readouterr().err
+
+
+def test_a_plain_key_needs_no_password() -> None:
+    plain = ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, PKCS8, PLAIN)
+    with pytest.raises(UsageError, match="found a plain one") as raised:
+        parse_private_key(plain, "key", "sesame")
+    assert raised.value.hint is not None
+    assert "unset PREJIT_KEY_PASSWORD" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    "pem",
+    [
+        b"",
+        b"no key",
+        signer("a").public.pem.encode(),
+        ed25519.Ed25519PrivateKey.generate().private_bytes(PEM, PKCS8, PLAIN),
+    ],
+    ids=["empty", "text", "public", "Ed25519"],
+)
+def test_what_is_no_private_key_of_ecdsa_is_refused(pem: bytes) -> None:
+    with pytest.raises(UsageError, match=r"^key: expected") as raised:
+        parse_private_key(pem, "key")
+    assert raised.value.hint
+
+
+def test_a_curve_that_no_policy_takes_is_refused() -> None:
+    pem = ec.generate_private_key(ec.SECP256K1()).private_bytes(PEM, PKCS8, PLAIN)
+    with pytest.raises(PolicyError, match="secp256k1"):
+        parse_private_key(pem, "key")
+
+
+def test_a_key_that_is_not_there_is_a_store_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot read a key"):
+        read_private_key(tmp_path / "gone.pem")
+
+
+def test_a_bundle_that_all_have_signed_is_signed_again_after_a_writer_was_killed(
+    bundle_dir: Path,
+) -> None:
+    assert sign(bundle_dir, signer("a")).added
+    for leftover in (".index.json.1.0badcafe.tmp", "blobs/sha256/.0123.1.0badcafe.tmp"):
+        (bundle_dir / leftover).write_text("half")
+    assert not sign(bundle_dir, signer("a")).added
+    assert not list(bundle_dir.rglob("*.tmp"))
+
+
+def test_an_error_after_signatures_were_attached_says_so(bundle_dir: Path) -> None:
+    beside = bundle_dir.with_name(f"{bundle_dir.name}.sig")
+    beside.mkdir()
+    with pytest.raises(StoreError, match=r"cannot write: .* signatures were attached to") as raised:
+        sign(bundle_dir, signer("a"))
+    assert raised.value.hint is not None
+    assert "then sign again" in raised.value.hint
+    beside.rmdir()
+    assert not sign(bundle_dir, signer("a")).added  # they have stayed
+    assert beside.is_file()
+
+
+def damaged_file(bundle: Path, kind: str) -> Path:
+    """Flip a byte of a file of a bundle."""
+    root = json.loads((bundle / "index.json").read_bytes())
+    listed = next(at for at in root["manifests"] if at.get("artifactType") == PARTS_MEDIA_TYPE)
+    target = index_of(bundle)["manifests"][0]
+    at = listed if kind == "list of parts" else target
+    manifest = json.loads(blob(bundle, at["digest"]).read_bytes())
+    file = blob(bundle, max(manifest["layers"], key=lambda each: each["size"])["digest"])
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    return file
+
+
+@pytest.mark.parametrize("kind", ["list of parts", "weights"])
+@pytest.mark.parametrize("command", ["sign", "channel release", "rebuild --verify"])
+def test_a_damaged_bundle_is_vouched_for(
+    kind: str,
+    command: str,
+    recipe: Recipe,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bundle = recipe.write_described(tmp_path / "bundle")
+    file = damaged_file(bundle, kind)
+    before = (bundle / "index.json").read_bytes()
+    key, channel = tmp_path / "key.pem", tmp_path / "stable.json"
+    key.write_bytes(ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, PKCS8, PLAIN))
+    given = {
+        "sign": ("sign", bundle, "--key", key),
+        "channel release": ("channel", "release", channel, bundle, "--name", "x", "--key", key),
+        "rebuild --verify": ("rebuild", "--verify", bundle),
+    }[command]
+    assert main([*map(str, given)]) == RejectError.exit_code
+    assert str(file) in capsys.readouterr().err
+    assert (bundle / "index.json").read_bytes() == before
+    assert not channel.exists()
+    assert not bundle.with_name("bundle.sig").exists()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "blobs/sha256/short", "blobs/other"])
+def test_a_file_that_does_not_belong_to_the_bundle_is_not_signed(
+    name: str, bundle_dir: Path
+) -> None:
+    assert files_of(bundle_dir)
+    (bundle_dir / name).write_text("x")
+    with pytest.raises(RejectError, match="expected files of the bundle alone"):
+        files_of(bundle_dir)
+
+
+def test_a_link_in_the_directory_is_not_signed(bundle_dir: Path) -> None:
+    file = next((bundle_dir / "blobs" / "sha256").iterdir())
+    file.with_name("f" * 64).symlink_to(file)
+    with pytest.raises(RejectError, match="symbolic link"):
+        files_of(bundle_dir)

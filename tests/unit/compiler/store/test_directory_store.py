@@ -1,0 +1,364 @@
+"""The build cache: kills, damage, full disks and races never make it give a wrong answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prejit.compiler.store.directory_store import DirectoryStore, default_root
+from prejit.compiler.store.key import Key
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.errors import StoreError
+
+KEY = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("portable", "x")))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore.open(tmp_path / "cache")
+
+
+def test_a_sealed_text_is_another_one_in_every_store_and_the_same_in_every_process(
+    cache: DirectoryStore, tmp_path: Path
+) -> None:
+    sealed = cache.seal("password")
+    assert sealed == DirectoryStore.open(cache.root).seal("password") != cache.seal("passwort")
+    assert "password" not in sealed
+    assert sealed != DirectoryStore.open(tmp_path / "another").seal("password")
+    [secret] = cache.root.glob("v1/secret-*")
+    assert secret.stat().st_mode & 0o777 == 0o600
+    secret.write_bytes(b"cut")
+    assert DirectoryStore.open(cache.root).seal("password") != sealed
+    assert secret.stat().st_size == 32
+
+
+def test_what_cannot_be_written_still_seals(tmp_path: Path) -> None:
+    """A plan writes nothing, and a cache may be read-only."""
+    store = DirectoryStore(tmp_path / "absent")
+    assert store.seal("a") == store.seal("a") != DirectoryStore(tmp_path / "absent").seal("a")
+    assert not (tmp_path / "absent").exists()
+
+
+def temp_files(cache: DirectoryStore) -> list[Path]:
+    return list((cache.root / "v1" / "temp").iterdir())
+
+
+def action_file(cache: DirectoryStore) -> Path:
+    (path,) = (cache.root / "v1" / "actions").rglob("*.json")
+    return path
+
+
+def python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """A process that runs code that has imported DirectoryStore."""
+    setup = (
+        "import sys\nfrom pathlib import Path\n"
+        "from prejit.compiler.store.directory_store import DirectoryStore\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", setup + code, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_what_was_stored_is_found(cache: DirectoryStore) -> None:
+    content = os.urandom(5000)
+    digest = cache.put_blob(content)
+    assert digest == digest_of(content)
+    with cache.blob_writer() as blob:
+        blob.write(content[:10])
+        blob.write(memoryview(content)[10:])
+    assert (blob.digest, blob.size) == (digest, 5000)
+    path = cache.blob_path(digest)
+    assert path is not None
+    assert path.read_bytes() == content == cache.read_blob(digest)
+    cache.put(KEY, {"executable": digest, "sizes": [1, 2]}, blobs=[digest])
+    assert cache.get(KEY, verify=True) == {"executable": digest, "sizes": [1, 2]}
+    assert temp_files(cache) == []
+
+
+def test_what_was_not_stored_is_a_miss(cache: DirectoryStore) -> None:
+    other = Key("compile", KEY.name, (("jaxlib", "0.12.0"), ("portable", "x")))
+    cache.put(KEY, {})
+    assert cache.get(other) is None
+    assert cache.get(Key("lower", KEY.name, KEY.ingredients)) is None
+    assert cache.read_blob(digest_of(b"")) is None
+    assert cache.blob_path(digest_of(b"")) is None
+
+
+def test_the_last_key_of_a_name_is_remembered(cache: DirectoryStore) -> None:
+    newer = Key("compile", KEY.name, (("jaxlib", "0.12.0"),))
+    assert not cache.last_keys("compile", KEY.name)
+    cache.put(KEY, {})
+    cache.put(newer, {})
+    cache.put(Key("lower", KEY.name, ()), {})
+    assert cache.last_keys("compile", KEY.name) == (newer,)
+    assert not cache.last_keys("compile", "../../other")
+
+
+def test_a_flipped_bit_in_a_blob_heals(cache: DirectoryStore) -> None:
+    content = b"executable" * 3
+    digest = cache.put_blob(content)
+    path = cache.blob_path(digest)
+    assert path is not None
+    for at in range(len(content)):
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        assert (cache.read_blob(digest) if at % 2 else cache._blobs.verify(digest) or None) is None
+        assert not path.exists()
+        assert cache.put_blob(content) == digest
+        assert cache.read_blob(digest) == content
+
+
+@pytest.mark.parametrize("size", [0, 5, 29, 31])
+def test_a_blob_of_another_size_is_a_miss_at_lookup(cache: DirectoryStore, size: int) -> None:
+    content = b"executable" * 3
+    digest = cache.put_blob(content)
+    cache.put(KEY, {}, blobs=[digest])
+    path = cache.blob_path(digest)
+    assert path is not None
+    path.write_bytes((content * 2)[:size])
+    assert cache.get(KEY) is None
+    path.unlink()
+    assert cache.get(KEY) is None
+    cache.put_blob(content)
+    assert cache.get(KEY) == {}
+
+
+def test_a_blob_that_differs_in_content_only_is_a_miss_when_verified(cache: DirectoryStore) -> None:
+    digest = cache.put_blob(b"right")
+    cache.put(KEY, {}, blobs=[digest])
+    path = cache.blob_path(digest)
+    assert path is not None
+    path.write_bytes(b"wrong")
+    assert cache.get(KEY, verify=True) is None
+
+
+def test_writing_a_blob_again_replaces_a_damaged_one(cache: DirectoryStore) -> None:
+    digest = cache.put_blob(b"right")
+    path = cache.blob_path(digest)
+    assert path is not None
+    path.write_bytes(b"wrong")
+    cache.put_blob(b"right")
+    assert cache.read_blob(digest) == b"right"
+
+
+def test_every_damaged_byte_of_an_action_is_a_miss_and_heals(cache: DirectoryStore) -> None:
+    cache.put(KEY, {"memory": 12345})
+    path = action_file(cache)
+    content = path.read_bytes()
+    damages = [
+        content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :] for at in range(len(content))
+    ]
+    for damaged in [*damages, b"", content[:-1], content + b" ", b"\0" * len(content)]:
+        path.write_bytes(damaged)
+        assert cache.get(KEY) is None
+        assert not path.exists()
+    cache.put(KEY, {"memory": 12345})
+    assert cache.get(KEY) == {"memory": 12345}
+
+
+def test_a_block_that_fails_leaves_nothing(cache: DirectoryStore) -> None:
+    def write_half() -> None:
+        with cache.blob_writer() as blob:
+            blob.write(b"half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_half()
+    assert temp_files(cache) == []
+    assert cache.blob_path(digest_of(b"half")) is None
+
+
+def test_a_result_without_its_blob_is_not_stored(cache: DirectoryStore) -> None:
+    with pytest.raises(StoreError, match="expected blob sha256:"):
+        cache.put(KEY, {}, blobs=[digest_of(b"never written")])
+    assert cache.get(KEY) is None
+
+
+@pytest.mark.parametrize("root", ["file", "file/below"])
+def test_an_unusable_directory_is_reported_at_once(tmp_path: Path, root: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot write the build cache") as caught:
+        DirectoryStore.open(tmp_path / root)
+    assert caught.value.hint is not None
+    assert "PREJIT_CACHE" in caught.value.hint
+
+
+def test_the_default_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("PREJIT_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert default_root() == Path("/home/me/.cache/prejit/build")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert default_root() == Path("/home/me/.cache/prejit/build")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert default_root() == Path("/xdg/prejit/build")
+    monkeypatch.setenv("PREJIT_CACHE", "/mine")
+    assert default_root() == Path("/mine")
+
+
+@pytest.fixture
+def writer(cache: DirectoryStore) -> Iterator[subprocess.Popen[str]]:
+    """A process in the middle of writing a blob."""
+    code = """
+with DirectoryStore(Path(sys.argv[1])).blob_writer() as blob:
+    blob.write(b"half" * 10000)
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+    with python(code, cache.root) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        yield process
+        process.kill()
+
+
+def test_a_killed_writer_leaves_a_temp_file_that_the_next_start_sweeps(
+    cache: DirectoryStore, writer: subprocess.Popen[str]
+) -> None:
+    DirectoryStore.open(cache.root)
+    assert len(temp_files(cache)) == 1  # the writer lives: its file is left alone
+    writer.kill()
+    writer.wait()
+    assert len(temp_files(cache)) == 1
+    DirectoryStore.open(cache.root)
+    assert temp_files(cache) == []
+    assert cache.read_blob(digest_of(b"half" * 10000)) is None
+
+
+def test_kills_at_any_moment_leave_only_whole_results(tmp_path: Path) -> None:
+    code = """
+from prejit.compiler.store.key import Key
+cache = DirectoryStore.open(Path(sys.argv[1]))
+print("ready", flush=True)
+number = 0
+while True:
+    number += 1
+    content = f"{number}".encode() * 20000
+    digest = cache.put_blob(content)
+    cache.put(Key("compile", f"{number % 7}", (("number", f"{number}"),)), {"n": number}, blobs=[digest])
+"""
+    root = tmp_path / "cache"
+    for attempt in range(5):
+        process = python(code, root)
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(0.01 + 0.017 * attempt)
+            process.send_signal(signal.SIGKILL)
+    cache = DirectoryStore.open(root)
+    assert temp_files(cache) == []
+    blobs = list((root / "v1" / "blobs" / "sha256").iterdir())
+    assert blobs
+    assert all(cache.read_blob(f"sha256:{path.name}") is not None for path in blobs)
+    found = 0
+    for number in range(1, len(blobs) + 1):
+        result = cache.get(Key("compile", "", (("number", f"{number}"),)), verify=True)
+        found += result == {"n": number}
+        assert result in ({"n": number}, None)
+    assert found >= len(blobs) - 5  # each kill may cost the one result that was under way
+
+
+def test_a_full_disk_is_reported_and_leaves_no_temp_files(tmp_path: Path) -> None:
+    # The limit on a file's size fails where a full disk does: in write, flush or close.
+    code = """
+import resource
+from prejit.runtime.errors import StoreError
+cache = DirectoryStore.open(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+for content in (b"x" * 1_000_000, b"y" * 100_001):
+    try:
+        cache.put_blob(content)
+    except StoreError as error:
+        print(error.describe())
+cache.put_blob(b"z" * 100_000)
+print(len(list((cache.root / "v1" / "temp").iterdir())))
+"""
+    output, errors = python(code, tmp_path / "cache").communicate()
+    assert errors == ""
+    lines = output.splitlines()
+    assert lines[-1] == "0"
+    assert output.count(f"error[store]: {tmp_path / 'cache'}/v1/") == 2
+    assert output.count("cannot write the build cache: File too large") == 2
+    assert output.count("hint: free some space") == 2
+
+
+RACER = """
+import random
+from prejit.compiler.store.key import Key
+from prejit.runtime.base.digests import digest_of
+random.seed(sys.argv[2])
+cache = DirectoryStore.open(Path(sys.argv[1]))
+hits = 0
+for number in range(60):
+    number %= 12
+    content = f"{number}".encode() * 3000
+    key = Key("compile", f"{number}", (("number", f"{number}"),))
+    if random.random() < 0.1:  # damage
+        path = cache.blob_path(digest_of(content))
+        if path is not None:
+            try:
+                with path.open("r+b") as file:
+                    file.seek(random.randrange(len(content)))
+                    file.write(b"!")
+            except FileNotFoundError:
+                pass
+    result = cache.get(key)
+    found = cache.read_blob(digest_of(content))
+    assert found in (None, content), "a wrong answer"
+    assert result in (None, {"n": number})
+    hits += result is not None
+    if found is None or result is None:
+        digest = cache.put_blob(content)
+        try:
+            cache.put(key, {"n": number}, blobs=[digest])
+        except Exception as error:  # another process has just deleted it as damaged
+            assert "expected blob" in str(error), error
+    DirectoryStore.open(Path(sys.argv[1]))  # sweeps among the writers
+print(hits)
+"""
+
+
+def test_eight_processes_that_damage_and_heal_one_cache_never_see_a_wrong_answer(
+    tmp_path: Path,
+) -> None:
+    racers = [python(RACER, tmp_path / "cache", seed) for seed in range(8)]
+    outputs = [racer.communicate() for racer in racers]
+    assert [errors for _, errors in outputs] == [""] * 8
+    assert sum(int(output) for output, _ in outputs) > 100
+    assert temp_files(DirectoryStore.open(tmp_path / "cache")) == []
+
+
+def test_a_blob_that_replaces_a_damaged_one_is_not_deleted_for_it(
+    cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = cache.put_blob(b"content")
+    path = cache.blob_path(digest)
+    assert path is not None
+    path.write_bytes(b"c0ntent")
+    same, healer = os.path.samestat, threading.Thread(target=cache.put_blob, args=[b"content"])
+
+    def same_before_a_replacement(one: os.stat_result, other: os.stat_result) -> bool:
+        found = same(one, other)
+        if healer.ident is None:
+            healer.start()
+            healer.join(0.5)  # it has to wait for the deletion
+        return found
+
+    monkeypatch.setattr(os.path, "samestat", same_before_a_replacement)
+    assert cache.read_blob(digest) is None
+    healer.join()
+    assert cache.read_blob(digest) == b"content"

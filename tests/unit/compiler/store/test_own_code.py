@@ -1,0 +1,390 @@
+"""The digest of our own code in keys: all code that decides a result, no other code, and no prose."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from prejit.compiler.store import own_code
+from prejit.compiler.store.own_code import code_digest
+from prejit.compiler.store.source_file import definitions
+
+Edit = Callable[[str, Callable[[str], str]], None]
+READ = cache(definitions)
+"""Reads each text once in all tests."""
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A copy of our sources."""
+    at, unwanted = tmp_path_factory.mktemp("sources"), shutil.ignore_patterns("*.so", "*.pyc")
+    return {
+        name: Path(shutil.copytree(root, at / name, ignore=unwanted))
+        for name, root in own_code._ROOTS.items()
+    }
+
+
+@pytest.fixture
+def edit(copied: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
+    """Changes the source of a module, in a copy of ours, until the end of the test."""
+    monkeypatch.setattr(own_code, "_ROOTS", copied)
+    monkeypatch.setattr(own_code, "definitions", READ)
+    originals: dict[Path, str] = {}
+
+    def change(module: str, how: Callable[[str], str]) -> None:
+        file = own_code._file(module)
+        before = file.read_text()
+        originals.setdefault(file, before)
+        after = how(before)
+        assert after != before, "the edit changes nothing"
+        file.write_text(after)
+        forget()
+
+    forget()
+    yield change
+    for file, content in originals.items():
+        file.write_text(content)
+    forget()
+
+
+def forget() -> None:
+    for cached in (
+        *(own_code.code_digest, own_code.reached, own_code._known),
+        *(own_code._content, own_code._links, own_code._module, own_code._is_module),
+    ):
+        cached.cache_clear()
+
+
+STEPS = {
+    name: roots
+    for name, roots in vars(own_code).items()
+    if name.isupper() and not name.startswith("_") and isinstance(roots, tuple)
+}
+"""The roots of each step's code."""
+MODELS = {"LOWERING", "WEIGHTS", "ACCURACY"}
+LOWERED = {"LOWERING", "USER_DECODERS"}
+CHANGES = [
+    # What decides a result makes it again, and no other.
+    ("compiler.models.families.gpt2:GPT2", MODELS),
+    ("compiler.models.layers.rope:frequencies", MODELS),
+    ("compiler.models.sharding:shardings", {"LOWERING"}),
+    (
+        "compiler.models.precision:quantized",
+        {"WEIGHTS", "OWN_WEIGHTS", "OWN_ACCURACY", "USER_DECODERS"},
+    ),
+    ("compiler.lowering.sampling_programs:sample", LOWERED),
+    ("compiler.lowering.decoder:lower_decoder", LOWERED),
+    ("compiler.lowering.user.lower:lower_function", {"USER_FUNCTIONS"}),
+    ("compiler.pipeline.lowering:put_lowered", {*LOWERED, "USER_FUNCTIONS"}),
+    ("compiler.checkpoint.checkpoint:Checkpoint", {"WEIGHTS", "ACCURACY"}),
+    ("compiler.pipeline.pack.bundle_files:_entry", {"PACKING"}),
+    ("compiler.pipeline.measure.model_comparison:of_decoder", {"ACCURACY", "OWN_ACCURACY"}),
+    ("compiler.pipeline.measure.golden_child:NUDGE", {"GOLDEN"}),
+    ("compiler.pipeline.measure.sizes_child:_NUDGE", {"SIZES"}),
+    ("runtime.machine.fingerprint:Fingerprint", {"GOLDEN"}),
+    ("compiler.compile.worker.worker_compile:ZSTD_LEVEL", {"COMPILING"}),
+    ("compiler.compile.worker.disassembly:in_order", {"COMPILING"}),
+    ("compiler.compile.worker.xla:CompileFor", {"COMPILING"}),
+    ("runtime.device.portable:compile_ahead", {"COMPILING"}),
+    ("runtime.device._jaxlib:compile_options", {"COMPILING", "GOLDEN", "SIZES"}),
+    ("compiler.native.library:_LINK_FLAGS", {"KERNELS"}),
+    ("compiler.checkpoint.tokenizer_check:", {"TOKENIZER"}),
+    # What starts, feeds, keeps, packs, serves or shows decides nothing, even in the same file.
+    ("compiler.compile.worker.requests:serve", set()),
+    ("compiler.compile.worker_process:WorkerProcess", set()),
+    ("compiler.compile.pool:WorkerPool", set()),
+    ("compiler.native.library:find_kernels", set()),
+    ("compiler.pipeline.lowering:products_of", set()),
+    ("compiler.pipeline.pack.bundle_files:assemble", set()),
+    ("compiler.pipeline.plan:plan_build", set()),
+    ("compiler.pipeline.run:build", set()),
+    ("compiler.store.directory_store:DirectoryStore", set()),
+    ("compiler.targets.toolchain:Toolchain", set()),
+    ("compiler.progress:Plain", set()),
+    ("compiler.cli.build_command:build", set()),
+    ("runtime.format.bundle_schema:ImageManifest", set()),
+    ("runtime.cli.commands:", set()),
+    ("runtime.generation.batch:", set()),
+]
+
+
+@pytest.mark.parametrize(("place", "steps"), CHANGES, ids=[place for place, _ in CHANGES])
+def test_a_change_of_our_code_makes_again_what_it_decides_and_nothing_else(
+    place: str, steps: set[str], edit: Edit
+) -> None:
+    before = {name: code_digest(*roots) for name, roots in STEPS.items()}
+    module, _, name = place.partition(":")
+    edit(
+        f"prejit.{module}",
+        lambda source: f"{source}\n{name} = {name}\n" if name else f"{source}\nprint(1)\n",
+    )
+    assert not name or f"prejit.{place}" in defined(f"prejit.{module}"), "it is gone"
+    after = {step for step, roots in STEPS.items() if code_digest(*roots) != before[step]}
+    assert after == steps
+
+
+def defined(module: str) -> set[str]:
+    """The names that a module defines twice: of which an edit added the second."""
+    named = own_code._module(module).named
+    return {f"{module}:{name}" for name, found in named.items() if len(found) == 2}
+
+
+def rewritten(source: str) -> str:
+    """The source as the parser sees it, without a comment, a blank line or a docstring, and with new ones."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            text = ast.Expr(ast.Constant('Another "docstring",\nwith ( in it. # No comment.'))
+            if ast.get_docstring(node) is None:
+                node.body.insert(0, text)
+            else:
+                node.body[0] = text
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def test_prose_changes_no_digest(edit: Edit) -> None:
+    """Nothing of any module but its code counts; unparsed twice, code has one form."""
+    results = tuple(STEPS.values())
+    modules = own_code.imported(*(root for roots in results for root in roots))
+    for module in modules:
+        edit(
+            module, lambda source: ast.unparse(ast.parse(source)) + "\n# The form of the parser.\n"
+        )
+    before = [code_digest(*each) for each in results]
+    for module in modules:
+        edit(module, lambda source: "# A comment.\n\n" + rewritten(source) + "\n\n")
+    assert [code_digest(*each) for each in results] == before
+
+
+MAIN, HELPER, OTHER = (f"prejit.compiler.{name}" for name in ("main", "base.helper", "base.other"))
+SOURCES = {
+    MAIN: """
+        from typing import TYPE_CHECKING
+        from prejit.compiler.base.helper import double
+
+        if TYPE_CHECKING:
+            from prejit.compiler.base.other import Other
+
+        def run(x):
+            if x < 0:
+                raise ValueError(f"expected 0 or more, found {x}")
+            return double(x) + len("text")
+        """,
+    HELPER: "def double(x):\n    return 2 * x\n",
+    OTHER: "def double(x):\n    return x + x\n\nclass Other:\n    pass\n",
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
+    """Edits one of SOURCES."""
+    monkeypatch.setattr(own_code, "_ROOTS", {"prejit.compiler": tmp_path})
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "__init__.py").touch()
+    for name, source in SOURCES.items():
+        own_code._file(name).write_text(textwrap.dedent(source))
+
+    def change(module: str, how: Callable[[str], str]) -> None:
+        file = own_code._file(module)
+        before = file.read_text()
+        assert how(before) != before, "the edit changes nothing"
+        file.write_text(how(before))
+        forget()
+
+    forget()
+    yield change
+    forget()
+
+
+def replaced(old: str, new: str) -> Callable[[str], str]:
+    return lambda source: source.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (MAIN, "def run", '"""What it is for: (."""\n\n\ndef run'),
+        (MAIN, "if x <", "# Why: it's so.\n    if x <"),
+        (MAIN, "return double(x) +", "return double(  # both\n        x) +"),
+        (MAIN, "expected 0 or more, found {x}", "cannot double {x}"),
+        (MAIN, "import Other", "import Other, Another"),
+        (MAIN, '"text"', "'te' 'xt'"),
+        (MAIN, "return double(x) +", "return (double(x,)) +"),
+        (HELPER, "    return", "    'Return twice x.'\n    return"),
+        (OTHER, "x + x", "x - x"),
+    ],
+    ids=[
+        "docstring",
+        "comment",
+        "line break",
+        "error",
+        "types only",
+        "quotes",
+        "brackets",
+        "helper",
+        "not imported",
+    ],
+)
+def test_prose_and_what_does_not_run_change_no_digest(
+    module: str, old: str, new: str, package: Edit
+) -> None:
+    before = code_digest(MAIN)
+    package(module, replaced(old, new))
+    assert code_digest(MAIN) == before
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (MAIN, "x < 0", "x < 1"),
+        (MAIN, '"text"', '"texts"'),
+        (MAIN, "ValueError", "TypeError"),
+        (MAIN, "base.helper", "base.other"),
+        (MAIN, "    return", "return"),
+        (HELPER, "2 *", "3 *"),
+    ],
+    ids=["statement", "text", "kind of error", "import", "indentation", "helper"],
+)
+def test_all_that_runs_changes_the_digest(module: str, old: str, new: str, package: Edit) -> None:
+    before = code_digest(MAIN)
+    package(module, replaced(old, new))
+    assert code_digest(MAIN) != before
+
+
+def test_what_an_import_runs_changes_the_digest_of_all_that_the_module_defines(
+    package: Edit,
+) -> None:
+    before = code_digest(f"{MAIN}:run")
+    package(HELPER, lambda source: f"{source}\nprint(1)\n")
+    assert code_digest(f"{MAIN}:run") != before
+
+
+def test_a_module_that_moves_changes_no_digest(package: Edit) -> None:
+    before = code_digest(MAIN)
+    own_code._file(HELPER).rename(own_code._file("prejit.compiler.helping"))
+    package(MAIN, replaced("prejit.compiler.base.helper", "prejit.compiler.helping"))
+    assert HELPER not in own_code.imported(MAIN)
+    assert code_digest(MAIN) == before
+
+
+def sources_in_keys() -> Iterator[tuple[str, str]]:
+    """The name and the source of each module whose code is in keys."""
+    for module in own_code.imported(*(root for roots in STEPS.values() for root in roots)):
+        yield module, own_code._file(module).read_text("utf-8")
+
+
+def walked(node: ast.AST) -> Iterator[ast.AST]:
+    """All that runs within a node: no types of arguments and results, and no texts of errors."""
+    if isinstance(node, ast.Raise):
+        for each in ast.walk(node):
+            if isinstance(each, ast.JoinedStr):
+                each.values = []
+    for name, value in ast.iter_fields(node):
+        is_type = name == "annotation" and isinstance(node, ast.arg)
+        if is_type or (
+            name == "returns" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            is_unused = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            if isinstance(child, ast.AST) and not is_unused:
+                yield child
+                yield from walked(child)
+
+
+def test_imports_are_found_as_python_finds_them() -> None:
+    for module, source in sources_in_keys():
+        expected = set[tuple[str, str]]()
+        for node in walked(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                names = [alias for alias in node.names if alias.name.startswith("prejit.")]
+                expected |= {(alias.name, alias.asname or alias.name) for alias in names}
+            elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("prejit."):
+                assert node.level == 0, f"{module}: relative imports are not found"
+                for alias in node.names:
+                    expected.add((f"{node.module}.{alias.name}", alias.asname or alias.name))
+        found, top = READ(source)
+        imports = [*top, *(each for one in found for each in one.imports)]
+        names = {(".".join(filter(None, (e.statement, e.name))), e.local) for e in imports}
+        assert names == expected, module
+
+
+def test_definitions_and_what_they_mention_are_found_as_python_finds_them() -> None:
+    """A name that is not found would be missing in keys, with all that it stands for."""
+    for module, source in sources_in_keys():
+        found, _ = READ(source)
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names = {node.name}
+            elif isinstance(node, ast.AnnAssign) or (
+                isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Tuple)
+            ):
+                targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+                names = {
+                    n.id for each in targets for n in ast.walk(each) if isinstance(n, ast.Name)
+                }
+            else:
+                continue
+            mentioned = {n.id for n in walked(node) if isinstance(n, ast.Name)}
+            defining = [each for each in found if names & {*each.names}]
+            assert {name for each in defining for name in each.names} >= names, (module, names)
+            missing = mentioned - {name for each in defining for name, _ in each.mentions}
+            assert not missing, (module, names, missing)
+
+
+def test_a_root_that_is_gone_is_an_error(package: Edit) -> None:
+    """Its step would have a digest without its code."""
+    with pytest.raises(ValueError, match=r"found nothing at prejit\.compiler\.main:gone"):
+        code_digest(f"{MAIN}:gone")
+
+
+def test_code_beside_what_is_used_changes_no_digest(package: Edit) -> None:
+    package(HELPER, lambda source: source + "\ndef triple(x):\n    return 3 * x\n")
+    before = code_digest(f"{MAIN}:run")
+    package(HELPER, replaced("3 *", "4 *"))
+    assert code_digest(f"{MAIN}:run") == before
+    package(HELPER, replaced("2 *", "triple(1) - 1 *"))
+    used = code_digest(f"{MAIN}:run")
+    package(HELPER, replaced("4 *", "5 *"))
+    assert code_digest(f"{MAIN}:run") != used
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "    return {}(x)\n",
+        "    return list(map({}, [x]))\n",
+        "    return f'{{{}(x)}}'\n",
+        "    def inner(y={}):\n        return y(x)\n    return inner()\n",
+    ],
+    ids=["call", "value", "f-string", "default"],
+)
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [
+        ("from prejit.compiler.base.other import double", "double"),
+        ("from prejit.compiler.base.other import double as twice", "twice"),
+        ("from prejit.compiler.base import other", "other.double"),
+        ("import prejit.compiler.base.other as another", "another.double"),
+    ],
+)
+def test_code_is_found_however_it_is_imported_and_used(
+    statement: str, name: str, use: str, package: Edit
+) -> None:
+    for place in ("top", "inside"):
+        body = use.format(name)
+        inside = f"    {statement}\n" if place == "inside" else ""
+        top = f"{statement}\n" if place == "top" else ""
+        package(MAIN, lambda _, t=top, i=inside, b=body: f"{t}\ndef run(x):\n{i}{b}")
+        before = code_digest(f"{MAIN}:run")
+        package(OTHER, replaced("class Other:\n    pass\n", "class Other:\n    x = 1\n"))
+        assert code_digest(f"{MAIN}:run") == before
+        package(OTHER, replaced("x + x", "x - -x"))
+        assert code_digest(f"{MAIN}:run") != before
+        package(OTHER, lambda _: textwrap.dedent(SOURCES[OTHER]))

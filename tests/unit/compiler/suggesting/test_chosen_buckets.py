@@ -1,0 +1,137 @@
+"""Whether suggested buckets fit the budget, keep what is served today, and pad less."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.extent import examples
+
+from prejit.compiler.manifest.manifest import Encode, Generate, Manifest, Model
+from prejit.compiler.manifest.reading import check_manifest
+from prejit.compiler.manifest.specs import program_specs
+from prejit.compiler.suggesting.chosen_buckets import (
+    Buckets,
+    decoder_buckets,
+    encoder_buckets,
+    suggest_decoder,
+    suggest_encoder,
+)
+from prejit.compiler.suggesting.log import LoggedEncoding, LoggedGeneration, LoggedRequests
+from prejit.runtime.errors import UsageError
+
+MODEL = Model(str(Path(__file__).parents[4] / "manifests" / "demo-model"))
+GENERATIONS = st.lists(
+    st.builds(
+        LoggedGeneration,
+        st.integers(0, 300),
+        st.integers(0, 60),
+        st.integers(0, 20),
+        st.integers(1, 6),
+    ),
+    min_size=1,
+    max_size=12,
+)
+ENCODINGS = st.lists(
+    st.builds(LoggedEncoding, st.integers(1, 90), st.integers(1, 9)), min_size=1, max_size=12
+)
+
+
+def decoder_log(generations: list[LoggedGeneration]) -> LoggedRequests:
+    return LoggedRequests(Counter(generations), {}, {})
+
+
+def overhead(buckets: Buckets) -> float:
+    return math.prod(axis.computed / axis.needed for axis in buckets.axes if axis.needed)
+
+
+@settings(max_examples=examples(20, 200), deadline=None)
+@given(GENERATIONS, st.integers(12, 60))
+def test_more_programs_never_pad_a_decoder_more_and_the_budget_is_kept(
+    generations: list[LoggedGeneration], budget: int
+) -> None:
+    log = decoder_log(generations)
+    less, more = suggest_decoder(log, budget), suggest_decoder(log, budget + 7)
+    assert less.programs <= budget
+    assert overhead(more) <= overhead(less) * (1 + 1e-9)
+    assert less.beyond == 0
+    assert isinstance(less.table, Generate)
+    manifest = Manifest("b", model=MODEL, generate=less.table, targets=("cpu-host",))
+    check_manifest(manifest)  # it could be pasted
+    assert len(program_specs(manifest)) == less.programs
+
+
+@settings(max_examples=examples(20, 200), deadline=None)
+@given(ENCODINGS, st.integers(3, 40))
+def test_more_programs_never_pad_an_encoder_more_and_the_budget_is_kept(
+    encodings: list[LoggedEncoding], budget: int
+) -> None:
+    log = LoggedRequests({}, Counter(encodings), {})
+    less, more = suggest_encoder(log, budget), suggest_encoder(log, budget + 3)
+    assert less.programs <= budget
+    assert overhead(more) <= overhead(less) * (1 + 1e-9)
+    assert less.beyond == 0
+
+
+def test_a_decoder_still_serves_the_longest_prompt_context_and_batch_of_today() -> None:
+    log = decoder_log([LoggedGeneration(20, 10, batch=2)] * 50)
+    today = Generate(batch=(1, 8), prompt=(16, 64), context=(128, 1024), draft_tokens=4)
+    found = suggest_decoder(log, 40, today)
+    assert isinstance(found.table, Generate)
+    assert (found.table.batch[0], found.table.batch[-1]) == (1, 8)
+    assert found.table.context[-1] == 1024
+    assert found.table.prompt[-1] == 64
+    assert found.table.draft_tokens == 4
+    assert 24 in found.table.prompt
+    assert 2 in found.table.batch
+    assert overhead(found) < overhead(decoder_buckets(log, today))
+
+
+def test_an_encoder_still_serves_the_longest_sentence_and_the_largest_batch_of_today() -> None:
+    log = LoggedRequests({}, {LoggedEncoding(20): 9}, {})
+    found = suggest_encoder(log, 12, Encode(((1, 16), (32, 256))))
+    assert isinstance(found.table, Encode)
+    assert (32, 256) in found.table.shapes
+    assert (1, 24) in found.table.shapes
+
+
+def test_requests_beyond_the_longest_context_are_counted_and_break_nothing() -> None:
+    log = decoder_log([LoggedGeneration(500, 100), LoggedGeneration(10, 10)])
+    today = Generate(batch=(1,), prompt=(16,), context=(128,))
+    assert decoder_buckets(log, today).beyond == 1
+    assert suggest_decoder(log, 12, today).beyond == 1
+
+
+def test_padding_of_a_decoder_is_what_its_steps_and_chunks_compute() -> None:
+    # 20 tokens in chunks of 16: 16 + 8; steps at lengths 21 and 22 in a context of 32.
+    log = decoder_log([LoggedGeneration(20, 2, batch=1)])
+    table = Generate(batch=(2,), prompt=(8, 16), context=(16, 32))
+    prompt, context, batch = decoder_buckets(log, table).axes
+    assert (prompt.needed, prompt.computed) == (20, 24)
+    assert (context.needed, context.computed) == (43, 64)
+    assert batch.padding == pytest.approx(0.5)
+
+
+def test_padding_of_an_encoder_counts_rows_and_tokens() -> None:
+    log = LoggedRequests({}, {LoggedEncoding(10, 3): 2}, {})
+    (axis,) = encoder_buckets(log, Encode(((1, 64), (4, 16)))).axes
+    assert (axis.needed, axis.computed) == (60, 128)
+
+
+def test_times_of_a_log_decide_its_batches() -> None:
+    log = LoggedRequests({LoggedGeneration(8, 8): 1}, {}, {1: 1.0, 3: 9.0, 4: 0.1})
+    found = suggest_decoder(log, 9)
+    assert isinstance(found.table, Generate)
+    assert found.table.batch == (1, 4)
+    assert decoder_buckets(log, found.table).axes[2].needed == pytest.approx(28.4)
+
+
+def test_a_budget_that_holds_no_buckets_is_an_error() -> None:
+    with pytest.raises(UsageError, match="one size of each axis, found 1"):
+        suggest_decoder(decoder_log([LoggedGeneration(8, 8)]), 1)
+    with pytest.raises(UsageError, match="at least 3 programs"):
+        suggest_encoder(LoggedRequests({}, {LoggedEncoding(8): 1}, {}), 2)

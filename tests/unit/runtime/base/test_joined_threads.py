@@ -1,0 +1,59 @@
+"""A thread that the interpreter stops inside XLA aborts the process."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from prejit.runtime.base.joined_threads import start_thread
+
+EXITS_AT_ONCE = """
+import threading, time
+from prejit.runtime.base.joined_threads import start_thread
+
+def work():
+    time.sleep(0.2)
+    print("finished", flush=True)
+
+daemon = threading.Thread(target=lambda: start_thread(work, "work"), daemon=True)
+daemon.start()
+daemon.join()
+"""
+
+STARTS_TOO_LATE = """
+import atexit
+from prejit.runtime.base.joined_threads import start_thread
+
+atexit.register(lambda: print(start_thread(lambda: None, "late"), flush=True))
+"""
+
+
+def run(program: str) -> str:
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.strip()
+
+
+def test_a_process_waits_for_a_thread_that_a_daemon_has_started() -> None:
+    assert run(EXITS_AT_ONCE) == "finished"
+
+
+def test_no_thread_starts_when_the_interpreter_no_longer_waits_for_it() -> None:
+    assert run(STARTS_TOO_LATE) == "None"
+
+
+def test_a_thread_runs_its_target_under_its_name() -> None:
+    names: list[str] = []
+    thread = start_thread(lambda: names.append(threading.current_thread().name), "named")
+    assert thread is not None
+    thread.join()
+    assert names == ["named"]
+
+
+def test_no_thread_starts_where_the_system_allows_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert start_thread(lambda: None, "refused") is None

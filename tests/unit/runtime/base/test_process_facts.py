@@ -1,0 +1,124 @@
+"""What the kernel says of this process: how many threads it may use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from prejit.runtime.base import process_facts
+from prejit.runtime.errors import UsageError
+
+V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+V1 = "31 23 0:27 / /sys/fs/cgroup/cpu,cpuacct rw shared:5 - cgroup cgroup rw,cpu,cpuacct\n"
+V1_OTHER = "32 23 0:28 / /sys/fs/cgroup/memory rw shared:6 - cgroup cgroup rw,memory\n"
+
+
+@pytest.fixture(autouse=True)
+def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("PREJIT_THREADS", raising=False)
+
+
+def threads(root: Path, files: Mapping[str, str]) -> int:
+    """Of a process where /proc and /sys hold these files."""
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return process_facts.kernel_threads(str(root))
+
+
+def v2(group: str, limits: Mapping[str, str], mounts: str = V2) -> dict[str, str]:
+    """A process in a group of the unified hierarchy, with cpu.max of some groups."""
+    files = {"proc/self/cgroup": f"0::{group}\n", "proc/self/mountinfo": mounts}
+    return files | {f"sys/fs/cgroup/{at}cpu.max": f"{limit}\n" for at, limit in limits.items()}
+
+
+def v1(group: str, limits: Mapping[str, tuple[int, int]], mounts: str = V1) -> dict[str, str]:
+    files = {
+        "proc/self/cgroup": f"12:memory:/elsewhere\n4:cpu,cpuacct:{group}\n0::/\n",
+        "proc/self/mountinfo": V1_OTHER + mounts,
+    }
+    for at, (quota, period) in limits.items():
+        files[f"sys/fs/cgroup/cpu,cpuacct/{at}cpu.cfs_quota_us"] = f"{quota}\n"
+        files[f"sys/fs/cgroup/cpu,cpuacct/{at}cpu.cfs_period_us"] = f"{period}\n"
+    return files
+
+
+def test_no_control_groups_are_a_limit(tmp_path: Path) -> None:
+    assert threads(tmp_path, {}) == 8
+    assert threads(tmp_path, v2("/", {})) == 8
+    assert threads(tmp_path, v2("/", {"": "max 100000"})) == 8
+    assert threads(tmp_path, v1("/", {"": (-1, 100000)})) == 8
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("200000 100000", 2),
+        ("250000 100000", 2),
+        ("50000 100000", 1),
+        ("20000 10000", 2),
+        ("1600000 100000", 8),
+    ],
+)
+def test_a_quota_of_the_unified_hierarchy_is_exceeded(
+    limit: str, expected: int, tmp_path: Path
+) -> None:
+    assert threads(tmp_path, v2("/", {"": limit})) == expected
+
+
+def test_the_quota_of_a_group_above_is_exceeded(tmp_path: Path) -> None:
+    limits = {"": "max 100000", "pod/": "300000 100000", "pod/box/": "max 100000"}
+    assert threads(tmp_path, v2("/pod/box", limits)) == 3
+    limits |= {"pod/box/": "200000 100000"}
+    assert threads(tmp_path, v2("/pod/box", limits)) == 2
+
+
+def test_a_quota_of_the_old_hierarchies_is_exceeded(tmp_path: Path) -> None:
+    assert threads(tmp_path, v1("/", {"": (400000, 100000)})) == 4
+    limits = {"": (-1, 100000), "a/": (300000, 100000), "a/b/": (500000, 100000)}
+    assert threads(tmp_path, v1("/a/b", limits)) == 3
+
+
+def test_a_container_that_sees_its_part_of_a_hierarchy_has_no_quota(tmp_path: Path) -> None:
+    """Its mount begins at its own group, whose path is the host's."""
+    mounts = V1.replace(" / ", " /docker/abc ")
+    assert threads(tmp_path, v1("/docker/abc", {"": (200000, 100000)}, mounts)) == 2
+    inner = {"": (-1, 100000), "in/": (300000, 100000)}
+    assert threads(tmp_path, v1("/docker/abc/in", inner, mounts)) == 3
+    assert threads(tmp_path, v1("/docker/abcd", {"": (200000, 100000)}, mounts)) == 2
+
+
+def test_files_that_say_something_else_are_an_error(tmp_path: Path) -> None:
+    for limit in ("", "max", "x y", "1 0", "-5 100000", "1 2 3", "\xff"):
+        assert threads(tmp_path, v2("/", {"": limit})) == 8
+    broken = {"proc/self/cgroup": "\nnonsense\n1:2", "proc/self/mountinfo": "\n- \n1 - cgroup2\n"}
+    assert threads(tmp_path, broken) == 8
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1", 1), ("3", 3), ("64", 8), ("03", 3), ("", 8)])
+def test_the_setting_is_no_upper_bound(
+    text: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREJIT_THREADS", text)
+    assert threads(tmp_path, {}) == expected
+    assert threads(tmp_path, v2("/", {"": "200000 100000"})) == min(expected, 2)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "all", " 2", "٣", "1" * 4000])
+def test_a_setting_that_is_no_number_of_threads_is_taken(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREJIT_THREADS", text)
+    with pytest.raises(UsageError, match="PREJIT_THREADS: expected an integer of at least 1") as at:
+        threads(tmp_path, {})
+    assert at.value.hint
+    assert len(str(at.value)) < 200
+
+
+def test_the_quota_is_read_from_elsewhere() -> None:
+    """The real files of this machine."""
+    assert 1 <= process_facts.kernel_threads() <= 8

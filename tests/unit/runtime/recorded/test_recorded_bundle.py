@@ -1,0 +1,313 @@
+"""Recorded bundles are verified before jax sees a byte, unpacked once, and verified again at each start."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prejit.runtime import __main__
+from prejit.runtime.errors import RejectError, StoreError, UsageError
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.recorded import recorded_bundle
+from prejit.runtime.recorded.recorded_bundle import on_cpu, open_recorded
+from prejit.runtime.store import receipts
+
+from .conftest import FILES, Write, content_of, layer_of
+
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+
+
+def found_in(directory: Path | None) -> dict[str, bytes]:
+    assert directory is not None
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+EXPECTED = {file: content_of(name) for name, file in FILES.items()}
+
+
+def test_the_files_are_those_that_were_recorded_and_cannot_be_written(
+    write_recorded: Write, runtime_cache: Path
+) -> None:
+    opened = open_recorded(write_recorded())
+    assert opened.name == "serve"
+    assert opened.verdict.matches
+    assert found_in(opened.directory) == EXPECTED
+    assert opened.directory is not None
+    assert opened.directory.is_relative_to(runtime_cache)
+    assert {path.stat().st_mode & 0o777 for path in opened.directory.iterdir()} == {0o444}
+    assert opened.directory.stat().st_mode & 0o777 == 0o555
+    assert [path.name for path in opened.directory.parent.iterdir()] == [opened.directory.name]
+
+
+def test_a_second_start_unpacks_nothing(
+    write_recorded: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_recorded()
+    first = open_recorded(path)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("unpacked again")
+
+    monkeypatch.setattr(recorded_bundle, "read_files", fail)
+    assert open_recorded(path).directory == first.directory
+
+
+def test_files_that_no_start_used_for_a_month_make_room(write_recorded: Write) -> None:
+    first = open_recorded(write_recorded())
+    assert first.directory is not None
+    old = first.directory.with_name("0" * 64)
+    used = first.directory.with_name("1" * 64)
+    for directory, days in ((old, 31), (used, 29)):
+        directory.mkdir()
+        (directory / "file").touch()
+        os.utime(directory, (0, time.time() - days * 86400))
+    os.utime(first.directory, (0, time.time() - 40 * 86400))
+    assert open_recorded(write_recorded()).directory == first.directory
+    assert old.exists(), "only what unpacks removes"
+    recorded_bundle._remove_unused(old.parent)
+    assert sorted(old.parent.iterdir()) == sorted([first.directory, used])
+
+
+def test_a_third_start_hashes_nothing(
+    write_recorded: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receipts of the second say what it would find."""
+    monkeypatch.setattr(receipts, "SETTLED_SECONDS", -1.0)
+    path = write_recorded()
+    open_recorded(path)
+
+    def fail(descriptor: int) -> str:
+        raise AssertionError("hashed again")
+
+    monkeypatch.setattr(recorded_bundle, "digest_file", fail)
+    assert found_in(open_recorded(path).directory) == EXPECTED
+
+
+def damage_content(directory: Path) -> None:
+    file = directory / FILES["jit_score"]
+    file.chmod(0o644)
+    content = bytearray(file.read_bytes())
+    content[7] ^= 1
+    file.write_bytes(content)
+
+
+def damage_size(directory: Path) -> None:
+    file = directory / FILES["jit_score"]
+    file.chmod(0o644)
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def remove_file(directory: Path) -> None:
+    (directory / FILES["jit_score"]).unlink()
+
+
+def add_file(directory: Path) -> None:
+    (directory / f"jit_other-{'0' * 64}-cache").write_bytes(b"of somebody else")
+
+
+def link_file(directory: Path) -> None:
+    file = directory / FILES["jit_score"]
+    elsewhere = directory.parent.parent / "elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+
+
+def open_directory(directory: Path) -> None:
+    directory.chmod(0o777)
+
+
+def open_file(directory: Path) -> None:
+    (directory / FILES["jit_score"]).chmod(0o666)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [damage_content, damage_size, remove_file, add_file, link_file, open_directory, open_file],
+    ids=lambda change: change.__name__,
+)
+def test_what_somebody_changed_in_the_cache_is_replaced(
+    change: object, write_recorded: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receipts, "SETTLED_SECONDS", -1.0)  # with receipts for the sound files
+    path = write_recorded()
+    directory = open_recorded(path).directory
+    assert directory is not None
+    directory.chmod(0o755)
+    assert callable(change)
+    change(directory)
+    again = open_recorded(path).directory
+    assert found_in(again) == EXPECTED
+    assert again is not None
+    assert not any(file.is_symlink() for file in again.iterdir())
+    assert again.stat().st_mode & 0o777 == 0o555
+    assert {file.stat().st_mode & 0o777 for file in again.iterdir()} == {0o444}
+
+
+def test_many_starts_at_once_get_the_same_whole_directory(write_recorded: Write) -> None:
+    path = write_recorded()
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: found_in(open_recorded(path).directory), range(24)))
+    assert all(each == EXPECTED for each in found)
+
+
+def test_two_first_starts_unpack_once_and_never_take_away_the_directory(
+    write_recorded: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = write_recorded(), recorded_bundle.read_files
+    found = []
+    other = threading.Thread(target=lambda: found.append(open_recorded(path).directory))
+    unpacked = []
+
+    def read_beside_another(*arguments: Any) -> None:
+        unpacked.append(arguments)
+        if other.ident is None:
+            other.start()
+            other.join(0.5)  # it has to wait
+        read(*arguments)
+
+    monkeypatch.setattr(recorded_bundle, "read_files", read_beside_another)
+    directory = open_recorded(path).directory
+    assert directory is not None
+    before = directory.stat().st_ino
+    other.join()
+    assert found == [directory]
+    assert directory.stat().st_ino == before
+    assert len(unpacked) == 1
+
+
+def test_what_a_killed_start_unpacked_goes_when_the_next_one_unpacks(
+    write_recorded: Write, runtime_cache: Path
+) -> None:
+    root = runtime_cache / "recorded" / "v1"
+    (root / ".abc.12.34.tmp").mkdir(parents=True)
+    (root / ".abc.12.34.tmp" / "file").write_bytes(b"half")
+    directory = open_recorded(write_recorded()).directory
+    assert list(root.iterdir()) == [directory]
+
+
+def test_directories_of_a_clock_that_was_wrong_grow_old_from_now_on(
+    write_recorded: Write, runtime_cache: Path
+) -> None:
+    directory = runtime_cache / "recorded" / "v1" / ("0" * 64)
+    directory.mkdir(parents=True)
+    os.utime(directory, (0, time.time() + 5000 * 86400))
+    open_recorded(write_recorded())
+    assert directory.stat().st_mtime < time.time() + 3600
+
+
+@settings(
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_flipped_bit_of_the_layer_never_reaches_the_directory(
+    place: float, bit: int, write_recorded: Write, runtime_cache: Path
+) -> None:
+    path = write_recorded()
+    layer = layer_of(path)
+    content = bytearray(layer.read_bytes())
+    content[int(place * len(content))] ^= 1 << bit
+    layer.write_bytes(content)
+    with pytest.raises(RejectError):
+        open_recorded(path)
+    assert not list(runtime_cache.glob("recorded/v1/*"))
+
+
+def test_a_damaged_bundle_starts_no_command(
+    write_recorded: Write, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_recorded()
+    layer = layer_of(path)
+    layer.write_bytes(layer.read_bytes()[:-1] + b"?")
+    for options in ([], ["--report"], ["--require-aot"]):
+        words = ["run", str(path), *options, "--", "touch", str(tmp_path / "started")]
+        assert __main__.main(words) == 4
+    assert "error[reject]" in capfd.readouterr().err
+    assert not (tmp_path / "started").exists()
+
+
+def test_another_machine_gets_the_reason_and_no_files(
+    write_recorded: Write, runtime_cache: Path
+) -> None:
+    opened = open_recorded(write_recorded(jaxlib="0.0.1"))
+    assert opened.directory is None
+    assert opened.verdict.reason().startswith("jaxlib: needs 0.0.1, found")
+    assert len(opened.programs) == 2
+    assert not runtime_cache.exists()
+
+
+def test_a_mismatch_is_an_error_where_nothing_may_compile(
+    write_recorded: Write, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_recorded(jaxlib="0.0.1")
+    for options in (["--on-mismatch", "error"], ["--require-aot"]):
+        words = ["run", str(path), *options, "--", "touch", str(tmp_path / "started")]
+        assert __main__.main(words) == 3
+        found = capfd.readouterr().err
+        assert "jaxlib: needs 0.0.1, found" in found
+        assert "hint: add a target on this machine with: prejit record" in found
+    assert not (tmp_path / "started").exists()
+    words = ["run", str(path), "--report", "--", "touch", str(tmp_path / "started")]
+    assert __main__.main(words) == 0
+    assert (tmp_path / "started").exists()
+    assert "The program runs without the bundle" in capfd.readouterr().err
+
+
+def test_a_program_on_the_cpu_of_a_machine_with_a_gpu_gets_the_files_for_cpus(
+    write_recorded: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Fingerprint.current()
+
+    def current(_: type[Fingerprint]) -> Fingerprint:
+        import dataclasses
+
+        return dataclasses.replace(here, platform="cuda", device_kind="NVIDIA L4", device_count=1)
+
+    monkeypatch.setattr(Fingerprint, "current", classmethod(current))
+    assert found_in(open_recorded(write_recorded()).directory) == EXPECTED
+    assert on_cpu(Fingerprint.current()) == here
+
+
+def test_a_bundle_of_programs_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="found one of `prejit build`"):
+        open_recorded(GOLDEN / "chunks")
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    write_recorded: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(StoreError, match="cannot make this directory") as caught:
+        open_recorded(write_recorded())
+    assert "PREJIT_RUNTIME_CACHE" in (caught.value.hint or "")
+
+
+def test_inspect_and_verify_show_recorded_files(
+    write_recorded: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_recorded()
+    assert __main__.main(["inspect", str(path)]) == 0
+    assert "jit_score" in capsys.readouterr().out
+    assert __main__.main(["verify", str(path)]) == 0
+    assert "1 targets, 2 programs" in capsys.readouterr().out
+    layer = layer_of(path)
+    layer.write_bytes(layer.read_bytes()[:-1] + b"?")
+    assert __main__.main(["verify", str(path)]) == 4
+
+
+def test_the_unpacked_directory_is_named_by_content(write_recorded: Write) -> None:
+    """A recording that adds programs makes another directory: a running program keeps its own."""
+    first = open_recorded(write_recorded(names=("jit_score",))).directory
+    second = open_recorded(write_recorded()).directory
+    assert first != second
+    assert first is not None
+    assert os.listdir(first) == [FILES["jit_score"]]

@@ -1,0 +1,233 @@
+"""A command runs as if nothing stood between: its status, its signals, its own sitecustomize."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from prejit.runtime.errors import UsageError
+from prejit.runtime.recorded.hook import ENVIRONMENT
+from prejit.runtime.recorded.hook.watch import Orders
+from prejit.runtime.recorded.recorded_run import cache_settings, environment_for, run_command
+
+NOTHING = Orders({})
+
+
+def environment(**more: str) -> dict[str, str]:
+    return environment_for(NOTHING, {**os.environ, **more})
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143), ("kill -KILL $$", 137)],
+)
+def test_the_status_is_that_of_the_command(command: str, status: int) -> None:
+    assert run_command(["sh", "-c", command], dict(os.environ)) == status
+
+
+def test_a_command_that_does_not_exist_is_named() -> None:
+    with pytest.raises(UsageError, match="no-such-command: cannot start the command: No such file"):
+        run_command(["no-such-command"], dict(os.environ))
+
+
+WRAPPER = """
+import os, signal, sys
+from prejit.runtime.recorded.recorded_run import become, run_command
+# A shell ignores one for what it starts in the background, nohup the other: the command would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+start = run_command if sys.argv[1] == "run" else become
+sys.exit(start(sys.argv[2:], dict(os.environ)))
+"""
+TRAPPING = "trap 'echo got it; exit 9' {name}; echo ready; while :; do sleep 0.02; done"
+
+
+@pytest.mark.parametrize("start", ["run", "become"])
+@pytest.mark.parametrize("name", ["INT", "TERM", "HUP", "USR1"])
+def test_a_signal_reaches_the_command(start: str, name: str) -> None:
+    words = [sys.executable, "-c", WRAPPER, start, "sh", "-c", TRAPPING.format(name=name)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(getattr(signal, f"SIG{name}"))
+        assert process.stdout.read() == "got it\n"
+        assert process.wait(60) == 9
+
+
+LATE = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+// The wait of a process whose READY names a file begins after this file is there and a signal has come.
+static void before_the_wait(void) {
+  const char *ready = getenv("READY");
+  if (ready == NULL) return;
+  while (access(ready, F_OK) != 0) usleep(1000);
+  unsetenv("READY");
+  kill(getpid(), SIGUSR1);
+}
+
+pid_t waitpid(pid_t process, int *status, int options) {
+  if ((options & WNOHANG) == 0) before_the_wait();
+  pid_t (*real)(pid_t, int *, int) = dlsym(RTLD_NEXT, "waitpid");
+  return real(process, status, options);
+}
+
+ssize_t read(int file, void *bytes, size_t count) {
+  struct stat found;
+  if (fstat(file, &found) == 0 && S_ISFIFO(found.st_mode)) before_the_wait();
+  ssize_t (*real)(int, void *, size_t) = dlsym(RTLD_NEXT, "read");
+  return real(file, bytes, count);
+}
+"""
+WAITER = """
+import os, sys
+from prejit.runtime.recorded.recorded_run import run_command
+plain = dict(os.environ)
+os.environ["READY"] = sys.argv[1]
+sys.exit(run_command(["sh", "-c", sys.argv[2]], plain))
+"""
+
+
+def test_a_signal_that_comes_just_before_the_wait_reaches_the_command(tmp_path: Path) -> None:
+    ready, shim = tmp_path / "ready", tmp_path / "late.so"
+    compile_shim = ["gcc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(shim), "-ldl"]
+    subprocess.run(compile_shim, input=LATE, text=True, check=True)
+    trapping = f"trap 'exit 9' USR1; touch {ready}; for i in $(seq 500); do sleep 0.02; done"
+    done = subprocess.run(
+        [sys.executable, "-c", WAITER, str(ready), trapping],
+        env={**os.environ, "LD_PRELOAD": str(shim)},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 9
+
+
+def test_a_signal_of_the_terminal_reaches_the_command_once() -> None:
+    """The terminal sends it to both. A server would take a second one as an order to drop its requests."""
+    counting = (
+        "import signal, time\n"
+        "seen = []\n"
+        "signal.signal(signal.SIGINT, lambda *_: seen.append(1))\n"
+        "print('ready', flush=True)\n"
+        "while not seen: time.sleep(0.02)\n"
+        "time.sleep(0.6)\n"  # until then a second one has come
+        "print(len(seen), flush=True)\n"
+    )
+    primary, secondary = os.openpty()
+    words = [sys.executable, "-c", WRAPPER, "run", sys.executable, "-c", counting]
+    with subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *words],
+        stdin=secondary,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.write(primary, b"\x03")
+        assert process.stdout.read() == "1\n"
+    os.close(primary)
+    os.close(secondary)
+
+
+@pytest.mark.parametrize("start", ["run", "become"])
+def test_a_command_can_be_ended_by_a_broken_pipe(start: str) -> None:
+    """Python ignores SIGPIPE, and what a process ignores its commands ignore, too."""
+    shown = "grep SigIgn /proc/self/status"
+    done = subprocess.run(
+        [sys.executable, "-c", WRAPPER, start, "sh", "-c", shown],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ignored = int(done.stdout.split()[1], 16)
+    assert not ignored & (1 << (signal.SIGPIPE - 1))
+
+
+def test_settings_travel_in_the_environment(tmp_path: Path) -> None:
+    settings = cache_settings(tmp_path, write=False)
+    found = environment_for(Orders(settings), {"PYTHONPATH": "/their/own"})
+    assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path)
+    assert found["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] == "none"
+    assert float(found["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]) == 1e9
+    assert found["PYTHONPATH"].endswith(f"{os.pathsep}/their/own")
+    assert json.loads(found[ENVIRONMENT])["settings"] == settings
+
+
+def test_a_program_without_jax_finds_what_it_finds_without_prejit(tmp_path: Path) -> None:
+    """The same sys.path and the same modules, but for the finder that waits for jax."""
+    script = (
+        "import json, sys; print(json.dumps([sys.path, sorted(sys.modules), len(sys.meta_path)]))"
+    )
+    plain, hooked = (
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for env in ({**os.environ}, environment())
+    )
+    assert hooked[0] == plain[0]
+    assert set(hooked[1]) - set(plain[1]) <= {"sitecustomize"}
+    assert hooked[2] == plain[2] + 1
+
+
+def test_the_sitecustomize_of_the_program_runs(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.theirs = 1\n")
+    script = "import sys, sitecustomize; print(sys.theirs, sitecustomize.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["1", str(tmp_path / "sitecustomize.py")]
+    assert done.stderr == ""
+
+
+def test_a_sitecustomize_that_misses_a_module_is_reported_as_ever(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import no_such_module\n")
+    outputs = []
+    for env in ({**os.environ, "PYTHONPATH": str(tmp_path)}, environment(PYTHONPATH=str(tmp_path))):
+        done = subprocess.run(
+            [sys.executable, "-c", "print(1)"], env=env, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == "1\n"
+        outputs.append("No module named 'no_such_module'" in done.stderr)
+    assert outputs == [True, True]
+
+
+def test_a_hook_that_fails_is_a_line_on_stderr(tmp_path: Path) -> None:
+    """jax here is a package of one line, which has nothing to watch."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("NAME = 'not really jax'\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import jax; print(jax.NAME, hasattr(jax.__loader__, '__dict__'))"],
+        env=environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "not really jax True\n"
+    assert done.stderr.startswith("prejit: cannot watch jax in this process: ImportError")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_waiting_costs_no_time() -> None:
+    """The parent sleeps until the command ends."""
+    before = time.process_time()
+    run_command(["sleep", "0.3"], dict(os.environ))
+    assert time.process_time() - before < 0.1

@@ -1,0 +1,299 @@
+"""A start in parts: they add up, each moment has one part, and a slow stage shows in its own part."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import prejit.runtime
+from prejit.runtime import StartReport
+from prejit.runtime.base import files, process_facts
+from prejit.runtime.base.process_facts import Span
+from prejit.runtime.device.device import Device
+from prejit.runtime.format.verification import Job, Verification
+from prejit.runtime.loader import load
+from prejit.runtime.programs import placing
+from prejit.runtime.start.start_report import split
+
+X = np.ones((2, 16), np.float32)
+PARTS = ("process", "imports", "reading", "verifying", "loading", "first_run", "other")
+ME, OTHER = 1, 2
+SLOW = 0.7
+
+
+def parts(found: StartReport) -> dict[str, float]:
+    return {name: getattr(found, f"{name}_seconds") for name in PARTS}
+
+
+def parts_of(*spans: Span, **options: Any) -> dict[str, float]:
+    """Parts of a start from 0 to 100: loads from 20 to 60, first request from 70, by thread 1."""
+    given: dict[str, Any] = {
+        "loaded": Span("loading", ME, 20, 60),
+        "asked": (70.0, ME),
+        "answered": (100.0, ME),
+        "is_first": True,
+        "read_share": 0.25,
+        "hashed_bytes": 1,
+        "receipt_bytes": 2,
+        "verity_bytes": 3,
+    }
+    found = split(spans=spans, **{**given, **options})
+    assert sum(parts(found).values()) == pytest.approx(found.total_seconds)
+    return {name: value for name, value in parts(found).items() if value}
+
+
+@pytest.fixture
+def at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process started at 0, and the first line of prejit ran at 5."""
+    monkeypatch.setattr(process_facts, "exec_time", lambda: 0.0)
+    monkeypatch.setattr(prejit.runtime, "first_line", 5.0)
+    monkeypatch.setattr(process_facts, "imports", [])
+
+
+def test_a_start_without_spans_is_process_load_and_first_run(at_zero: None) -> None:
+    assert parts_of() == {"process": 5, "loading": 40, "first_run": 30, "other": 25}
+
+
+def test_the_inner_part_has_the_time(at_zero: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        process_facts, "imports", [Span("imports", ME, 6, 18), Span("imports", ME, 21, 24)]
+    )
+    found = parts_of(
+        Span("reading", ME, 30, 40),
+        Span("verification", ME, 34, 38),
+        Span("loading", ME, 72, 92),
+        Span("verification", ME, 80, 88),
+    )
+    assert found == {
+        "process": 5,
+        "imports": 15,
+        "reading": 6 + 3,  # a quarter of verification was reading
+        "verifying": 9,
+        "loading": 40 - 3 - 10 + 12,
+        "first_run": 10,
+        "other": 100 - 5 - 15 - 9 - 9 - 39 - 10 + 0,
+    }
+
+
+def test_what_other_threads_do_meanwhile_counts_nothing(at_zero: None) -> None:
+    busy = [Span("verification", OTHER, 22, 59), Span("loading", OTHER, 70, 99)]
+    assert parts_of(*busy) == parts_of()
+
+
+def test_two_threads_of_one_start_do_not_count_twice(at_zero: None) -> None:
+    """One thread loads, another makes the first request, and waits while the first still prepares."""
+    both = [Span("loading", ME, 62, 80), Span("loading", OTHER, 75, 85)]
+    found = parts_of(*both, asked=(70.0, OTHER), answered=(100.0, OTHER))
+    assert found == {"process": 5, "loading": 40 + 8 + 10, "first_run": 20, "other": 17}
+
+
+def test_before_the_first_result_a_start_ends_with_load(at_zero: None) -> None:
+    for unfinished in ({"asked": None}, {"answered": None}, {"asked": None, "answered": None}):
+        assert parts_of(**unfinished) == {"process": 5, "loading": 40, "other": 15}
+
+
+def test_a_later_load_begins_when_it_is_called(
+    at_zero: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_facts, "imports", [Span("imports", ME, 6, 18)])
+    assert parts_of(is_first=False) == {"loading": 40, "first_run": 30, "other": 10}
+
+
+@pytest.mark.parametrize("forked", [10.0, 50.0, 90.0])
+def test_a_fork_after_the_imports_begins_later(
+    forked: float, at_zero: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_facts, "exec_time", lambda: forked)
+    found = parts_of()
+    assert "process" not in found
+    assert sum(found.values()) == 100 - forked
+
+
+def test_a_process_that_is_forked_after_load_has_no_start_of_its_own(
+    at_zero: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_facts, "exec_time", lambda: 99.0)
+    assert parts_of(asked=None) == {}
+
+
+def test_reading_and_hashing_share_what_a_caller_waits() -> None:
+    def run(reading: float, hashing: float) -> float:
+        time.sleep(reading + hashing)
+        return reading
+
+    jobs = [Job("a", 0, 1, lambda: run(0.3, 0.0)), Job("a", 1, 2, lambda: run(0.0, 0.1))]
+    verification = Verification(jobs)
+    assert verification.read_share == 0
+    verification.finish()
+    (wait,) = verification.waits
+    assert wait.thread == threading.get_ident()
+    assert wait.end - wait.start >= 0.4
+    assert 0.5 < verification.read_share <= 0.75
+    verification.finish()
+    verification.wait("a")
+    assert len(verification.waits) == 1, "what is verified keeps nobody waiting"
+
+
+# A real bundle
+
+
+def slow_reading(patch: pytest.MonkeyPatch) -> None:
+    real, first = os.preadv, [True]
+
+    def preadv(*args: Any) -> int:
+        if first:
+            first.clear()
+            time.sleep(SLOW)
+        return real(*args)
+
+    patch.setattr(os, "preadv", preadv)
+
+
+def slow_verifying(patch: pytest.MonkeyPatch) -> None:
+    first = [True]
+
+    class Slow:
+        def __init__(self) -> None:
+            self.real = hashlib.sha256()
+            self.hexdigest = self.real.hexdigest
+
+        def update(self, content: Any) -> None:
+            if first:
+                first.clear()
+                time.sleep(SLOW)
+            self.real.update(content)
+
+    fake = type("hashlib", (), {"sha256": Slow})
+    patch.setattr(files, "hashlib", fake)
+
+
+def slow_method(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    def slow(patch: pytest.MonkeyPatch) -> None:
+        real, first = getattr(owner, name), [True]
+
+        def method(*args: Any) -> Any:
+            if first:
+                first.clear()
+                time.sleep(SLOW)
+            return real(*args)
+
+        patch.setattr(owner, name, method)
+
+    return slow
+
+
+@pytest.mark.parametrize(
+    ("part", "make_slow"),
+    [
+        ("reading", slow_reading),
+        ("verifying", slow_verifying),
+        ("loading", slow_method(Device, "load")),
+        ("first_run", slow_method(placing, "to_numpy")),
+    ],
+)
+def test_a_slow_stage_shows_in_its_part(
+    part: str, make_slow: Callable[[pytest.MonkeyPatch], None], settled_dir: Path
+) -> None:
+    load(settled_dir).call("score", x=X)  # the imports, and a receipt
+    for receipt in Path(os.environ["PREJIT_RUNTIME_CACHE"]).rglob("*.json"):
+        receipt.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        make_slow(patch)
+        bundle = load(settled_dir)
+        bundle.call("score", x=X)
+    found = bundle.start_report()
+    assert found.process_seconds == 0
+    assert found.hashed_bytes > 0
+    assert found.receipt_bytes == 0
+    assert sum(parts(found).values()) == pytest.approx(found.total_seconds)
+    assert parts(found)[part] > 0.9 * SLOW, found
+    assert max(parts(found), key=parts(found).__getitem__) == part, found
+
+
+def test_a_start_with_receipts_verifies_nothing(settled_dir: Path) -> None:
+    load(settled_dir).call("score", x=X)
+    bundle = load(settled_dir)
+    bundle.call("score", x=X)
+    found = bundle.start_report()
+    assert found.hashed_bytes == found.verifying_seconds == 0
+    sizes = [file.stat().st_size for file in (settled_dir / "blobs" / "sha256").iterdir()]
+    assert 0 < found.receipt_bytes <= sum(sizes)
+
+
+def test_time_between_load_and_the_first_request_is_the_programs_own(settled_dir: Path) -> None:
+    bundle = load(settled_dir)
+    before = bundle.start_report()
+    assert before.first_run_seconds == 0
+    time.sleep(SLOW)
+    thread = threading.Thread(target=lambda: bundle.call("score", x=X))
+    thread.start()
+    thread.join()
+    first = bundle.start_report()
+    assert first.other_seconds > 0.9 * SLOW
+    assert first.loading_seconds > before.loading_seconds, "the program was loaded for the request"
+    assert first.first_run_seconds > 0
+    bundle.call("score", x=X)
+    assert dataclasses.replace(bundle.start_report(), hints=()) == dataclasses.replace(
+        first, hints=()
+    )
+
+
+def test_a_process_starts_before_its_imports(settled_dir: Path, run_python: Any) -> None:
+    done = run_python(
+        "import dataclasses, importlib.abc, json, sys, time\n"
+        "class Slow(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name in ('prejit.runtime.loader', 'prejit.runtime.bundle', 'jaxlib._jax'):\n"
+        "            time.sleep(1)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "time.sleep(1.5)\n"
+        "from prejit.runtime import load\n"
+        "time.sleep(2)\n"
+        "import numpy as np\n"
+        f"bundle = load({str(settled_dir)!r})\n"
+        "bundle.call('score', x=np.ones((2, 16), np.float32))\n"
+        "ended = time.perf_counter()\n"
+        "from prejit.runtime.base.process_facts import exec_time\n"
+        "found = dataclasses.asdict(bundle.start_report())\n"
+        "print(json.dumps({**found, 'by_clock': ended - exec_time()}))"
+    )
+    found = json.loads(done.stdout)
+    assert found["process_seconds"] >= 1.5
+    assert found["imports_seconds"] >= 3
+    assert found["other_seconds"] >= 2
+    inside = ("reading", "verifying", "loading", "first_run")
+    assert max(found[f"{name}_seconds"] for name in inside) < 1.5, "the sleeps are elsewhere"
+    assert sum(found[f"{name}_seconds"] for name in PARTS) == pytest.approx(found["total_seconds"])
+    assert found["by_clock"] - 0.5 < found["total_seconds"] < found["by_clock"] + 0.01
+
+
+def test_a_decoder_has_its_first_token_in_the_report(decoder_dir: Path) -> None:
+    bundle = load(decoder_dir)
+    stream = bundle.stream([1, 2, 3], max_new_tokens=4)
+    next(stream)
+    first = bundle.start_report()
+    assert first.first_run_seconds > 0
+    list(stream)
+    assert bundle.start_report().total_seconds == pytest.approx(first.total_seconds)
+
+
+def test_requests_of_a_batch_start_it_too(decoder_dir: Path) -> None:
+    bundle = load(decoder_dir)
+    batch = bundle.batch(1)
+    time.sleep(SLOW)
+    batch.insert(bundle.request([1, 2, 3], max_new_tokens=2))
+    assert bundle.start_report().first_run_seconds == 0
+    batch.step()
+    found = bundle.start_report()
+    assert found.first_run_seconds > 0
+    assert found.other_seconds > 0.9 * SLOW

@@ -1,0 +1,654 @@
+"""Chat templates: transformers' text and tokens, out of a sandbox that a template cannot leave or exhaust."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prejit.runtime import load
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.errors import RejectError, UsageError
+from prejit.runtime.format import limits
+from prejit.runtime.format.bundle_schema import Chat, Descriptor, ImageManifest
+from prejit.runtime.format.checks.layers import check_chat
+from prejit.runtime.format.checks.oci import check_manifest
+from prejit.runtime.format.names import (
+    ARTIFACT_TYPE,
+    CHAT_MEDIA_TYPE,
+    CONFIG_MEDIA_TYPE,
+    EXECUTABLES_MEDIA_TYPE,
+    MANIFEST_MEDIA_TYPE,
+    PORTABLE_MEDIA_TYPE,
+    TOKENIZER_MEDIA_TYPE,
+)
+from prejit.runtime.text.chat_template import ChatTemplates
+from prejit.runtime.text.sandbox import MAX_CHARACTERS, check_template
+from prejit.runtime.text.tokenizer import Tokenizer
+
+DEMO = Path(__file__).resolve().parents[4] / "manifests" / "demo-model" / "tokenizer.json"
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+IN_VOCABULARY = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+
+# Written for these tests, in the manner of what models publish.
+CHATML = """\
+{%- if messages[0].role == 'system' -%}
+    {{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+    {%- set rest = messages[1:] -%}
+{%- else -%}
+    {%- set rest = messages -%}
+{%- endif -%}
+{% for message in rest %}
+    {% if message['role'] not in ['user', 'assistant'] %}
+        {{ raise_exception('no role ' ~ message['role']) }}
+    {% endif %}
+    {{ '<|im_start|>' ~ message['role'] ~ '\\n' ~ message['content'] | trim ~ '<|im_end|>' ~ '\\n' }}
+{% endfor %}
+{% if add_generation_prompt %}
+    {{ '<|im_start|>assistant\\n' }}
+{% endif %}
+"""
+LLAMA_2 = """\
+{% if messages[0]['role'] == 'system' %}\
+{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}{% set turns = messages[1:] %}\
+{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}\
+{% for message in turns %}\
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
+{% set content = system + message['content'] if loop.first else message['content'] %}\
+{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}\
+{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}\
+{% endfor %}"""
+LLAMA_3 = """\
+{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- set date_string = '26 Jul 2024' %}
+{%- endif %}
+{%- for message in messages %}
+    {%- set header = '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' %}
+    {%- if message.content is string %}
+        {{- header + message.content | trim + '<|eot_id|>' }}
+    {%- else %}
+        {{- header }}
+        {%- for part in message.content if part.type == 'text' %}
+            {{- part.text + (', ' if not loop.last else '') }}
+        {%- endfor %}
+        {{- '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' + date_string }}
+{%- endif %}
+"""
+GEMMA = """\
+{{ bos_token }}
+{%- set first = '' -%}
+{%- if messages[0].role == 'system' -%}
+    {%- set first = messages[0].content + '\\n\\n' -%}
+    {%- set messages = messages[1:] -%}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- set role = 'model' if message.role == 'assistant' else message.role -%}
+    {{ '<start_of_turn>' + role + '\\n' + (first if loop.first else '') }}
+    {%- generation -%}
+    {{ message.content | trim }}
+    {%- endgeneration -%}
+    {{ '<end_of_turn>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}
+"""
+MISTRAL = """\
+{%- set ns = namespace(index=0, last=-1) -%}
+{%- for message in messages -%}
+    {%- if message.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{{- bos_token -}}
+{%- for message in messages -%}
+    {%- if message.role == 'system' -%}{%- continue -%}{%- endif -%}
+    {%- if message.role == 'user' -%}
+        {%- if tools is not none and loop.index0 == ns.last -%}
+            {{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' -}}
+        {%- endif -%}
+        {{- '[INST] ' ~ message.content ~ ' [/INST]' -}}
+    {%- else -%}
+        {{- ' ' ~ message.content ~ eos_token -}}
+    {%- endif -%}
+    {%- set ns.index = ns.index + 1 -%}
+{%- endfor -%}
+"""
+PHI_3 = """\
+{% for message in messages %}{{ '<|' + message.role + '|>' + '\\n' }}\
+{{ message.content + '<|end|>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
+QWEN = """\
+{%- macro call(function) -%}
+    {{ '\\n<tool_call>\\n{"name": "' ~ function.name }}
+    {{- '", "arguments": ' ~ function.arguments | tojson ~ '}' }}
+    {{- '\\n</tool_call>' }}
+{%- endmacro -%}
+{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' }}
+        {{- tool | tojson(indent=2) }}
+    {%- endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is defined else '' %}
+    {%- if message.role == 'assistant' and message.reasoning_content %}
+        {{- '<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n' }}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content.split('</think>')[-1].lstrip('\\n') }}
+    {%- for made in message.tool_calls or [] %}
+        {{- call(made.function) }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+    {%- if message.role == 'stop' %}{%- break %}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for document in documents or [] %}{{ document.title ~ ': ' ~ document.text }}{% endfor %}
+"""
+TEMPLATES = {
+    **{"chatml": CHATML, "llama 2": LLAMA_2, "llama 3": LLAMA_3, "gemma": GEMMA},
+    **{"mistral": MISTRAL, "phi 3": PHI_3, "qwen": QWEN},
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": 'It\'s <b>weather</b> & "more" in München',
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+TEXT = st.text(
+    st.sampled_from("ab é\n<>|{}%\t'\"&😀") | st.characters(codec="utf-8"), max_size=20
+) | st.sampled_from(["<|im_end|>", "{{ 7 * 7 }}", "{% raw %}", "</think>\nx", "[INST]", ""])
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Mostly as models expect them; sometimes roles in any order, parts, None, reasoning, calls."""
+    messages: list[dict[str, Any]] = []
+    if draw(st.booleans()):
+        messages.append({"role": "system", "content": draw(TEXT)})
+    for turn in range(draw(st.integers(1, 4))):
+        role = draw(st.sampled_from(["user", "assistant"] * 4 + ["tool", "system"]))
+        usual = "assistant" if turn % 2 else "user"
+        message: dict[str, Any] = {
+            "role": draw(st.sampled_from([usual, usual, usual, role])),
+            "content": draw(TEXT),
+        }
+        if message["role"] == "assistant" and draw(st.booleans()):
+            key = draw(st.sampled_from(["reasoning_content", "thinking", "reasoning"]))
+            message[key] = draw(TEXT | st.none())
+            made = {"name": "weather", "arguments": {"city": draw(TEXT), "days": 3}}
+            message["tool_calls"] = draw(st.sampled_from([None, [{"function": made}]]))
+        if draw(st.integers(0, 9)) == 0:
+            parts = [{"type": "text", "text": draw(TEXT)}, {"type": "image"}]
+            message["content"] = draw(st.sampled_from([None, parts]))
+        messages.append(message)
+    return messages
+
+
+@cache
+def reference() -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_file=str(DEMO), **SPECIAL)
+
+
+@cache
+def token_reference() -> Any:
+    """Without tokens that the vocabulary lacks, which transformers would add to it."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_file=str(DEMO), **IN_VOCABULARY)
+
+
+def templates(source: str, **others: str) -> ChatTemplates:
+    chat = Chat({"default": source, **others}, SPECIAL)
+    return ChatTemplates(check_chat(to_json(chat), "chat.json"), "chat.json")
+
+
+@cache
+def known(name: str) -> ChatTemplates:
+    return templates(TEMPLATES[name])
+
+
+def render(source: str, messages: Any = None, **options: Any) -> str:
+    given = {"add_generation_prompt": False, "variables": {}, **options}
+    return templates(source).render(messages or [{"role": "user", "content": "hi"}], **given)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(deadline=None)
+@given(
+    messages=conversations(),
+    add_generation_prompt=st.booleans(),
+    tools=st.sampled_from([None, [TOOL], []]),
+    variables=st.sampled_from(
+        [{}, {"enable_thinking": False}, {"date_string": "1 May"}, {"bos_token": "<B>"}]
+    ),
+)
+def test_the_text_is_that_of_transformers(
+    name: str,
+    messages: list[dict[str, Any]],
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None,
+    variables: dict[str, Any],
+) -> None:
+    options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+    before = json.dumps(messages)
+    try:
+        expected = reference().apply_chat_template(
+            messages, chat_template=TEMPLATES[name], tokenize=False, **options, **variables
+        )
+    except Exception as error:
+        with pytest.raises(UsageError, match=re.escape(str(error))):
+            known(name).render(messages, **options, variables=variables)  # type: ignore[arg-type]
+    else:
+        found = known(name).render(messages, **options, variables=variables)  # type: ignore[arg-type]
+        assert found == expected
+    assert json.dumps(messages) == before, "the caller's messages were changed"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_most_conversations_are_rendered_and_not_refused(name: str) -> None:
+    """Or the test above could compare errors alone."""
+    messages = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": "Three?"},
+    ]
+    assert "Two." in known(name).render(messages, add_generation_prompt=True, variables={})
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama 3", "qwen", "phi 3"])
+@settings(deadline=None)
+@given(content=TEXT.filter(lambda text: text.strip()), parts=st.booleans())
+def test_a_message_is_continued_where_transformers_continues_it(
+    name: str, content: str, parts: bool
+) -> None:
+    said: Any = [{"type": "text", "text": content}] if parts and name == "llama 3" else content
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": said}]
+    try:
+        expected = reference().apply_chat_template(
+            messages, chat_template=TEMPLATES[name], tokenize=False, continue_final_message=True
+        )
+    except ValueError:
+        with pytest.raises(UsageError, match="continue_final_message"):
+            known(name).render(
+                messages, add_generation_prompt=False, continue_final_message=True, variables={}
+            )
+        return
+    found = known(name).render(
+        messages, add_generation_prompt=False, continue_final_message=True, variables={}
+    )
+    assert found == expected
+
+
+@settings(deadline=None)
+@given(
+    conversations().filter(lambda messages: all(isinstance(m["content"], str) for m in messages))
+)
+def test_the_tokens_are_those_of_transformers(messages: list[dict[str, Any]]) -> None:
+    tokenizer = Tokenizer(DEMO.read_bytes(), str(DEMO))
+    text = known("phi 3").render(messages, add_generation_prompt=False, variables=IN_VOCABULARY)
+    expected = token_reference().apply_chat_template(
+        messages, chat_template=PHI_3, return_dict=False
+    )
+    assert expected[-1] == 0, "the end of the text is one token"
+    assert tokenizer.encode(text, add_special_tokens=False) == expected
+
+
+def test_dates_documents_and_json_are_those_of_transformers() -> None:
+    source = (
+        "{{ strftime_now('%Y-%m-%d') }} {{ {'b': \"<'é>\", 'a': [1, none]} | tojson(sort_keys=true) }}"
+        "{{ tools }} {{ documents | tojson(indent=1) }} {{ dict(a=1) }} {{ dict.fromkeys('ab') }}"
+        "{% for x in [3, 1] | sort %}{{ loop.length }}{{ loop.last }}{{ loop.nextitem }}{% endfor %}"
+        "{% for a in none_such %}-{% else %}empty{% endfor %}{{ 'a%sb' % 1 }} {{ 2 ** 9 }} {{ 'ab' * 3 }}"
+        "{% set ns = namespace(self=1, x='') %}{% for m in messages recursive %}{{ m.role }}"
+        "{{ loop(m.sub or []) }}{% endfor %}{{ ns.self }} {{ '%d %s'|format(3, 'x') }} {{ 1 ~ none ~ 2.5 }}"
+        "{% macro m(x) %}[{{ x }}{{ caller() }}]{% endmacro %}{% call m(1) %}in{% endcall %}"
+        "{% set block %}a{{ 1 }}b{% endset %}{{ block|upper }} {{ messages | map(attribute='role') | join }}"
+        "{{ '{:>5}|{}'.format('x', 3) }} {{ [1, 2] + [3] }} {{ (1, 2) * 2 }} {{ undefined_thing }}"
+    )
+    messages = [{"role": "user", "content": "x", "sub": [{"role": "inner"}]}]
+    options: dict[str, Any] = {"documents": [{"title": "a", "text": "b"}], "tools": [TOOL]}
+    expected = reference().apply_chat_template(
+        messages, chat_template=source, tokenize=False, **options
+    )
+    assert render(source, messages, **options) == expected
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_every_name_that_templates_read(key: str) -> None:
+    source = (
+        "{{ messages[0].reasoning_content }} {{ messages[0].thinking }} {{ messages[0].reasoning }}"
+    )
+    messages = [{"role": "assistant", "content": "x", key: "because"}]
+    expected = reference().apply_chat_template(messages, chat_template=source, tokenize=False)
+    assert render(source, messages) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set ns = namespace(_x=1) %}",
+        "{% set ns = namespace({'__class__': 1}) %}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+    ],
+)
+def test_a_namespace_takes_no_names_of_pythons_own(source: str) -> None:
+    with pytest.raises(UsageError, match="leading underscore"):
+        render(source)
+
+
+def test_tools_choose_the_template_that_is_made_for_them() -> None:
+    made = templates("plain", tool_use="with tools", rag="cites")
+    given: dict[str, Any] = {"add_generation_prompt": False, "variables": {}}
+    messages = [{"role": "user", "content": ""}]
+    assert made.render(messages, **given) == "plain"
+    assert made.render(messages, **given, tools=[]) == "with tools"
+    assert made.render(messages, **given, tools=[TOOL], template="rag") == "cites"
+    with pytest.raises(UsageError, match="one of default, rag, tool_use, found 'other'"):
+        made.render(messages, **given, template="other")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ ''['__class__'] }}",
+        "{{ ''|attr('__class__') }}",
+        "{{ [''] | map(attribute='__class__') | first }}",
+        "{{ '{0.__class__}'.format(1) }}",
+        "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{{ '{x.__class__.__mro__}'.format_map({'x': 1}) }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__globals__ }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ dict.__class__ }}",
+        "{{ dict.__class__.__mro__ }}",
+        "{{ raise_exception.__globals__.os }}",
+        "{{ ('' | attr('__class__')).__mro__ }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{% set ns = namespace(__class__=1) %}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ namespace.mro() }}{{ namespace._check_name('x').x }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(a=1) }}",
+        "{% include 'x' %}",
+        "{% import 'os' as os %}",
+    ],
+)
+def test_a_template_does_not_get_out_of_the_sandbox(source: str) -> None:
+    try:
+        text = render(source)
+    except UsageError as error:
+        assert re.search("unsafe|immutable|no attribute|underscore|loader", str(error))  # noqa: PT017
+    else:
+        assert not text, "what is refused is undefined, which prints as nothing"
+
+
+LONG = "x" * 100
+ENDLESS = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "filtered loop": "{% for a in range(99999) %}{% for b in range(9999) if b < 0 %}{% endfor %}{% endfor %}",
+    "recursive loop": "{% for a in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
+    "macro that calls itself": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    "macro to a depth": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+    "printed": "{% for a in range(99999) %}{% for b in range(9) %}"
+    + LONG
+    + "{% endfor %}{% endfor %}",
+    "times": "{{ 'x' * 10 ** 11 }}",
+    "list times": "{{ ([0] * 10 ** 11) | length }}",
+    "power": "{{ 10 ** (10 ** 10) }}",
+    "plus": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "tilde": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "squares": "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "set block": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
+    "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
+    "set block of text": "{% set y %}{% for i in range(99999) %}{% for j in range(9) %}"
+    + LONG
+    + "{% endfor %}{% endfor %}{% endset %}",
+    "center": "{{ 'x' | center(10 ** 11) }}",
+    "constant center": "{{ 'x' | center(99999999999) }}",
+    "mapped center": "{{ ['x'] | map('center', 10 ** 11) | list }}",
+    "ljust": "{{ 'x'.ljust(10 ** 11) }}",
+    "zfill": "{{ '1'.zfill(99999999999) }}",
+    "format": "{{ '{:>99999999999}'.format('x') }}",
+    "percent": "{{ '%99999999999d' % 1 }}",
+    "percent by a value": "{{ '%*d' % (99999999999, 1) }}",
+    "format filter": "{{ '%99999999999d' | format(1) }}",
+    "indent": "{{ messages | tojson(indent=99999999999) }}",
+    "indent filter": "{{ 'x\\nx' | indent(99999999999) }}",
+    "batch": "{{ [1] | batch(99999999999, 'x') | list }}",
+    "slice": "{{ [1] | slice(99999999999) | list | length }}",
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_a_template_takes_no_server_down(what: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(UsageError, match="chat template 'default'"):
+        render(ENDLESS[what])
+    assert time.perf_counter() - started < 20
+
+
+def test_a_long_conversation_is_not_taken_for_an_endless_one() -> None:
+    turns = [{"role": ("user", "assistant")[i % 2], "content": "x" * 1000} for i in range(4000)]
+    for name in TEMPLATES:
+        text = known(name).render(turns, add_generation_prompt=True, variables={})
+        assert 4_000_000 < len(text) < MAX_CHARACTERS
+
+
+def test_numbers_that_are_data_are_printed() -> None:
+    """Times and ids are larger than any width may be."""
+    data = {"id": 1790000000000, "at": "2026-11-20 12345678%"}
+    source = "{{ id }} {{ id | string }} {{ id ~ at }} {{ [id] | tojson }} {{ at + ' 12345678: %s' % id }}"
+    assert render(source, variables=data).startswith("1790000000000 1790000000000 1790000000000")
+
+
+def test_threads_do_not_share_what_a_rendering_may_use() -> None:
+    made = templates("{% for i in range(60000) %}{% for j in 'ab' %}{% endfor %}{% endfor %}ok")
+
+    def work(_: int) -> str:
+        return made.render(
+            [{"role": "user", "content": ""}], add_generation_prompt=False, variables={}
+        )
+
+    with ThreadPoolExecutor(8) as pool:  # together more than one of them may
+        assert set(pool.map(work, range(16))) == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "messages: expected at least one, found none"),
+        ("hello", "messages: expected a list of objects, found str"),
+        ({"role": "user"}, "messages: expected a list of objects, found dict"),
+        (None, "messages: expected a list of objects, found NoneType"),
+        (["hello"], r"messages\[0\]: expected an object, found str"),
+        ([[{"role": "user"}]], r"messages\[0\]: expected an object, found list"),
+        (
+            [{"role": "user", "content": b"x"}],
+            r"messages\[0\]\.content: expected a JSON value, found bytes",
+        ),
+        (
+            [{"role": "user", "content": [{"image": object()}]}],
+            r"messages\[0\]\.content\[0\]\.image: expected a JSON value, found object",
+        ),
+    ],
+)
+def test_messages_of_another_shape_are_a_usage_error(messages: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        templates(CHATML).render(messages, add_generation_prompt=True, variables={})
+
+
+def test_what_a_template_raises_reaches_the_caller() -> None:
+    with pytest.raises(UsageError, match="chat template 'default': no role tool"):
+        render(CHATML, [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}])
+
+
+def test_a_message_is_either_continued_or_answered() -> None:
+    with pytest.raises(UsageError, match="found both"):
+        render(CHATML, add_generation_prompt=True, continue_final_message=True)
+    with pytest.raises(UsageError, match="expected the last message unchanged"):
+        render("nothing", continue_final_message=True)
+    with pytest.raises(UsageError, match="expected text as the content of the last message"):
+        render(CHATML, [{"role": "assistant", "content": 3}], continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    "source", ["a\nb {% if %}", "a\n{{ 'x }}", "x\n{% endfor %}", "\n{{ x | no_such_filter }}"]
+)
+def test_a_template_that_does_not_parse_says_its_line(source: str) -> None:
+    with pytest.raises(ValueError, match=r"^line 2: "):
+        check_template(source)
+    with pytest.raises(RejectError, match=r"chat\.json: chat template 'default': line 2: "):
+        render(source)
+
+
+def test_deep_nesting_is_no_crash_of_the_parser() -> None:
+    for source in ("{{ " + "(" * 50_000, "{% if x %}" * 5_000 + "{% endif %}" * 5_000):
+        with pytest.raises(ValueError, match="line 1"):
+            check_template(source)
+
+
+@pytest.mark.parametrize(
+    ("chat", "says"),
+    [
+        (Chat({}, {}), "at least one chat template"),
+        (Chat({"": "x"}, {}), "expected a name"),
+        (Chat({"default": "\ud800"}, {}), "'default': expected Unicode"),
+        (Chat({"default": ""}, {"bos_token": "\ud800"}), "'bos_token': expected Unicode"),
+    ],
+)
+def test_a_chat_layer_that_means_nothing_is_rejected(chat: Chat, says: str) -> None:
+    with pytest.raises(RejectError, match=says):
+        check_chat(to_json(chat), "chat.json")
+
+
+def test_a_chat_layer_is_read_as_strictly_as_all_others() -> None:
+    chat = Chat({"default": "é {{ x }}"}, SPECIAL)
+    content = to_json(chat)
+    assert from_json(Chat, content, "chat.json") == chat
+    for damaged in (content + b" ", content.replace(b'"default"', b"3", 1), b"{}", b"\xff"):
+        with pytest.raises(RejectError):
+            check_chat(damaged, "chat.json")
+
+
+def with_chat(recipe: Any, content: bytes, *, tokenizer: bool = True) -> Any:
+    """A bundle that holds a chat layer of these bytes, and the demo model's tokenizer."""
+    from prejit.compiler.pipeline.pack.bundle_files import layer
+
+    added = [layer(CHAT_MEDIA_TYPE, content, "chat.json")]
+    if tokenizer:
+        added.append(layer(TOKENIZER_MEDIA_TYPE, DEMO.read_bytes(), "tokenizer.json"))
+    return recipe.layered(lambda layers: (*layers, *added))
+
+
+CHAT = Chat({"default": PHI_3, "tool_use": QWEN}, IN_VOCABULARY)
+
+
+def test_a_bundle_gives_the_tokens_of_transformers(recipe: Any, tmp_path: Path) -> None:
+    loaded = load(with_chat(recipe, to_json(CHAT)).write(tmp_path / "chat"))
+    assert loaded.has_chat_template
+    messages = [{"role": "user", "content": "def f(x):"}]
+    open_ended = [*messages, {"role": "assistant", "content": "Sure, "}]
+    for ours, theirs in (
+        (loaded.apply_chat_template(messages), (PHI_3, messages, {"add_generation_prompt": True})),
+        (
+            loaded.apply_chat_template(messages, add_generation_prompt=False),
+            (PHI_3, messages, {}),
+        ),
+        (
+            loaded.apply_chat_template(open_ended, continue_final_message=True),
+            (PHI_3, open_ended, {"continue_final_message": True}),
+        ),
+        (
+            loaded.apply_chat_template(messages, tools=[TOOL], enable_thinking=False),
+            (
+                QWEN,
+                messages,
+                {"tools": [TOOL], "enable_thinking": False, "add_generation_prompt": True},
+            ),
+        ),
+    ):
+        source, given_messages, options = theirs
+        assert ours == token_reference().apply_chat_template(
+            given_messages, chat_template=source, return_dict=False, **options
+        )
+    text = loaded.render_chat_template(messages)
+    assert text == "<|user|>\ndef f(x):<|end|>\n<|assistant|>\n"
+
+
+def test_a_bundle_without_template_or_tokenizer_says_so(recipe: Any, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    plain = load(recipe.write(tmp_path / "plain"))
+    assert not plain.has_chat_template
+    with pytest.raises(UsageError, match="this bundle has no chat template"):
+        plain.apply_chat_template(messages)
+    bare = load(with_chat(recipe, to_json(CHAT), tokenizer=False).write(tmp_path / "bare"))
+    assert bare.render_chat_template(messages).startswith("<|user|>")
+    with pytest.raises(UsageError, match="no tokenizer"):
+        bare.apply_chat_template(messages)
+
+
+def test_a_damaged_chat_layer_is_found_by_verify_and_at_first_use(
+    recipe: Any, prejit: Any, tmp_path: Path
+) -> None:
+    damaged = with_chat(recipe, b'{"special_tokens":{},"templates":{}}').write(tmp_path / "chat")
+    done = prejit("verify", damaged, status=4)
+    assert "expected at least one chat template, found none" in done.stderr
+    with pytest.raises(RejectError, match="at least one chat template"):
+        load(damaged).apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def test_jinja_comes_with_the_first_chat_and_not_before(
+    recipe: Any, run_python: Any, tmp_path: Path
+) -> None:
+    path = with_chat(recipe, to_json(CHAT)).write(tmp_path / "chat")
+    run_python(
+        "import sys\n"
+        "from prejit.runtime import load\n"
+        f"bundle = load({str(path)!r})\n"
+        "assert 'jinja2' not in sys.modules\n"
+        "assert bundle.has_chat_template and 'jinja2' not in sys.modules\n"
+        "assert bundle.apply_chat_template([{'role': 'user', 'content': 'hi'}])\n"
+        "assert 'jinja2' in sys.modules and 'transformers' not in sys.modules"
+    )
+
+
+def test_a_huge_chat_layer_is_not_read() -> None:
+    digest = digest_of(b"")
+    config = Descriptor(CONFIG_MEDIA_TYPE, digest, 1)
+    layers = tuple(
+        Descriptor(media_type, digest, size)
+        for media_type, size in (
+            (EXECUTABLES_MEDIA_TYPE, 1),
+            (PORTABLE_MEDIA_TYPE, 1),
+            (CHAT_MEDIA_TYPE, limits.MAX_CHAT_BYTES + 1),
+        )
+    )
+    manifest = ImageManifest(2, MANIFEST_MEDIA_TYPE, ARTIFACT_TYPE, config, layers, {})
+    with pytest.raises(RejectError, match=re.escape(f"at most {limits.MAX_CHAT_BYTES} bytes")):
+        check_manifest(to_json(manifest), "manifest")

@@ -1,0 +1,873 @@
+"""One engine for many callers: each gets the tokens that it would get alone, whatever the others do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.decoders import VOCABULARY
+
+from prejit.compiler import Program, build
+from prejit.runtime import Bundle, load
+from prejit.runtime.errors import (
+    ClosedError,
+    ContextError,
+    DeadlineError,
+    QueueFullError,
+    RejectError,
+    UsageError,
+)
+from prejit.runtime.generation import decode
+from prejit.runtime.generation.batch import Batch
+from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
+from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.prefix_cache import PrefixCache
+from prejit.server.engine.engine import Engine
+from prejit.server.engine.loop import Loop
+from prejit.server.engine.memory import plan_caches
+from prejit.server.engine.request_queue import FairQueue, Limits
+from prejit.server.engine.stream import Pipe
+
+LONG = [number % VOCABULARY for number in range(3, 40)]
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def path(make_decoder: Callable[..., Path]) -> Path:
+    return make_decoder(
+        "gpt2", batch=(1, 2, 4), prompt=(3, 10), context=(24, 72), draft_tokens=3, quick=True
+    )
+
+
+@pytest.fixture(scope="module")
+def bundle(path: Path) -> Bundle:
+    return load(path, on_mismatch="error")
+
+
+@pytest.fixture
+def engine(bundle: Bundle) -> Iterator[Engine]:
+    engine = Engine(bundle, slots=4, queue=64)
+    yield engine
+    engine.close()
+
+
+def options_of(number: int) -> dict[str, Any]:
+    """Different requests: greedy and not, short and long, with logprobs, penalties, drafts and masks."""
+    found: dict[str, Any] = {"max_new_tokens": 3 + number * 5 % 29, "stop_token_ids": ()}
+    if number % 2:
+        found |= {"temperature": 0.9, "seed": number, "top_k": 20}
+    if number % 3 == 0:
+        found |= {"logprobs": 2}
+    if number % 4 == 1:
+        found |= {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
+    if number % 5 == 2:
+        allowed = np.arange(VOCABULARY) % 3 != 0
+        found |= {"token_mask": lambda _: allowed}
+    if number % 7 == 3:
+        found |= {"prompt_lookup": True}
+    return found
+
+
+def prompt_of(number: int) -> list[int]:
+    return [(number * 7 + place) % VOCABULARY for place in range(1 + number * 5 % 31)]
+
+
+@pytest.fixture(scope="module")
+def alone(bundle: Bundle) -> list[Any]:
+    return [bundle.generate(prompt_of(n), **options_of(n)) for n in range(24)]
+
+
+def same(found: Any, expected: Any) -> None:
+    assert found.token_ids == expected.token_ids
+    assert found.finish_reason == expected.finish_reason
+    assert (found.logprobs is None) == (expected.logprobs is None)
+    for mine, theirs in zip(found.logprobs or (), expected.logprobs or (), strict=True):
+        assert mine.token_id == theirs.token_id
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+# ---------------------------------------------------------------------- the same tokens as alone
+
+
+def test_threads_get_what_each_would_get_alone(engine: Engine, alone: list[Any]) -> None:
+    with ThreadPoolExecutor(24) as pool:
+        found = list(pool.map(lambda n: engine.generate(prompt_of(n), **options_of(n)), range(24)))
+    for mine, expected in zip(found, alone, strict=True):
+        same(mine, expected)
+    metrics = engine.metrics()
+    assert metrics.finished["length"] == sum(one.finish_reason == "length" for one in alone)
+    assert metrics.generation_tokens == sum(len(one.token_ids) for one in alone)
+    assert metrics.prompt_tokens == sum(len(prompt_of(n)) for n in range(24))
+    assert (metrics.running, metrics.waiting) == (0, 0)
+    assert metrics.requests[0].runs < metrics.generation_tokens  # they shared steps
+
+
+def test_tasks_read_streams_side_by_side(engine: Engine, alone: list[Any]) -> None:
+    async def read(number: int) -> list[Any]:
+        return [piece async for piece in engine.stream(prompt_of(number), **options_of(number))]
+
+    async def all_of_them() -> list[list[Any]]:
+        return await asyncio.gather(*(read(number) for number in range(24)))
+
+    for pieces, expected in zip(asyncio.run(all_of_them()), alone, strict=True):
+        ids = tuple(piece.token_id for piece in pieces if piece.token_id is not None)
+        assert ids == expected.token_ids
+        assert pieces[-1].finish_reason == expected.finish_reason
+        assert pieces[-1].stats.new_tokens == len(ids)
+        assert all(piece.finish_reason is None for piece in pieces[:-1])
+
+
+def test_a_stream_in_a_thread(engine: Engine, alone: list[Any]) -> None:
+    pieces = list(engine.stream(prompt_of(5), **options_of(5)))
+    assert tuple(piece.token_id for piece in pieces) == alone[5].token_ids
+    assert pieces[-1].finish_reason == "length"
+
+
+def test_futures_of_asyncio(engine: Engine, alone: list[Any]) -> None:
+    async def ask() -> Any:
+        return await asyncio.wrap_future(engine.submit(prompt_of(4), **options_of(4)))
+
+    same(asyncio.run(ask()), alone[4])
+
+
+def test_requests_that_come_and_go_move_between_batches(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request, then more than fit into two slots, then one again: 1, 4 and 1 rows."""
+    monkeypatch.setattr("prejit.server.engine.loop._SHRINK_SECONDS", 0.0)
+    monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
+    sizes: list[int] = []
+    original = Batch.resize
+    monkeypatch.setattr(
+        Batch, "resize", lambda self, slots: sizes.append(slots) or original(self, slots)
+    )
+    engine = Engine(bundle, slots=4)
+    bundle.prepare()
+    first = engine.stream([5], max_new_tokens=72, stop_token_ids=())
+    pieces = [next(first) for _ in range(3)]
+    few = [{"max_new_tokens": 4, "stop_token_ids": (), "seed": n} for n in range(3)]
+    others = [engine.submit(prompt_of(n), **few[n]) for n in range(3)]
+    for number, future in enumerate(others):
+        same(future.result(60), bundle.generate(prompt_of(number), **few[number]))
+    pieces += list(first)
+    expected = bundle.generate([5], max_new_tokens=72, stop_token_ids=())
+    assert tuple(piece.token_id for piece in pieces) == expected.token_ids
+    assert 4 in sizes
+    assert sizes[-1] < 4
+    engine.close()
+
+
+def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(bundle: Bundle) -> None:
+    bundle.prepare()  # a prompt does not wait for a program that copies it
+    engine = Engine(bundle, slots=4, prefix_memory=4 * MIB)
+    common = LONG[:30]
+    busy = [engine.stream([number], max_new_tokens=60, stop_token_ids=()) for number in range(2)]
+    for stream in busy:
+        next(stream)
+    first = engine.generate([*common, 1], max_new_tokens=4, stop_token_ids=())
+    assert first.stats.reused_tokens == 0
+    again = [engine.submit([*common, n], max_new_tokens=4, stop_token_ids=()) for n in (2, 3)]
+    for number, future in zip((2, 3), again, strict=True):
+        found = future.result(60)
+        assert found.stats.reused_tokens == 30
+        expected = bundle.generate([*common, number], max_new_tokens=4, stop_token_ids=())
+        assert found.token_ids == expected.token_ids
+    metrics = engine.metrics()
+    assert metrics.cached_prompt_tokens == 60
+    assert 0 < metrics.prefix_bytes <= 4 * MIB
+    engine.close()
+
+
+def reused(engine: Engine, last: int, **options: Any) -> int:
+    """How many tokens of a prompt were in a cache."""
+    return engine.generate([*LONG[:30], last], max_new_tokens=2, **options).stats.reused_tokens
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "shares", "expected"),
+    [
+        ({"client": "a"}, {"client": "b"}, False, 0),
+        ({"client": "a"}, {"client": "b"}, True, 30),
+        ({"cache_salt": "a"}, {}, True, 0),
+        ({"cache_salt": "a"}, {"cache_salt": "b"}, False, 0),
+        ({"client": "a", "cache_salt": "b"}, {"client": "b", "cache_salt": "a"}, False, 0),
+    ],
+)
+def test_a_prompt_cannot_be_guessed_by_what_is_reused(
+    bundle: Bundle, mine: Any, theirs: Any, shares: bool, expected: int
+) -> None:
+    bundle.prepare()
+    engine = Engine(bundle, slots=4, prefix_memory=4 * MIB, share_prefixes=shares)
+    prompt: dict[str, Any] = {"max_new_tokens": 30, "stop_token_ids": ()}
+    with engine.stream([*LONG[:30], 1], **prompt, **mine) as running:
+        next(running)
+        assert reused(engine, 2, **theirs) == expected  # of a slot that runs
+        list(running)
+    assert reused(engine, 3, **mine) == 30
+    assert reused(engine, 4, **theirs) >= expected
+    for number in range(8):  # other texts take all slots
+        engine.generate([number] * 20, max_new_tokens=2, client="c")
+    assert reused(engine, 5, **mine) == 30  # of what is kept
+    engine.close()
+    engine = Engine(bundle, slots=4, prefix_memory=4 * MIB, share_prefixes=shares)
+    reused(engine, 1, **mine)
+    assert reused(engine, 2, **theirs) == expected  # of a slot that is free
+    engine.close()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_prompts_of_two_clients_that_enter_together_share_nothing(
+    bundle: Bundle, shares: bool
+) -> None:
+    batch = Batch(bundle.decoder, 2, prefixes=PrefixCache(bundle.decoder, 4 * MIB))
+    namespaces = [("a",), ("a",) if shares else ("b",)]
+    requests = [
+        Request([*LONG[:30], number], max_new_tokens=2, namespace=namespace)
+        for number, namespace in enumerate(namespaces)
+    ]
+    batch.insert(*requests)
+    assert max(token.usage.reused_tokens for token in batch.step()) == 30 * shares
+
+
+def test_two_conversations_in_turns_compute_only_what_is_new(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes the slot of the other one, in a batch of one row whose prompts are computed in place."""
+    pauses = threading.Semaphore(0)
+    original = Batch.keep
+    monkeypatch.setattr(Batch, "keep", lambda self: (original(self), pauses.release()))
+    bundle.prepare()
+    engine = Engine(bundle, slots=1, prefix_memory=4 * MIB)
+    few: dict[str, Any] = {"max_new_tokens": 4, "stop_token_ids": ()}
+    texts = [LONG[:20], LONG[10:30]]
+    for turn in range(3):
+        for number, text in enumerate(texts):
+            found = engine.generate(text, **few)
+            assert found.token_ids == bundle.generate(text, **few).token_ids
+            if turn:
+                assert found.stats.reused_tokens == len(text) - 3  # all but what came since
+            assert pauses.acquire(timeout=60)
+            texts[number] = [*text, *found.token_ids, 3, 4]
+    engine.close()
+
+
+def test_a_prompt_begins_with_that_of_a_request_that_runs(bundle: Bundle) -> None:
+    bundle.prepare()
+    engine = Engine(bundle, slots=2, prefix_memory=4 * MIB)
+    running = engine.stream([*LONG[:30], 1], max_new_tokens=40, stop_token_ids=())
+    next(running)
+    for number in (2, 3):  # the other slot, then that slot again
+        found = engine.generate([*LONG[:30], number], max_new_tokens=4, stop_token_ids=())
+        assert found.stats.reused_tokens == 30
+        expected = bundle.generate([*LONG[:30], number], max_new_tokens=4, stop_token_ids=())
+        assert found.token_ids == expected.token_ids
+    running.close()
+    engine.close()
+
+
+def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(bundle: Bundle) -> None:
+    """The long cache goes when its requests have ended; the prefix that it left does not fit then."""
+    engine = Engine(bundle, slots=4, prefix_memory=4 * MIB)
+    beginning = LONG[:17]
+    few: dict[str, Any] = {"max_new_tokens": 2, "stop_token_ids": ()}
+    # Two rows of four are computed in place: fill the batch, so that a prompt is computed aside and kept.
+    beside = [engine.submit([n], max_new_tokens=72, stop_token_ids=()) for n in range(3)]
+    engine.generate(LONG, max_new_tokens=30, stop_token_ids=())
+    for each in beside:
+        each.result()
+    assert engine.metrics().prefix_bytes > 0
+    engine._loop._batch.close()  # as a resize while nothing runs does
+    again = engine.generate([*beginning, 1], **few)
+    assert again.token_ids == bundle.generate([*beginning, 1], **few).token_ids
+    engine.close()
+
+
+def test_a_conversation_goes_on_after_another_one_took_its_slot(bundle: Bundle) -> None:
+    """There is no pause in which the answers could be kept."""
+    bundle.prepare()
+    engine = Engine(bundle, slots=1, prefix_memory=4 * MIB)
+    few: dict[str, Any] = {"max_new_tokens": 4, "stop_token_ids": ()}
+    answer = engine.generate(LONG[:20], **few).token_ids
+    engine.generate(LONG[10:30], **few)
+    text = [*LONG[:20], *answer, 3, 4]
+    found = engine.generate(text, **few)
+    assert found.stats.reused_tokens == len(text) - 3  # the last token of the answer is in no cache
+    assert found.token_ids == bundle.generate(text, **few).token_ids
+    engine.close()
+
+
+def test_a_burst_of_prompts_is_computed_before_a_step_that_decodes_few(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight prompts for four slots come to an idle engine: four of them at once."""
+    monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
+    bundle.prepare()
+    rows: list[list[int]] = []
+    original, held = Batch.step, threading.Event()
+
+    def step(self: Batch, *arguments: Any) -> Any:
+        held.wait(60)
+        tokens = original(self, *arguments)
+        rows.append([token.usage.passes for token in tokens])
+        return tokens
+
+    monkeypatch.setattr(Batch, "step", step)
+    engine = Engine(bundle, slots=4, prefill_tokens=3)
+    asked = {"max_new_tokens": 6, "stop_token_ids": ()}
+    futures = [engine.submit(prompt_of(3 + n), **asked) for n in range(8)]
+    held.set()
+    for number, future in enumerate(futures):
+        assert (
+            future.result(60).token_ids == bundle.generate(prompt_of(3 + number), **asked).token_ids
+        )
+    first_decode = next(number for number, passes in enumerate(rows) if any(passes))
+    assert sum(map(len, rows[:first_decode])) == 4
+    engine.close()
+
+
+def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle.prepare()
+    most: dict[str, int] = {}
+    original = Batch.step
+
+    def step(self: Batch, meanwhile: Any, positions: int) -> Any:
+        clients = {ticket.client for ticket in engine._loop._running.values() if ticket.last}
+        if "few" in clients:
+            most["beside few"] = max(most.get("beside few", 0), positions)
+        elif clients:
+            most["alone"] = max(most.get("alone", 0), positions)
+        return original(self, meanwhile, positions)
+
+    monkeypatch.setattr(Batch, "step", step)
+    engine = Engine(bundle, slots=4, prefill_tokens=3)
+    for client, length in (("few", 60), ("many", 6)):
+        with engine.stream(prompt_of(3), max_new_tokens=length, client=client) as text:
+            next(text)
+            burst = [
+                engine.submit(prompt_of(3 + n), max_new_tokens=2, client="many") for n in range(8)
+            ]
+            wait(burst, 60)
+    assert most["beside few"] == 3
+    assert most["alone"] > 3
+    engine.close()
+
+
+def test_a_burst_right_after_another_one_finds_the_slots(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prejit.server.engine.loop._PAUSE_SECONDS", 60.0)
+    bundle.prepare()
+    engine = Engine(bundle, slots=4)
+    for _ in range(2):
+        wait([engine.submit(prompt_of(n), max_new_tokens=6) for n in range(8)], 60)
+    assert engine._loop._batch.slots == 4
+    sizes: list[int] = []
+    original = Batch.resize
+    monkeypatch.setattr(
+        Batch, "resize", lambda self, slots: sizes.append(slots) or original(self, slots)
+    )
+    engine.generate([1], max_new_tokens=1)
+    assert sizes == []
+    engine.close()
+
+
+# ---------------------------------------------------------------------- who is served, and when
+
+
+@pytest.fixture
+def one_slot(bundle: Bundle) -> Iterator[Engine]:
+    engine = Engine(bundle, slots=1, queue=3)
+    yield engine
+    engine.close()
+
+
+def occupy(engine: Engine, **options: Any) -> Any:
+    """A stream that holds a slot for long, and has begun."""
+    stream = engine.stream([1], max_new_tokens=70, stop_token_ids=(), **options)
+    next(stream)
+    return stream
+
+
+@dataclass
+class Slow:
+    """How long each step takes at least."""
+
+    seconds: float = 0.02
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    """Steps of at least 20 ms with one token each, so that a test can do something meanwhile."""
+    original, found = Batch.step, Slow()
+
+    def step(self: Batch, *arguments: Any) -> Any:
+        time.sleep(found.seconds)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Batch, "step", step)
+    monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
+    return found
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_full_queue_says_when_to_come_back(one_slot: Engine) -> None:
+    with occupy(one_slot):
+        waiting = [one_slot.submit([2], max_new_tokens=1) for _ in range(3)]
+        with pytest.raises(QueueFullError, match="expected fewer than 3 requests") as error:
+            one_slot.submit([2], max_new_tokens=1)
+        assert 0 < error.value.retry_after < 60
+        assert re.match(r"try again after .* seconds; .*--queue of a server", str(error.value.hint))
+        assert one_slot.metrics().waiting == 3
+    wait(waiting, 60)
+    assert one_slot.metrics().finished["refused"] == 1
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_client_that_floods_makes_room_for_another(one_slot: Engine) -> None:
+    with occupy(one_slot, client="flood"):
+        flood = [one_slot.submit([2], max_new_tokens=1, client="flood") for _ in range(3)]
+        other = one_slot.submit([2], max_new_tokens=1, client="other")
+        with pytest.raises(QueueFullError, match="fewer than 3 requests"):
+            flood[2].result(60)
+        assert one_slot.metrics().waiting == 3
+        with pytest.raises(QueueFullError, match="fewer than 3 requests"):
+            one_slot.submit([2], client="flood")
+    for each in (*flood[:2], other):
+        assert each.result(60).finish_reason is not None
+    assert one_slot.metrics().finished["refused"] == 2
+
+
+def test_a_client_has_no_more_than_its_limits(engine: Engine, slow: Slow) -> None:
+    served: list[int] = []
+    given: Any = {"client": "a", "limits": Limits(waiting=2, running=1, on_tokens=served.append)}
+    with occupy(engine, client="a", limits=Limits(waiting=2, running=1)):
+        waiting = [
+            engine.submit([2, 3], max_new_tokens=2, stop_token_ids=(), **given) for _ in range(2)
+        ]
+        with pytest.raises(QueueFullError, match="fewer than 2 requests of this client") as error:
+            engine.submit([2], **given)
+        assert "--queue" not in str(error.value.hint)  # a longer one would not help
+        engine.generate([4], max_new_tokens=3, client="b")  # other slots are free
+        assert not any(each.done() for each in waiting)
+        assert engine.metrics().waiting == 2
+    for each in waiting:
+        each.result(60)
+    assert sum(served) == 8
+    with pytest.raises(UsageError, match="running: expected 1 or more, found 0"):
+        Limits(running=0)
+
+
+@pytest.mark.usefixtures("slow")
+def test_priorities_and_clients_decide_who_is_next(one_slot: Engine) -> None:
+    finished: list[str] = []
+    with occupy(one_slot, client="a"):
+        futures = []
+        for name, client, priority in (("a", "a", 0), ("b", "b", 0), ("urgent", "a", -1)):
+            future = one_slot.submit([2], max_new_tokens=2, client=client, priority=priority)
+            future.add_done_callback(lambda _, name=name: finished.append(name))
+            futures.append(future)
+    wait(futures, 60)
+    assert finished == ["urgent", "b", "a"]
+
+
+def test_a_deadline_ends_a_request_that_waits_and_one_that_runs(
+    one_slot: Engine, slow: Slow
+) -> None:
+    one_slot.generate([1], max_new_tokens=2)  # the programs are loaded
+    running = occupy(one_slot, timeout=2)
+    slow.seconds = 0.1  # its 70 tokens take longer than its deadline lets it
+    waiting = one_slot.submit([2], max_new_tokens=1, timeout=0.05)
+    with pytest.raises(DeadlineError, match="got no slot"):
+        waiting.result(60)
+    with pytest.raises(TimeoutError, match=r"this request had \d+ tokens"):
+        list(running)
+    slow.seconds = 0.0
+    assert one_slot.generate([2], max_new_tokens=2, stop_token_ids=()).finish_reason == "length"
+    assert one_slot.metrics().finished["deadline"] == 2
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("how", ["close", "drop", "with", "task"])
+def test_a_stream_that_ends_early_frees_its_slot(one_slot: Engine, how: str) -> None:
+    stream = one_slot.stream([1], max_new_tokens=70, stop_token_ids=())
+    if how == "task":
+
+        async def read(pieces: Any) -> None:
+            async for _ in pieces:
+                pass
+
+        async def stop(pieces: Any) -> None:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(read(pieces), 0.1)
+
+        asyncio.run(stop(stream))
+    else:
+        next(stream)
+    if how == "close":
+        stream.close()
+        assert list(stream) == []
+    elif how == "with":
+        with stream:
+            next(stream)
+    del stream
+    gc.collect()
+    assert one_slot.generate([2], max_new_tokens=1, timeout=60).finish_reason is not None
+    assert one_slot.metrics().finished["cancelled"] == 1
+
+
+@pytest.mark.usefixtures("slow")
+def test_futures_are_cancelled_while_they_wait_and_while_they_run(one_slot: Engine) -> None:
+    running = one_slot.submit([1], max_new_tokens=70, stop_token_ids=())
+    waiting = one_slot.submit([1], max_new_tokens=70, stop_token_ids=())
+    while not one_slot.metrics().running:
+        time.sleep(0.01)
+    assert waiting.cancel()
+    assert running.cancel()
+    with pytest.raises(CancelledError):
+        running.result(1)
+    done = one_slot.submit([1], max_new_tokens=1)
+    done.result(5)
+    assert not done.cancel()
+    assert one_slot.metrics().finished["cancelled"] == 2
+
+
+# ---------------------------------------------------------------------- nothing hurts the others
+
+
+def test_a_mask_that_fails_ends_its_own_request(engine: Engine, alone: list[Any]) -> None:
+    def broken(ids: Any) -> Any:
+        if len(ids) > 2:
+            raise ZeroDivisionError("a caller's mistake")
+        return None
+
+    shapes = engine.submit([1], max_new_tokens=9, token_mask=lambda _: np.ones(3, bool))
+    failing = engine.submit([1], max_new_tokens=9, stop_token_ids=(), token_mask=broken)
+    others = [engine.submit(prompt_of(n), **options_of(n)) for n in range(6)]
+    with pytest.raises(ZeroDivisionError, match="a caller's mistake"):
+        failing.result(60)
+    with pytest.raises(
+        UsageError, match=r"token_mask: expected bool\[48\] or None, found bool\[3\]"
+    ):
+        shapes.result(60)
+    for future, expected in zip(others, alone, strict=False):
+        same(future.result(60), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": []}, "prompt: expected at least one token"),
+        ({"prompt": [VOCABULARY]}, "prompt"),
+        ({"prompt": [1], "temperature": -1}, "temperature"),
+        ({"prompt": [1], "priority": "high"}, "priority"),
+        ({"prompt": [1], "client": 3}, "client"),
+        ({"prompt": [1], "timeout": 0}, "timeout: expected more than 0"),
+        ({"prompt": [1], "colour": "red"}, "colour"),
+        ({"prompt": "text"}, "tokenizer"),
+    ],
+)
+def test_mistakes_are_refused_before_they_wait(
+    engine: Engine, options: dict[str, Any], message: str
+) -> None:
+    for ask in (engine.submit, engine.stream):
+        with pytest.raises(UsageError, match=message):
+            ask(**options)
+    assert engine.metrics().waiting == 0
+
+
+def test_a_damaged_bundle_ends_what_runs_and_the_engine_goes_on(
+    engine: Engine, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Batch.step
+
+    def fail(self: Batch, *_: Any) -> Any:
+        monkeypatch.setattr(Batch, "step", original)
+        raise RejectError("a file", "it was cut")
+
+    monkeypatch.setattr(Batch, "step", fail)
+    with pytest.raises(RejectError, match="it was cut"):
+        engine.generate([1], max_new_tokens=3)
+    same(engine.generate(prompt_of(2), **options_of(2)), alone[2])
+    assert engine.metrics().finished["error"] == 1
+
+
+def test_a_step_that_fails_loses_no_token_of_the_steps_before(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)  # one token a step
+    original = Batch.step
+    steps = []
+
+    def step(self: Batch, *arguments: Any) -> Any:
+        if len(steps) == 3:
+            monkeypatch.setattr(Batch, "step", original)
+            raise RejectError("a file", "it was cut")
+        steps.append(original(self, *arguments))
+        return steps[-1]
+
+    monkeypatch.setattr(Batch, "step", step)
+    pieces = []
+
+    def read() -> None:
+        for piece in engine.stream([1], max_new_tokens=9, stop_token_ids=()):
+            pieces.append(piece.token_id)
+
+    with pytest.raises(RejectError, match="it was cut"):
+        read()
+    assert pieces == [tokens[0].token_id for tokens in steps]
+
+
+def test_the_device_does_not_wait_until_tokens_are_handed_out(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)  # one token a step
+    events: list[str] = []
+
+    def note(target: Any, name: str, event: str) -> None:
+        original = getattr(target, name)
+
+        def noted(*arguments: Any) -> Any:
+            events.append(event)
+            return original(*arguments)
+
+        monkeypatch.setattr(target, name, noted)
+
+    note(KVCache, "run", "computing")
+    note(decode, "to_numpy", "waiting")
+    note(Pipe, "take", "handed out")
+    list(engine.stream([1], max_new_tokens=5, stop_token_ids=()))
+    # The last token is handed out at once: no other step may come.
+    assert events[-10:] == [*(["computing", "handed out", "waiting"] * 3), "handed out"]
+
+
+def test_no_memory_for_a_slot_ends_that_request(
+    engine: Engine, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Batch.begin
+
+    def fail(self: Batch, *requests: Any) -> Any:
+        monkeypatch.setattr(Batch, "begin", original)
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(Batch, "begin", fail)
+    with pytest.raises(MemoryError):
+        engine.generate([1], max_new_tokens=3)
+    same(engine.generate(prompt_of(2), **options_of(2)), alone[2])
+
+
+# ---------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("how", ["submit", "stream", "failed", "cancelled"])
+def test_a_request_that_ended_is_freed_without_the_garbage_collector(
+    engine: Engine, how: str
+) -> None:
+    """Its grammar may have memory that the collector does not see."""
+
+    class Mask:
+        def __call__(self, ids: Any) -> Any:
+            if how == "failed" and ids:
+                raise ZeroDivisionError
+            return None
+
+    mask = Mask()
+    freed = weakref.ref(mask)
+    gc.collect()
+    gc.disable()
+    try:
+        asked = {"max_new_tokens": 6, "stop_token_ids": (), "token_mask": mask}
+        if how == "submit":
+            engine.submit([1], **asked).result(60)
+        elif how == "stream":
+            list(engine.stream([1], **asked))
+        elif how == "cancelled":
+            engine.submit([1], **asked).cancel()
+        else:
+            future = engine.submit([1], **asked)
+            with contextlib.suppress(ZeroDivisionError):
+                future.result(60)
+            del future
+        del mask, asked
+        engine.generate([2], max_new_tokens=1)  # the loop has dropped what ended before
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+def test_memory_is_bounded_before_the_first_request(bundle: Bundle) -> None:
+    decoder = bundle.decoder
+    whole = plan_caches(decoder, 4, 1 << 40, 0)
+    assert (whole.batch, whole.context, whole.together) == (4, 72, 2)
+    one_by_one = plan_caches(decoder, 4, whole.peak_bytes - 1, 0)
+    assert (one_by_one.context, one_by_one.together) == (72, 1)
+    less = plan_caches(decoder, 4, one_by_one.peak_bytes - 1, 0)
+    assert (less.context, less.together) == (24, 2)
+    less = plan_caches(decoder, 4, less.peak_bytes - 1, 0)
+    assert (less.context, less.together) == (24, 1)
+    with pytest.raises(UsageError, match="memory: expected at least"):
+        plan_caches(decoder, 4, less.peak_bytes - 1, 0)
+    with pytest.raises(UsageError, match="prefixes"):
+        plan_caches(decoder, 4, less.peak_bytes, 1)
+    with pytest.raises(UsageError, match="rows at once"):
+        Engine(bundle, slots=5)
+    with pytest.raises(UsageError, match="memory: expected at least"):
+        Engine(bundle, slots=4, memory=100)
+
+
+def test_prefixes_take_no_more_than_the_slots_unless_asked_for(bundle: Bundle) -> None:
+    slots = cache_bytes(bundle.decoder, 4, 72)
+    plenty = plan_caches(bundle.decoder, 4, 1 << 40, None)
+    assert plenty.prefix_bytes == slots
+    others = plenty.peak_bytes - slots
+    assert plan_caches(bundle.decoder, 4, others + 400, None).prefix_bytes == 100
+    assert plan_caches(bundle.decoder, 4, 1 << 40, 9 * slots).prefix_bytes == 9 * slots
+
+
+def test_a_small_memory_has_a_shorter_context(bundle: Bundle) -> None:
+    whole = plan_caches(bundle.decoder, 4, 1 << 40, 0)
+    peak = plan_caches(bundle.decoder, 4, whole.peak_bytes - 1, 0).peak_bytes
+    engine = Engine(bundle, slots=4, memory=peak - 1, prefix_memory=0)
+    with pytest.raises(ContextError, match="at most 24 tokens, for which the engine has memory"):
+        engine.submit(LONG)
+    found = engine.generate([1, 2, 3], stop_token_ids=())
+    assert found.finish_reason == "context"
+    assert len(found.token_ids) == 24 - 3 + 1
+    assert engine.metrics().cache_budget_bytes == peak - 1
+    engine.close()
+
+
+# ---------------------------------------------------------------------- the end
+
+
+@pytest.mark.usefixtures("slow")
+def test_closing_ends_what_waits_and_runs(bundle: Bundle) -> None:
+    engine = Engine(bundle, slots=1)
+    running, waiting = occupy(engine), engine.submit([1], max_new_tokens=1)
+    engine.close()
+    engine.close()
+    with pytest.raises(ClosedError, match="closed before the request was finished"):
+        list(running)
+    with pytest.raises(ClosedError):
+        waiting.result(1)
+    with pytest.raises(ClosedError, match="this engine is closed"):
+        engine.submit([1])
+
+
+@pytest.mark.usefixtures("slow")
+def test_draining_finishes_what_is_there_and_takes_no_more(bundle: Bundle) -> None:
+    engine = Engine(bundle, slots=1)
+    running = engine.submit([1], max_new_tokens=20, stop_token_ids=())
+    waiting = engine.submit([1], max_new_tokens=2, stop_token_ids=())
+    assert not engine.drain(0.01)
+    with pytest.raises(ClosedError, match="draining"):
+        engine.submit([1])
+    assert engine.drain(60)
+    assert len(running.result(0).token_ids) == 20
+    assert len(waiting.result(0).token_ids) == 2
+    engine.close()
+
+
+@pytest.mark.usefixtures("slow")
+def test_undrain_ends_the_wait_and_takes_requests_again(bundle: Bundle) -> None:
+    engine = Engine(bundle, slots=1)
+    running = engine.submit([1], max_new_tokens=200, stop_token_ids=())
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(engine.drain)
+        while not engine._loop._refuses:
+            time.sleep(0.001)
+        engine.undrain()
+        waits.result(60)
+    running.cancel()
+    assert len(engine.generate([1], max_new_tokens=2, stop_token_ids=()).token_ids) == 2
+    engine.close()
+    with pytest.raises(ClosedError):
+        engine.undrain()
+    with pytest.raises(ClosedError, match="closed"):
+        engine.submit([1])
+
+
+def test_an_engine_that_nobody_has_ends_its_thread(bundle: Bundle) -> None:
+    engine = Engine(bundle, slots=1)
+    engine.generate([1], max_new_tokens=1)
+    loop: Loop = engine._loop
+    thread = loop._thread
+    assert isinstance(thread, threading.Thread)
+    del engine
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+class CollectingQueue(FairQueue[Any]):
+    """A queue that is read while the garbage collector ends streams that nobody refers to."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            yield item
+            gc.collect()
+
+
+def test_the_garbage_collector_ends_streams_while_the_queue_is_gone_through(
+    one_slot: Engine, alone: list[Any]
+) -> None:
+    one_slot._loop._queue = CollectingQueue()
+    with occupy(one_slot) as running:
+        for _ in range(2):
+            cycle: list[Any] = [one_slot.stream([2], max_new_tokens=1)]
+            cycle.append(cycle)
+            del cycle
+        waiting = one_slot.submit(prompt_of(0), **options_of(0), client="other")
+        list(running)  # it would raise what ended it
+    same(waiting.result(60), alone[0])
+    assert one_slot.metrics().finished["cancelled"]  # the second may be collected too late
+    assert not one_slot.metrics().finished["error"]
+
+
+def test_an_engine_that_the_garbage_collector_ends_is_not_waited_for(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs the collector may hold what the engine's thread wants: here a step cannot end."""
+    original, goes_on = Batch.step, threading.Event()
+
+    def step(self: Batch, *arguments: Any) -> Any:
+        assert goes_on.wait(60)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Batch, "step", step)
+    engine = Engine(bundle, slots=1)
+    future = engine.submit([1], max_new_tokens=70, stop_token_ids=())
+    thread = engine._loop._thread
+    assert isinstance(thread, threading.Thread)
+    cycle: list[Any] = [engine]
+    cycle.append(cycle)
+    del cycle, engine
+    gc.collect()
+    goes_on.set()  # the collection came back although the step had not ended
+    with pytest.raises(ClosedError):
+        future.result(60)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_bundle_without_a_decoder_has_no_tokens(tmp_path: Path, build_cache: Path) -> None:
+    double = Program("double", fn=lambda x: x * 2, args=["float32[2]"])
+    path = build([double], tmp_path, name="d", cache=build_cache, quiet=True).path
+    engine = Engine(load(path, on_mismatch="error"))
+    with pytest.raises(UsageError, match="this bundle holds no decoder"):
+        engine.submit([1])
+    assert engine.drain(1)
+    engine.close()

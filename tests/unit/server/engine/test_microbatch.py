@@ -1,0 +1,427 @@
+"""Lanes: jobs of several callers share runs, and what goes wrong with one of them stays with its caller."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prejit.runtime import ClosedError, DeadlineError, QueueFullError, UsageError
+from prejit.server.engine import microbatch
+from prejit.server.engine.engine_metrics import RequestMetrics
+from prejit.server.engine.microbatch import Lane
+from prejit.server.engine.request_recorder import Cost, RequestRecorder
+from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
+
+MOST = 8
+PATIENCE = 30.0
+
+
+class Program:
+    """Doubles rows, of which -1 cannot be doubled; records each run, waits for `go`, and
+    takes some seconds."""
+
+    def __init__(self) -> None:
+        self.runs: list[list[int]] = []
+        self.began = threading.Semaphore(0)
+        self.go = threading.Event()
+        self.go.set()
+        self.seconds = 0.0
+
+    def __call__(self, shares: Sequence[Share[np.ndarray[Any, Any]]]) -> Ran:
+        self.began.release()
+        assert self.go.wait(PATIENCE)
+        time.sleep(self.seconds)
+        rows = [share.job.payload[share.start : share.end] for share in shares]
+        self.runs.append([len(each) for each in rows])
+        if any((each == -1).any() for each in rows):
+            raise ValueError("no row may be -1")
+        return Ran([each * 2 for each in rows], Cost(MOST - sum(map(len, rows))))
+
+    def hold(self, lane: Lane[Any]) -> Future[Any]:
+        """Begin a run that does not end before `go` is set."""
+        self.go.clear()
+        holding = submit(lane, [0])
+        assert self.began.acquire(timeout=PATIENCE)
+        return holding
+
+
+def job(rows: Sequence[int], timeout: float | None = None, key: object = None) -> SharedJob[Any]:
+    return SharedJob(np.array(rows), len(rows), MOST, key, np.concatenate, deadline_after(timeout))
+
+
+def lane_of(run: Callable[[Sequence[Share[Any]]], Ran], queue: int = 16) -> Lane[Any]:
+    return Lane("double", run, queue=queue, recorder=RequestRecorder("call", "double", queue))
+
+
+def metrics(lane: Lane[Any]) -> RequestMetrics:
+    return lane._recorder.snapshot()
+
+
+def submit(lane: Lane[Any], rows: Sequence[int], **how: Any) -> Future[Any]:
+    made = job(rows, **how)
+    lane.submit(made)
+    return made.future
+
+
+@pytest.fixture
+def program() -> Program:
+    return Program()
+
+
+@pytest.fixture
+def lane(program: Program) -> Iterator[Lane[Any]]:
+    lane = lane_of(program)
+    yield lane
+    program.go.set()
+    lane.close()
+
+
+def test_a_lone_call_does_not_wait_for_company(lane: Lane[Any], program: Program) -> None:
+    assert submit(lane, [3, 4]).result(PATIENCE).tolist() == [6, 8]
+    assert program.runs == [[2]]
+
+
+def test_calls_that_come_during_a_run_share_the_next(lane: Lane[Any], program: Program) -> None:
+    program.hold(lane)
+    futures = [submit(lane, [number]) for number in range(5)]
+    program.go.set()
+    assert [int(future.result(PATIENCE)[0]) for future in futures] == [0, 2, 4, 6, 8]
+    assert program.runs == [[1], [1] * 5]
+
+
+def test_a_call_of_more_rows_than_the_bucket_takes_turns(lane: Lane[Any], program: Program) -> None:
+    holding = program.hold(lane)
+    long = submit(lane, range(20))
+    short = submit(lane, [100, 200])
+    program.go.set()
+    assert short.result(PATIENCE).tolist() == [200, 400]
+    assert long.result(PATIENCE).tolist() == [2 * row for row in range(20)]
+    assert holding.result(PATIENCE).tolist() == [0]
+    # The short call does not wait until all of the long one has run.
+    assert program.runs == [[1], [8], [2, 6], [6]]
+
+
+def test_other_keys_do_not_share(lane: Lane[Any], program: Program) -> None:
+    program.hold(lane)
+    futures = [submit(lane, [number], key=number % 2) for number in range(4)]
+    program.go.set()
+    assert [int(future.result(PATIENCE)[0]) for future in futures] == [0, 2, 4, 6]
+    assert program.runs == [[1], [1, 1], [1, 1]]
+
+
+def test_jobs_that_run_alone_never_share(lane: Lane[Any], program: Program) -> None:
+    program.hold(lane)
+    jobs = [SharedJob(np.array([number]), 1, 0, object(), np.concatenate) for number in range(3)]
+    for each in jobs:
+        lane.submit(each)
+    program.go.set()
+    assert [int(each.future.result(PATIENCE)[0]) for each in jobs] == [0, 2, 4]
+    assert program.runs == [[1]] * 4
+
+
+def test_an_error_reaches_only_its_caller(lane: Lane[Any], program: Program) -> None:
+    program.hold(lane)
+    futures = [submit(lane, [number]) for number in (1, -1, 2)]
+    program.go.set()
+    assert futures[0].result(PATIENCE).tolist() == [2]
+    assert futures[2].result(PATIENCE).tolist() == [4]
+    with pytest.raises(ValueError, match="no row may be -1"):
+        futures[1].result(PATIENCE)
+
+
+def test_the_rest_of_a_call_that_failed_does_not_run(lane: Lane[Any], program: Program) -> None:
+    with pytest.raises(ValueError, match="no row"):
+        submit(lane, [-1] * 30).result(PATIENCE)
+    assert submit(lane, [5]).result(PATIENCE).tolist() == [10]
+    assert program.runs == [[8], [1]]
+
+
+def test_a_cancelled_call_does_not_run(lane: Lane[Any], program: Program) -> None:
+    program.hold(lane)
+    unwanted, wanted = submit(lane, [1]), submit(lane, [2])
+    assert unwanted.cancel()
+    program.go.set()
+    assert wanted.result(PATIENCE).tolist() == [4]
+    assert program.runs == [[1], [1]]
+    with pytest.raises(CancelledError):
+        unwanted.result()
+
+
+def test_a_call_that_is_cancelled_while_it_runs_harms_nobody(
+    lane: Lane[Any], program: Program
+) -> None:
+    running = program.hold(lane)
+    assert running.cancel()
+    program.go.set()
+    assert submit(lane, [2]).result(PATIENCE).tolist() == [4]
+
+
+def test_a_deadline_passes_while_the_call_waits(lane: Lane[Any], program: Program) -> None:
+    program.hold(lane)
+    late = submit(lane, [1], timeout=0.01)
+    time.sleep(0.02)
+    program.go.set()
+    with pytest.raises(DeadlineError, match="expected a result within the timeout"):
+        late.result(PATIENCE)
+    assert submit(lane, [2]).result(PATIENCE).tolist() == [4]
+    assert program.runs == [[1], [1]]
+
+
+def test_a_result_that_comes_too_late_is_none(lane: Lane[Any], program: Program) -> None:
+    program.go.clear()
+    late = job([1], timeout=PATIENCE)
+    lane.submit(late)
+    assert program.began.acquire(timeout=PATIENCE)
+    late.deadline = time.monotonic()
+    program.go.set()
+    with pytest.raises(DeadlineError):
+        late.future.result(PATIENCE)
+
+
+def test_a_caller_who_waits_gets_the_deadline_while_the_program_runs(
+    lane: Lane[Any], program: Program
+) -> None:
+    program.go.clear()
+    with pytest.raises(DeadlineError):
+        lane.result(job([1], timeout=0.05))
+    assert not program.go.is_set()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "1", True])
+def test_a_timeout_that_is_no_time(timeout: Any) -> None:
+    with pytest.raises(UsageError, match="timeout: expected"):
+        deadline_after(timeout)
+
+
+def test_a_full_queue_says_how_long_to_wait(program: Program) -> None:
+    lane = lane_of(program, queue=2)
+    program.hold(lane)
+    waiting = [submit(lane, [1]), submit(lane, [2])]
+    with pytest.raises(QueueFullError, match="at most 2 waiting calls") as caught:
+        submit(lane, [3])
+    assert 0 < caught.value.retry_after < 60
+    assert str(caught.value.hint).endswith("--queue of a server")
+    assert waiting[0].cancel()  # makes room
+    third = submit(lane, [3])
+    program.go.set()
+    assert third.result(PATIENCE).tolist() == [6]
+    lane.close()
+
+
+def test_callers_who_shared_a_run_share_the_next(
+    lane: Lane[Any], program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(microbatch, "_PATIENCE", 1000 * PATIENCE)
+    program.seconds = 0.001
+    program.hold(lane)
+    first = [submit(lane, [number]) for number in range(3)]
+    program.go.set()
+    for future in first:
+        future.result(PATIENCE)
+    with lane.alone(1) as ran:
+        assert ran is None  # it would run alone while the others wait
+    again = [submit(lane, [number]) for number in range(3)]
+    for future in again:
+        future.result(PATIENCE)  # nobody else is expected
+    assert submit(lane, range(MOST)).result(PATIENCE).tolist() == [*range(0, 2 * MOST, 2)]
+    assert program.runs == [[1], [1] * 3, [1] * 3, [MOST]]
+
+
+def test_a_caller_whose_company_is_gone_waits_no_longer(
+    lane: Lane[Any], program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(microbatch, "_PATIENCE", 0.1)
+    program.seconds = 0.01
+    program.hold(lane)
+    first = [submit(lane, [number]) for number in range(3)]
+    program.go.set()
+    for future in first:
+        future.result(PATIENCE)
+    assert submit(lane, [3]).result(PATIENCE).tolist() == [6]
+
+    def is_idle() -> bool:
+        with lane.alone(1) as ran:
+            return ran is not None
+
+    until = time.monotonic() + PATIENCE
+    while not is_idle():  # the result comes just before the end of the run
+        assert time.monotonic() < until
+
+
+def test_calls_shorter_than_a_handover_do_not_wait_for_each_other(lane: Lane[Any]) -> None:
+    def short() -> bool:
+        with lane.alone(1) as outer, lane.alone(1) as inner:
+            return outer is not None and inner is not None
+
+    assert not short()  # the duration is not known yet
+    until = time.monotonic() + PATIENCE
+    while not short():
+        assert time.monotonic() < until
+    with lane.alone(1) as ran:
+        assert ran is not None
+        assert submit(lane, [4]).result(PATIENCE).tolist() == [8]  # nor does a future wait
+        assert not lane.drain(deadline_after(0.01))
+    assert lane.drain(deadline_after(PATIENCE))
+
+
+def test_a_caller_runs_an_idle_program_itself(lane: Lane[Any], program: Program) -> None:
+    with lane.alone(3) as ran:
+        assert ran is not None
+        ran.cost = Cost(5)
+        with lane.alone(1) as other:  # it is busy now
+            assert other is None
+        waiting = submit(lane, [4])
+        time.sleep(0.01)
+        assert not waiting.done()
+    assert waiting.result(PATIENCE).tolist() == [8]
+    found = metrics(lane)
+    assert (found.succeeded, found.rows, found.runs, found.padded_rows) == (2, 4, 2, 5 + 7)
+
+
+def test_a_program_is_idle_again_after_an_error_of_a_caller(lane: Lane[Any]) -> None:
+    with pytest.raises(KeyError), lane.alone(1):
+        raise KeyError
+    assert submit(lane, [4]).result(PATIENCE).tolist() == [8]
+    assert (metrics(lane).succeeded, metrics(lane).finished["error"]) == (1, 1)
+
+
+@pytest.mark.parametrize("costs_by_row", [False, True])
+def test_callers_wait_for_each_other_only_where_that_saves_time(costs_by_row: bool) -> None:
+    def run(shares: Sequence[Share[Any]]) -> Ran:
+        time.sleep(0.004 * (1.5 * sum(share.rows for share in shares) if costs_by_row else 1))
+        return Ran([share.job.payload for share in shares])
+
+    lane = lane_of(run, queue=64)
+    # The least of many durations count: on a busy machine some of them are longer.
+    for _ in range(30):
+        with lane.alone(1):
+            time.sleep(0.004)
+    for _ in range(20):
+        for future in [submit(lane, [number]) for number in range(MOST)]:
+            future.result(PATIENCE)
+    time.sleep(0.1)  # the last run is over, and so is the patience after it
+    with lane.alone(1) as first, lane.alone(1) as second:
+        assert first is not None
+        assert (second is not None) is costs_by_row
+    lane.close()
+
+
+def test_close_fails_what_waits_and_ends_the_thread(lane: Lane[Any], program: Program) -> None:
+    running = program.hold(lane)
+    waiting = submit(lane, [1])
+    closing = threading.Thread(target=lane.close)
+    closing.start()
+    with pytest.raises(ClosedError, match="found one that is closed"):
+        waiting.result(PATIENCE)
+    program.go.set()
+    closing.join(PATIENCE)
+    assert running.result(0).tolist() == [0]
+    with pytest.raises(ClosedError):
+        submit(lane, [1])
+    with pytest.raises(ClosedError), lane.alone(1):
+        pass
+    lane.close()
+    assert not any(each.name == "prejit-microbatch" for each in threading.enumerate())
+
+
+def test_drain_waits_for_what_waits_and_runs(lane: Lane[Any], program: Program) -> None:
+    program.hold(lane)
+    waiting = submit(lane, [1])
+    assert not lane.drain(deadline_after(0.01))
+    with pytest.raises(ClosedError, match="takes no more calls"):
+        submit(lane, [1])
+    program.go.set()
+    assert lane.drain(deadline_after(PATIENCE))
+    assert waiting.result(0).tolist() == [2]
+
+
+def test_a_callback_may_submit(lane: Lane[Any], program: Program) -> None:
+    program.hold(lane)
+    late = submit(lane, [1], timeout=0.01)
+    more: list[Future[Any]] = []
+    late.add_done_callback(lambda _: more.append(submit(lane, [7])))
+    time.sleep(0.02)
+    program.go.set()
+    with pytest.raises(DeadlineError):
+        late.result(PATIENCE)
+    assert more[0].result(PATIENCE).tolist() == [14]
+
+
+def test_sixteen_threads_get_their_own_rows(lane: Lane[Any], program: Program) -> None:
+    wrong: list[Any] = []
+
+    def call(number: int) -> None:
+        for turn in range(50):
+            rows = np.arange(turn % 11 + 1) + 1000 * number + turn
+            found = lane.result(job(rows.tolist()))
+            if found.tolist() != (2 * rows).tolist():
+                wrong.append((number, turn, found))
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    found = metrics(lane)
+    rows = sum(turn % 11 + 1 for turn in range(50))
+    assert (found.succeeded, found.rows) == (16 * 50, 16 * rows)
+    assert found.runs == len(program.runs)
+    assert found.padded_rows == MOST * found.runs - found.rows
+    assert (found.running, found.waiting) == (0, 0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 3 * MOST), min_size=1, max_size=16))
+def test_any_mix_of_row_counts_equals_single_calls(counts: list[int]) -> None:
+    program = Program()
+    lane = lane_of(program)
+    program.go.clear()
+    each = [np.arange(count) + 100 * place for place, count in enumerate(counts)]
+    futures = [submit(lane, rows.tolist()) for rows in each]
+    program.go.set()
+    for rows, future in zip(each, futures, strict=True):
+        assert future.result(PATIENCE).tolist() == (2 * rows).tolist()
+    lane.close()
+    assert all(0 < sum(run) <= MOST for run in program.runs)
+    assert sum(map(sum, program.runs)) == sum(counts)
+
+
+def test_every_end_of_a_call_is_counted_once(program: Program) -> None:
+    lane = lane_of(program, queue=5)
+    running = program.hold(lane)
+    cancelled, wrong, good = submit(lane, [1]), submit(lane, [-1]), submit(lane, [3])
+    late = job([2], timeout=PATIENCE)
+    lane.submit(late)
+    assert (metrics(lane).running, metrics(lane).waiting) == (1, 4)
+    assert cancelled.cancel()
+    assert running.cancel()
+    late.deadline = time.monotonic()
+    # The server ends the wait of its client.
+    expired = submit(lane, [4])
+    expired.set_exception(DeadlineError("late"))
+    with pytest.raises(QueueFullError):
+        [submit(lane, [5]) for _ in range(9)]
+    program.go.set()
+    assert good.result(PATIENCE).tolist() == [6]
+    with pytest.raises(DeadlineError):
+        late.future.result(PATIENCE)
+    with pytest.raises(ValueError, match="no row"):
+        wrong.result(PATIENCE)
+    assert lane.drain(deadline_after(PATIENCE))
+    with pytest.raises(ClosedError):
+        submit(lane, [9])
+    found = metrics(lane)
+    assert (found.running, found.waiting) == (0, 0)
+    ends = {reason: count for reason, count in found.finished.items() if count}
+    assert ends == {"done": ends["done"], "cancelled": 2, "deadline": 2, "error": 1, "refused": 2}
+    assert found.whole_seconds.count == found.run_seconds.count == ends["done"]
+    lane.close()

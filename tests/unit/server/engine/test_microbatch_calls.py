@@ -1,0 +1,387 @@
+"""Calls of a real bundle's programs that share runs: every caller gets what `Bundle.call` gives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prejit.compiler import Program, build
+from prejit.runtime import Bundle, ClosedError, DeadlineError, QueueFullError, UsageError, load
+from prejit.server.engine.microbatch_calls import Calling
+from prejit.server.engine.request_recorder import Recorder
+
+PATIENCE = 30.0
+BUCKETS = {"batch": (1, 4, 8)}
+
+
+def rows(params: Any, x: Any) -> Any:
+    return {"y": jnp.tanh(x @ params), "first": (x[:, 0], None)}
+
+
+def scaled(x: Any, scale: Any) -> Any:
+    return x * scale
+
+
+def masked_mean(x: Any, valid: Any) -> Any:
+    return x - jnp.sum(x * valid[:, None], 0) / jnp.sum(valid)
+
+
+def powered(x: Any, power: int) -> Any:
+    return x**power
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+    params = np.random.default_rng(0).standard_normal((8, 16)).astype("f")
+    x, pad = "float32[{batch}, 8]", ["batch"]
+    how: Any = {"buckets": BUCKETS, "pad": pad}
+    both = {"batch": (4,), "length": (4, 16)}
+    programs = [
+        Program("rows", fn=rows, args={"x": x}, params=params, **how),
+        Program("scaled", fn=scaled, args=[x, "float32[]"], **how),
+        Program("total", fn=lambda x: x.sum(), args=[x], **how),
+        Program(
+            "masked", fn=masked_mean, args={"x": x, "valid": "bool[{batch}]"}, mask="valid", **how
+        ),
+        Program("powered", fn=powered, args=[x], static={"power": (2, 3)}, **how),
+        Program("last", fn=lambda x: x + 1, args=["float32[3, {batch}]"], **how),
+        Program("donated", fn=lambda x: x + 1, args=[x], donate=[0], **how),
+        Program("fixed", fn=lambda x: x + 1, args=[x], buckets=BUCKETS),
+        Program(
+            "texts",
+            fn=lambda x: (jnp.cumsum(x, 1), x.sum(1)),
+            args=["float32[{batch}, {length}]"],
+            buckets=both,
+            pad=["batch", "length"],
+        ),
+    ]
+    output = tmp_path_factory.mktemp("shared")
+    return build(programs, output, name="s", cache=build_cache, quiet=True).path
+
+
+@pytest.fixture(scope="module")
+def bundle(path: Path) -> Bundle:
+    return load(path, on_mismatch="error")
+
+
+@pytest.fixture
+def calling(bundle: Bundle) -> Iterator[Calling]:
+    calling = calling_of(bundle, 64)
+    yield calling
+    calling.close()
+
+
+def calling_of(bundle: Bundle, queue: int) -> Calling:
+    recorder = Recorder(1, queue)
+    return Calling(
+        bundle._calls,
+        bundle._dispatched,
+        queue=queue,
+        recorder=lambda name: recorder.requests("call", name),
+    )
+
+
+def counts(calling: Calling, name: str) -> tuple[int, int, int, int]:
+    """The calls, rows, padded rows and runs of a program."""
+    found = calling._recorder(name).snapshot()
+    return found.succeeded, found.rows, found.padded_rows, found.runs
+
+
+def x_of(count: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal((count, 8)).astype("f")
+
+
+def equal(found: Any, expected: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert type(one) is type(other)
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+class Together:
+    """Submits calls that find the program running, so that they share runs."""
+
+    def __init__(self, calling: Calling, name: str) -> None:
+        self._calling, self._name = calling, name
+        self._futures: list[Future[Any]] = []
+
+    def __enter__(self) -> Together:
+        self._alone = self._calling._lane(self._name).alone(0)
+        assert self._alone.__enter__() is not None
+        return self
+
+    def call(self, *args: Any, **kwargs: Any) -> None:
+        self._futures.append(self._calling.submit(self._name, args, kwargs))
+
+    def __exit__(self, *error: Any) -> None:
+        self._alone.__exit__(None, None, None)
+
+    def results(self) -> list[Any]:
+        return [future.result(PATIENCE) for future in self._futures]
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """The calls, rows, padded rows and runs of these calls, without the one that occupied the program."""
+        calls, rows, padded_rows, runs = counts(self._calling, self._name)
+        return calls - 1, rows, padded_rows, runs - 1
+
+
+def test_three_rows_run_in_the_bucket_of_four_and_three_come_back(
+    bundle: Bundle, calling: Calling
+) -> None:
+    found = calling.submit("rows", (), {"x": x_of(3)}).result(PATIENCE)
+    assert found["y"].shape == (3, 16)
+    equal(found, bundle.call("rows", x=x_of(3)))
+    assert counts(calling, "rows") == (1, 3, 1, 1)
+
+
+def test_callers_share_a_run_and_get_their_own_rows(bundle: Bundle, calling: Calling) -> None:
+    with Together(calling, "rows") as together:
+        for seed, count in enumerate((1, 2, 3, 1)):
+            together.call(x=x_of(count, seed))
+    whole = bundle.call("rows", x=np.concatenate([x_of(n, s) for s, n in enumerate((1, 2, 3, 1))]))
+    first = 0
+    for count, found in zip((1, 2, 3, 1), together.results(), strict=True):
+        equal(found, jax.tree.map(lambda array: array[first : first + count], whole))  # noqa: B023
+        first += count
+    assert together.counts() == (4, 7, 1, 1)
+
+
+def test_a_lone_call_runs_in_its_own_thread(bundle: Bundle, calling: Calling) -> None:
+    before = threading.active_count()
+    for count in (1, 3, 8):
+        equal(calling.call("rows", (), {"x": x_of(count)}), bundle.call("rows", x=x_of(count)))
+    assert threading.active_count() == before
+    assert counts(calling, "rows") == (3, 12, 1, 3)
+
+
+@pytest.mark.parametrize("count", [9, 16, 21])
+def test_more_rows_than_the_largest_bucket(bundle: Bundle, calling: Calling, count: int) -> None:
+    found = calling.call("rows", (), {"x": x_of(count)})
+    parts = [bundle.call("rows", x=x_of(count)[at : at + 8]) for at in range(0, count, 8)]
+    equal(found, jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts))
+    assert counts(calling, "rows")[3] == len(parts)
+
+
+def test_results_belong_to_their_caller(calling: Calling) -> None:
+    with Together(calling, "rows") as together:
+        together.call(x=x_of(1, 1))
+        together.call(x=x_of(1, 2))
+    mine, theirs = together.results()
+    kept = theirs["y"].copy()
+    mine["y"][:] = 0
+    np.testing.assert_array_equal(theirs["y"], kept)
+    assert mine["y"].base is None  # it does not keep the rows of others in memory
+
+
+def test_arguments_may_change_after_submit(bundle: Bundle, calling: Calling) -> None:
+    x = x_of(2)
+    expected = bundle.call("rows", x=x)
+    donated = bundle.call("donated", x_of(4))
+    changing = x_of(4)
+    with Together(calling, "rows") as together, Together(calling, "donated") as others:
+        together.call(x=x)
+        others.call(changing)
+        x[:] = changing[:] = 0
+    equal(together.results()[0], expected)
+    equal(others.results()[0], donated)
+
+
+def test_only_calls_with_equal_common_arguments_share(bundle: Bundle, calling: Calling) -> None:
+    scales = [np.float32(scale) for scale in (2, 3, 2)]
+    with Together(calling, "scaled") as together:
+        for seed, scale in enumerate(scales):
+            together.call(x_of(1, seed), scale)
+    for seed, (scale, found) in enumerate(zip(scales, together.results(), strict=True)):
+        np.testing.assert_array_equal(found, x_of(1, seed) * scale)
+    assert together.counts()[3] == 2
+
+
+def test_static_arguments_choose_the_program(bundle: Bundle, calling: Calling) -> None:
+    with Together(calling, "powered") as together:
+        for power in (2, 3, 2):
+            together.call(x_of(2), power=power)
+    for power, found in zip((2, 3, 2), together.results(), strict=True):
+        equal(found, bundle.call("powered", x_of(2), power=power))
+    assert together.counts()[3] == 2
+
+
+def test_the_batch_axis_need_not_be_the_first(bundle: Bundle, calling: Calling) -> None:
+    arrays = [np.arange(3 * n, dtype="f").reshape(3, n) for n in (1, 2, 9)]
+    with Together(calling, "last") as together:
+        for array in arrays:
+            together.call(array)
+    for array, found in zip(arrays, together.results(), strict=True):
+        np.testing.assert_array_equal(found, array + 1)
+
+
+def test_other_padded_sizes_are_cut_for_each_caller(bundle: Bundle, calling: Calling) -> None:
+    lengths = (3, 2, 10, 4, 16)
+    each = [np.random.default_rng(n).random((1, n), "f") for n in lengths]
+    with Together(calling, "texts") as together:
+        for x in each:
+            together.call(x)
+    for x, found in zip(each, together.results(), strict=True):
+        equal(found, bundle.call("texts", x))
+    assert together.counts() == (5, 5, 3, 2)  # of 4 and of 16 places
+
+
+@pytest.mark.parametrize("name", ["total", "masked", "donated", "fixed"])
+def test_programs_whose_rows_may_meet_run_alone(
+    bundle: Bundle, calling: Calling, name: str
+) -> None:
+    given: list[Any] = [x_of(4, seed) for seed in range(3)]
+
+    def arguments(x: Any) -> Any:
+        return ((), {"x": x}) if name == "masked" else ((x,), {})
+
+    with Together(calling, name) as together:
+        for x in given:
+            args, kwargs = arguments(x)
+            together.call(*args, **kwargs)
+    for x, found in zip(given, together.results(), strict=True):
+        args, kwargs = arguments(x)
+        equal(found, bundle.call(name, *args, **kwargs))
+    assert together.counts() == (3, 0, 0, 3)
+
+
+def test_results_are_of_jax_for_a_caller_who_uses_it(bundle: Bundle, calling: Calling) -> None:
+    with Together(calling, "rows") as together:
+        together.call(x=jnp.asarray(x_of(2)))
+        together.call(x=x_of(2))
+    of_jax, of_numpy = together.results()
+    assert isinstance(of_jax["y"], jax.Array)
+    equal(of_numpy, bundle.call("rows", x=np.concatenate([x_of(2)] * 2)[:2]))
+    np.testing.assert_array_equal(of_jax["y"], of_numpy["y"])
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs"),
+    [
+        ("nothing", (), {}),
+        ("rows", (), {}),
+        ("rows", (), {"x": np.ones((2, 9), "f")}),
+        ("rows", (), {"x": np.ones((2, 8), "f2")}),
+        ("rows", (), {"x": np.ones((0, 8), "f")}),
+        ("rows", (), {"x": np.ones((2, 8), "f"), "y": 1}),
+        ("fixed", (np.ones((2, 8), "f"),), {}),
+    ],
+)
+def test_a_wrong_call_fails_at_once_as_in_bundle_call(
+    bundle: Bundle, calling: Calling, name: str, args: Any, kwargs: Any
+) -> None:
+    with pytest.raises(UsageError) as expected:
+        bundle.call(name, *args, **kwargs)
+    for way in (calling.submit, calling.call):
+        with pytest.raises(UsageError) as found:
+            way(name, args, kwargs)
+        assert str(found.value) == str(expected.value)
+
+
+def test_a_timeout_ends_the_wait(calling: Calling) -> None:
+    with Together(calling, "rows"), pytest.raises(DeadlineError):
+        calling.call("rows", (), {"x": x_of(1)}, timeout=0.02)
+    assert calling.call("rows", (), {"x": x_of(1)}, timeout=PATIENCE)["y"].shape == (1, 16)
+
+
+def test_a_full_queue_is_refused(bundle: Bundle) -> None:
+    calling = calling_of(bundle, 1)
+    with Together(calling, "rows") as together:
+        together.call(x=x_of(1))
+        with pytest.raises(QueueFullError, match=r"^rows: expected at most 1 waiting calls"):
+            together.call(x=x_of(1))
+    assert len(together.results()) == 1
+    calling.close()
+
+
+def test_after_close_no_program_takes_calls(calling: Calling) -> None:
+    calling.call("rows", (), {"x": x_of(1)})
+    assert calling.drain(None)
+    with pytest.raises(ClosedError, match="takes no more calls"):
+        calling.submit("rows", (), {"x": x_of(1)})
+    with pytest.raises(ClosedError, match="takes no more calls"):
+        calling.submit("last", (np.ones((3, 1), "f"),), {})  # it was never called
+    calling.undrain()
+    calling.submit("rows", (), {"x": x_of(1)}).result(PATIENCE)
+    calling.submit("last", (np.ones((3, 1), "f"),), {}).result(PATIENCE)
+    calling.close()
+    calling.undrain()
+    with pytest.raises(ClosedError, match="found one that is closed"):
+        calling.call("total", (x_of(1),), {})
+    calling.close()
+
+
+@settings(
+    max_examples=30,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=12))
+def test_any_mix_of_row_counts_equals_single_calls(bundle: Bundle, counts: list[int]) -> None:
+    calling = calling_of(bundle, 64)
+    with Together(calling, "texts") as together:
+        each = [np.random.default_rng(n).random((n, n % 16 + 1), "f") for n in counts]
+        for x in each:
+            together.call(x)
+    for x, (sums, largest) in zip(each, together.results(), strict=True):
+        for at in range(0, len(x), 4):
+            expected = bundle.call("texts", x[at : at + 4])
+            np.testing.assert_array_equal(sums[at : at + 4], expected[0])
+            np.testing.assert_array_equal(largest[at : at + 4], expected[1])
+    calling.close()
+
+
+def test_sixteen_threads_get_their_own_rows(bundle: Bundle, calling: Calling) -> None:
+    wrong: list[Any] = []
+    expected = {n: bundle.call("scaled", x_of(n, n), np.float32(3)) for n in range(1, 9)}
+
+    def call(number: int) -> None:
+        for turn in range(50):
+            count = (number + turn) % 8 + 1
+            given = (x_of(count, count), np.float32(3))
+            found = (
+                calling.call("scaled", given, {})
+                if turn % 2
+                else calling.submit("scaled", given, {}).result(PATIENCE)
+            )
+            if not np.array_equal(found, expected[count]):
+                wrong.append((number, turn))
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    wanted = sum((n + t) % 8 + 1 for n in range(16) for t in range(50))
+    assert counts(calling, "scaled")[:2] == (16 * 50, wanted)
+
+
+EXIT = """
+import sys
+import numpy as np
+from prejit.runtime import load
+from prejit.server import Engine
+
+engine = Engine(load(sys.argv[1]))
+engine.submit_call("rows", x=np.ones((3, 8), "f")).result(30)
+futures = [engine.submit_call("rows", x=np.ones((8, 8), "f")) for _ in range(200)]
+print("end")
+"""
+
+
+def test_a_process_that_does_not_close_its_engine_ends_by_itself(
+    path: Path, run_python: Callable[..., Any]
+) -> None:
+    ran = run_python(EXIT, path, timeout=60)
+    assert ran.stdout == "end\n"
+    assert "Traceback" not in ran.stderr

@@ -1,0 +1,149 @@
+"""The queue: priorities, fair shares of tokens, and nothing lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prejit.server.engine.request_queue import FairQueue
+
+
+def test_a_smaller_priority_is_served_first_and_equal_ones_in_order() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item, priority in (("late", 5), ("first", 0), ("second", 0), ("urgent", -1)):
+        queue.put(item, "", priority)
+    assert [queue.take()[1] for _ in range(4)] == ["urgent", "first", "second", "late"]
+
+
+def test_a_client_with_many_requests_does_not_hold_up_another() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(10):
+        queue.put(f"a{number}", "a")
+    name, _ = queue.take()
+    queue.charge(name, 100)
+    queue.put("b0", "b")
+    assert queue.take() == ("b", "b0")
+
+
+def test_tokens_decide_and_not_the_number_of_requests() -> None:
+    queue: FairQueue[int] = FairQueue()
+    for number in range(100):
+        queue.put(number, "long")
+        queue.put(number, "short")
+    served = Counter[str]()
+    for _ in range(60):
+        name, _ = queue.take()
+        served[name] += 1
+        queue.charge(name, 300 if name == "long" else 100)
+        queue.end(name)
+    assert served["short"] == pytest.approx(3 * served["long"], abs=3)
+
+
+def test_nobody_saves_up_shares_by_waiting() -> None:
+    queue: FairQueue[int] = FairQueue()
+    queue.put(0, "quiet")
+    name, _ = queue.take()
+    queue.end(name)  # it goes away, served nothing
+    for number in range(10):
+        queue.put(number, "busy")
+    for _ in range(5):
+        name, _ = queue.take()
+        queue.charge(name, 1000)
+    for number in range(10):
+        queue.put(number, "quiet")
+    order = []
+    for _ in range(4):
+        name, _ = queue.take()
+        queue.charge(name, 1000)
+        order.append(name)
+    assert order.count("busy") == 2  # in turns from now on: what it did not use before is gone
+
+
+def test_a_client_with_many_requests_makes_room_for_one_with_fewer() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for client, count in (("flood", 5), ("some", 3), ("few", 1)):
+        for number in range(count):
+            queue.put(f"{client}{number}", client, priority=number == 1)
+    assert queue.drop("flood") is None
+    assert queue.drop("few") == "flood1"  # the least urgent
+    assert queue.drop("new") == "flood4"  # then the newest
+    assert queue.drop("some") is None  # both have 3
+    assert queue.drop("few") is not None
+    assert len(queue) == 6
+
+
+@given(st.lists(st.sampled_from("aaaaabbc"), max_size=60), st.integers(1, 12))
+def test_a_client_with_its_share_of_the_room_loses_nothing(clients: list[str], room: int) -> None:
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    for number, client in enumerate(clients):
+        before = queue.count(client)
+        if len(queue) < room:
+            queue.put((client, number), client)
+        elif (dropped := queue.drop(client)) is not None:
+            assert queue.count(dropped[0]) >= room // len(set(clients))
+            queue.put((client, number), client)
+        else:
+            assert before >= room // len(set(clients))
+        assert len(queue) <= room
+
+
+def test_a_client_runs_no_more_than_it_may_and_the_others_go_on() -> None:
+    queue: FairQueue[int] = FairQueue()
+    for number in range(4):
+        queue.put(number, "limited", most_running=2)
+    queue.put(9, "other", priority=1)
+    assert queue.can_run == {"limited": 2, "other": 1}
+    assert [queue.take()[1] for _ in range(3)] == [0, 1, 9]
+    assert (queue.next(), queue.can_run, len(queue)) == (None, {"limited": 0}, 2)
+    queue.end("limited")
+    assert queue.take() == ("limited", 2)
+
+
+def test_clients_without_requests_do_not_pile_up() -> None:
+    queue: FairQueue[int] = FairQueue()
+    for number in range(3000):
+        queue.put(number, f"client {number}")
+        name, _ = queue.take()
+        queue.end(name)
+    assert len(queue._clients) < 1100
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("put"), st.sampled_from("abc"), st.integers(-2, 2)),
+            st.tuples(st.just("take"), st.integers(0, 50)),
+            st.tuples(st.just("remove"), st.integers(0, 20)),
+        )
+    )
+)
+def test_every_request_comes_out_once_and_those_of_a_client_in_order(actions: list[tuple]) -> None:
+    queue: FairQueue[int] = FairQueue()
+    waiting: dict[int, tuple[str, int]] = {}
+    count = 0
+    for action in actions:
+        if action[0] == "put":
+            queue.put(count, action[1], action[2])
+            waiting[count] = action[1:]
+            count += 1
+        elif action[0] == "remove":
+            assert queue.remove(action[1]) == (action[1] in waiting)
+            waiting.pop(action[1], None)
+        elif waiting:
+            name, item = queue.take()
+            client, priority = waiting.pop(item)
+            assert client == name
+            assert priority == min([priority, *(p for _, p in waiting.values())])
+            same = [one for one, found in waiting.items() if found == (client, priority)]
+            assert item == min([item, *same])
+            queue.charge(name, action[1])
+            queue.end(name)
+        else:
+            assert queue.next() is None
+            with pytest.raises(IndexError):
+                queue.take()
+        assert len(queue) == len(waiting)
+        assert sorted(queue) == sorted(waiting)

@@ -1,0 +1,162 @@
+"""A key that is not in the file must open nothing, and a file that opens nothing must not start a server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from prejit.runtime.errors import StoreError, UsageError
+from prejit.server.gate.api_keys import ANYBODY, Keys, read_keys
+
+TEXT = (
+    "# who may\n\nalice: 0123456789abcdef\n  fedcba9876543210  \nbob@example.org:  sk-0000000000\n"
+)
+
+
+def found_name(keys: Keys, header: str) -> str | None:
+    found = keys.find(header)
+    return None if found is None else found.name
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.txt"
+
+
+def test_each_key_has_the_name_of_its_owner(file: Path) -> None:
+    file.write_text(TEXT)
+    keys = read_keys(file)
+    assert len(keys) == 3
+    assert found_name(keys, "Bearer 0123456789abcdef") == "alice"
+    assert found_name(keys, "bearer  fedcba9876543210") == "key-4"
+    assert found_name(keys, "Bearer sk-0000000000") == "bob@example.org"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("", "Bearer", "Bearer ", "0123456789abcdef", "Basic 0123456789abcdef"),
+        *("Bearer 0123456789abcde", "Bearer 0123456789abcdef0", "Bearer alice", "Bearer \xff\xfe"),
+        "Bearer " + "x" * 100_000,
+    ],
+)
+def test_no_other_header_is_taken_for_a_key(header: str, file: Path) -> None:
+    file.write_text(TEXT)
+    assert read_keys(file).find(header) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"a: 0123456789 and more\n",
+        b"a: 0123456789 limit=1\n",
+        b"a: 0123456789 waiting=0\n",
+        b"a: 0123456789 running=2 running=3\n",
+        b"a: 0123456789 priority=5\n",
+        b"a: 0123456789 priority=5..1\n",
+        *(b"", b"\n# nothing\n", b"short\n", b"two words\n", b"name: short\n", b"name:\n"),
+        b"a: 0123456789\na: 9876543210\n",
+        b"a: 0123456789\nb: 0123456789\n",
+        b"a: \xff\xfe\xfd0123456789\n",
+        b"k" * 300,
+        b"k" * (2 << 20),
+    ],
+)
+def test_a_file_without_usable_keys_is_an_error_that_shows_no_key(
+    content: bytes, file: Path
+) -> None:
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=r"keys\.txt") as caught:
+        read_keys(file)
+    assert "0123456789" not in caught.value.describe()
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ("waitng=4", "found another word\n\nhint: did you mean waiting=?"),
+        ("running=2 running=3", "found running twice"),
+        ("MTIz=0123456789", "found another word"),
+    ],
+)
+def test_an_error_about_a_limit_names_it(limits: str, expected: str, file: Path) -> None:
+    file.write_text(f"a: sk-000000 {limits}\n")
+    with pytest.raises(UsageError) as caught:
+        read_keys(file)
+    assert caught.value.describe().endswith(expected)
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(StoreError, match="cannot read the keys"):
+            read_keys(path)
+
+
+def test_limits_stand_behind_a_key(file: Path) -> None:
+    file.write_text(
+        "alice: sk-000000  waiting=16 running=4 tokens_per_minute=600 priority=-5..10\n"
+        "sk-111111 priority=2..\n"
+        "bob: sk-222222\n"
+    )
+    keys = read_keys(file)
+    alice, second, bob = (keys.find(f"Bearer sk-{n * 6}") for n in "012")
+    assert alice
+    assert second
+    assert bob
+    assert (alice.limits.waiting, alice.limits.running, alice.priorities) == (16, 4, (-5, 10))
+    assert (second.name, second.priorities[0], second.limits) == ("key-2", 2, bob.limits)
+    assert bob.priorities == ANYBODY.priorities
+    assert bob.priorities[0] == 0  # nobody goes before the others unasked
+    assert alice.meter
+    assert alice.limits.on_tokens
+    assert alice.meter.wait_seconds() == 0
+    alice.limits.on_tokens(700)
+    assert 5 < alice.meter.wait_seconds() <= 10.1  # 10 tokens come back each second
+
+
+def test_a_file_that_changes_is_read_again(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("prejit.server.gate.api_keys._LOOK_SECONDS", 0.0)
+    line = "alice: sk-000000 tokens_per_minute=600\n"
+    file.write_text(line + "bob: sk-111111\n")
+    keys = read_keys(file)
+    alice = keys.find("Bearer sk-000000")
+    assert alice
+    assert alice.meter
+    alice.meter.spend(700)
+    file.write_text(line + "bob: sk-222222\n")  # in place, with the same size
+    assert keys.find("Bearer sk-111111") is None
+    assert found_name(keys, "Bearer sk-222222") == "bob"
+    again = keys.find("Bearer sk-000000")
+    assert again
+    assert again.meter is alice.meter  # a change of the file gives no tokens back
+    for content in ("bob: no\n", None, ""):
+        if content is None:
+            file.unlink()
+        else:
+            file.write_text(content)
+        for _ in range(3):
+            assert found_name(keys, "Bearer sk-222222") == "bob"
+        said = capsys.readouterr().err
+        assert said.count("The keys of before stay valid.") == 1
+        assert "sk-2" not in said
+    (file.parent / "new").write_text("carol: sk-333333\n")
+    (file.parent / "new").rename(file)
+    assert keys.find("Bearer sk-222222") is None
+    assert found_name(keys, "Bearer sk-333333") == "carol"
+
+
+def test_a_file_that_does_not_change_is_not_read_again(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prejit.server.gate.api_keys._LOOK_SECONDS", 0.0)
+    file.write_text(TEXT)
+    os.utime(file, (1_700_000_000, 1_700_000_000))
+    monkeypatch.setattr("prejit.server.gate.api_keys._SETTLED_SECONDS", -1.0)  # its ctime is now
+    keys = read_keys(file)
+    monkeypatch.setattr("prejit.server.gate.api_keys._content", None)
+    for _ in range(3):
+        assert found_name(keys, "Bearer sk-0000000000") == "bob@example.org"

@@ -1,0 +1,269 @@
+"""A hole in the gate would be a request without a key, without a limit, or without a record."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from prejit.runtime.errors import DeadlineError, QueueFullError, RejectError, UsageError
+from prejit.server.gate import gate
+from prejit.server.gate.api_keys import Keys, read_keys
+from prejit.server.gate.gate import Gate
+from prejit.server.gate.origins import Origins
+from prejit.server.gate.server_settings import Settings
+from prejit.server.served.served import Models
+from prejit.server.telemetry.requestlog import RequestLog
+
+ERRORS = {
+    "usage": UsageError("x: expected 1, found 2"),
+    "full": QueueFullError("full", retry_after=7),
+    "late": DeadlineError("late"),
+    "reject": RejectError("/srv/bundle", "damaged"),
+    "bug": RuntimeError("a bug"),
+}
+
+
+async def echo(request: Request) -> Response:
+    body = await request.body()
+    return JSONResponse(
+        {"bytes": len(body), "id": request.state.id, "client": request.state.key.name}
+    )
+
+
+async def fail(request: Request) -> Response:
+    raise ERRORS[request.path_params["how"]]
+
+
+async def late(request: Request) -> Response:
+    await asyncio.sleep(30)
+    return Response()
+
+
+async def broken_stream(request: Request) -> Response:
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        raise RuntimeError("a bug after the first part")
+
+    return StreamingResponse(parts())
+
+
+def app(models: Models, settings: Settings) -> Starlette:
+    return Starlette(
+        routes=[
+            Route("/v1/echo", echo, methods=["POST"]),
+            Route("/v1/fail/{how}", fail),
+            Route("/v1/late", late),
+            Route("/v1/broken", broken_stream),
+            Route("/metrics", lambda request: Response("up 1")),
+        ],
+        middleware=[Middleware(Gate, models=models, settings=settings)],
+    )
+
+
+Client = Callable[..., httpx.AsyncClient]
+
+
+def ready() -> Models:
+    models = Models()
+    models.change("loading", "ready")
+    return models
+
+
+def ask(
+    method: str,
+    path: str,
+    settings: Settings | None = None,
+    models: Models | None = None,
+    **more: Any,
+) -> httpx.Response:
+    """One request to the application above."""
+
+    async def go() -> httpx.Response:
+        transport = httpx.ASGITransport(
+            app(ready() if models is None else models, settings or Settings())
+        )
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **more)
+
+    return asyncio.run(go())
+
+
+def test_a_request_keeps_its_id_and_others_get_one() -> None:
+    given = ask("POST", "/v1/echo", content=b"abc", headers={"X-Request-Id": "mine-1"})
+    assert given.json() == {"bytes": 3, "id": "mine-1", "client": ""}
+    assert given.headers["x-request-id"] == "mine-1"
+    for bad in ("x" * 129, "with space", "tab\tbed"):
+        made = ask("POST", "/v1/echo", headers={"X-Request-Id": bad})
+        assert made.headers["x-request-id"] == made.json()["id"] != bad
+    assert ask("GET", "/nowhere").headers["x-request-id"]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    file = tmp_path / "keys.txt"
+    file.write_text("alice: 0123456789\n")
+    return read_keys(file)
+
+
+def test_only_who_has_a_key_gets_in(keys: Keys) -> None:
+    settings = Settings(keys=keys)
+    refused = ask("POST", "/v1/echo", settings)
+    assert refused.status_code == 401
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert refused.json()["error"]["code"] == "invalid_api_key"
+    wrong = {"Authorization": "Bearer 0123456780"}
+    for path in ("/v1/echo", "/nowhere", "//v1/echo", "/metrics/../v1/echo", "/page"):
+        assert ask("POST", path, settings, headers=wrong).status_code == 401
+    right = {"Authorization": "Bearer 0123456789"}
+    assert ask("POST", "/v1/echo", settings, headers=right).json()["client"] == "alice"
+    assert ask("GET", "/metrics", settings).status_code == 200
+
+
+@pytest.mark.parametrize("state", ["loading", "compiling", "draining"])
+def test_a_server_that_is_not_ready_says_when_to_come_again(state: Any) -> None:
+    models = Models()
+    models.change("loading", state)
+    refused = ask("POST", "/v1/echo", models=models)
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+    assert state in refused.json()["error"]["message"]
+    assert ask("GET", "/metrics", models=models).status_code == 200
+
+
+def test_a_server_that_drains_sends_its_clients_away() -> None:
+    """A client that keeps its connection would meet the same server for ever."""
+    models = ready()
+    assert "connection" not in ask("POST", "/v1/echo", models=models).headers
+    models.drain()
+    assert ask("POST", "/v1/echo", models=models).headers["connection"] == "close"
+    assert "connection" not in ask("GET", "/metrics", models=models).headers
+    models.undrain()
+    assert ask("POST", "/v1/echo", models=models).status_code == 200
+
+
+def test_a_foreign_host_or_page_gets_nowhere() -> None:
+    settings = Settings(origins=Origins("test"))
+    for path in ("/v1/echo", "/metrics"):
+        refused = ask("POST", path, settings, headers={"Host": "evil.example"})
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "foreign_host"
+    evil = {"Origin": "https://evil.example"}
+    assert ask("POST", "/v1/echo", settings, headers=evil).status_code == 403
+    assert ask("POST", "/v1/echo", settings).status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_beyond_the_limit_is_413_however_it_is_sent(chunked: bool) -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(11):
+            yield b"x" * 100
+
+    content: Any = parts() if chunked else b"x" * 1100
+    found = ask("POST", "/v1/echo", Settings(body_bytes=1000), content=content)
+    assert found.status_code == 413
+    assert found.json()["error"]["code"] == "body_too_large"
+    assert ask("POST", "/v1/echo", Settings(body_bytes=1000), content=b"x" * 1000).is_success
+
+
+@pytest.mark.parametrize(
+    ("how", "status"), [("usage", 400), ("full", 429), ("late", 504), ("reject", 500), ("bug", 500)]
+)
+def test_an_error_of_a_handler_has_its_status_and_only_ours_are_printed(
+    how: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = ask("GET", f"/v1/fail/{how}", headers={"X-Request-Id": "the-id"})
+    assert found.status_code == status
+    assert found.headers["x-request-id"] == "the-id"
+    printed = capsys.readouterr().err
+    assert ("the-id" in printed and "Traceback" in printed) == (status == 500)
+
+
+def test_a_request_beyond_its_time_is_504(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "GRACE_SECONDS", 0.0)
+    found = ask("GET", "/v1/late", Settings(timeout_seconds=0.05))
+    assert found.status_code == 504
+    assert found.json()["error"]["code"] == "deadline"
+
+
+def test_more_requests_than_the_limit_are_503_and_leave_room_again() -> None:
+    async def go() -> tuple[list[int], int]:
+        transport = httpx.ASGITransport(app(ready(), Settings(clients=3, timeout_seconds=60)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            waiting = [asyncio.create_task(client.get("/v1/late")) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            refused = await client.post("/v1/echo")
+            assert refused.headers["retry-after"] == "1"
+            assert (await client.get("/metrics")).status_code == 200
+            for each in waiting:
+                each.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            return [refused.status_code], (await client.post("/v1/echo")).status_code
+
+    assert asyncio.run(go()) == ([503], 200)
+
+
+def test_an_error_after_the_first_part_cuts_the_connection(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cuts = []
+
+    async def go() -> list[Any]:
+        sent: list[Any] = []
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/v1/broken",
+            "raw_path": b"/v1/broken",
+            "query_string": b"",
+            "headers": [],
+            "extensions": {gate.ABORT: lambda: cuts.append(True)},
+        }
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await app(ready(), Settings())(scope, receive, send)
+        return sent
+
+    sent = asyncio.run(go())
+    assert [each["type"] for each in sent] == ["http.response.start", "http.response.body"]
+    assert cuts == [True]
+    assert "a bug after the first part" in capsys.readouterr().err
+
+
+def test_each_request_is_one_line_of_the_log(tmp_path: Path, keys: Keys) -> None:
+    path = tmp_path / "log"
+    log = RequestLog(str(path))
+    settings = Settings(log=log, keys=keys, body_bytes=100)
+    key = {"Authorization": "Bearer 0123456789", "Content-Type": "text/plain"}
+    ask("POST", "/v1/echo", settings, content="héllo".encode(), headers=key)
+    ask("POST", "/v1/echo", settings, content=b"\xff\x00", headers=key)
+    ask("POST", "/v1/echo", settings, content=b"x" * 101, headers=key)
+    ask("POST", "/v1/echo", settings, content=b"secret")
+    assert ask("GET", "/metrics", settings).status_code == 200
+    assert (
+        ask("GET", "/health/ready", settings).status_code == 404
+    )  # the application has no such probe
+    log.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["status"] for line in lines] == [200, 200, 413, 401, 404]
+    assert [line["client"] for line in lines] == ["alice", "alice", "alice", "", ""]
+    assert lines[0]["body"] == "héllo"
+    assert lines[0]["headers"] == {"content-type": "text/plain"}
+    assert lines[1]["body_base64"] == "/wA="
+    assert "0123456789" not in path.read_text()
+    assert path.stat().st_mode & 0o077 == 0

@@ -1,0 +1,249 @@
+"""Grammars of a bundle: what they take, what they refuse and how, and that each is compiled once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.runtime import load
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.errors import UsageError
+from prejit.server.grammar import grammars as module
+from prejit.server.grammar.grammar_sources import GrammarSource
+from prejit.server.grammar.grammars import Grammars
+from prejit.server.grammar.tools import ToolForm
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def accepts(bundle: Bundle, mask: Any, text: str) -> bool:
+    return bool(mask.accepts(bundle.tokenizer.encode(text)))
+
+
+def test_json_has_little_white_space_and_the_order_of_the_schema(
+    bundle: Bundle, grammars: Grammars
+) -> None:
+    schema = {"properties": {"b": {"type": "integer"}, "a": {"type": "null"}}, "type": "object",
+              "required": ["b", "a"], "additionalProperties": False}  # fmt: skip
+    mask = grammars.json_schema(schema)
+    assert accepts(bundle, mask, '{"b":1,"a":null}')
+    assert accepts(bundle, mask, '{"b": 1, "a": null}')
+    assert not accepts(bundle, mask, '{"a":null,"b":1}')
+    assert not accepts(bundle, mask, '{"b":  1,"a":null}')
+    assert not accepts(bundle, mask, '{\n"b":1,"a":null}')
+    assert not accepts(bundle, mask, ' {"b":1,"a":null}')
+
+
+def test_options_of_the_library_in_a_schema_have_no_effect(
+    bundle: Bundle, grammars: Grammars
+) -> None:
+    hostile = {"type": "array", "x-guidance": {"item_separator": "[^x]*", "lenient": True}}
+    assert not accepts(bundle, grammars.json_schema(hostile), "[1 and 2]")
+    with pytest.raises(UsageError, match="uniqueItems"):
+        grammars.json_schema({**hostile, "uniqueItems": True})
+
+
+def test_a_lenient_schema_ignores_what_a_grammar_cannot_do(
+    bundle: Bundle, grammars: Grammars
+) -> None:
+    schema = {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}}
+    mask = grammars.json_schema(schema, lenient=True)
+    assert accepts(bundle, mask, "[true,true]")
+    assert not accepts(bundle, mask, "[1]")
+
+
+def test_an_object_is_an_object(bundle: Bundle, grammars: Grammars) -> None:
+    assert accepts(bundle, grammars.json_object(), '{"name": [1, {"é": null}]}')
+    assert not accepts(bundle, grammars.json_object(), "[]")
+    assert accepts(bundle, grammars.json_schema(True), "12")
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (False, "expected a JSON schema that a value satisfies, found False"),
+        ([1], r"found \[1\]"),
+        ({"const": float("nan")}, "expected values of JSON"),
+        ({"const": {1, 2}}, "expected values of JSON"),
+        ({"const": "\ud800"}, "hex escape"),
+        ({"properties": 3}, "properties must be an object"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength"),
+        (nested(200), "recursion limit"),
+        (nested(100_000), "expected values of JSON"),
+    ],
+)
+def test_what_is_no_schema_is_refused(grammars: Grammars, schema: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        grammars.json_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [("(?<=b)a", "look-around"), ("[", "unclosed"), (r"(a)\1", "backreferences")],
+)
+def test_what_is_no_regular_expression_is_refused(
+    grammars: Grammars, pattern: str, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message) as error:
+        grammars.regex(pattern)
+    assert "\n" not in str(error.value)
+
+
+def test_a_regular_expression_may_have_slashes_and_line_ends(
+    bundle: Bundle, grammars: Grammars
+) -> None:
+    assert accepts(bundle, grammars.regex("a/b|\n+"), "a/b")
+    assert accepts(bundle, grammars.regex("a/b|\n+"), "\n\n")
+    assert accepts(bundle, grammars.regex(r"\d+\.\w"), "12.é")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [("start: foo", "unknown name"), ('begin: "a"', "start"), ("start: /(/", "regex")],
+)
+def test_what_is_no_lark_grammar_is_refused(grammars: Grammars, grammar: str, message: str) -> None:
+    with pytest.raises(UsageError, match=rf"^grammar: expected a Lark grammar: .*{message}"):
+        grammars.lark(grammar)
+
+
+def test_a_hostile_expression_ends_with_an_error(bundle: Bundle, grammars: Grammars) -> None:
+    with pytest.raises(UsageError):
+        grammars.regex("(" * 300 + "a" + "{1,900}){1,900}" * 300)
+    letters = bundle.tokenizer.encode("ab") * 200
+    with pytest.raises(UsageError):
+        _follow(grammars.regex("(.*a.{1,300}b){1,40}"), letters)
+
+
+def _follow(mask: Any, token_ids: list[int]) -> None:
+    for count in range(len(token_ids)):
+        mask(token_ids[:count])
+
+
+def test_a_grammar_is_compiled_once_and_few_are_kept(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources: list[str] = []
+    compile_ = module.compiled
+
+    def count(tokenizer: Any, source: GrammarSource, size_bytes: int | None) -> Any:
+        sources.append(source.text)
+        return compile_(tokenizer, source, 1 << 20)
+
+    monkeypatch.setattr(module, "compiled", count)
+    monkeypatch.setattr(module, "_KEPT_BYTES", 2 << 20)
+    grammars = Grammars(bundle)
+    for pattern in ("a", "b", "a", "b"):
+        assert grammars.regex(pattern)([]).any()
+    assert len(sources) == 2
+    grammars.regex("c")
+    grammars.regex("b")  # used later than "a", which made room
+    assert len(sources) == 3
+    grammars.regex("a")
+    assert len(sources) == 4
+
+
+def test_a_bundle_without_text_has_no_grammars(bundle_dir: Path, decoder_dir: Path) -> None:
+    with pytest.raises(UsageError, match="holds no decoder"):
+        Grammars(load(bundle_dir))
+    with pytest.raises(UsageError, match="no tokenizer"):
+        Grammars(load(decoder_dir))
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}},
+        "required": ["city"], "additionalProperties": False}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now"}},
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "ab"}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+WRONG = CALL.replace('"ab"', "12")
+
+
+@pytest.mark.parametrize(
+    ("required", "parallel", "good", "bad"),
+    [
+        (True, True, (CALL, NOW, CALL + "\n" + NOW), ("", "no", "no" + CALL, WRONG)),
+        (True, False, (CALL, NOW), (CALL + NOW, "", WRONG)),
+        (False, True, ("", "no", CALL, "so: " + CALL + "\n" + NOW + " done", CALL + CALL),
+         (WRONG, "so: " + WRONG, "so: " + CALL[:40], '<tool_call>\n{"name": "none"')),
+        (False, False, ("", "no", CALL, "so: " + CALL), (WRONG, CALL + NOW, CALL + "no")),
+    ],
+)  # fmt: skip
+def test_answers_call_tools_as_the_request_allows(
+    bundle: Bundle,
+    grammars: Grammars,
+    required: bool,
+    parallel: bool,
+    good: tuple[str, ...],
+    bad: tuple[str, ...],
+) -> None:
+    mask = grammars.tools(TOOLS, ToolForm(), required=required, parallel=parallel)
+    assert [text for text in good if not accepts(bundle, mask, text)] == []
+    assert [text for text in bad if accepts(bundle, mask, text)] == []
+
+
+def test_calls_without_a_marker_begin_with_a_brace(bundle: Bundle, grammars: Grammars) -> None:
+    form = ToolForm(begin="", end="", arguments_key="parameters")
+    mask = grammars.tools(TOOLS, form)
+    assert accepts(bundle, mask, '{"name": "now", "parameters": {}}')
+    assert accepts(bundle, mask, "")
+    assert accepts(bundle, mask, "a {")
+    assert not accepts(bundle, mask, '{"name": "then", "parameters": {}}')
+    assert not accepts(bundle, grammars.tools(TOOLS, form, required=True), "a {")
+
+
+def test_a_marker_that_is_a_special_token_is_that_token(bundle: Bundle, grammars: Grammars) -> None:
+    form = ToolForm(begin="[CALL]", end="")
+    body = bundle.tokenizer.encode('{"name": "now", "arguments": {}}')
+    marker = bundle.tokenizer.special_id("[CALL]")
+    assert marker is not None
+    for required in (True, False):
+        mask = grammars.tools(TOOLS, form, required=required)
+        assert mask.accepts([marker, *body])
+        assert mask([])[marker]
+    letters = [bundle.tokenizer.encode(letter)[0] for letter in "[CALL]"]
+    assert not grammars.tools(TOOLS, form, required=True).accepts([*letters, *body])
+
+
+def test_references_in_parameters_find_their_definitions(
+    bundle: Bundle, grammars: Grammars
+) -> None:
+    parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/bit"}},
+                  "required": ["x"], "$defs": {"bit": {"enum": [0, 1]}}}  # fmt: skip
+    tool = {"function": {"name": "flip", "parameters": parameters, "strict": True}}
+    mask = grammars.tools([tool], ToolForm(), required=True)
+    call = '<tool_call>\n{"name": "flip", "arguments": {"x": %d}}\n</tool_call>'
+    assert accepts(bundle, mask, call % 1)
+    assert not accepts(bundle, mask, call % 2)
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([], "tools: expected one or more, found none"),
+        ([{"function": {}}], r"tools\[0\].function.name: expected a text, found None"),
+        ([*TOOLS, {"function": {"name": "f", "parameters": 3}}],
+         r"tools\[2\].function.parameters: expected an object, found 3"),
+        ([*TOOLS, {"function": {"name": "f", "strict": True,
+                                "parameters": {"properties": {"x": {"not": {}}}}}}],
+         r"tools\[2\].function.parameters/properties/x: .*not"),
+    ],
+)  # fmt: skip
+def test_a_wrong_tool_is_named(grammars: Grammars, tools: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        grammars.tools(tools, ToolForm())
+
+
+def test_a_function_that_is_not_strict_may_have_keywords_that_no_grammar_follows(
+    bundle: Bundle, grammars: Grammars
+) -> None:
+    tool = {"function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
+    assert grammars.tools([tool], ToolForm(), required=True)([]).any()

@@ -1,0 +1,150 @@
+"""Masks of grammars: the tokens that they allow are those that a list of all texts allows."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.errors import UsageError
+from prejit.server.grammar.grammars import Grammars
+from prejit.server.grammar.mask import GrammarMask
+
+Make = Callable[[Grammars], GrammarMask]
+
+
+def product(*parts: Sequence[str]) -> set[str]:
+    return {"".join(each) for each in itertools.product(*parts)}
+
+
+LETTERS = ("ab", "a", "bc", "é")
+LANGUAGES: dict[str, tuple[Make, set[str]]] = {
+    "regex": (
+        lambda g: g.regex("(ab|a|bc|é){1,3}x?"),
+        {
+            text
+            for count in (1, 2, 3)
+            for text in product(*([LETTERS] * count), ("", "x"))
+        },
+    ),
+    "enum": (
+        lambda g: g.json_schema({"enum": ["ab", "abc", "abé", 1, 12, -1, True, None]}),
+        {'"ab"', '"abc"', '"abé"', "1", "12", "-1", "true", "null"},
+    ),
+    "lark": (
+        lambda g: g.lark('start: "a" b? (C | "[1")\nb: "b" | "bc"\nC: /[0-1]{2}/'),
+        product(("a",), ("", "b", "bc"), ("00", "01", "10", "11", "[1")),
+    ),
+    "integers": (
+        lambda g: g.json_schema({"type": "integer", "minimum": -3, "maximum": 120}),
+        {str(number) for number in range(-3, 121)} | {"-0"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_a_mask_allows_what_a_list_of_all_texts_allows(
+    bundle: Bundle, grammars: Grammars, name: str
+) -> None:
+    make, texts = LANGUAGES[name]
+    vocab_size = bundle.decoder.decoder.vocab_size
+    table = bundle.tokenizer.vocabulary(vocab_size)
+    (eos,) = bundle.decoder.decoder.eos_token_ids
+    encoded = [text.encode() for text in texts]
+    chosen = random.Random(0)
+    for _ in range(25):
+        mask, token_ids, text = make(grammars), [], b""
+        while True:
+            allowed = mask(token_ids)
+            expected = np.zeros(vocab_size, np.bool_)
+            for token_id, token in enumerate(table):
+                if token:
+                    expected[token_id] = any(one.startswith(text + token) for one in encoded)
+            expected[eos] = text in encoded
+            assert allowed.dtype == np.bool_
+            wrong = np.flatnonzero(allowed != expected)
+            assert not len(wrong), (text, [(int(i), table[i], bool(allowed[i])) for i in wrong])
+            token_id = chosen.choice(np.flatnonzero(allowed).tolist())
+            if token_id == eos:
+                assert mask.accepts(token_ids)
+                assert mask.accepts([*token_ids, eos])
+                break
+            token_ids.append(token_id)
+            text += table[token_id] or b""
+
+
+def test_a_stop_token_with_a_text_ends_a_text_and_is_no_part_of_it(
+    bundle: Bundle, grammars: Grammars
+) -> None:
+    (a,) = bundle.tokenizer.encode("a")
+    mask = grammars.regex("a+b?", stop_token_ids=[a])
+    assert not mask([]).take(a)  # it would end an empty text
+    (b,) = bundle.tokenizer.encode("b")
+    (eos,) = bundle.decoder.decoder.eos_token_ids
+    assert np.flatnonzero(grammars.regex("b", stop_token_ids=[a])([])).tolist() == [b]
+    assert np.flatnonzero(grammars.regex("b", stop_token_ids=[a])([b])).tolist() == [a]
+    assert np.flatnonzero(grammars.regex("b")([b])).tolist() == [eos]
+    assert not grammars.regex("b", stop_token_ids=())([b]).any()
+
+
+def test_a_mask_that_requests_share_follows_each_of_them(
+    bundle: Bundle, grammars: Grammars
+) -> None:
+    first, second = (bundle.tokenizer.encode(text) for text in ("abc1", "x12"))
+    shared = grammars.regex("abc1(2|3)|x12(4|5)")
+    for _ in range(2):
+        assert shared(first).tolist() == grammars.regex("abc1(2|3)|x12(4|5)")(first).tolist()
+        assert shared(second).tolist() == grammars.regex("abc1(2|3)|x12(4|5)")(second).tolist()
+        assert shared(second[:1]).any()  # shorter than before, as after a beginning was taken back
+
+
+def test_threads_that_share_a_mask_do_not_disturb_each_other(
+    bundle: Bundle, grammars: Grammars
+) -> None:
+    texts = [bundle.tokenizer.encode(text) for text in ("aaaa", "aabb", "abab", "bbaa")]
+    shared, wrong = grammars.regex("[ab]{5}"), []
+
+    def follow(token_ids: list[int]) -> None:
+        for _ in range(50):
+            if shared(token_ids).sum() == 0 or shared.accepts(token_ids):
+                wrong.append(token_ids)
+
+    threads = [threading.Thread(target=follow, args=(each,)) for each in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_tokens_outside_the_grammar_are_an_error_and_the_mask_works_again(
+    bundle: Bundle, grammars: Grammars
+) -> None:
+    mask = grammars.regex("ab")
+    bad = bundle.tokenizer.encode("ax")
+    with pytest.raises(UsageError, match="expected tokens that the grammar allows, found others"):
+        mask(bad)
+    assert not mask.accepts(bad)
+    assert mask.accepts(bundle.tokenizer.encode("ab"))
+    assert mask([]).any()
+
+
+def test_a_mask_is_made_for_every_kind_of_generation(bundle: Bundle, grammars: Grammars) -> None:
+    def texts(**options: object) -> list[str]:
+        mask = grammars.regex("(ab|12){3}")
+        results = bundle.generate_n("x", 3, temperature=2.0, token_mask=mask, **options)  # type: ignore[arg-type]
+        assert {result.finish_reason for result in results} == {"stop"}
+        return [result.text for result in results]
+
+    assert all(len(text) == 6 and set(text) <= set("ab12") for text in texts())
+    streamed = bundle.stream("x", token_mask=grammars.json_object(), max_new_tokens=3)
+    assert "".join(piece.text for piece in streamed).startswith("{")
+    ended = bundle.generate(
+        "x", token_mask=grammars.regex("ab", stop_token_ids=()), stop_token_ids=()
+    )
+    assert (ended.text, ended.finish_reason) == ("ab", "mask")

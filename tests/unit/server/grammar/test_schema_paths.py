@@ -1,0 +1,67 @@
+"""Where an error in a schema is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prejit.runtime.errors import UsageError
+from prejit.server.grammar.grammars import Grammars
+from prejit.server.grammar.schema_paths import error_path, moved
+
+BAD: dict[str, Any] = {"type": "string", "pattern": "(?=a)b"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"type": "foo"}, ""),
+        ({"properties": {"x": {"type": "foo"}}}, "/properties/x"),
+        ({"properties": {"a/b~": {"items": {"anyOf": [{"type": "null"}, BAD]}}}},
+         "/properties/a~1b~0/items/anyOf/1"),
+        ({"type": "array", "prefixItems": [True, {"not": {}}]}, "/prefixItems/1"),
+        ({"$defs": {"n": {"additionalProperties": BAD}}, "properties": {"k": {"$ref": "#/$defs/n"}}},
+         "/$defs/n/additionalProperties"),
+        ({"properties": {"k": {"$ref": "#/$defs/none"}}}, "/properties/k"),
+        ({"properties": {"k": {"$ref": "https://other.example/s"}}}, "/properties/k"),
+        ({"properties": {"all": {"$ref": "#"}, "bad": {"type": "string", "format": "shoe-size"}}},
+         "/properties/bad"),
+        ({"properties": {"a": False}, "type": "object", "required": ["a"]}, ""),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, ""),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_part_of_the_schema(
+    grammars: Grammars, schema: dict[str, Any], path: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        grammars.json_schema(schema)
+    assert str(error.value).startswith(f"schema{path}: expected a JSON schema that a grammar can ")
+    assert "\n" not in str(error.value)
+    assert error.value.hint
+
+
+def test_the_search_for_a_place_ends() -> None:
+    tried: list[Any] = []
+
+    def error_of(schema: Any) -> str:
+        tried.append(schema)
+        return "wrong"
+
+    deep: Any = {}
+    for _ in range(2000):
+        deep = {"items": deep}
+    assert error_path({"anyOf": [{}] * 3}, "wrong", error_of) == "/anyOf/0"
+    assert error_path(deep, "wrong", error_of) == ""  # deeper than Python recurses
+    wide = {"anyOf": [{}] * 5000}
+    tried.clear()
+    assert error_path(wide, "other", error_of) == ""
+    assert len(tried) == 500
+
+
+def test_references_follow_a_schema_to_its_new_place() -> None:
+    schema = {"$ref": "#", "items": [{"$ref": "#/$defs/a"}, {"$ref": "https://x.example/#/y"}]}
+    assert moved(schema, "/p") == {
+        "$ref": "#/p",
+        "items": [{"$ref": "#/p/$defs/a"}, {"$ref": "https://x.example/#/y"}],
+    }

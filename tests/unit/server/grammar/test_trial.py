@@ -1,0 +1,156 @@
+"""Grammars of strangers: none of them hangs, fills or ends the process that serves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.errors import UsageError
+from prejit.server.grammar import grammars as module
+from prejit.server.grammar.grammar_sources import (
+    GrammarSource,
+    lark_source,
+    regex_source,
+    schema_source,
+)
+from prejit.server.grammar.grammars import Grammars
+from prejit.server.grammar.trial import _Process
+
+
+@pytest.fixture(scope="module")
+def grammars(bundle: Bundle) -> Iterator[Grammars]:
+    found = Grammars(bundle, of_strangers=True)
+    yield found
+    found.stop_trial()
+
+
+def members(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(count)}}
+
+
+def chain(count: int) -> dict[str, Any]:
+    """Return a schema whose definitions each refer twice to the next one."""
+    steps = {
+        f"a{place}": {"properties": {side: {"$ref": f"#/$defs/a{place + 1}"} for side in "lr"}}
+        for place in range(count)
+    }
+    return {"$ref": "#/$defs/a0", "$defs": {**steps, f"a{count}": {"type": "integer"}}}
+
+
+HOSTILE = {
+    "divisor": (
+        schema_source({"type": "integer", "multipleOf": 99_999_999}),
+        "more than 2 seconds",
+    ),
+    "members": (schema_source(members(9_000)), "more than 2 seconds"),
+    "references": (schema_source(chain(3_000)), "nested too deeply"),
+    "rules": (
+        lark_source(
+            "start: r0\n"
+            + "".join(f'r{i}: r{i + 1} r{i + 1} | "a"\n' for i in range(9_000))
+            + 'r9000: "x"'
+        ),
+        "nested too deeply",
+    ),
+    "intersection": (
+        lark_source(
+            r"start: A\nA: /(.*(\d)?\d){1,101}/ & /((.*\d|\p{L}){1,101}){100}/".replace(r"\n", "\n")
+        ),
+        "more than 2 seconds",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_refused_and_the_next_one_compiles(
+    bundle: Bundle, grammars: Grammars, name: str
+) -> None:
+    source, message = HOSTILE[name]
+    with pytest.raises(UsageError, match=message) as error:
+        grammars.mask(source)
+    assert error.value.hint == "send a smaller or simpler one"
+    mask = grammars.mask(regex_source(f"[ab]{{1,3}}|{name}"))
+    assert mask.accepts(bundle.tokenizer.encode("ab"))
+
+
+def test_a_wrong_grammar_has_the_same_error_as_without_a_trial(
+    bundle: Bundle, grammars: Grammars
+) -> None:
+    schema = {"properties": {"tags": {"type": "array", "uniqueItems": True}}}
+    for source in (schema_source(schema), regex_source("("), lark_source("start: foo")):
+        errors = []
+        for each in (grammars, Grammars(bundle)):
+            with pytest.raises(UsageError) as error:
+                each.mask(source)
+            errors.append((str(error.value), error.value.hint))
+        assert errors[0] == errors[1]
+
+
+def test_a_compilation_that_nobody_waits_for_ends(grammars: Grammars) -> None:
+    source, _ = HOSTILE["divisor"]
+    ended = threading.Event()
+
+    def compile_it() -> None:
+        with pytest.raises(UsageError):
+            grammars.mask(source)
+        ended.set()
+
+    thread = threading.Thread(target=compile_it)
+    thread.start()
+    while not ended.is_set():  # the process may not have begun yet
+        grammars.stop_trial()
+        ended.wait(0.01)
+    thread.join()
+
+
+def test_kept_grammars_are_counted_by_their_memory(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[GrammarSource] = []
+    ask = _Process.ask
+
+    def count(self: _Process, source: GrammarSource) -> Any:
+        asked.append(source)
+        return ask(self, source)
+
+    monkeypatch.setattr(_Process, "ask", count)
+    monkeypatch.setattr(module, "_KEPT_BYTES", 20 << 20)
+    grammars = Grammars(bundle, of_strangers=True)
+    # 23 MB by a source of 60 characters, so that only a measurement finds it
+    large = schema_source({"type": "integer", "multipleOf": 50_021})
+    small = [regex_source(letter) for letter in "abc"]
+    for source in (*small, *small, large, large, *small):
+        grammars.mask(source)
+    grammars.stop_trial()
+    assert asked == [*small, large, *small]
+
+
+def test_masks_that_take_long_end_their_own_request(bundle: Bundle, grammars: Grammars) -> None:
+    """Each reading of the text is another parse, so the masks take ever longer."""
+    source = lark_source('start: e\ne: e e | e e e | "a" | "b" | ')
+    mask = grammars.mask(source)
+    letter = bundle.tokenizer.encode("a")[:1]
+    started = time.thread_time()
+
+    def follow() -> None:
+        for count in range(2_000):
+            mask(letter * count)
+
+    with pytest.raises(UsageError, match="expected masks that take at most 1 ms a token"):
+        follow()
+    assert time.thread_time() - started < 10
+    assert grammars.mask(source)([]).any()
+
+
+def test_a_new_mask_of_a_grammar_begins_at_its_beginning(
+    bundle: Bundle, grammars: Grammars
+) -> None:
+    mask = grammars.mask(regex_source("ab?"))
+    letters = bundle.tokenizer.encode("ab")
+    assert mask.accepts(letters)
+    assert mask.again().accepts(letters)

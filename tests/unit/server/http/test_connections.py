@@ -1,0 +1,403 @@
+"""Bad clients: none of them may stop the others, cost a 500, or stay for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import gc
+import itertools
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from tests.unit.server.running import Running, answer, running, wait_for
+
+from prejit.server.gate import gate
+from prejit.server.gate.gate import Gate
+from prejit.server.gate.server_settings import Settings
+from prejit.server.http import connections
+from prejit.server.served.served import Models
+
+GET = b"GET /hello HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Streams:
+    """What became of the streams of a test."""
+
+    begun = 0
+    closed = 0
+
+
+async def hello(request: Request) -> Response:
+    return PlainTextResponse("hello")
+
+
+async def size(request: Request) -> Response:
+    return PlainTextResponse(str(len(await request.body())))
+
+
+async def slow_headers(request: Request) -> Response:
+    """The header after the whole body."""
+    await request.body()
+    return PlainTextResponse(f"authorization: {request.headers.get('authorization', 'none')}")
+
+
+async def large(request: Request) -> Response:
+    return Response(b"x" * (16 << 20))
+
+
+async def stream(request: Request) -> Response:
+    """Endless parts of 64 KB."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        Streams.begun += 1
+        try:
+            while True:
+                yield b"x" * 65_536
+                await asyncio.sleep(0)
+        finally:
+            Streams.closed += 1
+
+    return StreamingResponse(parts())
+
+
+@pytest.fixture
+def settings() -> Settings:
+    return Settings(body_bytes=1 << 20, timeout_seconds=60)
+
+
+@pytest.fixture
+def server(settings: Settings) -> Iterator[Running]:
+    models = Models()
+    models.change("loading", "ready")
+    app = Starlette(
+        routes=[
+            Route("/hello", hello),
+            Route("/size", size, methods=["POST"]),
+            Route("/slow_headers", slow_headers, methods=["POST"]),
+            Route("/large", large),
+            Route("/stream", stream),
+        ],
+        middleware=[Middleware(Gate, models=models, settings=settings)],
+    )
+    Streams.begun = Streams.closed = 0
+    with running(models, settings, app) as found:
+        yield found
+        check(found)  # whatever a test did, others are served afterwards
+        wait_for(lambda: found.requests() == 0)
+
+
+def check(server: Running) -> None:
+    assert httpx.get(f"{server.url}/hello", timeout=60).text == "hello"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS to a port without it
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /hello HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n",
+        b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+        b"POST /size HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        b"\x00" * 4096,
+        os.urandom(4096),
+    ],
+)
+def test_garbage_is_400_or_nothing(sent: bytes, server: Running) -> None:
+    with server.connect() as connection:
+        connection.sendall(sent)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+        got = answer(connection)
+    assert b" 500 " not in got
+    assert got == b"" or got.startswith(b"HTTP/1.1 40"), got[:200]
+
+
+def test_garbage_behind_requests_ends_the_connection_with_400(server: Running) -> None:
+    with server.connect() as connection:
+        connection.sendall(GET + GET + b"\x00garbage\r\n\r\n" + GET)
+        got = answer(connection)
+    assert b"HTTP/1.1 400" in got
+    assert b" 500 " not in got
+
+
+def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
+    bodies = [b"x" * n for n in range(50)]
+    sent = b"".join(
+        b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        for body in bodies
+    )
+    with server.connect() as connection:
+        connection.sendall(sent + GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        got = answer(connection)
+    assert [
+        int(part.partition(b"\r\n\r\n")[2].split(b"HTTP")[0])
+        for part in got.split(b"HTTP/1.1 200 OK")[1:51]
+    ] == list(range(50))
+
+
+@pytest.mark.parametrize("line", [b"GET /%s HTTP/1.1\r\n", b"GET /hello HTTP/1.1\r\nX: %s\r\n"])
+def test_a_head_without_end_is_refused(line: bytes, server: Running) -> None:
+    with server.connect() as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(line.replace(b"%s", b"a" * (4 << 20)))
+        got = answer(connection)
+    assert got == b"" or got.startswith(b"HTTP/1.1 400")
+
+
+CHUNKED = b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "part"),
+    [
+        pytest.param(
+            b"GET /hello" + CHUNKED + b"0\r\n", b"X: %s\r\n" % (b"a" * 999), id="trailers"
+        ),
+        pytest.param(b"POST /size" + CHUNKED + b"0\r\nX: ", b"a" * 999, id="a long trailer"),
+        pytest.param(b"POST /size" + CHUNKED + b"5;", b"a" * 999, id="an extension"),
+        pytest.param(
+            b"GET /hello" + CHUNKED, b"1;%s\r\nx\r\n" % (b"a" * 999), id="many extensions"
+        ),
+        pytest.param(
+            b"GET /hello" + CHUNKED, b"400\r\n%s\r\n" % (b"a" * 1024), id="an unread body"
+        ),
+        pytest.param(b"POST /size" + CHUNKED, b"1\r\na\r\n" * 99, id="small chunks"),
+        pytest.param(b"GET /hello HTTP/1.1\r\n", b"X:\r\n" * 199, id="headers"),
+        pytest.param(GET.replace(b"/hello", b"/stream"), GET * 20, id="requests ahead"),
+    ],
+)
+def test_nothing_that_a_client_sends_is_without_end(
+    begin: bytes, part: bytes, monkeypatch: pytest.MonkeyPatch, server: Running
+) -> None:
+    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 1 << 20, raising=False)
+    # More than what all buffers of a connection hold.
+    sent = itertools.chain([begin], itertools.repeat(part, (64 << 20) // len(part)))
+    with server.connect(60) as connection, pytest.raises(OSError, match=r"reset|[Bb]roken|aborted"):
+        collections.deque(map(connection.sendall, sent), maxlen=0)
+    wait_for(lambda: not server.server.server_state.connections)
+
+
+@pytest.mark.parametrize(("count", "status"), [(256, 200), (257, 400)])
+def test_so_many_headers_and_no_more(count: int, status: int, server: Running) -> None:
+    with server.connect() as connection:
+        connection.sendall(GET[:-2] + b"X:\r\n" * (count - 2) + b"Connection: close\r\n\r\n")
+        got = answer(connection)
+    assert got.startswith(b"HTTP/1.1 %d" % status)
+    assert (b"at most 256 headers" in got) == (status == 400)
+
+
+def test_a_trailer_is_no_header(server: Running) -> None:
+    """The gate has checked the request without it."""
+    with server.connect() as connection:
+        connection.sendall(b"POST /slow_headers" + CHUNKED + b"1\r\na\r\n0\r\n")
+        connection.sendall(b"Authorization: Bearer late\r\n\r\n")
+        assert connection.recv(1000).endswith(b"authorization: none")
+
+
+def test_small_chunks_are_a_body_as_any(server: Running) -> None:
+    with server.connect() as connection:
+        connection.sendall(b"POST /size" + CHUNKED + b"1\r\na\r\n" * 4095 + b"0\r\n\r\n")
+        assert connection.recv(1000).endswith(b"4095")
+
+
+@pytest.mark.parametrize("part", [b"X: a\r\n", b"a"])
+def test_slow_trailers_end_with_the_time_of_a_head(
+    part: bytes, monkeypatch: pytest.MonkeyPatch, server: Running
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    sent = 0
+    with server.connect() as connection, contextlib.suppress(OSError):
+        connection.sendall(b"GET /hello" + CHUNKED + b"0\r\n")
+        while sent < 3000:
+            connection.sendall(part)
+            sent += 1
+            time.sleep(0.02)
+    assert sent < 3000
+
+
+def test_an_answer_that_nobody_reads_is_dropped_in_time(
+    monkeypatch: pytest.MonkeyPatch, server: Running
+) -> None:
+    """Even where the connection is to be closed behind it."""
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    with server.connect() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        wait_for(server.server.server_state.connections.__len__)
+        wait_for(lambda: not server.server.server_state.connections)
+
+
+def test_a_client_that_goes_ends_all_its_requests(server: Running) -> None:
+    """Not only the last one that it sent."""
+    with server.connect() as connection:
+        connection.sendall(GET.replace(b"/hello", b"/stream") + GET)
+        assert connection.recv(1000)
+    wait_for(lambda: Streams.closed == Streams.begun == 1)
+
+
+def test_a_reset_connection_is_freed(server: Running) -> None:
+    """Not when the time for its next head is over: 10,000 of them held 80 MB for 75 seconds."""
+    with server.connect() as connection:
+        connection.sendall(GET)
+        wait_for(lambda: select.select([connection], [], [], 0)[0])
+        [kept] = map(weakref.ref, server.server.server_state.connections)
+    # Closed with an answer that was not read: the server sees a reset.
+    wait_for(lambda: gc.collect() is not None and kept() is None)
+
+
+def test_a_refused_body_is_freed(server: Running) -> None:
+    with server.connect() as connection:
+        connection.sendall(
+            b"POST /hello HTTP/1.1\r\nHost: x\r\nContent-Length: 60000\r\n\r\n" + b"a" * 60_000
+        )
+        assert connection.recv(1000).startswith(b"HTTP/1.1 405")
+        [kept] = server.server.server_state.connections
+        assert len(kept.cycle.body) == 0  # type: ignore[union-attr]
+
+
+def test_a_client_that_sends_nothing_is_closed(
+    monkeypatch: pytest.MonkeyPatch, server: Running
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    for sent in (b"", b"GET /hel", GET):
+        with server.connect() as connection:
+            connection.sendall(sent)
+            connection.settimeout(60)
+            got = answer(connection)
+            assert got.count(b"HTTP/1.1 200") == (sent == GET)
+
+
+def test_a_head_that_comes_letter_by_letter_is_closed(
+    monkeypatch: pytest.MonkeyPatch, server: Running
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    with server.connect() as connection:
+        connection.sendall(b"GET /hello HTTP/1.1\r\nX-Long: ")
+        sent = 0
+        with contextlib.suppress(OSError):
+            while sent < 200:
+                connection.sendall(b"a")
+                sent += 1
+                time.sleep(0.02)
+    assert sent < 200
+
+
+def test_a_body_that_stops_coming_is_408(monkeypatch: pytest.MonkeyPatch, server: Running) -> None:
+    monkeypatch.setattr(gate, "BODY_SECONDS", 0.2)
+    with server.connect() as connection:
+        connection.sendall(b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
+        got = answer(connection)
+    assert got.startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_10_mb_are_413_for_a_client_that_sends_them_all(chunked: bool, server: Running) -> None:
+    parts: Any = (b"x" * 65_536 for _ in range(160)) if chunked else b"x" * (160 * 65_536)
+    # A client that still sends may find the connection closed: it must not wait for ever.
+    with contextlib.suppress(httpx.WriteError, httpx.ReadError):
+        assert httpx.post(f"{server.url}/size", content=parts, timeout=60).status_code == 413
+    assert httpx.post(f"{server.url}/size", content=b"x" * (1 << 20), timeout=60).text == str(
+        1 << 20
+    )
+
+
+def test_a_client_that_goes_closes_its_stream(server: Running) -> None:
+    for _ in range(20):
+        with server.connect() as connection:
+            connection.sendall(GET.replace(b"/hello", b"/stream"))
+            assert connection.recv(1000)
+    wait_for(lambda: Streams.closed == Streams.begun == 20)
+
+
+def test_a_slow_reader_holds_no_memory_and_nobody_up(server: Running) -> None:
+    with server.connect() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.sendall(GET.replace(b"/hello", b"/stream"))
+        wait_for(lambda: Streams.begun == 1)
+        time.sleep(0.3)
+        started = time.monotonic()
+        for _ in range(20):
+            check(server)
+        assert time.monotonic() - started < 60
+        written = max(
+            each.transport.get_write_buffer_size()
+            for each in server.server.server_state.connections
+        )
+        assert written < 1 << 20
+    wait_for(lambda: Streams.closed == 1)
+
+
+def test_a_reader_that_never_reads_is_cut_after_the_time_of_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gate, "GRACE_SECONDS", 0.0)
+    settings = Settings(timeout_seconds=0.5)
+    models = Models()
+    models.change("loading", "ready")
+    app = Starlette(
+        routes=[Route("/hello", hello), Route("/stream", stream)],
+        middleware=[Middleware(Gate, models=models, settings=settings)],
+    )
+    Streams.begun = Streams.closed = 0
+    with running(models, settings, app) as server, server.connect() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.sendall(GET.replace(b"/hello", b"/stream"))
+        wait_for(lambda: Streams.begun == 1)
+        wait_for(lambda: not server.server.server_state.connections)
+        assert server.requests() == 0
+        check(server)
+
+
+def test_500_connections_are_all_served(server: Running) -> None:
+    held: list[socket.socket] = []
+    try:
+        for _ in range(500):
+            held.append(server.connect())
+        for each in held:
+            each.sendall(GET)
+        for each in held:
+            assert each.recv(1000).startswith(b"HTTP/1.1 200")
+    finally:
+        for each in held:
+            each.close()
+    wait_for(lambda: not server.server.server_state.connections)
+
+
+def test_threads_of_bad_clients_leave_no_task_behind(server: Running) -> None:
+    def bad(seed: int) -> None:
+        for turn in range(20):
+            with server.connect(0.1) as connection, contextlib.suppress(OSError):
+                connection.sendall(
+                    (GET, GET[:9], b"\xff" * 99, GET.replace(b"/hello", b"/stream"))[
+                        (seed + turn) % 4
+                    ]
+                )
+                if turn % 3:
+                    connection.recv(100)
+
+    threads = [threading.Thread(target=bad, args=(seed,)) for seed in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    wait_for(lambda: not server.server.server_state.connections)
+    wait_for(lambda: Streams.begun == Streams.closed)

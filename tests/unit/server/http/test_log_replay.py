@@ -1,0 +1,118 @@
+"""A comparison that calls different tokens equal would make every replay green."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prejit.runtime.errors import StoreError, UsageError
+from prejit.server.http.log_replay import Report, _compare, _lines, _paths
+from prejit.server.telemetry.requestlog import Entry, RecordedCall, describe_array
+
+ARRAY = np.linspace(0, 1, 12, dtype=np.float32)
+
+
+def compared(expected: list[RecordedCall], found: list[RecordedCall], status: int = 200) -> Report:
+    report = Report()
+    entry = Entry("0", "POST", "/v1/completions", {}, 0.0, status=status, calls=found)
+    _compare({"id": "7", "path": "/v1/completions"}, expected, entry, report)
+    return report
+
+
+def tokens(*ids: int, reason: str = "length") -> RecordedCall:
+    return RecordedCall("generate", "demo", token_ids=list(ids), finish_reason=reason)
+
+
+def arrays(**values: Any) -> RecordedCall:
+    described = {name: describe_array(np.asarray(value)) for name, value in values.items()}
+    return RecordedCall("call", "demo", "score", arrays=described)
+
+
+@pytest.mark.parametrize(
+    ("expected", "found"),
+    [
+        (tokens(1, 2, 3), tokens(1, 2, 3)),
+        (tokens(1, 2, reason=""), tokens(1, 2, 3)),  # the client went after two tokens
+        (tokens(reason=""), tokens(1, 2, 3)),
+        (arrays(x=ARRAY), arrays(x=ARRAY.copy())),
+    ],
+)
+def test_the_same_results_are_equal(expected: RecordedCall, found: RecordedCall) -> None:
+    report = compared([expected], [found])
+    assert (report.equal, report.rounded, report.differences) == (1, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "reason"),
+    [
+        (tokens(1, 2, 3), tokens(1, 9, 3), "token 1: expected 2, found 9"),
+        (tokens(1, 2), tokens(1, 2, 3), "expected 2 tokens, found 3"),
+        (tokens(1, 2, 3), tokens(1, 2), "expected 3 tokens, found 2"),
+        (tokens(1, 2), tokens(1, 2, reason="stop"), "finish_reason 'length', found 'stop'"),
+        (tokens(1, 2, reason=""), tokens(1, 3), "token 1: expected 2, found 3"),
+        (tokens(1, 2, reason=""), tokens(1), "expected 2 tokens, found 1"),
+        (arrays(x=ARRAY), arrays(y=ARRAY), "expected the arrays x, found y"),
+        (arrays(x=ARRAY), arrays(x=ARRAY.astype(np.float64)), "x: expected float32"),
+        (arrays(x=ARRAY), arrays(x=ARRAY.reshape(3, 4)), "x: expected float32[12]"),
+        (arrays(x=ARRAY), arrays(x=ARRAY * 1.1), "x: expected other values"),
+        (arrays(x=[True]), arrays(x=[False]), "x: expected other values"),
+        (arrays(x=ARRAY), RecordedCall("call", "demo"), "found none"),
+    ],
+)
+def test_other_results_differ_and_say_where(
+    expected: RecordedCall, found: RecordedCall, reason: str
+) -> None:
+    report = compared([expected], [found])
+    assert report.equal == 0
+    assert [(each.id, each.path) for each in report.differences] == [("7", "/v1/completions")]
+    assert reason in report.differences[0].reason
+
+
+def test_arrays_that_differ_by_rounding_are_counted_apart() -> None:
+    report = compared([arrays(x=ARRAY)], [arrays(x=np.nextafter(ARRAY, np.float32(2)))])
+    assert (report.equal, report.rounded, report.differences) == (0, 1, [])
+
+
+def test_a_request_that_fails_now_or_calls_otherwise_differs() -> None:
+    assert compared([tokens(1)], [tokens(1)], status=500).differences
+    assert compared([tokens(1)], [tokens(1), tokens(1)]).differences
+    assert compared([RecordedCall("generate", "demo")], [tokens(1)]).skipped == 1
+
+
+def test_a_line_that_a_crash_cut_is_noted_and_the_others_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b'{"event":"start"}\n[]\n{"event":"request"}\n{"event":"requ')
+    report = Report()
+    assert [line["event"] for line in _lines(str(path), report)] == ["start", "request"]
+    assert [note.partition("line ")[2] for note in report.notes] == [
+        "2 is no JSON object",
+        "4 is no JSON object",
+    ]
+    with pytest.raises(StoreError, match="cannot read the log"):
+        list(_lines(str(tmp_path / "missing")))
+
+
+def test_a_bundle_takes_the_place_of_the_one_with_its_name() -> None:
+    one = {"a": {"path": "/a"}}
+    two = {"a": {"path": "/a"}, "b": {"path": "/b"}}
+    assert _paths("log", one, [(None, "/new")]) == {"a": "/new"}
+    assert _paths("log", two, [("b", "/new")]) == {"a": "/a", "b": "/new"}
+    with pytest.raises(UsageError, match="NAME=PATH"):
+        _paths("log", two, [(None, "/new")])
+    with pytest.raises(UsageError, match="found 'c'"):
+        _paths("log", two, [("c", "/new")])
+
+
+def test_calls_of_a_log_are_read_as_they_were_written() -> None:
+    import msgspec
+
+    from prejit.server.http.log_replay import _known
+
+    for call in (tokens(1, 2), arrays(x=ARRAY), RecordedCall("generate", "demo", seed=5)):
+        call.stats = {}
+        line = json.loads(json.dumps(call.described() | {"prompt_tokens": 3}))
+        assert msgspec.convert(_known(line), RecordedCall) == call

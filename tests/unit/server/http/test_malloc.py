@@ -1,0 +1,78 @@
+"""The heap of a server: it does not lie free in the arenas of threads, and goes back to the system."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+
+ARENAS = """
+import ctypes, re, sys, threading
+from prejit.server.http.malloc import use_few_arenas
+
+use_few_arenas()
+libc = ctypes.CDLL(None)
+together = threading.Barrier(12)
+
+def allocate():
+    together.wait()
+    for size in range(64, 4096):
+        libc.malloc(size)
+    together.wait()
+
+threads = [threading.Thread(target=allocate) for _ in range(12)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+libc.fopen.restype = libc.fdopen.restype = ctypes.c_void_p
+out = ctypes.c_void_p(libc.fdopen(1, b"w"))
+libc.malloc_info(0, out)
+libc.fflush(out)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="needs glibc's malloc")
+@pytest.mark.parametrize(("chosen", "expected"), [({}, 2), ({"MALLOC_ARENA_MAX": "5"}, 5)])
+def test_threads_share_few_arenas(chosen: dict[str, str], expected: int) -> None:
+    """Half of the heap of a busy server was free, in arenas of threads that needed no memory just then."""
+    environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+    said = subprocess.run(
+        [sys.executable, "-c", ARENAS],
+        env=environment | chosen,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.count("<heap nr=") == expected
+
+
+FREED = """
+import ctypes
+from prejit.server.http.malloc import trim
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+blocks = [libc.malloc(10_000) for _ in range(10_000)]
+for block in blocks:
+    ctypes.memset(block, 1, 10_000)
+for block in blocks[:-1]:  # the last one keeps the heap from ending before it
+    libc.free(ctypes.c_void_p(block))
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+before = resident()
+trim()
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc's malloc")
+def test_free_memory_goes_back_to_the_system() -> None:
+    said = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    assert int(said.stdout) > 50_000_000

@@ -1,0 +1,395 @@
+"""Clients of the protocol must get what `Bundle.call` gives, and errors that say what was wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import hypothesis
+import ml_dtypes
+import numpy as np
+import pytest
+import schemathesis
+import tritonclient.http as triton
+from schemathesis import checks as schemathesis_checks
+from tests.unit.server.running import (
+    CallingEngine,
+    Running,
+    running,
+    served,
+    wait_for,
+)
+from tritonclient.utils import InferenceServerException
+
+from prejit.runtime import load
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.errors import DeadlineError
+from prejit.server.gate.server_settings import Settings
+from prejit.server.inference.inference_models import static_values
+from prejit.server.served.served import Models, Served
+
+X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
+
+
+@pytest.fixture(scope="module")
+def bundle(settled_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return load(settled_dir)
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Bundle) -> Iterator[Running]:
+    models = Models(served(bundle))
+    with running(models, Settings()) as found:
+        yield found
+    models.close()
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as found:
+        yield found
+
+
+def tensor(name: str, value: np.ndarray[Any, Any], datatype: str, *, binary: bool) -> Any:
+    found = triton.InferInput(name, list(value.shape), datatype)
+    return found.set_data_from_numpy(value, binary_data=binary)
+
+
+def test_static_values_that_python_calls_equal_are_listed_each(bundle: Bundle) -> None:
+    buckets = [
+        replace(bundle.config.programs[0], static={"k": text}) for text in ("1", "true", '"1"', "1")
+    ]
+    assert [*map(repr, static_values(buckets)["k"])] == ["1", "True", "'1'"]
+
+
+@pytest.mark.parametrize(("name", "near"), [("scroe", "score"), ("example.nset", "example.nest")])
+def test_a_model_that_is_not_there_names_the_nearest(name: str, near: str, server: Running) -> None:
+    found = httpx.get(f"{server.url}/v2/models/{name}")
+    assert found.status_code == 404
+    assert f"(did you mean '{near}'?)" in found.json()["error"]
+
+
+def test_the_server_and_its_models_are_found(client: triton.InferenceServerClient) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert "binary_tensor_data" in client.get_server_metadata()["extensions"]
+    for name in ("score", "example.score"):
+        assert client.is_model_ready(name)
+        assert client.is_model_ready(name, "1")
+        found = client.get_model_metadata(name)
+        assert found["name"] == name
+        assert found["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 16]}]
+        assert found["outputs"] == [{"name": "result", "datatype": "FP32", "shape": [-1, 4]}]
+    nest = client.get_model_metadata("nest")
+    assert {each["name"]: each["datatype"] for each in nest["inputs"]} == {
+        "tree.half": "BF16",
+        "tree.pair.0": "INT32",
+        "tree.pair.1": "BOOL",
+    }
+    assert not client.is_model_ready("nothing")
+    assert not client.is_model_ready("score", "2")
+
+
+@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("binary_out", [False, True, None])
+@pytest.mark.parametrize("rows", [2, 8])
+def test_an_inference_is_what_a_call_gives(
+    client: triton.InferenceServerClient,
+    bundle: Bundle,
+    binary: bool,
+    binary_out: bool | None,
+    rows: int,
+) -> None:
+    x = np.random.default_rng(rows).standard_normal((rows, 16), np.float32)
+    outputs = (
+        None
+        if binary_out is None
+        else [triton.InferRequestedOutput("result", binary_data=binary_out)]
+    )
+    found = client.infer(
+        "score", [tensor("x", x, "FP32", binary=binary)], outputs=outputs, request_id="7"
+    )
+    np.testing.assert_array_equal(found.as_numpy("result"), bundle.call("score", x=x))
+    assert found.get_response()["id"] == "7"
+    assert found.get_response()["model_name"] == "score"
+
+
+def test_nested_trees_are_tensors_by_path(
+    client: triton.InferenceServerClient, bundle: Bundle
+) -> None:
+    half = np.array([1, 2, 3], ml_dtypes.bfloat16)
+    count = np.array([[1, 2], [3, 4]], np.int32)
+    inputs = [
+        tensor("tree.pair.1", np.array(True), "BOOL", binary=False),
+        tensor("tree.half", half, "BF16", binary=True),
+        tensor("tree.pair.0", count, "INT32", binary=False),
+    ]
+    found = client.infer("nest", inputs)
+    np.testing.assert_array_equal(found.as_numpy("sums.0").astype(np.float32), [2, 4, 6])
+    np.testing.assert_array_equal(found.as_numpy("sums.1"), [[2, 3], [4, 5]])
+    assert found.as_numpy("scalar") == 2.5
+    assert found.as_numpy("scalar").shape == ()
+
+
+def test_only_the_results_that_are_named_come_back(client: triton.InferenceServerClient) -> None:
+    half = np.array([1, 2, 3], ml_dtypes.bfloat16)
+    inputs = [
+        tensor("tree.half", half, "BF16", binary=True),
+        tensor("tree.pair.0", np.zeros((2, 2), np.int32), "INT32", binary=True),
+        tensor("tree.pair.1", np.array(False), "BOOL", binary=True),
+    ]
+    wanted = [triton.InferRequestedOutput("sums.1"), triton.InferRequestedOutput("scalar", False)]
+    found = client.infer("nest", inputs, outputs=wanted)
+    assert [each["name"] for each in found.get_response()["outputs"]] == ["sums.1", "scalar"]
+    assert found.as_numpy("sums.1").tolist() == [[1, 1], [1, 1]]
+
+
+def test_a_program_without_arguments_takes_no_inputs(client: triton.InferenceServerClient) -> None:
+    assert client.infer("tick", []).as_numpy("result") == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "message"),
+    [
+        ("score", [], "'x' missing"),
+        ("score", [("y", X, "FP32")], "found 'y', and 'x' missing"),
+        ("score", [("x", X, "FP32"), ("y", X, "FP32")], "found 'y'"),
+        ("score", [("x", X[0], "FP32")], "expected float32"),
+        ("score", [("x", X[:, :3], "FP32")], "axis 1 of x: expected 16 in every bucket, found 3"),
+        ("score", [("x", X[:0], "FP32")], "pass at least one row: axis 0 of x has none"),
+        ("score", [("x", X.astype(np.float64), "FP64")], "expected FP32, found FP64"),
+        ("score", [("x", np.array([b"a"], np.object_), "BYTES")], "found 'BYTES'"),
+        ("nothing", [("x", X, "FP32")], "expected one of the models"),
+    ],
+)
+@pytest.mark.parametrize("binary", [False, True])
+def test_a_wrong_inference_is_an_error_that_names_it(
+    client: triton.InferenceServerClient,
+    name: str,
+    inputs: list[Any],
+    message: str,
+    binary: bool,
+) -> None:
+    given = [tensor(*each, binary=binary) for each in inputs]
+    with pytest.raises(InferenceServerException) as caught:
+        client.infer(name, given)
+    assert message in str(caught.value.message())
+    assert caught.value.status() in ("400", "404")
+
+
+def infer(server: Running, content: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return httpx.post(
+        f"{server.url}/v2/models/score/infer", content=body, headers=headers, timeout=60
+    )
+
+
+def of(**changed: Any) -> dict[str, Any]:
+    return {
+        "inputs": [
+            {"name": "x", "datatype": "FP32", "shape": [2, 16], "data": X.tolist()} | changed
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"inputs":{}}', b'{"inputs":[1]}'),
+        of(shape=[-2, -16]),
+        of(shape=[2.0, 16]),
+        of(shape=["2", 16]),
+        of(shape=[2**70]),
+        of(name=1),
+        of(data={}),
+        of(data=[[1] * 16, [1] * 15]),
+        of(datatype=None),
+        of(parameters=[]),
+        of(parameters={"binary_data_size": 128}),
+        of(parameters={"binary_data_size": -1}, data=None),
+        of(parameters={"binary_data_size": "128"}, data=None),
+        of(parameters={"shared_memory_region": "a"}, data=None),
+        {"inputs": of()["inputs"] * 2},
+        {**of(), "outputs": [{"name": "other"}]},
+        {**of(), "outputs": [{"name": "result", "parameters": {"classification": 2}}]},
+        {**of(), "outputs": 1},
+        {**of(), "parameters": {"mode": "tanh"}},
+        {**of(), "id": 7},
+    ],
+)
+def test_a_wrong_body_is_400_and_says_so_in_the_form_of_the_protocol(
+    content: Any, server: Running
+) -> None:
+    found = infer(server, content)
+    assert found.status_code == 400
+    assert found.json().keys() == {"error"}
+
+
+@pytest.mark.parametrize("length", ["-1", "x", "1e3", "99999999", "", "٣", "0"])
+def test_a_wrong_length_of_the_json_is_400(length: str, server: Running) -> None:
+    headers = {"Inference-Header-Content-Length": length.encode()}
+    found = httpx.post(
+        f"{server.url}/v2/models/score/infer",
+        content=b"{}",
+        headers=headers,  # type: ignore[arg-type]
+        timeout=60,
+    )
+    assert found.status_code == 400
+
+
+def test_bytes_that_no_tensor_has_are_400(server: Running) -> None:
+    head = json.dumps(of(data=None, parameters={"binary_data_size": X.nbytes})).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    assert infer(server, head + X.tobytes(), headers).status_code == 200
+    for wrong in (X.tobytes() + b"0", X.tobytes()[:-1], b""):
+        assert infer(server, head + wrong, headers).status_code == 400
+
+
+def test_unknown_fields_are_ignored_as_the_protocol_asks(server: Running) -> None:
+    assert infer(server, {**of(), "extra": {"a": 1}}).status_code == 200
+
+
+def test_the_published_document_of_v2_holds(server: Running) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    wanted = (
+        schemathesis_checks.not_a_server_error,
+        schemathesis.specs.openapi.checks.status_code_conformance,
+        schemathesis.specs.openapi.checks.response_schema_conformance,
+    )
+    paths = list(schema.include(path_regex="^/v2").get_all_operations())
+    assert len(paths) >= 6
+    for operation in paths:
+        api = operation.ok()
+
+        @hypothesis.settings(
+            max_examples=30,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+        @hypothesis.given(api.as_strategy())
+        def check(case: Any) -> None:
+            if case.path_parameters:
+                case.path_parameters["model"] = "score"
+            case.call_and_validate(checks=wanted)
+
+        check()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v2/nothing", 404),
+        ("GET", "/v2/models", 404),
+        ("GET", "/v2/models/nothing", 404),
+        ("GET", "/v2/models/nothing/ready", 404),
+        ("POST", "/v2/models/nothing/infer", 404),
+        ("GET", "/v2/models/score/versions/2", 404),
+        ("GET", "/v2/models/score/versions/2/ready", 404),
+        ("POST", "/v2/models/score/versions/2/infer", 404),
+        ("GET", "/v2/models/score/infer", 405),
+        ("POST", "/v2/models/score", 405),
+        ("POST", "/v2/health/ready", 405),
+    ],
+)
+def test_a_wrong_path_is_an_error_in_the_form_of_the_protocol(
+    server: Running, method: str, path: str, status: int
+) -> None:
+    found = httpx.request(
+        method, server.url + path, json=of() if method == "POST" else None, timeout=60
+    )
+    assert found.status_code == status
+    assert found.json().keys() == {"error"}
+
+
+def test_version_1_is_the_model(server: Running) -> None:
+    for path in ("/v2/models/score", "/v2/models/score/versions/1"):
+        assert httpx.get(server.url + path, timeout=60).json()["versions"] == ["1"]
+        assert httpx.get(f"{server.url}{path}/ready", timeout=60).json() == {
+            "name": "score",
+            "ready": True,
+        }
+        found = httpx.post(
+            f"{server.url}{path}/infer", json=of(data=X.ravel().tolist()), timeout=60
+        )
+        assert found.json()["model_version"] == "1"
+
+
+def test_a_server_that_is_not_ready_says_so(bundle: Bundle) -> None:
+    models = Models()
+    with running(models, Settings()) as server:
+        for path in ("/v2/health/ready", "/v2/models/score", "/v2/models/score/ready"):
+            found = httpx.get(server.url + path, timeout=60)
+            assert found.status_code == 503
+            assert int(found.headers["retry-after"]) > 0
+            assert found.json() in ({"ready": False}, {"error": "the server is loading"})
+        assert httpx.get(f"{server.url}/v2/health/live", timeout=60).json() == {"live": True}
+
+
+class Never(CallingEngine):
+    """An engine whose calls wait forever."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        super().__init__(bundle)
+        self.futures: list[Future[Any]] = []
+
+    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+def never(bundle: Bundle) -> tuple[Never, Models]:
+    engine = Never(bundle)
+    return engine, Models(Served(bundle.name, bundle, engine, 1))  # type: ignore[arg-type]
+
+
+def test_a_client_that_leaves_cancels_its_call(bundle: Bundle) -> None:
+    engine, models = never(bundle)
+    body = json.dumps(of()).encode()
+    with running(models, Settings()) as server:
+        with server.connect() as connection:
+            connection.sendall(
+                b"POST /v2/models/score/infer HTTP/1.1\r\nHost: a\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            wait_for(lambda: engine.futures)
+            assert not engine.futures[0].done()
+        wait_for(engine.futures[0].cancelled)
+        wait_for(lambda: not server.requests())
+    models.close()
+
+
+def test_a_call_that_takes_too_long_is_504_and_ends_by_its_deadline(bundle: Bundle) -> None:
+    engine, models = never(bundle)
+    with running(models, Settings(timeout_seconds=0.1)) as server:
+        found = infer(server, of())
+        assert found.status_code == 504
+        assert "expected a result within 0.1 seconds" in found.json()["error"]
+        # The engine counts it as such: to cancel it would count as a client that left.
+        assert isinstance(engine.futures[0].exception(60), DeadlineError)
+    models.close()
+
+
+def test_two_bundles_with_one_program_are_told_apart_by_their_names(
+    bundle: Bundle, make_recipe: Any, tmp_path: Path
+) -> None:
+    other = load(make_recipe(score_scale=2.0, name="other").write(tmp_path / "other"))
+    models = Models(served(bundle), served(other))
+    with running(models, Settings()) as server:
+        assert infer(server, of()).status_code == 404  # which one is not clear
+        for each in (bundle, other):
+            url = f"{server.url}/v2/models/{each.name}.score/infer"
+            found = httpx.post(url, json=of(), timeout=60).json()["outputs"][0]
+            expected = each.call("score", x=X)
+            np.testing.assert_array_equal(
+                np.array(found["data"], np.float32).reshape(found["shape"]), expected
+            )
+    models.close()
+    assert not np.array_equal(bundle.call("score", x=X), other.call("score", x=X))

@@ -1,0 +1,162 @@
+"""A tensor that is read as another dtype, shape or value would be a wrong answer without an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prejit.runtime.errors import UsageError
+from prejit.runtime.format.arrays import DTYPES
+from prejit.server.inference import tensors
+
+PAIRS = [
+    *((name, name.upper()) for name in ("bool", "int8", "int16", "int32", "int64")),
+    *((name, name.upper()) for name in ("uint8", "uint16", "uint32", "uint64")),
+    *(("float16", "FP16"), ("float32", "FP32"), ("float64", "FP64"), ("bfloat16", "BF16")),
+]
+
+
+def numpy_of(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, None) or name)
+
+
+@pytest.mark.parametrize(("name", "datatype"), PAIRS)
+def test_a_dtype_goes_there_and_back_by_bytes_and_by_numbers(name: str, datatype: str) -> None:
+    dtype = numpy_of(name)
+    assert tensors.datatype_of(name, "x") == datatype
+    assert tensors.dtype_of(datatype, "x") == dtype
+    array = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype)
+    for before in range(4):  # bytes behind JSON begin anywhere
+        content = memoryview(b"." * before + array.tobytes())[before:]
+        found = tensors.from_bytes(content, dtype, (2, 3), "x")
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, array)
+        assert found.ctypes.data % dtype.itemsize == 0
+    for data in (tensors.to_json(array), array.tolist()):
+        found = tensors.from_json(data, dtype, (2, 3), "x")
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, array)
+
+
+def test_dtypes_that_the_protocol_does_not_have_are_refused_by_name() -> None:
+    known = {name for name, _ in PAIRS}
+    for name in set(DTYPES) - known:
+        with pytest.raises(UsageError, match=f"found {name}"):
+            tensors.datatype_of(name, "x")
+    with pytest.raises(UsageError, match="found 'BYTES'") as caught:
+        tensors.dtype_of("BYTES", "x")
+    assert caught.value.hint is not None
+    with pytest.raises(UsageError, match="found 'FP8'"):
+        tensors.dtype_of("FP8", "x")
+
+
+@pytest.mark.parametrize(
+    ("data", "datatype", "shape"),
+    [
+        (None, "FP32", (1,)),
+        ("1", "FP32", (1,)),
+        ([1, 2], "FP32", (3,)),
+        ([[1, 2], [3, 4]], "FP32", (4, 1)),
+        ([[1, 2], [3]], "FP32", (3,)),
+        ([[1, 2], 3], "FP32", (3,)),
+        (["1"], "FP32", (1,)),
+        ([None], "FP32", (1,)),
+        ([{}], "FP32", (1,)),
+        ([True], "FP32", (1,)),
+        ([1.0], "INT32", (1,)),
+        ([1.5], "INT32", (1,)),
+        ([True], "INT32", (1,)),
+        ([1], "BOOL", (1,)),
+        ([128], "INT8", (1,)),
+        ([-1], "UINT8", (1,)),
+        ([2**31], "INT32", (1,)),
+        ([2**63], "INT64", (1,)),
+        ([2**64], "UINT64", (1,)),
+        ([1e300], "FP32", (1,)),
+        ([0, 70000], "FP16", (2,)),
+        ([10**30], "INT64", (1,)),
+        ([1], "FP32", (-1,)),
+        ([1], "FP32", (2**40, 2**40)),
+    ],
+)
+def test_numbers_that_are_not_such_a_tensor_are_refused(
+    data: Any, datatype: str, shape: tuple[int, ...]
+) -> None:
+    with pytest.raises(UsageError, match=r"^x: "):
+        tensors.from_json(data, tensors.dtype_of(datatype, "x"), shape, "x")
+
+
+def test_the_limits_of_integers_are_kept_exactly() -> None:
+    for bits in (8, 16, 32, 64):
+        for kind in ("INT", "UINT"):
+            dtype = tensors.dtype_of(f"{kind}{bits}", "x")
+            limits = [int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)]
+            for each in limits:
+                found = tensors.from_json([each], dtype, (1,), "x")
+                assert int(found[0]) == each
+
+
+@pytest.mark.parametrize(
+    ("content", "datatype", "shape"),
+    [(b"123", "FP32", (1,)), (b"12345", "FP32", (1,)), (b"", "INT8", (1,)), (b"\2", "BOOL", (1,))],
+)
+def test_bytes_that_are_not_such_a_tensor_are_refused(
+    content: bytes, datatype: str, shape: tuple[int, ...]
+) -> None:
+    with pytest.raises(UsageError, match=r"^x: expected"):
+        tensors.from_bytes(memoryview(content), tensors.dtype_of(datatype, "x"), shape, "x")
+
+
+def test_tensors_without_elements_are_tensors() -> None:
+    dtype = tensors.dtype_of("FP32", "x")
+    assert tensors.from_json([], dtype, (0, 3), "x").shape == (0, 3)
+    assert tensors.from_bytes(memoryview(b""), dtype, (0, 3), "x").shape == (0, 3)
+    assert tensors.to_json(np.zeros((0, 3), np.float32)) == []
+
+
+def test_what_json_cannot_say_is_null() -> None:
+    array = np.array([1.5, np.nan, np.inf, -np.inf], np.float32)
+    assert tensors.to_json(array) == [1.5, None, None, None]
+    assert tensors.to_json(array.astype(ml_dtypes.bfloat16)) == [1.5, None, None, None]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    JSON,
+    st.sampled_from([datatype for _, datatype in PAIRS]),
+    st.lists(st.integers(-1, 3), max_size=3).map(tuple),
+)
+def test_any_json_is_a_tensor_or_a_usage_error(
+    data: Any, datatype: str, shape: tuple[int, ...]
+) -> None:
+    dtype = tensors.dtype_of(datatype, "x")
+    try:
+        found = tensors.from_json(data, dtype, shape, "x")
+    except UsageError:
+        return
+    assert (found.shape, found.dtype) == (shape, dtype)
+
+
+def test_integers_larger_than_those_of_numpy_arrive() -> None:
+    found = tensors.from_json([2**63, 1, 2**64 - 1], np.dtype(np.uint64), (3,), "x")
+    assert found.tolist() == [2**63, 1, 2**64 - 1]
+    found = tensors.from_json([[10**20], [0.5]], np.dtype(np.float32), (2, 1), "x")
+    assert found.tolist() == [[np.float32(1e20)], [0.5]]
+    for wrong in ([2**63, -1], [2**64, 1], [2**63, 1.0]):
+        with pytest.raises(UsageError, match="data: expected"):
+            tensors.from_json(wrong, np.dtype(np.uint64), (2,), "x")
+    with pytest.raises(UsageError, match="data: expected"):
+        tensors.from_json([10**400], np.dtype(np.float32), (1,), "x")

@@ -1,0 +1,375 @@
+"""Every alert fires when it should, and only then, by Prometheus' own `promtool test rules`."""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from tests.monitoring import ALERTS, FILES, RULES, RULES_FILE
+
+from prejit.server.engine.histograms import FIRST_TOKEN_BOUNDS, REQUEST_BOUNDS
+
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="needs promtool (Debian: apt-get install prometheus)"
+)
+
+MODEL = 'job="prejit",instance="a",model_name="demo"'
+SERVER = 'job="prejit",instance="a"'
+GENERATE = 'kind="generate",program="generate"'
+ENCODE = 'kind="encode",program="encode"'
+
+
+@dataclass(frozen=True)
+class Case:
+    """Series, by their names, with values in promtool's notation; and whether an alert fires at a time."""
+
+    alert: str
+    fires: bool
+    at: str
+    series: dict[str, str]
+    interval: str = "1m"
+
+
+def requests(points: int, **each: int) -> dict[str, str]:
+    """Return counters of requests by reason, each of which grows by so many in an interval."""
+    return {
+        f'prejit_requests_total{{{MODEL},{GENERATE},reason="{reason}"}}': f"0+{step}x{points}"
+        for reason, step in each.items()
+    }
+
+
+def first_tokens(quick: int, total: int, length: int) -> dict[str, str]:
+    return latencies("vllm:time_to_first_token_seconds", MODEL, quick, total, length)
+
+
+def latencies(name: str, labels: str, quick: int, total: int, length: int) -> dict[str, str]:
+    return {
+        f'{name}_bucket{{{labels},le="2.5"}}': f"0+{quick}x{length}",
+        f"{name}_count{{{labels}}}": f"0+{total}x{length}",
+    }
+
+
+def calls(quick: int, total: int, length: int) -> dict[str, str]:
+    """Return the times of calls, beside generations that all take longer."""
+    name = "prejit_request_seconds"
+    return {
+        **latencies(name, f"{MODEL},{ENCODE}", quick, total, length),
+        **latencies(name, f"{MODEL},{GENERATE}", 0, 100, length),
+    }
+
+
+def memory(values: str, started: int) -> dict[str, str]:
+    return {
+        f"prejit_host_memory_bytes{{{SERVER}}}": values,
+        f"process_start_time_seconds{{{SERVER}}}": f"{started}x300",
+    }
+
+
+FAST, SLOWLY = "PrejitErrorBudgetBurnsFast", "PrejitErrorBudgetBurnsSlowly"
+CALLS_FAST, CALLS_SLOWLY = "PrejitCallBudgetBurnsFast", "PrejitCallBudgetBurnsSlowly"
+LATE_FAST, LATE_SLOWLY = "PrejitFirstTokenBudgetBurnsFast", "PrejitFirstTokenBudgetBurnsSlowly"
+CASES = (
+    Case("PrejitDown", True, "5m", {f"up{{{SERVER}}}": "0x10"}),
+    Case("PrejitDown", False, "5m", {f"up{{{SERVER}}}": "1 0 1x10"}),  # one scrape was lost
+    Case("PrejitDown", False, "5m", {'up{job="node",instance="a"}': "0x10"}),
+    Case(
+        "PrejitNotReady", True, "6m", {f'prejit_server_state{{{SERVER},state="loading"}}': "1x10"}
+    ),
+    Case(
+        "PrejitNotReady", True, "6m", {f'prejit_server_state{{{SERVER},state="compiling"}}': "1x9"}
+    ),
+    Case(
+        "PrejitNotReady", False, "6m", {f'prejit_server_state{{{SERVER},state="draining"}}': "1x9"}
+    ),
+    Case(
+        "PrejitNotReady",
+        False,
+        "6m",
+        {f'prejit_server_state{{{SERVER},state="loading"}}': "1x3 0x10"},
+    ),
+    Case(FAST, True, "60m", requests(60, error=2, stop=98)),
+    Case(FAST, True, "60m", requests(60, refused=20, length=980)),
+    Case(FAST, True, "60m", requests(60, nan=5, deadline=15, stop=980)),
+    Case(FAST, False, "60m", requests(60, error=1, stop=199)),
+    Case(FAST, False, "60m", requests(60, cancelled=50, stop=50)),  # clients may leave
+    Case(FAST, False, "60m", requests(60, error=0, stop=0)),  # no traffic
+    Case(SLOWLY, True, "1500m", requests(400, error=4, stop=996), "5m"),
+    Case(FAST, False, "1500m", requests(400, error=4, stop=996), "5m"),
+    Case(SLOWLY, False, "1500m", requests(400, error=1, stop=1999), "5m"),
+    Case(LATE_FAST, True, "60m", first_tokens(80, 100, 60)),
+    Case(LATE_FAST, False, "60m", first_tokens(95, 100, 60)),
+    Case(LATE_FAST, False, "60m", first_tokens(0, 0, 60)),
+    Case(LATE_SLOWLY, True, "1500m", first_tokens(96, 100, 400), "5m"),
+    Case(LATE_SLOWLY, False, "1500m", first_tokens(995, 1000, 400), "5m"),
+    Case(CALLS_FAST, True, "60m", calls(80, 100, 60)),
+    Case(CALLS_FAST, False, "60m", calls(95, 100, 60)),
+    Case(CALLS_FAST, False, "60m", calls(0, 0, 60)),
+    Case(CALLS_SLOWLY, True, "1500m", calls(96, 100, 400), "5m"),
+    Case(CALLS_SLOWLY, False, "1500m", calls(995, 1000, 400), "5m"),
+    *(
+        Case(
+            "PrejitCallsStopped",
+            fires,
+            "15m",
+            {
+                f"prejit_requests_running{{{MODEL},{ENCODE}}}": f"{running}x20",
+                f'prejit_requests_total{{{MODEL},{ENCODE},reason="done"}}': ended,
+                # Another function goes on.
+                f'prejit_requests_total{{{MODEL},kind="call",program="f",reason="done"}}': "0+9x20",
+            },
+        )
+        for running, ended, fires in ((1, "9x20", True), (1, "9+1x20", False), (0, "9x20", False))
+    ),
+    Case(
+        "PrejitTokensStopped",
+        True,
+        "15m",
+        {
+            f"prejit_requests_running{{{MODEL},{GENERATE}}}": "1x20",
+            f"vllm:generation_tokens_total{{{MODEL}}}": "100x20",
+        },
+    ),
+    Case(
+        "PrejitTokensStopped",
+        False,
+        "15m",
+        {
+            f"prejit_requests_running{{{MODEL},{GENERATE}}}": "1x20",
+            f"vllm:generation_tokens_total{{{MODEL}}}": "100+1x20",
+        },
+    ),
+    Case(
+        "PrejitTokensStopped",
+        False,
+        "15m",
+        {
+            f"prejit_requests_running{{{MODEL},{GENERATE}}}": "0x20",
+            f"vllm:generation_tokens_total{{{MODEL}}}": "100x20",
+        },
+    ),
+    *(
+        Case(
+            "PrejitQueueFull",
+            fires,
+            "6m",
+            {
+                f"prejit_requests_waiting{{{MODEL},{ENCODE}}}": f"{waiting}x10",
+                f"prejit_queue_size{{{MODEL},{ENCODE}}}": "256x10",
+                f"prejit_queue_size{{{MODEL},{GENERATE}}}": "256x10",
+            },
+        )
+        for waiting, fires in ((250, True), (100, False))
+    ),
+    *(
+        Case(
+            "PrejitSaturated",
+            fires,
+            "55m",
+            {
+                f"prejit_device_busy_seconds_total{{{MODEL},{ENCODE}}}": f"0+{busy}x60",
+                f"prejit_requests_waiting{{{MODEL},{ENCODE}}}": f"{waiting}x60",
+            },
+        )
+        for busy, waiting, fires in ((59, 3, True), (59, 0, False), (30, 3, False))
+    ),
+    *(
+        Case(
+            "PrejitRequestsCompile",
+            fires,
+            "10m",
+            {
+                f"prejit_requests_waited_for_compile_total{{{MODEL}}}": waited,
+                f'prejit_requests_total{{{MODEL},reason="stop"}}': "0+10x20",
+            },
+        )
+        for waited, fires in (("0x5 1x15", True), ("0x20", False), ("3x20", False))
+    ),
+    *(
+        Case(
+            "PrejitCompileTime",
+            fires,
+            "10m",
+            {f"prejit_compile_seconds_total{{{MODEL}}}": f"0x5 {seconds}x30"},
+        )
+        for seconds, fires in ((90, True), (20, False))
+    ),
+    Case(
+        "PrejitFallback", True, "1m", {f'prejit_fallbacks_total{{{SERVER},axis="jaxlib"}}': "1x5"}
+    ),
+    Case(
+        "PrejitFallback", False, "1m", {f'prejit_fallbacks_total{{{SERVER},axis="jaxlib"}}': "0x5"}
+    ),
+    Case(
+        "PrejitNaN",
+        True,
+        "8m",
+        {f'prejit_requests_total{{{MODEL},{ENCODE},reason="nan"}}': "0x5 1x10"},
+    ),
+    Case(
+        "PrejitNaN",
+        False,
+        "8m",
+        {f'prejit_requests_total{{{MODEL},{ENCODE},reason="nan"}}': "0x15"},
+    ),
+    Case(
+        "PrejitNaN",
+        False,
+        "40m",
+        {f'prejit_requests_total{{{MODEL},{ENCODE},reason="nan"}}': "0 1x50"},
+    ),  # long ago
+    *(
+        Case(
+            "PrejitPrefixCacheMisses",
+            fires,
+            "1560m",
+            {
+                f"vllm:prefix_cache_hits_total{{{MODEL}}}": hits,
+                f"vllm:prefix_cache_queries_total{{{MODEL}}}": "0+1000x320",
+            },
+            "5m",
+        )
+        for hits, fires in (
+            ("0+600x288 172800x24", True),
+            ("0+600x320", False),
+            ("0+50x288 14400x24", False),  # there never were many
+        )
+    ),
+    *(
+        Case(
+            "PrejitCacheMemoryFull",
+            fires,
+            "20m",
+            {
+                f"prejit_kv_cache_bytes{{{MODEL}}}": f"{used}x30",
+                f"prejit_kv_cache_budget_bytes{{{MODEL}}}": "100x30",
+                f"prejit_requests_waiting{{{MODEL},{GENERATE}}}": f"{waiting}x30",
+            },
+        )
+        for used, waiting, fires in ((99, 2, True), (99, 0, False), (50, 2, False))
+    ),
+    Case("PrejitHostMemoryGrows", True, "240m", memory("1000+2x300", 0)),
+    Case("PrejitHostMemoryGrows", False, "240m", memory("1000x300", 0)),
+    Case("PrejitHostMemoryGrows", False, "240m", memory("1000+2x300", 7200)),  # a young process
+    *(
+        Case(
+            "PrejitHostMemoryHigh",
+            fires,
+            "15m",
+            {
+                f"prejit_host_memory_bytes{{{SERVER}}}": f"{used}x20",
+                f"prejit_host_memory_limit_bytes{{{SERVER}}}": "100x20",
+            },
+        )
+        for used, fires in ((95, True), (80, False))
+    ),
+)
+
+
+def as_test(case: Case) -> dict[str, Any]:
+    """Return a case as promtool reads it. Prometheus has a series ALERTS for each alert that fires."""
+    query = f'count by (alertname) (ALERTS{{alertname="{case.alert}",alertstate="firing"}})'
+    labels = f'{{alertname="{case.alert}"}}'
+    return {
+        "name": f"{case.alert} {'fires' if case.fires else 'is quiet'}",
+        "interval": case.interval,
+        "input_series": [{"series": name, "values": v} for name, v in case.series.items()],
+        "promql_expr_test": [
+            {
+                "expr": query,
+                "eval_time": case.at,
+                "exp_samples": [{"labels": labels, "value": 1}] if case.fires else [],
+            }
+        ],
+    }
+
+
+@pytest.fixture
+def rules(tmp_path):
+    path = tmp_path / "prejit.rules.yml"
+    path.write_text(FILES[RULES_FILE])
+    return path
+
+
+def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    assert PROMTOOL is not None
+    return subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True)
+
+
+def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not():
+    assert {case.alert for case in CASES if case.fires} == ALERTS.keys()
+    assert {case.alert for case in CASES if not case.fires} == ALERTS.keys()
+
+
+def test_the_time_of_a_slow_answer_is_a_bound_of_its_histogram():
+    bounds = {
+        "vllm:time_to_first_token_seconds": FIRST_TOKEN_BOUNDS,
+        "prejit_request_seconds": REQUEST_BOUNDS,
+    }
+    of = r'([\w:]+)_bucket\{le="([^"]+)"'
+    found = [pair for rule in RULES for pair in re.findall(of, rule["expr"])]
+    assert {name for name, _ in found} == bounds.keys()
+    for name, seconds in found:
+        assert float(seconds) in bounds[name]
+
+
+def test_objectives_burn_alike_over_all_windows():
+    """The cases below try one pair of windows of each alert; the files repeat what all of them share."""
+    forms = collections.defaultdict(set)
+    budgets = collections.defaultdict(set)
+    for rule in RULES:
+        if window := re.search("_rate([0-9]+[mhd])$", rule.get("record", "")):
+            name = rule["record"].removesuffix(window[1])
+            forms[name].add(rule["expr"].replace(f"[{window[1]}]", "[window]"))
+        if burn := re.search("BudgetBurns(.*)", rule.get("alert", "")):
+            found = re.findall(
+                r"(model:\w+:)ratio_rate\w+ > (?:(\S+) \* )?(\S+)$", rule["expr"], re.M
+            )
+            assert [pair[1] for pair in found[::2]] == [pair[1] for pair in found[1::2]]
+            for record, _, budget in found:
+                budgets[record].add(budget)
+            [record] = {record for record, _, _ in found}
+            forms[burn[1]].add(rule["expr"].replace(record, "").replace(found[0][2], "budget"))
+    assert len(forms) == 5
+    assert {name: len(each) for name, each in forms.items()} == dict.fromkeys(forms, 1)
+    assert [len(each) for each in budgets.values()] == [1, 1, 1]
+
+
+@needs_promtool
+def test_promtool_takes_the_rules(rules):
+    done = promtool("check", "rules", str(rules))
+    assert done.returncode == 0, done.stderr
+    assert f"{len(RULES)} rules found" in done.stdout
+
+
+@needs_promtool
+@pytest.mark.parametrize("interval", ["1m", "5m"])
+def test_alerts_fire_when_they_should_and_only_then(rules, tmp_path, interval):
+    cases = [as_test(case) for case in CASES if case.interval == interval]
+    tests = tmp_path / "tests.yml"
+    tests.write_text(  # JSON is YAML
+        json.dumps({"rule_files": [rules.name], "evaluation_interval": interval, "tests": cases})
+    )
+    done = promtool("test", "rules", str(tests))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_a_case_that_expects_the_wrong_thing_fails(rules, tmp_path):
+    wrong = [
+        as_test(Case(case.alert, not case.fires, case.at, case.series, case.interval))
+        for case in CASES[:2]
+    ]
+    tests = tmp_path / "tests.yml"
+    tests.write_text(
+        json.dumps({"rule_files": [rules.name], "evaluation_interval": "1m", "tests": wrong})
+    )
+    done = promtool("test", "rules", str(tests))
+    assert done.returncode != 0
+    assert done.stdout.count("FAILED") + done.stderr.count("FAILED") == 1

@@ -1,0 +1,154 @@
+"""`prejit observe init`: nobody loses an edited file, and no link or name leads nowhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.monitoring import ALERTS, DASHBOARDS, FILES, RULES_FILE, panels, queries
+
+from prejit.runtime.__main__ import main
+from prejit.runtime.cli.commands import commands
+from prejit.runtime.errors import StoreError, UsageError
+from prejit.server.cli.serve_command import serve
+from prejit.server.observe.monitoring_files import files, write
+
+
+def test_the_command_writes_every_file(tmp_path, capsys):
+    assert main(["observe", "init", str(tmp_path / "watch")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    there = sorted(str(path) for path in (tmp_path / "watch").rglob("*") if path.is_file())
+    assert sorted(printed) == there
+    assert len(there) == len(FILES) == 3 + len(DASHBOARDS) + len(ALERTS)
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("wiki.example/runbooks", "write https://wiki.example/runbooks"),
+        ("https:///runbooks", "write https://HOST/PATH"),
+        ("", "leave it out"),
+    ],
+)
+def test_runbooks_that_no_browser_finds_are_refused(given, hint, tmp_path, capsys):
+    assert main(["observe", "init", str(tmp_path / "watch"), "--runbooks", given]) == 2
+    said = capsys.readouterr().err
+    assert "--runbooks: expected a URL" in said
+    assert hint in said
+    assert not (tmp_path / "watch").exists()
+
+
+def test_an_edited_file_is_kept_and_named(tmp_path):
+    write(tmp_path, runbooks="runbooks", force=False)
+    edited = tmp_path / "prometheus" / "prejit.rules.yml"
+    edited.write_text("mine")
+    (tmp_path / "README.md").unlink()
+    with pytest.raises(UsageError, match=r"prometheus/prejit\.rules\.yml") as caught:
+        write(tmp_path, runbooks="runbooks", force=False)
+    assert "--force" in caught.value.hint
+    assert edited.read_text() == "mine"
+    assert not (tmp_path / "README.md").exists()  # nothing at all is written
+    write(tmp_path, runbooks="runbooks", force=True)
+    assert edited.read_text() != "mine"
+
+
+def test_writing_the_same_again_is_no_conflict(tmp_path):
+    assert write(tmp_path, runbooks="runbooks", force=False) == write(
+        tmp_path, runbooks="runbooks", force=False
+    )
+
+
+def test_a_file_in_the_place_of_a_directory_is_an_error_of_prejit(tmp_path):
+    (tmp_path / "watch").write_text("")
+    with pytest.raises(StoreError, match="watch"):
+        write(tmp_path / "watch", runbooks="runbooks", force=False)
+
+
+@pytest.mark.parametrize("home", ["runbooks", "https://wiki.example/runbooks", 'a: "b\\c'])
+def test_every_alert_links_to_its_runbook_wherever_these_are(home):
+    groups = yaml.safe_load(files(f"{home}/")[RULES_FILE])["groups"]
+    links = {
+        rule["alert"]: rule["annotations"]["runbook_url"]
+        for group in groups
+        for rule in group["rules"]
+        if "alert" in rule
+    }
+    assert links == {name: f"{home}/{name}.md" for name in ALERTS}
+
+
+def test_every_runbook_has_an_alert_and_says_what_to_do():
+    assert {Path(path).stem for path in FILES if path.startswith("runbooks/")} == ALERTS.keys()
+    for name in ALERTS:
+        page = FILES[f"runbooks/{name}.md"]
+        assert page.startswith(f"# {name}\n\n**Means.** ")
+        for part in ("**Who notices.** ", "**Look at**", "**Do**"):
+            assert part in page, (name, part)
+
+
+def test_links_between_runbooks_lead_to_one():
+    for path, text in FILES.items():
+        if path.endswith(".md"):
+            for link in re.findall(r"\]\(([^)]+)\)", text):
+                assert f"runbooks/{link}" in FILES, (path, link)
+
+
+def test_runbooks_name_panels_that_exist():
+    titles = {panel["title"] for name in DASHBOARDS for panel in panels(name)}
+    names = {dashboard["title"] for dashboard in DASHBOARDS.values()}
+    for path, text in FILES.items():
+        if path.startswith("runbooks/"):
+            for name in re.findall(r"(?<!\*)\*([^*\n]+)\*(?!\*)", text):
+                assert name in titles | names, (path, name)
+
+
+def test_runbooks_name_commands_and_options_that_exist():
+    options = {name for parameter in serve.params for name in parameter.opts}
+    for path, text in FILES.items():
+        for command in re.findall(r"`prejit ([a-z-]+)", text):
+            assert command in commands.commands, (path, command)
+        for option in re.findall(r"`prejit serve (--[a-z-]+)", text):
+            assert option in options, (path, option)
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS)
+def test_panels_have_their_own_place_and_number(dashboard):
+    found = DASHBOARDS[dashboard]["panels"]
+    assert len({panel["id"] for panel in found}) == len(found)
+    taken = set()
+    for panel in found:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS)
+def test_every_panel_says_what_to_look_for_and_keeps_to_the_chosen_jobs(dashboard):
+    for panel in panels(dashboard):
+        assert panel["description"].endswith(".")
+        for query in queries(panel):
+            assert "$job" in query, panel["title"]
+    used = set(re.findall(r"\$\{?([a-z]\w*)\}?", json.dumps(DASHBOARDS[dashboard])))
+    assert used <= {one["name"] for one in DASHBOARDS[dashboard]["templating"]["list"]}
+
+
+def test_a_dashboard_has_the_name_of_its_file_and_what_all_of_them_share():
+    shared = ("schemaVersion", "refresh", "time", "templating", "annotations", "links", "tags")
+    [_] = {json.dumps([each[key] for key in shared]) for each in DASHBOARDS.values()}
+    assert {name: each["uid"] for name, each in DASHBOARDS.items()} == {n: n for n in DASHBOARDS}
+
+
+def test_a_panel_that_several_dashboards_have_is_the_same_in_all():
+    found = {}
+    for name in DASHBOARDS:
+        for panel in panels(name):
+            of = {key: value for key, value in panel.items() if key not in ("id", "gridPos")}
+            assert found.setdefault(panel["title"], of) == of, (name, panel["title"])

@@ -1,0 +1,110 @@
+"""Several streams of one request: all of them end when one fails, is refused, or nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from prejit.runtime.errors import NumbersError, QueueFullError
+from prejit.runtime.generation.generate import Piece
+from prejit.server.engine.request_queue import NO_LIMITS, Limits
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.openai.engine_calls import TextCall, pieces
+
+
+class Stream:
+    """A stream of given pieces, which waits forever after them."""
+
+    def __init__(self, found: list[Piece]) -> None:
+        self.found = found
+        self.closed = False
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if not self.found:
+            await asyncio.sleep(3600)
+        return self.found.pop(0)
+
+    def close(self) -> None:
+        self.closed = True
+
+    async def aclose(self) -> None:
+        self.close()
+
+
+class Engine:
+    """Gives these streams, and refuses further ones."""
+
+    queue_size = 4
+
+    def __init__(self, *streams: Stream) -> None:
+        self.left = list(streams)
+        self.seeds: list[int] = []
+
+    def stream(self, prompt: Any, **options: Any) -> Stream:
+        if not self.left:
+            raise QueueFullError("full", retry_after=1)
+        self.seeds.append(options["seed"])
+        return self.left.pop(0)
+
+
+def call(engine: Any, choices: int, limits: Limits = NO_LIMITS) -> TextCall:
+    options = {"seed": 2**64 - 1}
+    return TextCall(engine, [1], options, choices, None, 0, "", limits, None, "")
+
+
+async def take(calls: list[TextCall], count: int) -> list[tuple[int, str]]:
+    found = []
+    async with pieces(calls) as given:
+        async for place, piece in given:
+            found.append((place, piece.text))
+            if len(found) == count:
+                break
+    return found
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_streams_are_closed_when_nobody_reads_further(choices: int) -> None:
+    streams = [Stream([Piece(1, str(place))]) for place in range(choices)]
+    engine = Engine(*streams)
+    found = asyncio.run(take([call(engine, choices)], choices))
+    assert sorted(found) == [(place, str(place)) for place in range(choices)]
+    assert all(stream.closed for stream in streams)
+    assert engine.seeds == [2**64 - 1, 0][:choices]
+
+
+def test_streams_are_closed_when_a_later_one_is_refused() -> None:
+    first, second = Stream([]), Stream([])
+    with pytest.raises(QueueFullError):
+        asyncio.run(take([call(Engine(first), 1), call(Engine(second), 2)], 1))
+    assert first.closed
+    assert second.closed
+
+
+def test_more_texts_than_the_queue_takes_are_refused_for_ever() -> None:
+    """QueueFullError would say to try again."""
+    engine = Engine(*(Stream([]) for _ in range(5)))
+    with pytest.raises(ApiError, match=r"n: expected at most 4 .*, found 5") as error:
+        asyncio.run(take([call(engine, 2), call(engine, 3)], 1))
+    assert error.value.status == 400
+    assert engine.seeds == []
+
+
+def test_more_texts_than_a_key_may_have_waiting_are_refused_for_ever() -> None:
+    engine = Engine(*(Stream([]) for _ in range(3)))
+    with pytest.raises(ApiError, match=r"at most 2 .* requests of this key .*, found 3") as error:
+        asyncio.run(take([call(engine, 3, Limits(waiting=2))], 1))
+    assert error.value.status == 400
+    assert engine.seeds == []
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_logits_that_are_no_numbers_end_all(choices: int) -> None:
+    streams = [Stream([Piece(None, "", "nan")]), Stream([])][:choices]
+    with pytest.raises(NumbersError):
+        asyncio.run(take([call(Engine(*streams), choices)], 1))
+    assert all(stream.closed for stream in streams)

@@ -1,0 +1,186 @@
+"""The response of a stream: what clients get when something fails, and what ends when they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from prejit.runtime.errors import DeadlineError, NumbersError, QueueFullError
+from prejit.server.openai import event_streams as module
+from prejit.server.openai.event_streams import EventStream
+
+
+class Client:
+    """One side of an ASGI connection. It stays until `leave` is called."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self._gone = asyncio.Event()
+
+    def leave(self) -> None:
+        self._gone.set()
+
+    async def receive(self) -> Any:
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+async def stream(client: Client, events: AsyncGenerator[bytes, None]) -> None:
+    await EventStream(events)({"type": "http"}, client.receive, client.send)
+
+
+def test_events_come_one_by_one_and_the_body_ends() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"one"
+        yield b"two"
+
+    async def main() -> None:
+        client = Client()
+        await stream(client, events())
+        start, *bodies = client.sent
+        headers = dict(start["headers"])
+        assert headers[b"content-type"].startswith(b"text/event-stream")
+        assert b"content-length" not in headers
+        assert [(each["body"], each["more_body"]) for each in bodies] == [
+            (b"one", True),
+            (b"two", True),
+            (b"", False),
+        ]
+
+    asyncio.run(main())
+
+
+def test_a_request_that_waits_has_a_head_and_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy cuts a connection on which nothing comes."""
+    monkeypatch.setattr(module, "COMMENT_SECONDS", 0.01, raising=False)
+
+    async def main() -> None:
+        client, slot = Client(), asyncio.Event()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            yield b""
+            await slot.wait()
+            yield b"one"
+            await asyncio.sleep(0.05)
+            yield b"two"
+
+        task = asyncio.ensure_future(stream(client, events()))
+        async with asyncio.timeout(60):
+            while client.body.count(b": waiting\n\n") < 2:
+                await asyncio.sleep(0.001)
+        assert client.sent[0]["type"] == "http.response.start"
+        slot.set()
+        await task
+        assert client.body.replace(b": waiting\n\n", b"") == b"onetwo"
+        assert client.body.endswith(b"onetwo")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "is_suspected"), [(NumbersError("not numbers"), True), (DeadlineError("late"), False)]
+)
+def test_an_error_behind_the_first_event_makes_the_server_look(
+    error: Exception, is_suspected: bool
+) -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"one"
+        raise error
+
+    suspected = threading.Event()
+
+    async def main() -> None:
+        client = Client()
+        scope = {"type": "http", "state": {"suspected": suspected}}
+        await EventStream(events())(scope, client.receive, client.send)
+        assert b'"error"' in client.body
+
+    asyncio.run(main())
+    assert suspected.is_set() == is_suspected
+
+
+def test_an_error_before_the_first_event_has_its_own_status() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        raise QueueFullError("full", retry_after=1)
+        yield b""
+
+    async def main() -> None:
+        client = Client()
+        with pytest.raises(QueueFullError):
+            await stream(client, events())
+        assert client.sent == []
+
+    asyncio.run(main())
+
+
+def test_an_error_after_it_is_an_event_of_its_own() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n"
+        raise DeadlineError("too late")
+
+    async def main() -> None:
+        client = Client()
+        await stream(client, events())
+        assert client.body.startswith(b'data: 1\n\ndata: {"error":{"message":"too late"')
+        assert client.sent[-1] == {
+            "type": "http.response.body",
+            "body": b"",
+            "more_body": False,
+        }
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_events_are_closed_when_the_client_leaves(after: int) -> None:
+    async def main() -> None:
+        client, closed = Client(), asyncio.Event()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            try:
+                for _ in range(after):
+                    yield b"one"
+                await asyncio.sleep(60)
+                yield b"never"
+            finally:
+                closed.set()
+
+        task = asyncio.ensure_future(stream(client, events()))
+        await asyncio.sleep(0.01)
+        client.leave()
+        await asyncio.wait_for(task, 10)
+        assert closed.is_set()
+
+    asyncio.run(main())
+
+
+def test_events_are_closed_when_the_request_is_cancelled() -> None:
+    async def main() -> None:
+        client, closed = Client(), asyncio.Event()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            try:
+                yield b"one"
+                await asyncio.sleep(60)
+            finally:
+                closed.set()
+
+        task = asyncio.ensure_future(stream(client, events()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert closed.is_set()
+
+    asyncio.run(main())

@@ -1,0 +1,122 @@
+"""Calls of tools are found in text, however it is cut into pieces; what is no call stays text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prejit.server.openai.tool_calls import (
+    ForcedReader,
+    Parts,
+    ToolCall,
+    ToolReader,
+    alone,
+    new_call_id,
+)
+
+HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
+
+
+def plain(parts: Parts) -> list[object]:
+    """Texts joined; calls as name and arguments."""
+    found: list[object] = []
+    for part in parts:
+        if isinstance(part, ToolCall):
+            found.append((part.name, json.loads(part.arguments)))
+        elif found and isinstance(found[-1], str):
+            found[-1] += part
+        else:
+            found.append(part)
+    return found
+
+
+def read(
+    pieces: list[str], names: tuple[str, ...] = ("add",), *, one: bool = False
+) -> list[object]:
+    reader = ToolReader(names, only_one=one)
+    parts = [part for piece in pieces for part in reader.push(piece)]
+    return plain([*parts, *reader.finish()])
+
+
+CALL = ("add", {"a": 1, "b": "ü"})
+CASES = {
+    "nothing": ("", []),
+    "text": ("Hello <tool, a < b", ["Hello <tool, a < b"]),
+    "hermes": (HERMES, [CALL]),
+    "text before": (f"I add.\n{HERMES}", ["I add.\n", CALL]),
+    "two": (f"{HERMES}\n{HERMES}\n", [CALL, CALL]),
+    "without the last mark": (HERMES.removesuffix("</tool_call>"), [CALL]),
+    "broken JSON": ("<tool_call>{a}</tool_call>!", ["<tool_call>{a}</tool_call>!"]),
+    "cut off": ('<tool_call>{"name": "ad', ['<tool_call>{"name": "ad']),
+    "arguments as text": (
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        [("add", {"a": 1})],
+    ),
+    "llama": ('{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
+    "llama, two": (
+        '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {}}',
+        [("add", {"a": 1}), ("add", {})],
+    ),
+    "llama with its mark": ('<|python_tag|>{"name": "add"}', [("add", {})]),
+    "mistral": ('[{"name": "add", "arguments": {"a": 1}}]', [("add", {"a": 1})]),
+    "mistral with its mark": ('[TOOL_CALLS] [{"name": "add", "arguments": {}}]', [("add", {})]),
+    "an answer in JSON": ('{"name": "Ada", "age": 36}', ['{"name": "Ada", "age": 36}']),
+    "another list": ("[1, 2]", ["[1, 2]"]),
+    "an empty list": ("[]", ["[]"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_calls_are_found_however_the_text_is_cut(case: str) -> None:
+    text, expected = CASES[case]
+    assert read([text]) == expected
+    assert read(list(text)) == expected
+    for width in (2, 3, 7):
+        assert read([text[i : i + width] for i in range(0, len(text), width)]) == expected
+
+
+def test_text_is_not_held_back_without_need() -> None:
+    reader = ToolReader(["add"])
+    assert reader.push("Hello") == ["Hello"]
+    assert reader.push(" <to") == [" "]
+    assert reader.push("morrow") == ["<tomorrow"]
+
+
+def test_parallel_calls_are_dropped_where_one_is_the_most() -> None:
+    assert read([f"{HERMES}\n{HERMES}"], one=True) == [CALL]
+    both = '[{"name": "add", "arguments": {}}, {"name": "add", "arguments": {"a": 2}}]'
+    assert read([both], one=True) == [("add", {})]
+
+
+@given(st.lists(st.text(alphabet='<tool_cal>/{}"name:[], \n', max_size=12), max_size=8))
+def test_nothing_is_lost_of_what_is_no_call(pieces: list[str]) -> None:
+    found = read(pieces, names=("never",))
+    assert "".join(str(each) for each in found) == "".join(pieces)
+
+
+def test_forced_answers_are_calls_and_a_cut_one_is_text() -> None:
+    def forced(name: str | None, text: str) -> list[object]:
+        reader = ForcedReader(name)
+        assert [part for letter in text for part in reader.push(letter)] == []
+        return plain(reader.finish())
+
+    assert forced("add", ' {"a": 1}') == [("add", {"a": 1})]
+    assert forced("add", '{"a": ') == ['{"a": ']
+    assert forced(None, '[{"name": "add", "arguments": {"a": 1}}]') == [("add", {"a": 1})]
+    assert forced(None, '[{"name": "add"') == ['[{"name": "add"']
+
+
+def test_numbers_and_nesting_in_calls_cannot_raise() -> None:
+    deep = "[" * 100_000
+    assert alone(deep, ["add"]) == []
+    assert read([f"<tool_call>{deep}</tool_call>"]) == [f"<tool_call>{deep}</tool_call>"]
+    assert read(['<tool_call>{"name": "add", "arguments": NaN}</tool_call>'])[0] != ("add", None)
+
+
+def test_ids_are_what_mistral_takes() -> None:
+    ids = {new_call_id() for _ in range(100)}
+    assert len(ids) == 100
+    assert all(len(each) == 9 and each.isalnum() and each.isascii() for each in ids)

@@ -1,0 +1,92 @@
+"""Unknown fields of requests: named with the nearest known name, at any depth, or left out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from prejit.server.gate.http_errors import ApiError
+from prejit.server.openai.chat_completions import ChatRequest
+from prejit.server.openai.completions import CompletionRequest
+from prejit.server.openai.responses_schema import ResponseRequest
+from prejit.server.openai.unknown_fields import decode
+
+USER = {"role": "user", "content": "a"}
+CALL = {"function": {"name": "f", "argments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "path", "near"),
+    [
+        (CompletionRequest, {"prompt": "a", "max_token": 1}, "max_token", "max_tokens"),
+        (CompletionRequest, {"prompt": "a", "zzzzzz": None}, "zzzzzz", None),
+        (
+            CompletionRequest,
+            {"prompt": "a", "stream_options": {"include_usages": True}},
+            "stream_options.include_usages",
+            "include_usage",
+        ),
+        (ChatRequest, {"messages": [USER, {**USER, "nmae": ""}]}, "messages[1].nmae", "name"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "", "txt": ""}]}]},
+            "messages[0].content[0].txt",
+            "text",
+        ),
+        (
+            ChatRequest,
+            {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+            "messages[0].tool_calls[0].function.argments",
+            "arguments",
+        ),
+        (
+            ChatRequest,
+            {
+                "messages": [USER],
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "strct": 1},
+                },
+            },
+            "response_format.json_schema.strct",
+            "strict",
+        ),
+        (ResponseRequest, {"input": [{**USER, "rol": "user"}]}, "input[0].rol", "role"),
+    ],
+)
+def test_an_unknown_field_is_named_with_the_nearest_and_left_out_where_that_is_wanted(
+    kind: type[msgspec.Struct], body: dict[str, Any], path: str, near: str | None
+) -> None:
+    decoder, content = msgspec.json.Decoder(kind), json.dumps(body).encode()
+    with pytest.raises(ApiError) as raised:
+        decode(content, decoder, ignore_unknown=False)
+    assert (raised.value.status, raised.value.code) == (400, "unknown_parameter")
+    assert raised.value.param == path
+    assert path in raised.value.message
+    assert (f"did you mean {near!r}" in raised.value.message) == (near is not None)
+    if "argments" not in path:  # a field that must be there is missing without it
+        assert isinstance(decode(content, decoder, ignore_unknown=True), kind)
+
+
+def test_schemas_and_variables_of_templates_have_any_field() -> None:
+    body = {
+        "messages": [USER],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": {"y": 1}}}}],
+        "chat_template_kwargs": {"anything": {"a": 1}},
+        "metadata": {"note": "b"},
+    }
+    content = json.dumps(body).encode()
+    decoder = msgspec.json.Decoder(ChatRequest)
+    assert decode(content, decoder, ignore_unknown=False).tools is not None
+
+
+def test_a_long_name_is_cut() -> None:
+    content = json.dumps({"prompt": "a", "x" * 100_000: 1}).encode()
+    with pytest.raises(ApiError) as raised:
+        decode(content, msgspec.json.Decoder(CompletionRequest), ignore_unknown=False)
+    assert len(raised.value.message) < 300
+    assert raised.value.param is not None
+    assert len(raised.value.param) < 300

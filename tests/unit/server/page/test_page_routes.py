@@ -1,0 +1,110 @@
+"""The files of the page: all are there, none needs another host, and no code can hide in text."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from prejit.runtime import load
+from prejit.server.engine.engine import Engine
+from prejit.server.page.page_routes import routes
+from prejit.server.served.served import Models, Served
+
+
+@pytest.fixture(scope="module")
+def models(lettered_dir: Path) -> Iterator[Models]:
+    bundle = load(lettered_dir)
+    served = Models(Served("chatty", bundle, Engine(bundle, slots=2), 1))
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def get(models: Models) -> Any:
+    """Returns the response of a path."""
+
+    def send(path: str, models: Models = models) -> httpx.Response:
+        async def request() -> httpx.Response:
+            transport = httpx.ASGITransport(Starlette(routes=routes(models)))
+            async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
+                return await client.get(path)
+
+        return asyncio.run(request())
+
+    return send
+
+
+def test_every_file_that_the_page_names_is_served(get: Any) -> None:
+    html = get("/").text
+    named = set(re.findall(r'(?:href|src)="([^"]+)"', html))
+    assert named == {"page/icon.svg", "page/style.css", "page/script.js"}
+    kinds = {name: get(f"/{name}").headers["content-type"].partition(";")[0] for name in named}
+    assert kinds == {
+        "page/icon.svg": "image/svg+xml",
+        "page/style.css": "text/css",
+        "page/script.js": "text/javascript",
+    }
+
+
+def test_nothing_is_loaded_from_elsewhere_or_run_from_the_html(get: Any) -> None:
+    for path in ("/", "/page/style.css", "/page/script.js", "/page/icon.svg"):
+        answer = get(path)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        text = answer.text.replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?:|wss?:|[\"'(`]//", text), path
+    html = get("/").text
+    assert not re.search(r"<script[^>]*>[^<]|\son\w+=|\sstyle=", html)
+    assert "innerHTML" not in get("/page/script.js").text
+
+
+def test_every_element_that_the_script_uses_is_on_the_page(get: Any) -> None:
+    html, script = get("/").text, get("/page/script.js").text
+    there = set(re.findall(r'\bid="([^"]+)"', html))
+    assert set(re.findall(r'\$\("([^"]+)"\)', script)) <= there
+    assert set(re.findall(r'(?:for|aria-controls|aria-labelledby)="([^"]+)"', html)) <= there
+
+
+def test_the_page_gets_what_it_shows(get: Any, models: Models) -> None:
+    (found,) = get("/page/models").json()["models"]
+    bundle = models.get("chatty").bundle
+    assert found["digest"] == bundle.digest
+    assert (found["chat"], found["complete"], found["embed"], found["calls"]) == (
+        True,
+        True,
+        False,
+        [],
+    )
+    assert found["max_tokens"] == 512
+    assert {each["program"] for each in found["programs"]} == {
+        p.name for p in bundle.config.programs
+    }
+    figures = get("/page/figures").json()
+    assert figures["state"] == "ready"
+    assert figures["models"]["chatty"]["first_token_p50"] is None  # NaN is no JSON
+    assert figures["models"]["chatty"]["slots"] == 2
+
+
+def test_a_server_without_bundles_has_a_page(get: Any) -> None:
+    loading = Models()
+    assert get("/", loading).status_code == 200
+    assert get("/page/models", loading).json() == {"state": "loading", "models": []}
+    assert get("/page/figures", loading).json() == {"state": "loading", "models": {}}
+
+
+def test_the_functions_of_a_bundle_are_listed_once(get: Any, bundle_dir: Path) -> None:
+    bundle = load(bundle_dir)
+    models = Models(Served("example", bundle, Engine(bundle), 1))
+    (found,) = get("/page/models", models).json()["models"]
+    assert found["calls"] == ["nest", "score", "tick"]
+    assert (found["chat"], found["complete"], found["embed"]) == (False, False, False)
+    assert found["max_tokens"] is None

@@ -1,0 +1,120 @@
+"""Servers in a thread of the tests' process, with engines that run a bundle's calls one after another."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from prejit.server.gate.server_settings import Settings
+from prejit.server.http.app import make_app
+from prejit.server.http.connections import Connection
+from prejit.server.http.uvicorn_server import configure
+from prejit.server.served.served import Models, Served
+
+
+class CallingEngine:
+    """An engine for programs: what gate, process and the inference protocol use of one."""
+
+    def __init__(self, bundle: Any) -> None:
+        self.bundle = bundle
+        self.drained = False
+        self._pool = ThreadPoolExecutor(1)
+
+    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        found: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                found.set_result(self.bundle.call(name, *args, **kwargs))
+            except InvalidStateError:
+                pass  # the server waits no longer
+            except Exception as error:
+                found.set_exception(error)
+
+        self._pool.submit(run)
+        return found
+
+    def drain(self, seconds: float | None = None) -> bool:
+        self.drained = True
+        return True
+
+    def undrain(self) -> None:
+        self.drained = False
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def served(bundle: Any, name: str | None = None) -> Served:
+    """A bundle with such an engine."""
+    return Served(name or bundle.name, bundle, CallingEngine(bundle), 1_700_000_000)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers.
+
+    Attributes:
+        port: where it listens.
+        server: uvicorn's own.
+    """
+
+    port: int
+    server: uvicorn.Server
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def connect(self, seconds: float = 60) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=seconds)
+
+    def requests(self) -> int:
+        """How many requests are answered now."""
+        return len(self.server.server_state.tasks)
+
+
+@contextlib.contextmanager
+def running(models: Models, settings: Settings, app: Any = None) -> Iterator[Running]:
+    """A server on a free port; `app` takes the place of the one for the models."""
+    config = configure(make_app(models, settings) if app is None else app)
+    assert config.http is Connection
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            until = time.monotonic() + 60
+            while not server.started:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            yield Running(listening.getsockname()[1], server)
+        finally:
+            server.should_exit = True
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def answer(connection: socket.socket) -> bytes:
+    """All that a server sends until it closes."""
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def wait_for(holds: Any, seconds: float = 60) -> None:
+    """Waits until a condition holds."""
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, "it never held"
+        time.sleep(0.01)

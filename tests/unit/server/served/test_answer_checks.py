@@ -1,0 +1,149 @@
+"""A server whose model gives wrong answers must not stay ready, and one that is right again must."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.server.running import Running, running, wait_for
+
+from prejit.runtime import Bundle, load
+from prejit.server.engine.engine import Engine
+from prejit.server.gate.server_settings import Settings
+from prejit.server.served.answer_checks import AnswerChecks
+from prejit.server.served.served import Models, Served
+
+
+@dataclass
+class Server:
+    """A server and the file of its weights."""
+
+    running: Running
+    models: Models
+    weights: Path
+
+    def get(self, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and text of a response."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.running.url}{path}", data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def complete(self, **fields: Any) -> tuple[int, Any]:
+        body = {
+            "prompt": [1, 2, 3],
+            "max_tokens": 4,
+            "temperature": 0,
+            "ignore_eos": True,
+            **fields,
+        }
+        return self.get("/v1/completions", body)
+
+    def readiness(self) -> list[int]:
+        return [self.get(path)[0] for path in ("/health/ready", "/v2/health/ready")]
+
+    def change_weights(self, change: Callable[[np.ndarray[Any, Any]], Any]) -> bytes:
+        """Overwrites the weights in place; returns what was there."""
+        before = self.weights.read_bytes()
+        first = 8 + int.from_bytes(before[:8], "little")
+        first += -first % 64
+        values = np.frombuffer(before[first : len(before) // 4 * 4], np.float32)
+        self.write(first, np.ascontiguousarray(change(values), np.float32).tobytes())
+        return before
+
+    def write(self, at: int, content: bytes) -> None:
+        with open(self.weights, "r+b") as file:
+            file.seek(at)
+            file.write(content)
+
+
+@pytest.fixture(scope="module")
+def path(make_decoder: Callable[..., Path]) -> Path:
+    return make_decoder("gpt2", batch=(1,), prompt=(3,), context=(24, 72))
+
+
+@pytest.fixture
+def server(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr("prejit.server.served.answer_checks._PAUSE_SECONDS", 0.01)
+    own = tmp_path / "own"
+    shutil.copytree(path, own)
+    bundle = load(own, on_mismatch="error")
+    with closing(Engine(bundle, slots=1)) as engine:
+        models = Models(Served("m", bundle, engine, 1_700_000_000))
+        with running(models, Settings()) as found:
+            yield Server(found, models, next(filter(_is_safetensors, own.glob("blobs/sha256/*"))))
+
+
+def _is_safetensors(file: Path) -> bool:
+    content = file.read_bytes()[:9]
+    return len(content) == 9 and content[8:] == b"{" and content[4:8] == bytes(4)
+
+
+def test_a_server_is_not_ready_while_requests_fail(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = server.complete()
+    assert right[0] == 200
+    with closing(AnswerChecks(server.models, None)):
+        before = server.change_weights(lambda values: np.full_like(values, np.nan))
+        assert server.complete()[0] == 500
+        wait_for(lambda: server.readiness() == [503, 503])
+        assert "m" in json.loads(server.get("/health/ready")[1])["wrong_answers"]
+        assert server.get("/health/live")[0] == 200
+        server.write(0, before)
+        wait_for(lambda: server.readiness() == [200, 200])
+        assert server.complete()[0] == 200
+    assert capsys.readouterr().err.count("m: not ready, because a golden answer is wrong") == 1
+
+
+@pytest.mark.parametrize("every", [None, 0.01])
+def test_finite_garbage_is_found_by_a_check_at_an_interval(
+    server: Server, every: float | None
+) -> None:
+    def logprobs() -> Any:
+        return server.models.get("m").engine.generate([1, 2], max_new_tokens=2, logprobs=0).logprobs
+
+    right = logprobs()
+    with closing(AnswerChecks(server.models, every)):
+        server.change_weights(lambda values: values[::-1] * 3)
+        assert server.complete()[0] == 200
+        assert logprobs() != right
+        if every is not None:
+            wait_for(lambda: server.readiness() == [503, 503])
+        else:
+            assert server.readiness() == [200, 200]
+
+
+def test_requests_that_fail_do_not_make_checks_without_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = []
+    original = Bundle.wrong_answers
+
+    def count(self: Bundle) -> Iterator[str]:
+        checks.append(1)
+        return original(self)
+
+    monkeypatch.setattr(Bundle, "wrong_answers", count)
+    monkeypatch.setattr("prejit.server.served.answer_checks._PAUSE_SECONDS", 3600)
+    with closing(AnswerChecks(server.models, None)):
+        server.models.suspected.set()
+        wait_for(lambda: checks)
+        for _ in range(20):
+            server.models.suspected.set()
+            time.sleep(0.005)
+    assert len(checks) == 1

@@ -1,0 +1,61 @@
+"""Two bundles of one name, and a state that goes back, would serve the wrong model or one too early."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.unit.server.running import served
+
+from prejit.runtime.errors import UsageError
+from prejit.server.served.served import ModelNotFoundError, Models
+
+
+def bundle(name: str) -> Any:
+    return SimpleNamespace(name=name)
+
+
+def test_a_name_that_is_not_served_is_refused_with_those_that_are() -> None:
+    models = Models(served(bundle("one")), served(bundle("two")))
+    assert models.get("two").bundle.name == "two"
+    with pytest.raises(ModelNotFoundError, match=r"'one', 'two'.*found 'three'"):
+        models.get("three")
+    models.close()
+
+
+def test_two_bundles_of_one_name_are_refused() -> None:
+    models = Models(served(bundle("one")))
+    with pytest.raises(UsageError, match="two bundles named 'one'"):
+        models.add(served(bundle("one")))
+    models.add(served(bundle("one"), "other"))
+    assert [each.name for each in models] == ["one", "other"]
+    models.close()
+
+
+def test_a_server_that_ends_does_not_become_ready() -> None:
+    models = Models()
+    assert models.state == "loading"
+    assert models.drain(ends=True)
+    assert not models.change("loading", "ready")
+    assert models.state == "draining"
+    assert not models.undrain()
+    assert models.state == "draining"
+
+
+def test_a_drain_while_it_loads_can_be_undone_after_it() -> None:
+    models = Models()
+    assert models.drain()
+    assert not models.change("loading", "ready")
+    assert models.undrain()
+    assert models.state == "ready"
+
+
+def test_drain_reaches_every_engine_and_undrain_too() -> None:
+    models = Models(served(bundle("one")), served(bundle("two")))
+    engines: list[Any] = [each.engine for each in models]
+    assert models.drain()
+    assert [each.drained for each in engines] == [True, True]
+    assert models.undrain()
+    assert [each.drained for each in engines] == [False, False]
+    models.close()

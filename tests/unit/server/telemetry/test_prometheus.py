@@ -1,0 +1,326 @@
+"""/metrics: dashboards and gateways find nothing if a name, a label or a unit is another one."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from tests.served import DIGEST, StandIn, models, served
+
+from prejit.runtime import fallback
+from prejit.server.served.served import Models
+from prejit.server.telemetry.prometheus import routes
+
+PROMTOOL = shutil.which("promtool")
+NO_WORDS = {
+    *("counter", "gauge", "histogram", "summary"),
+    *("ms", "us", "ns", "milliseconds", "microseconds", "minutes", "hours", "kb", "mb", "percent"),
+}
+"""Words that the rules of Prometheus forbid in names."""
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+VLLM = {
+    # Every name that issue 14 lists and two older ones, with their types (vllm/v1/metrics/loggers.py).
+    "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_waiting": "gauge",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:gpu_cache_usage_perc": "gauge",
+    "vllm:prompt_tokens": "counter",
+    "vllm:generation_tokens": "counter",
+    "vllm:prefix_cache_queries": "counter",
+    "vllm:prefix_cache_hits": "counter",
+    "vllm:request_success": "counter",
+    "vllm:time_to_first_token_seconds": "histogram",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:time_per_output_token_seconds": "histogram",
+    "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:request_queue_time_seconds": "histogram",
+    "vllm:request_prefill_time_seconds": "histogram",
+    "vllm:request_decode_time_seconds": "histogram",
+    "vllm:request_prompt_tokens": "histogram",
+    "vllm:request_generation_tokens": "histogram",
+}
+LATENCY = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0),
+    *(240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+VLLM_BOUNDS = {
+    "vllm:time_to_first_token_seconds": (
+        *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+        *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+    ),
+    "vllm:inter_token_latency_seconds": (
+        *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+        *(10.0, 20.0, 40.0, 80.0),
+    ),
+    "vllm:e2e_request_latency_seconds": LATENCY,
+    "vllm:request_queue_time_seconds": LATENCY,
+    "vllm:request_prefill_time_seconds": LATENCY,
+    "vllm:request_decode_time_seconds": LATENCY,
+    "vllm:request_prompt_tokens": (1, 2, 5, 10, 1000, 2000, 5000),
+    "vllm:request_generation_tokens": (1, 2, 5, 10, 1000, 2000, 5000),
+}
+
+
+def scrape(of: Models, accept: str = "") -> str:
+    response = TestClient(Starlette(routes=list(routes(of)))).get(
+        "/metrics", headers={"accept": accept}
+    )
+    assert response.status_code == 200
+    return response.text
+
+
+def families(of: Models) -> dict[str, Any]:
+    return {family.name: family for family in parse_text(scrape(of))}
+
+
+def value(of: Models, sample: str, **labels: str) -> float:
+    found = [
+        each.value
+        for family in families(of).values()
+        for each in family.samples
+        if each.name == sample and labels.items() <= each.labels.items()
+    ]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_every_name_of_vllm_has_its_type_and_labels():
+    found = families(models(served("a")))
+    assert {name: found[name].type for name in VLLM} == VLLM
+    for name in VLLM:
+        for sample in found[name].samples:
+            assert sample.labels["model_name"] == "a"
+            assert sample.labels["engine"] == "0"
+
+
+@pytest.mark.parametrize("name", VLLM_BOUNDS)
+def test_histograms_have_every_bound_of_vllm(name):
+    samples = families(models(served()))[name].samples
+    bounds = [float(each.labels["le"]) for each in samples if each.name.endswith("_bucket")]
+    assert set(VLLM_BOUNDS[name]) <= set(bounds)
+    assert bounds == sorted(bounds)
+    assert bounds[-1] == math.inf
+
+
+def test_histograms_are_cumulative_and_count_every_request():
+    engine = StandIn()
+    engine.request(first_token_seconds=0.12)
+    engine.request(first_token_seconds=3.0)
+    of = models(served(engine=engine))
+    name = "vllm:time_to_first_token_seconds"
+    assert value(of, f"{name}_bucket", le="0.1") == 0
+    assert value(of, f"{name}_bucket", le="0.25") == 1
+    assert value(of, f"{name}_bucket", le="2.5") == 1
+    assert value(of, f"{name}_bucket", le="5.0") == 2
+    assert value(of, f"{name}_bucket", le="+Inf") == value(of, f"{name}_count") == 2
+    assert value(of, f"{name}_sum") == pytest.approx(3.12)
+
+
+def test_counts_of_requests_and_tokens_are_those_of_the_engine():
+    engine = StandIn()
+    for reason in ("stop", "length", "context", "nan"):
+        engine.request(reason)
+    engine.recorder.generations.refused()
+    engine.recorder.generations.submitted()
+    engine.recorder.generations.abandoned("deadline")
+    engine.recorder.generations.submitted()
+    of = models(served(engine=engine))
+    assert value(of, "vllm:num_requests_waiting") == 1
+    assert value(of, "vllm:num_requests_running") == 0
+    assert (
+        value(of, "vllm:prompt_tokens_total") == value(of, "vllm:prefix_cache_queries_total") == 20
+    )
+    assert value(of, "vllm:prefix_cache_hits_total") == 8
+    assert value(of, "vllm:generation_tokens_total") == 12
+    ended = {
+        reason: value(of, "vllm:request_success_total", finished_reason=reason)
+        for reason in ("stop", "length", "abort", "error")
+    }
+    assert ended == {"stop": 1, "length": 2, "abort": 1, "error": 1}
+
+    def ours(name: str, **labels: str) -> float:
+        return value(of, f"prejit_{name}", kind="generate", program="generate", **labels)
+
+    assert ours("requests_total", reason="refused") == ours("requests_total", reason="nan") == 1
+    assert ours("device_busy_seconds_total") == pytest.approx(0.24)
+    assert (ours("runs_total"), ours("rows_total"), ours("padded_rows_total")) == (8, 4, 28)
+    assert ours("useful_positions_total") == 20
+    assert ours("computed_positions_total") == 28
+    assert ours("request_seconds_count") == ours("request_run_seconds_count") == 4
+
+
+def test_encodings_are_requests_like_others():
+    engine = StandIn()
+    for reason in ("done", "done", "nan"):
+        engine.encoding(reason)
+    engine.encodings.refused()
+    engine.encodings.submitted()
+    engine.encodings.admitted(0.5)
+    of = models(served(engine=engine))
+
+    def ours(name: str, **labels: str) -> float:
+        return value(of, f"prejit_{name}", kind="encode", program="encode", **labels)
+
+    assert ours("requests_total", reason="done") == 2
+    assert ours("requests_total", reason="nan") == ours("requests_total", reason="refused") == 1
+    assert (ours("requests_running"), ours("requests_waiting")) == (1, 0)
+    assert (ours("runs_total"), ours("rows_total"), ours("padded_rows_total")) == (3, 6, 6)
+    assert (ours("useful_positions_total"), ours("computed_positions_total")) == (30, 192)
+    assert ours("request_queue_seconds_count") == 4
+    assert ours("request_run_seconds_sum") == pytest.approx(0.03)
+    assert ours("request_seconds_sum") == pytest.approx(0.06)
+    assert ours("device_busy_seconds_total") == pytest.approx(0.03)
+    # vLLM's series have them, too: gateways balance by them.
+    assert value(of, "vllm:num_requests_running") == 1
+    assert value(of, "vllm:request_success_total", finished_reason="stop") == 2
+    assert value(of, "vllm:e2e_request_latency_seconds_count") == 3
+    assert value(of, "vllm:prompt_tokens_total") == 30
+    assert value(of, "vllm:prefix_cache_queries_total") == 0
+
+
+def test_our_names_obey_the_rules_of_prometheus():
+    """The rules of `promtool check metrics`, and of its page on naming; the names of vLLM are as they are."""
+    found = families(models(served())).values()
+    ours = [family for family in found if not family.name.startswith("vllm:")]
+    assert len(ours) > 30
+    for family in ours:
+        assert re.fullmatch(r"(prejit|process)(_[a-z]+)+", family.name), family.name
+        assert family.documentation, family.name
+        *others, last = family.name.split("_")
+        assert not {*others, last} & NO_WORDS, f"{family.name}: neither types nor other units"
+        assert not {*others} & {"seconds", "bytes", "total"}, f"{family.name}: the unit comes last"
+        assert last not in {"total", "count", "sum", "bucket"}, f"{family.name}: belongs to a type"
+        endings = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+        for sample in family.samples:
+            assert sample.name.removeprefix(family.name) in endings.get(family.type, ("",))
+            assert not {"job", "instance"} & sample.labels.keys(), "Prometheus has these itself"
+            assert all(re.fullmatch(r"[a-z][a-z_]*", label) for label in sample.labels)
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian: apt-get install prometheus)")
+def test_promtool_complains_of_no_name_but_those_of_vllm():
+    assert PROMTOOL is not None
+    page = scrape(models(served()))
+    done = subprocess.run(
+        [PROMTOOL, "check", "metrics"], input=page, capture_output=True, text=True
+    )
+    found = (done.stdout + done.stderr).splitlines()
+    assert len(found) >= len(VLLM)
+    assert [line for line in found if not line.startswith("vllm:")] == []
+
+
+def test_programs_have_a_value_for_each_source_so_that_alerts_see_the_first_one():
+    of = models(served())
+    found = {
+        source: value(of, "prejit_programs", source=source)
+        for source in ("loaded", "compiled", "kept", "compiling", "unused")
+    }
+    assert found == {"loaded": 1, "compiled": 0, "kept": 0, "compiling": 0, "unused": 0}
+
+
+def test_two_bundles_do_not_share_a_series():
+    first, second = StandIn(), StandIn(slots=4)
+    first.request()
+    of = models(served("a", first), served("b", second))
+    assert value(of, "vllm:generation_tokens_total", model_name="a") == 3
+    assert value(of, "vllm:generation_tokens_total", model_name="b") == 0
+    assert value(of, "prejit_slots", model_name="b") == 4
+
+
+def test_what_runs_can_be_read_from_the_info_metric():
+    info = families(models(served("a")))["prejit_build_info"].samples[0]
+    assert info.name == "prejit_build_info"
+    assert info.value == 1
+    assert info.labels["model_name"] == "a"
+    assert info.labels["bundle"] == "gpt2"
+    assert info.labels["digest"] == DIGEST
+    assert info.labels["target"] == "h100"
+    assert info.labels["cuda"] == "13.1"
+    assert info.labels["jaxlib"] == version("jaxlib")
+    assert info.labels["jax"]
+    assert info.labels["prejit"]
+
+
+def test_a_server_that_loads_is_scraped_too():
+    of = Models()
+    assert value(of, "prejit_server_state", state="loading") == 1
+    assert value(of, "prejit_server_state", state="ready") == 0
+    of.add(served())
+    of.change("loading", "ready")
+    assert value(of, "prejit_server_state", state="ready") == 1
+    assert value(of, "prejit_server_state", state="loading") == 0
+
+
+def test_the_parts_of_a_start_come_after_the_first_answer_and_without_idle_time():
+    engine = StandIn()
+    calls = []
+    one = served(engine=engine)
+    report = one.bundle.start_report()
+    vars(one.bundle)["start_report"] = lambda: calls.append(1) or report
+    client = TestClient(Starlette(routes=list(routes(models(one)))))
+    assert "prejit_start_seconds{" not in client.get("/metrics").text
+    engine.request()
+    for _ in range(2):
+        text = client.get("/metrics").text
+        assert 'prejit_start_seconds{model_name="demo",part="loading"} 0.5' in text
+        assert 'part="other"' not in text
+    assert calls == [1]  # it looks at the disk
+
+
+def test_absent_memory_is_left_out_rather_than_zero():
+    engine = StandIn()
+    engine.state["cache_budget_bytes"] = None
+    text = scrape(models(served(engine=engine)))
+    assert "\nprejit_device_memory_bytes" not in text
+    assert "\nprejit_kv_cache_budget_bytes" not in text
+    engine.state["device_memory_bytes"] = 5
+    assert value(models(served(engine=engine)), "prejit_device_memory_bytes") == 5
+
+
+def test_memory_of_the_host_is_below_its_limit():
+    of = models(served())
+    assert 0 < value(of, "prejit_host_memory_bytes") < value(of, "prejit_host_memory_limit_bytes")
+    assert value(of, "process_resident_memory_bytes") > 0
+
+
+def test_fallbacks_are_of_the_process_and_counted_once(monkeypatch):
+    monkeypatch.setattr(fallback, "_counts", {"jaxlib": 2})
+    of = models(served("a"), served("b", matched=False))
+    assert value(of, "prejit_fallbacks_total", axis="jaxlib") == 2
+    assert value(of, "prejit_target_matched", model_name="a") == 1
+    assert value(of, "prejit_target_matched", model_name="b") == 0
+
+
+def test_openmetrics_is_given_to_who_asks_and_holds_the_same():
+    engine = StandIn()
+    engine.request()
+    of = models(served(engine=engine))
+    text = scrape(of, OPENMETRICS)
+    assert text.endswith("# EOF\n")
+    new = {family.name: family for family in parse_openmetrics(text)}  # raises if it is malformed
+    assert {sample.name for family in new.values() for sample in family.samples} == {
+        sample.name for family in families(of).values() for sample in family.samples
+    }
+    assert {name: new[name].type for name in VLLM} == VLLM
+    counts = {
+        sample.name: sample.value
+        for family in new.values()
+        for sample in family.samples
+        if family.name.startswith("vllm:") and family.type == "counter" and len(sample.labels) == 2
+    }
+    assert counts["vllm:generation_tokens_total"] == 3
+
+
+def test_names_of_models_cannot_break_the_page():
+    name = 'a"b\\c\nd'
+    assert value(models(served(name)), "prejit_slots", model_name=name) == 8

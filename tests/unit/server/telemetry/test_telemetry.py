@@ -1,0 +1,384 @@
+"""Traces and metrics of OpenTelemetry: a span without its parent, or a wrong time, misleads people."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+from tests.served import StandIn
+
+from prejit.runtime.errors import UsageError
+from prejit.server.telemetry import telemetry
+from prejit.server.telemetry.spans import Telemetry
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class Recorded:
+    """An application with telemetry, and what came out."""
+
+    def __init__(self, handler: Callable[[Any, Request], Any]) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.reader = InMemoryMetricReader()
+        tracers = TracerProvider()
+        tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.telemetry = Telemetry(tracers, MeterProvider([self.reader]))
+        stand_in: Any = StandIn()
+        engine = self.telemetry.engine("demo", stand_in)
+
+        async def handle(request: Request) -> Any:
+            return await handler(engine, request)
+
+        paths = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/metrics")
+        paths = (*paths, "/v2/models/score/infer")
+        app = Starlette(routes=[Route(path, handle, methods=["GET", "POST"]) for path in paths])
+        self.client = TestClient(self.telemetry.app(app), raise_server_exceptions=False)
+
+    def post(self, path: str = "/v1/chat/completions", **headers: str) -> Any:
+        return self.client.post(path, headers=headers, json={})
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        return {span.name: span for span in self.exporter.get_finished_spans()}
+
+    def points(self) -> dict[str, list[Any]]:
+        data = self.reader.get_metrics_data()
+        if data is None:
+            return {}
+        return {
+            metric.name: list(metric.data.data_points)
+            for resource in data.resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+        }
+
+
+async def generate(engine: Any, request: Request) -> Any:
+    options = {"max_new_tokens": 3, "temperature": 0.5, "client": "", "seed": None}
+    result = await asyncio.wrap_future(engine.submit("hello", **options))
+    return PlainTextResponse(result.text, headers={"x-request-id": "id-7"})
+
+
+async def stream(engine: Any, request: Request) -> Any:
+    async def pieces() -> Any:
+        async with engine.stream("hello") as found:
+            async for piece in found:
+                yield piece.text
+
+    return StreamingResponse(pieces())
+
+
+def test_a_request_is_one_span_below_that_of_its_client_with_three_parts():
+    recorded = Recorded(generate)
+    assert recorded.post(traceparent=f"00-{TRACE}-{PARENT}-01").text == "abc"
+    spans = recorded.spans()
+    assert spans.keys() == {"chat demo", "queue", "prefill", "decode"}
+    whole = spans["chat demo"]
+    assert whole.kind is SpanKind.SERVER
+    assert whole.parent is not None
+    assert f"{whole.parent.span_id:016x}" == PARENT
+    for name in ("queue", "prefill", "decode"):
+        assert f"{spans[name].context.trace_id:032x}" == TRACE
+        assert spans[name].parent.span_id == whole.context.span_id
+    found = dict(whole.attributes)
+    assert found == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "prejit",
+        "gen_ai.request.model": "demo",
+        "gen_ai.response.model": "demo",
+        "gen_ai.request.max_tokens": 3,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.response.id": "id-7",
+        "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.usage.input_tokens": 5,
+        "gen_ai.usage.cache_read.input_tokens": 2,
+        "gen_ai.usage.output_tokens": 3,
+        "http.request.method": "POST",
+        "http.response.status_code": 200,
+        "url.path": "/v1/chat/completions",
+    }
+    assert whole.status.status_code is StatusCode.UNSET
+
+
+def test_the_parts_follow_each_other_and_last_as_long_as_the_statistics_say():
+    recorded = Recorded(generate)
+    recorded.post()
+    queue, prefill, decode = (recorded.spans()[name] for name in ("queue", "prefill", "decode"))
+    assert queue.end_time - queue.start_time == 100_000_000
+    assert prefill.start_time == queue.end_time
+    assert prefill.end_time - prefill.start_time == 20_000_000
+    assert decode.start_time == prefill.end_time
+    assert decode.end_time >= decode.start_time
+    assert decode.attributes["prejit.programs"] == ("prefill_8x16", "decode_8x128")
+
+
+def test_a_stream_is_traced_to_its_last_piece():
+    recorded = Recorded(stream)
+    assert recorded.post("/v1/completions").text == "abc"
+    whole = recorded.spans()["text_completion demo"]
+    assert whole.attributes["gen_ai.usage.output_tokens"] == 3
+    assert "decode" in recorded.spans()
+
+
+def test_metrics_have_the_names_units_and_values_of_the_conventions():
+    recorded = Recorded(generate)
+    recorded.post()
+    points = recorded.points()
+    first = points["gen_ai.server.time_to_first_token"][0]
+    assert first.sum == pytest.approx(0.12)
+    assert dict(first.attributes)["gen_ai.request.model"] == "demo"
+    assert points["gen_ai.server.time_per_output_token"][0].sum == pytest.approx(0.02)
+    whole = points["gen_ai.server.request.duration"][0]
+    assert whole.count == 1
+    assert whole.sum > 0
+    assert whole.explicit_bounds[:3] == (0.01, 0.02, 0.04)
+    usage = {
+        dict(point.attributes)["gen_ai.token.type"]: point.sum
+        for point in points["gen_ai.client.token.usage"]
+    }
+    assert usage == {"input": 5, "output": 3}
+
+
+def test_several_generations_of_a_request_add_up():
+    async def two(engine: Any, request: Request) -> Any:
+        for _ in range(2):
+            await asyncio.wrap_future(engine.submit("hello"))
+        return PlainTextResponse("")
+
+    recorded = Recorded(two)
+    recorded.post()
+    whole = recorded.spans()["chat demo"]
+    assert whole.attributes["gen_ai.usage.output_tokens"] == 6
+    assert whole.attributes["gen_ai.response.finish_reasons"] == ("length", "length")
+    names = [span.name for span in recorded.exporter.get_finished_spans()]
+    assert names.count("decode") == 2
+
+
+def test_encoders_and_functions_have_a_span_of_their_own():
+    async def encode(engine: Any, request: Request) -> Any:
+        await asyncio.wrap_future(engine.submit_encode(["a"]))
+        return PlainTextResponse("")
+
+    async def call(engine: Any, request: Request) -> Any:
+        return PlainTextResponse(await asyncio.wrap_future(engine.submit_call("score", 1)))
+
+    recorded = Recorded(encode)
+    recorded.post("/v1/embeddings")
+    assert recorded.spans().keys() == {"embeddings demo", "encode"}
+    assert recorded.spans()["embeddings demo"].attributes["gen_ai.usage.input_tokens"] == 7
+    recorded = Recorded(call)
+    assert recorded.post("/v2/models/score/infer").text == "score"
+    assert recorded.spans().keys() == {"infer demo", "call score"}
+
+
+def test_an_error_of_the_server_is_one_of_the_span():
+    async def fail(engine: Any, request: Request) -> Any:
+        await asyncio.wrap_future(engine.submit("hello", error=RuntimeError("broken")))
+
+    recorded = Recorded(fail)
+    assert recorded.post().status_code == 500
+    whole = recorded.spans()["chat demo"]
+    assert whole.status.status_code is StatusCode.ERROR
+    assert whole.attributes["error.type"] == "500"
+    assert "gen_ai.usage.input_tokens" not in whole.attributes
+    point = recorded.points()["gen_ai.server.request.duration"][0]
+    assert dict(point.attributes)["error.type"] == "500"
+
+
+def test_a_refused_request_is_no_error_of_the_server():
+    async def refuse(engine: Any, request: Request) -> Any:
+        return PlainTextResponse("", 400)
+
+    recorded = Recorded(refuse)
+    recorded.post()
+    whole = recorded.spans()["chat"]
+    assert whole.status.status_code is StatusCode.UNSET
+    assert whole.attributes["error.type"] == "400"
+
+
+def test_a_response_that_breaks_off_is_an_error():
+    async def broken(engine: Any, request: Request) -> Any:
+        async def pieces() -> Any:
+            yield "a"
+            raise RuntimeError("broken")
+
+        return StreamingResponse(pieces())
+
+    recorded = Recorded(broken)
+    with pytest.raises(Exception, match="broken"):
+        raise_from(recorded)
+    whole = recorded.spans()["chat"]
+    assert whole.status.status_code is StatusCode.ERROR
+    assert whole.attributes["error.type"] == "incomplete"
+
+
+def raise_from(recorded: Recorded) -> None:
+    recorded.client = TestClient(recorded.client.app)
+    recorded.post()
+
+
+def test_probes_and_metrics_are_not_traced():
+    recorded = Recorded(generate)
+    recorded.client.get("/metrics")
+    recorded.client.get("/v1/chat/completions")
+    assert "chat demo" not in recorded.spans()
+    assert recorded.points() == {}
+
+
+def test_a_call_outside_of_a_request_is_not_traced():
+    recorded = Recorded(generate)
+    stand_in: Any = StandIn()
+    engine = recorded.telemetry.engine("demo", stand_in)
+    future: Future[Any] = engine.submit("hello")
+    assert future.result().text == "abc"
+    assert [piece.text for piece in engine.stream("hello")] == ["a", "b", "c"]
+    assert engine.metrics().slots == 8  # the rest of the engine is reached through it
+    assert recorded.exporter.get_finished_spans() == ()
+
+
+# ------------------------------------------------------------------ the variables
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("OTEL_"):
+            monkeypatch.delenv(name)
+
+
+def test_without_variables_nothing_is_imported():
+    script = (
+        "import sys; from prejit.server.telemetry import telemetry; assert telemetry.start() is None; "
+        "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"},
+        {
+            "OTEL_TRACES_EXPORTER": "none",
+            "OTEL_METRICS_EXPORTER": "none",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9",
+        },
+        {"OTEL_SERVICE_NAME": "web"},
+    ],
+)
+def test_these_variables_ask_for_nothing(variables, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert telemetry.start() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("OTEL_TRACES_EXPORTER", "zipkin", "otlp, console, none"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "http/protobuf"),
+    ],
+)
+def test_what_is_not_supported_is_refused_at_the_start(name, value, expected, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=expected) as caught:
+        telemetry.start()
+    assert name in str(caught.value)
+
+
+def test_a_missing_package_says_what_to_install(monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(UsageError, match="not installed") as caught:
+        telemetry.start()
+    assert "prejit[otel]" in caught.value.hint
+
+
+def test_spans_reach_a_collector_with_the_name_of_the_service(monkeypatch, collector):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    started = telemetry.start()
+    assert started is not None
+    stand_in: Any = StandIn()
+    engine = started.engine("demo", stand_in)
+
+    async def handle(request: Request) -> Any:
+        return await generate(engine, request)
+
+    app = Starlette(routes=[Route("/v1/completions", handle, methods=["POST"])])
+    TestClient(started.app(app)).post("/v1/completions")
+    started.close()
+    assert collector.names() == {"text_completion demo", "queue", "prefill", "decode"}
+    assert collector.services() == {"prejit"}
+    assert "/v1/metrics" in collector.paths
+
+
+@pytest.fixture
+def collector():
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    from threading import Thread
+
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if self.headers.get("content-encoding") == "gzip":
+                import gzip
+
+                body = gzip.decompress(body)
+            self.server.paths.add(self.path)
+            if self.path == "/v1/traces":
+                self.server.traces.append(ExportTraceServiceRequest.FromString(body))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    class Collector(HTTPServer):
+        def __init__(self):
+            super().__init__(("127.0.0.1", 0), Handler)
+            self.paths, self.traces = set(), []
+            self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+        def resources(self):
+            return [each for trace in self.traces for each in trace.resource_spans]
+
+        def names(self):
+            return {
+                s.name for r in self.resources() for scope in r.scope_spans for s in scope.spans
+            }
+
+        def services(self):
+            return {
+                pair.value.string_value
+                for resource in self.resources()
+                for pair in resource.resource.attributes
+                if pair.key == "service.name"
+            }
+
+    with Collector() as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
