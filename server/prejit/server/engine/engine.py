@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.finalizers import when_dropped
 from prejit.runtime.base.once import once
 from prejit.runtime.base.one_process import OneProcess
 from prejit.runtime.bundle import Bundle
@@ -19,6 +18,7 @@ from prejit.runtime.generation.generate import Result
 from prejit.runtime.generation.options import Options, Prompt
 from prejit.runtime.generation.rows import admit
 from prejit.server.engine.engine_metrics import EngineMetrics
+from prejit.server.engine.finalizers import when_dropped
 from prejit.server.engine.loop import Loop
 from prejit.server.engine.memory import CachePlan, free_bytes, plan_caches
 from prejit.server.engine.request_queue import NO_LIMITS, Limits

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prejit.runtime.base.finalizers import when_dropped
+from prejit.server.engine.finalizers import when_dropped
 
 
 class Owner:
@@ -53,7 +53,7 @@ def test_what_is_being_freed_at_exit_is_freed_first(run_python: Callable[..., An
     """The interpreter would stop the thread in the middle of it."""
     code = """
         import time
-        from prejit.runtime.base.finalizers import when_dropped
+        from prejit.server.engine.finalizers import when_dropped
 
         class Owner: ...
 
