@@ -79,7 +79,7 @@ SAMPLE = (0, 3, 4, 7, 9, 10, 13, 14)
 
 
 def model_of(config: dict[str, Any], directory: Path) -> tuple[Any, layer_config.DecoderConfig]:
-    (directory / "config.json").write_text(json.dumps(layer_config))
+    (directory / "config.json").write_text(json.dumps(config))
     loaded = config_file.load_config(directory)
     return model_registry.make_decoder(loaded), model_registry.describe(loaded)
 
