@@ -16,8 +16,7 @@ from collections.abc import Iterator
 
 from benchmarks.harness import workload
 from prejit.runtime import Bundle, Fingerprint, load
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import aligned_zeros, to_numpy
+from prejit.runtime.device.transfer import aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache

@@ -99,7 +99,7 @@ def prompt(client: int, number: int) -> list[int]:
 def in_process(path: str, clients: int) -> None:
     """Print what an engine in this process gives, and when its first token came after exec."""
     from prejit.runtime import load
-    from prejit.runtime.base.process_facts import seconds_since_exec
+    from prejit.runtime.base.process_usage import seconds_since_exec
 
     engine = Engine(load(path, on_mismatch="error"), slots=8, prefix_memory=0)
     times = Times()

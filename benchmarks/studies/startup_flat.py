@@ -20,8 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.harness.measure import Row, interleave, progress
-from prejit.runtime.base.digests import digest_of
-from prejit.runtime.base.files import digest_file
+from prejit.runtime.base.file_digests import digest_file, digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.bundle_schema import Config, Descriptor, encode_index
 from prejit.runtime.format.layout import Layout

@@ -27,7 +27,7 @@ from unittest import mock
 
 from tests.layouts import blob, index_file, index_of
 
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.file_digests import digest_of
 
 PROMPT = "def read_lines(path):"
 NEW_TOKENS = 12

@@ -21,7 +21,7 @@ import zstandard
 from tests.layouts import index_file, index_of, write_index
 
 from prejit.runtime import __main__, load
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.file_digests import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.device.device import Device

@@ -155,8 +155,8 @@ def __getattr__(name: str) -> Any:
 def _load() -> Any:
     """Return `load`, with NumPy and most of the modules that it needs imported."""
     started = perf_counter()
-    with import_module("prejit.runtime.base.garbage_collector").collector_off():
-        start = import_module("prejit.runtime.device.start")
+    with import_module("prejit.runtime.device.quick_start").collector_off():
+        start = import_module("prejit.runtime.device.quick_start")
         start.read_library_ahead()
         start.import_numpy()
         load = import_module("prejit.runtime.loader").load

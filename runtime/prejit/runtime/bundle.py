@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Unpack, final
 
-from prejit.runtime.base.once import once
-from prejit.runtime.base.one_process import OneProcess, disown_in_forks
 from prejit.runtime.base.process_facts import Span, importing, is_plain_start, span
+from prejit.runtime.base.threads_and_forks import OneProcess, disown_in_forks, once
 from prejit.runtime.device.device import Device, free_dropped
 from prejit.runtime.errors import ClosedError, UsageError
 from prejit.runtime.format.blobs import Layer
@@ -24,7 +23,7 @@ from prejit.runtime.format.names import (
 from prejit.runtime.format.verification import Verification
 from prejit.runtime.programs.mapped_weights import open_weights
 from prejit.runtime.programs.ready import ProgramReport, Programs
-from prejit.runtime.store.first_programs import first_programs, remember_first_programs
+from prejit.runtime.store.runtime_cache import first_programs, remember_first_programs
 from prejit.runtime.text.bundle_text import BundleText
 from prejit.runtime.verdict import Axis, Verdict
 

@@ -16,7 +16,7 @@ import sys
 import warnings
 from typing import Any
 
-from prejit.runtime.base.process_facts import free_memory_bytes
+from prejit.runtime.base.process_usage import free_memory_bytes
 from prejit.runtime.base.typed_json import from_any_json
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import AnswerError, PrejitError, RejectError

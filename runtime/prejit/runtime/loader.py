@@ -21,9 +21,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.garbage_collector import collector_off
 from prejit.runtime.base.process_facts import importing, span
-from prejit.runtime.device.start import quickly
+from prejit.runtime.device.quick_start import collector_off, quickly
 from prejit.runtime.errors import (
     FallbackWarning,
     KernelError,

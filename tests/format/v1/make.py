@@ -43,7 +43,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, layer
 from prejit.runtime import load
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.file_digests import digest_of
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, KERNELS_MEDIA_TYPE, TITLE

@@ -12,7 +12,7 @@ import zstandard
 
 from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, layer
 from prejit.compiler.pipeline.program_keys import versions
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.file_digests import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Config, RecordedProgram, Segment

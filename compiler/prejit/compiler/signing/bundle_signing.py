@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from prejit.compiler.signing.model_signing import model_signature
 from prejit.compiler.signing.signer import Signer
-from prejit.runtime.base.files import write_file
+from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.blobs import read_whole

@@ -16,9 +16,9 @@ from prejit.compiler.signing.channels import (
     rotate,
 )
 from prejit.compiler.signing.private_key import PrivateKey
-from prejit.runtime.base.files import write_file
 from prejit.runtime.base.locks import locking
 from prejit.runtime.base.nearest_name import nearest_file
+from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.blobs import read_whole

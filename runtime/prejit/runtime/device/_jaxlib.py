@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prejit.runtime.base import process_facts
-from prejit.runtime.device.start import set_log_level
+from prejit.runtime.device.quick_start import set_log_level
 from prejit.runtime.errors import KernelError
 
 _Array = Any

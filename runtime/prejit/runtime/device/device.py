@@ -17,9 +17,14 @@ import numpy as np
 
 from prejit.runtime.base.process_facts import importing, is_plain_start
 from prejit.runtime.device import _jaxlib
-from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.executable import Executable
-from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, shared_zeros, to_numpy
+from prejit.runtime.device.transfer import (
+    DeviceArray,
+    aligned_zeros,
+    dtype_of,
+    shared_zeros,
+    to_numpy,
+)
 from prejit.runtime.errors import BuildError, ExecutableError, PrejitError, UsageError
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from prejit.runtime.device import _jaxlib
-from prejit.runtime.errors import UsageError
+from prejit.runtime.errors import MismatchError, UsageError
 
 DeviceArray = Any
 """A `jaxlib._jax.ArrayImpl`, the class of jax's arrays. An array on our one CPU device has no jax sharding,
@@ -224,3 +224,23 @@ def default_device() -> Any:
     if device is None:
         return jax.local_devices()[0]
     return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return NumPy's dtype for a name in `format.arrays.DTYPES`; bfloat16, int4 and others are ml_dtypes's.
+
+    Raises:
+        MismatchError: the installed ml_dtypes does not have it.
+    """
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        if (scalar := getattr(ml_dtypes, name, None)) is None:
+            raise MismatchError(
+                f"expected a version of ml_dtypes that has {name}, found {ml_dtypes.__version__}",
+                hint="pip install --upgrade ml_dtypes",
+            ) from None
+        dtype: np.dtype[Any] = np.dtype(scalar)
+        return dtype

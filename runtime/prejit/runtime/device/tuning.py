@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from prejit.runtime.base.files import write_file
 from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.blobs import Layer, check_blobs, read_whole

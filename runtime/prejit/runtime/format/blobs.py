@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar, final
 
-from prejit.runtime.base.files import Content, Identity, digest_file, map_file, timed_digest_file
+from prejit.runtime.base.file_digests import digest_file, measure, timed_digest_file
+from prejit.runtime.base.files import Content, Identity, map_file
 from prejit.runtime.base.process_facts import Span, span
-from prejit.runtime.base.verity import measure
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor, ImageManifest, Segment
 from prejit.runtime.format.checks import layers as layer_checks

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.file_digests import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.golden_format import TOLERANCES, is_results

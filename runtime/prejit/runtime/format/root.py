@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from prejit.runtime.base.digests import digest_of, is_digest
+from prejit.runtime.base.file_digests import digest_of, is_digest
 from prejit.runtime.base.typed_json import MAX_INTEGER, check_amount, shown, to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits

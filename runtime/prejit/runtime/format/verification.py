@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
-from prejit.runtime.base.joined_threads import start_thread
 from prejit.runtime.base.process_facts import Span, span
+from prejit.runtime.base.threads_and_forks import start_thread
 
 SMALL_BYTES = 1 << 20
 """A load waits for jobs that are smaller. SHA-256 takes 0.5 ms for so many bytes."""

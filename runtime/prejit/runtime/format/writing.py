@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prejit.runtime.base.digests import digest_of, is_digest
-from prejit.runtime.base.files import digest_file, write_file
+from prejit.runtime.base.file_digests import digest_file, digest_of, is_digest
 from prejit.runtime.base.locks import locking
 from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.blobs import check_blob

@@ -10,8 +10,7 @@ from typing import final
 
 import numpy as np
 
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import DeviceArray
+from prejit.runtime.device.transfer import DeviceArray, dtype_of
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.cache_arrays import sized

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
+from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.cache_arrays import sized
 from prejit.runtime.generation.compact_prefix import CompactPrefix

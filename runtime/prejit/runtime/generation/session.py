@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Unpack, final
 
-from prejit.runtime.base.one_process import OneProcess
+from prejit.runtime.base.threads_and_forks import OneProcess
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.generate import Generation, Piece, Result, run

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, final, overload
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.once import once
-from prejit.runtime.base.one_process import OneProcess
+from prejit.runtime.base.threads_and_forks import OneProcess, once
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.device import _jaxlib
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import is_jax_array
+from prejit.runtime.device.transfer import dtype_of, is_jax_array
 from prejit.runtime.errors import AnswerError, FallbackWarning, MismatchError, UsageError
 from prejit.runtime.fallback import count_axis
 from prejit.runtime.jitted.fitting import Fit, MissError, find

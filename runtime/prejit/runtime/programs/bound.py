@@ -10,7 +10,7 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.base.one_process import OneProcess
+from prejit.runtime.base.threads_and_forks import OneProcess
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees

@@ -33,9 +33,9 @@ from pathlib import Path
 
 import zstandard
 
-from prejit.runtime.base.digests import digest_of
-from prejit.runtime.base.files import write_file
+from prejit.runtime.base.file_digests import digest_of
 from prejit.runtime.base.locks import lock_file, remove_and_unlock
+from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import PrejitWarning, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Mesh

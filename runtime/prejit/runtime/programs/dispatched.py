@@ -10,8 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from prejit.runtime.device import _jaxlib
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import DeviceArray, to_numpy
+from prejit.runtime.device.transfer import DeviceArray, dtype_of, to_numpy
 from prejit.runtime.format import trees
 from prejit.runtime.programs.dispatched_on_jax import JaxDispatchedCalls
 from prejit.runtime.programs.known_calls import ChosenBucket

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any, final
 
 from prejit.runtime.device import _jaxlib
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import default_device
+from prejit.runtime.device.transfer import default_device, dtype_of
 from prejit.runtime.errors import AnswerError
 from prejit.runtime.format import trees
 from prejit.runtime.programs.known_calls import Held

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import final
 
-from prejit.runtime.base.digests import digest_of
-from prejit.runtime.base.once import once
+from prejit.runtime.base.file_digests import digest_of
+from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.executable import Executable

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 from typing import final
 
-from prejit.runtime.base.once import once
+from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.executable import Executable
 from prejit.runtime.format.arrays import Mesh

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
-from prejit.runtime.base.joined_threads import start_thread
-from prejit.runtime.base.once import once
 from prejit.runtime.base.process_facts import Span, span
+from prejit.runtime.base.threads_and_forks import once, start_thread
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.executable import Executable

@@ -14,12 +14,12 @@ from prejit.runtime.base import arguments
 from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.device import _jaxlib, jax_settings
 from prejit.runtime.device.device import Device
-from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import (
     DeviceArray,
     OnDevice,
     aligned_zeros,
     check_alive,
+    dtype_of,
     is_jax_array,
     is_number,
     is_tracer,

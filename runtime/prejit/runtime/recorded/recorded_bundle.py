@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from prejit.runtime.base.files import Identity, digest_file
+from prejit.runtime.base.file_digests import digest_file
+from prejit.runtime.base.files import Identity
 from prejit.runtime.base.locks import locking
 from prejit.runtime.errors import StoreError, UntrustedError, UntrustedWarning, UsageError
 from prejit.runtime.format.blobs import read_whole

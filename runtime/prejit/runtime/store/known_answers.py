@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.file_digests import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.store.runtime_cache import cache_root, read_own, write_own

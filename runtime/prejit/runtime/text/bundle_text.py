@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.once import once
 from prejit.runtime.base.process_facts import Span, importing, span
+from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.checks.layers import check_chat

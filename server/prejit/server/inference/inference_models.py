@@ -15,7 +15,7 @@ from typing import Any, final
 import numpy as np
 
 from prejit.runtime.base.nearest_name import did_you_mean
-from prejit.runtime.base.once import once
+from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.device.transfer import weakened
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees

@@ -139,7 +139,7 @@ def test_a_program_that_differs_beside_its_kernels_is_a_finding(
     """Or whoever changes a kernel could change all programs that call it."""
     import zstandard
 
-    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.base.file_digests import digest_of
     from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
 
     changed = with_library(kernel_recipe, other_library)

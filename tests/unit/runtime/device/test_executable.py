@@ -22,8 +22,7 @@ from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
 from prejit.compiler.targets.build_host import cross_compiles, jaxlib_version
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import aligned_zeros, to_jax, to_numpy
+from prejit.runtime.device.transfer import aligned_zeros, dtype_of, to_jax, to_numpy
 from prejit.runtime.errors import BuildError, ExecutableError, MismatchError
 from prejit.runtime.format.arrays import DTYPES as TABLE_DTYPES
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh

@@ -13,7 +13,7 @@ import pytest
 from tests.kernel_bundles import with_library
 
 from prejit.runtime import __main__
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.file_digests import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device import kernels
 from prejit.runtime.errors import FallbackWarning, KernelError, MismatchError, RejectError

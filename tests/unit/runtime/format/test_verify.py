@@ -26,7 +26,7 @@ from tests.format import second_reader
 from tests.layouts import index_file, index_of, write_files
 
 from prejit.runtime import __main__
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.file_digests import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.device.device import Device
 from prejit.runtime.encoding.encoder import EncoderPrograms

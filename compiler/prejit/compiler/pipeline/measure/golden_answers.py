@@ -21,8 +21,8 @@ from prejit.compiler.pipeline.program_keys import golden_key, measuring_key
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
-from prejit.runtime.base.digests import digest_of
-from prejit.runtime.base.process_facts import free_memory_bytes
+from prejit.runtime.base.file_digests import digest_of
+from prejit.runtime.base.process_usage import free_memory_bytes
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.bundle_schema import Config, Golden, ProgramEntry
 from prejit.runtime.format.checks.safetensors import check_weights

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prejit.compiler.store.key import Key
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.file_digests import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, RejectError
 from prejit.runtime.format.bundle_schema import (

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import date
 
-from prejit.runtime.base.digests import is_digest
+from prejit.runtime.base.file_digests import is_digest
 from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits, trees

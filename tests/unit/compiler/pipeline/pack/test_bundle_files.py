@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedTensor, pack, write_weights
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.file_digests import digest_of
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Segment

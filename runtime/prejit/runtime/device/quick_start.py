@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 
-from prejit.runtime.base.joined_threads import start_thread
 from prejit.runtime.base.process_facts import importing, is_alone, is_plain_start, thread_count
-from prejit.runtime.device.library_pages import read_ahead
+from prejit.runtime.base.threads_and_forks import start_thread
 
 _OPENBLAS_TIMEOUT = "OPENBLAS_THREAD_TIMEOUT"
 """Variable with the time that OpenBLAS's threads spin before they sleep: 2 to this power of cycles, at least
@@ -99,3 +99,82 @@ def _open_jaxlib() -> None:
         dlopen(os.fsencode(path), flags)  # an error comes again in the import, which reports it
 
     start_thread(open_library, "prejit-open-jaxlib")
+
+
+PAGE_BYTES = 4096
+_LISTED = os.path.join(os.path.dirname(__file__), "library_pages.txt")
+"""For each recorded library a line `SIZE FIRST+COUNT ...  # name` (`scripts/record_library_pages.py`): the
+size of the file in bytes, which tells the builds of jaxlib apart, and the pages of 4 KiB that a start touches.
+They are 60 to 80 of 350 MB, in no order that the kernel could guess: each page fault on a cold disk would wait
+for a small read. Wrong pages only cost time."""
+_PROBED_PAGE = 256
+"""A page of the library's relocations, which every start touches."""
+_AT_ONCE_PAGES = 256
+"""The kernel reads no more ahead for one call than the disk's setting, which is seldom smaller."""
+
+
+def read_ahead(path: str) -> int:
+    """Ask the kernel to read the listed pages of a library, unless it has them. It does not wait for them.
+
+    Args:
+        path: the library; one that cannot be read is ignored, because its import raises a better error.
+
+    Returns:
+        The number of pages.
+    """
+    asked = 0
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        stack.callback(os.close, descriptor)
+        if _is_cached(descriptor):
+            return 0
+        for first, count in _listed(os.fstat(descriptor).st_size):
+            for start in range(first, first + count, _AT_ONCE_PAGES):
+                pages = min(_AT_ONCE_PAGES, first + count - start)
+                at, size = start * PAGE_BYTES, pages * PAGE_BYTES
+                os.posix_fadvise(descriptor, at, size, os.POSIX_FADV_WILLNEED)
+                asked += pages
+    return asked
+
+
+def _is_cached(descriptor: int) -> bool:
+    """Return whether the page cache has the library. A file system that cannot tell counts as cold."""
+    try:
+        os.preadv(descriptor, [bytearray(1)], _PROBED_PAGE * PAGE_BYTES, os.RWF_NOWAIT)
+    except OSError:
+        return False
+    return True
+
+
+def _listed(size: int) -> Iterator[tuple[int, int]]:
+    """Yield the first page and the number of pages of each run that is listed for a library of this size."""
+    with open(_LISTED, encoding="ascii") as file:
+        for line in file:
+            if line.startswith(f"{size} "):
+                for run in line.partition("#")[0].split()[1:]:
+                    first, _, count = run.partition("+")
+                    yield int(first), int(count)
+                return
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Run imports or a load without the garbage collector: they make many objects and no garbage.
+
+    A collector that is only turned off looks through all these objects as soon as it is on again, which takes
+    5 to 15 ms before the first token. So they count as old afterwards, and the next full collection is the
+    first one that looks at them. Works as a context manager and as a decorator.
+
+    If other threads run, or the host program turned the collector off, nothing is changed.
+    """
+    if is_plain_start() or not is_alone() or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not gc.get_freeze_count():  # what the host program froze must stay frozen
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation
+        gc.enable()
