@@ -196,7 +196,7 @@ def _module(functions: Sequence[Function], directory: Path, seed: int) -> Any:
     """Write functions into a module, and import it."""
     file = directory / f"functions_{seed}.py"
     head = (
-        "from collections import OrderedDict\nimport jax\nimport jax.numpy as jnp\n"
+        "from collections import OrderedDict, defaultdict\nimport jax\nimport jax.numpy as jnp\n"
         "from tests.campaigns.random_functions import Pair, Record\n\n"
     )
     file.write_text(head + "\n\n".join(each.source for each in functions) + "\n")

@@ -59,6 +59,12 @@ def described(value: object) -> str:
     return text
 
 
+def instead(expected: object, found: object) -> str:
+    """Return a value as an error shows it beside another one: with its class if they look alike."""
+    text = described(found)
+    return f"{text} of class {type(found).__qualname__}" * (text == described(expected)) or text
+
+
 def integer(name: str, value: object, least: int, most: int = _LARGEST_INTEGER) -> int:
     """Return an integer in a range, from whatever Python takes as an index except bool.
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.base.one_process import OneProcess
 from prejit.runtime.device import _jaxlib, jax_settings
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.dtypes import dtype_of
@@ -61,7 +62,7 @@ class Fitted(NamedTuple):
 
 
 @final
-class Pending:
+class Pending(OneProcess):
     """Results of a program that may still run.
 
     Attributes:
@@ -249,7 +250,8 @@ class Calls:
                 complaints.append(f"{program.name}: {fitted}")
                 continue
             values, sizes = fitted
-            chosen = ChosenBucket(program, values, converter(arrays, given), sizes)
+            convert = converter(arrays, given)
+            chosen = ChosenBucket(program, values, convert, sizes, are_on_device(given))
             if not sizes:
                 return chosen
             larger.append(chosen)
@@ -320,7 +322,8 @@ class Calls:
             values, sizes = fitted
             entry = self.programs.specialize(program, sizes)
             self._buckets[name] = [*self._buckets[name], entry]
-            return ChosenBucket(entry, values, converter(arrays, given))
+            convert = converter(arrays, given)
+            return ChosenBucket(entry, values, convert, is_on_device=are_on_device(given))
         return None
 
     def put(self, chosen: ChosenBucket, *, copy: bool = False) -> list[DeviceArray]:
@@ -329,11 +332,12 @@ class Calls:
         Donated ones are copied, so that the program does not write to the caller's memory.
         """
         arrays = self.programs.arguments(chosen.program.name)
-        return [
-            self.placed(array, value, copy=copy or array.donated)
-            for array, value in zip(arrays, chosen.values, strict=True)
-            if not isinstance(value, Held)
-        ]
+        with _jaxlib.guarding(not chosen.is_on_device):
+            return [
+                self.placed(array, value, copy=copy or array.donated)
+                for array, value in zip(arrays, chosen.values, strict=True)
+                if not isinstance(value, Held)
+            ]
 
     def placed(self, array: Array, value: Value, *, copy: bool) -> DeviceArray:
         """Return an argument on the device. One that is donated must be copied."""
@@ -529,11 +533,22 @@ class Calls:
             if name not in given:
                 return f"{name} is missing: expected {value!r}"
             if type(given[name]) is not type(value) or given[name] != value:
-                return f"{name}: expected {value!r}, found {arguments.described(given[name])}"
+                return f"{name}: expected {value!r}, found {arguments.instead(value, given[name])}"
         return ""
 
 
 _NO_STATIC: Mapping[str, Any] = {}
+
+
+def are_on_device(given: Sequence[Any]) -> bool:
+    """Return whether no argument comes from the host, as for jax's transfer guards."""
+    return all(
+        value is EVERYTHING
+        or isinstance(value, Held | OnDevice)
+        or is_jax_array(value)
+        or key_name(value) != ""
+        for value in given
+    )
 
 
 def _within(chosen: ChosenBucket, array: Array) -> tuple[slice, ...]:
