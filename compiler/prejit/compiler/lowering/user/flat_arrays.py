@@ -78,7 +78,8 @@ def _shape_of(leaf: Any, bucket: Mapping[str, int], where: str) -> Any:
         if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
             raise ManifestError(
                 f"{where}: expected a dtype of at most 32 bits, found {leaf!r}",
-                hint="set JAX_ENABLE_X64=1 in the environment of the build",
+                hint=f"write {jax.dtypes.canonicalize_dtype(dtype)}, as jax computes; calls may still pass {dtype}; or "
+                "set JAX_ENABLE_X64=1 in the environment of the build",
             )
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), weak_type=weak)
     # First NumPy's scalars, some of whose classes are subclasses of Python's numbers.
