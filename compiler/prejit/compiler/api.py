@@ -108,8 +108,7 @@ def program(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Progr
     except TypeError as error:
         raise ManifestError(
             f"program {name!r}: args: {error}",
-            hint="give the arguments of one call of the function; Program(NAME, fn=..., args=[...]) names and "
-            "configures a program",
+            hint="give the arguments of one call; Program(NAME, fn=..., args=[...]) takes a name too",
         ) from error
     for key in call.static:
         if not key.isidentifier():

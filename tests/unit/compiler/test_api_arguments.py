@@ -214,9 +214,21 @@ def shifted(x: Any, by: Any, *, mode: str = "times") -> Any:
     ("args", "kwargs", "hint"),
     [
         ((X, X), {"mode": "times"}, "give its arguments by name (by, x, mode); `prejit inspect`"),
-        ((), {"x": X, "mode": "times"}, "give its arguments by name (by, x, mode); `prejit inspect`"),
-        ((), {"x": X, "by": X, "much": 1, "mode": "times"}, "give its arguments by name (by, x, mode)"),
-        ((), {"x": X, "by": X, "mode": "minus"}, "give a value that was built, or add this one to `static`"),
+        (
+            (),
+            {"x": X, "mode": "times"},
+            "give its arguments by name (by, x, mode); `prejit inspect`",
+        ),
+        (
+            (),
+            {"x": X, "by": X, "much": 1, "mode": "times"},
+            "give its arguments by name (by, x, mode)",
+        ),
+        (
+            (),
+            {"x": X, "by": X, "mode": "minus"},
+            "give a value that was built, or add this one to `static`",
+        ),
         ((), {"x": X, "by": X}, "give a value that was built"),
     ],
 )
@@ -240,7 +252,9 @@ def test_arguments_by_position_are_counted(doubling: Bundle) -> None:
 def test_a_program_that_is_not_there_names_the_nearest(way: str, doubling: Bundle) -> None:
     function = jit(double, bundle=doubling, name="duoble", on_miss="error")
     call = {"jit": lambda name, x: function(x)}.get(way) or getattr(doubling, way)
-    with pytest.raises(UsageError, match=r"no program 'duoble' \(did you mean 'double'\?\)") as raised:
+    with pytest.raises(
+        UsageError, match=r"no program 'duoble' \(did you mean 'double'\?\)"
+    ) as raised:
         call("duoble", X)
     assert "another exception" not in "".join(traceback.format_exception(raised.value))
 

@@ -297,7 +297,9 @@ def test_names_and_shapes_are_checked_before_anything_is_traced(
     with pytest.raises(ManifestError, match=rf"m.toml: program 'p': {message}") as raised:
         check_planned(plan)
     if "float64" in section:
-        assert str(raised.value.hint).startswith("write float32, as jax computes; calls may still pass float64")
+        assert str(raised.value.hint).startswith(
+            "write float32, as jax computes; calls may still pass float64"
+        )
 
 
 WRAPPED = """
