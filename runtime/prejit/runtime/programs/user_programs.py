@@ -263,33 +263,42 @@ class Calls:
             return specialized
         raise UsageError(
             f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
-            hint=self._hint(buckets, known)
+            hint=self._hint(buckets, static, known)
             + "; Python numbers are weak, np.float32(2) is not"
             * any("weak" in each for each in complaints)
             + "; numpy.asarray makes an array of a list"
             * any("as an array" in each for each in complaints),
         )
 
-    def _hint(self, buckets: Sequence[ProgramEntry], known: Mapping[str, list[Any] | str]) -> str:
+    def _hint(
+        self,
+        buckets: Sequence[ProgramEntry],
+        static: Mapping[str, Any],
+        known: Mapping[str, list[Any] | str],
+    ) -> str:
         """Return what to do about a call that no bucket takes.
 
         Args:
             buckets: of the program.
+            static: values of static arguments by name.
             known: the leaves of the call, or what is wrong with them, by the text of a tree of arguments.
         """
         last = buckets[-1]
         given = known[last.arguments_tree or last.name]
         arrays = self.programs.arguments(last.name)
-        if not isinstance(given, str):
-            alike = (each for each in buckets if each.arguments_tree == last.arguments_tree)
-            columns = zip(*(self.programs.arguments(each.name) for each in alike), strict=True)
-            if wrong := next(filter(None, map(_wrong_axis, columns, given)), ""):
-                return wrong
+        if isinstance(given, str):
+            return self._usage(last)
+        if all(self._static_misfit(program, static) for program in buckets):
+            return "give a value that was built, or add this one to `static` in the manifest"
+        alike = (each for each in buckets if each.arguments_tree == last.arguments_tree)
+        columns = zip(*(self.programs.arguments(each.name) for each in alike), strict=True)
+        if wrong := next(filter(None, map(_wrong_axis, columns, given)), ""):
+            return wrong
         sizes: dict[str, set[int]] = {}
         for program in buckets:
             for variable, size in program.bucket.items():
                 sizes.setdefault(variable, set()).add(size)
-        if not sizes or isinstance(given, str) or not _differ_in_size(arrays, given):
+        if not sizes or not _differ_in_size(arrays, given):
             return "pass arrays of these shapes and dtypes, or add a bucket to the manifest"
         listed = "; ".join(f"{v} {', '.join(map(str, sorted(sizes[v])))}" for v in sizes)
         less = " or less" * any(program.pad for program in buckets)
@@ -299,6 +308,17 @@ class Calls:
             names = ", ".join(f'"{variable}"' for variable in sizes)
             more = f"add a bucket to the manifest, or set open_sizes = [{names}] there for any size"
         return f"the buckets have {listed}: pass arrays of these sizes{less}; or {more}"
+
+    def _usage(self, program: ProgramEntry) -> str:
+        """Return which arguments a program takes, for a call of another structure."""
+        tree = self.programs.arguments_tree(program.name)
+        keys = [str(key) for key in getattr(tree, "keys", ()) if str(key) != program.mask]
+        names = [*keys, *sorted(program.static or ())]
+        if not names:
+            return "call it without arguments"
+        by_name = isinstance(tree, trees.Node) and tree.kind == "dict"
+        way = f"by name ({', '.join(names)})" if by_name else f"by position ({len(keys)})"
+        return f"give its arguments {way}; `prejit inspect` shows their structure"
 
     def _specialized(
         self, name: str, static: Mapping[str, Any], known: Mapping[str, list[Any] | str]

@@ -75,10 +75,11 @@ def _shape_of(leaf: Any, bucket: Mapping[str, int], where: str) -> Any:
         dtype, shape, weak = parse_shape(leaf, dict(bucket))
         if dtype == KEY:
             return jax.eval_shape(lambda: jnp.broadcast_to(jax.random.key(0), shape))
-        if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+        if (narrow := jax.dtypes.canonicalize_dtype(dtype)) != jnp.dtype(dtype):
             raise ManifestError(
                 f"{where}: expected a dtype of at most 32 bits, found {leaf!r}",
-                hint="set JAX_ENABLE_X64=1 in the environment of the build",
+                hint=f"write {narrow}, as jax computes; calls may still pass {dtype}; or set "
+                "JAX_ENABLE_X64=1 in the environment of the build",
             )
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), weak_type=weak)
     # First NumPy's scalars, some of whose classes are subclasses of Python's numbers.
