@@ -90,7 +90,7 @@ def _seen(tree: Tree) -> set[Any] | None:
 
 def _has_constants(tree: Tree) -> bool:
     return isinstance(tree, Node) and (
-        bool(tree.constants) or tree.aux is not None or any(map(_has_constants, tree.children))
+        bool(tree.constants) or _is_compared(tree) or any(map(_has_constants, tree.children))
     )
 
 
@@ -115,7 +115,7 @@ def _collect(tree: Tree, value: Any, at: Path, walk: _Walk) -> None:
         expected, found = tree.type.rpartition(":")[2], type(value).__qualname__
         if found != expected:
             raise MisfitError(f"expected {spell(at)} as {expected}, found {found}")
-    if walk.compares and (tree.constants or tree.aux is not None):
+    if walk.compares and (tree.constants or _is_compared(tree)):
         if misfit := constants_misfit(tree, value, at):
             raise MisfitError(misfit)
         walk.is_registered = walk.is_registered and _one_level(value) is not None
@@ -227,6 +227,8 @@ _OF_JAX = (list, tuple, dict, OrderedDict, defaultdict)
 ORDERED = constants.described(OrderedDict)
 """In place of auxiliary data: a dict of a tree is an OrderedDict."""
 
+_DEFAULTS = '["tuple",[["name","collections:defaultdict"],'
+
 
 def kind_of_dict(value: Any) -> EncodedConstant | None:
     """Return what tells a mapping from a dict: auxiliary data, or the class; None: it is a dict."""
@@ -235,6 +237,13 @@ def kind_of_dict(value: Any) -> EncodedConstant | None:
     if type(value) is defaultdict:
         return constants.described((defaultdict, value.default_factory))
     return auxiliary(value)
+
+
+def _is_compared(tree: Node) -> bool:
+    """Return whether a tree has auxiliary data that an argument must have too."""
+    return tree.aux is not None and not (
+        tree.kind == "dict" and tree.aux.text.startswith((ORDERED.text, _DEFAULTS))
+    )
 
 
 def auxiliary(value: Any) -> EncodedConstant | None:
@@ -256,7 +265,7 @@ def constants_misfit(tree: Node, value: Any, at: Path) -> str:
         for name, kept in tree.constants
         if hasattr(value, name)
     ]
-    if tree.aux is not None and (aux := auxiliary(value)) is not None:
+    if tree.aux is not None and _is_compared(tree) and (aux := auxiliary(value)) is not None:
         pairs.append((at, tree.aux, aux))
     for place, kept, found in pairs:
         if not constants.same(kept, found):
