@@ -72,7 +72,7 @@ def plan(
     checked, only = _checked(manifest, name, targets)
     with _open_store(cache, shared, Quiet()) as store:
         found = plan_build(checked, store, only=only, forms=forms)
-        check_planned(found)
+        check_planned(found, store)
         return planned_executables(found, store)
 
 
