@@ -315,6 +315,21 @@ def unguarded() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if guard is None else guard("allow")
 
 
+def guarding(guards: bool) -> contextlib.AbstractContextManager[Any]:
+    """Return a context with jax's transfer guards as they are set, or without them."""
+    config: Any = sys.modules.get("jax._src.config")
+    if guards or not hasattr(config, "transfer_guard_device_to_device"):
+        return _AS_IT_IS  # without jax, or another thread is importing it just now
+    levels = (
+        config.transfer_guard_host_to_device.value,
+        config.transfer_guard_device_to_device.value,
+    )
+    return _AS_IT_IS if levels == (None, None) else unguarded()
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
 # Calls of a jitted function, dispatched by jaxlib
 
 

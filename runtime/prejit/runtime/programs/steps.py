@@ -10,6 +10,7 @@ from typing import Any, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.transfer import DeviceArray, dtype_of
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
@@ -140,7 +141,8 @@ class Steps:
         else:
             chosen, route = self._alone
         if chosen.values:
-            state = [*state, *map(self._copied, route.others, chosen.values)]
+            with _jaxlib.guarding(not chosen.is_on_device):
+                state = [*state, *map(self._copied, route.others, chosen.values)]
             chosen = chosen.emptied()
         results = self._calls.run_checked(chosen, route.arguments(state))
         return route.state(results), (route, route.rest(results), chosen)
