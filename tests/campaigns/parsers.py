@@ -316,11 +316,9 @@ def _manifest() -> Callable[[bytes], object]:
 def _config() -> Callable[[bytes], object]:
     from prejit.runtime.base.typed_json import from_json, to_json
     from prejit.runtime.errors import RejectError
+    from prejit.runtime.format.checks.call_programs import check_arrays, check_static, check_tree
     from prejit.runtime.format.checks.program_table import (
-        check_arrays,
         check_config,
-        check_static,
-        check_tree,
         check_weight_sets,
         segments_of,
     )

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from prejit.runtime.jitted.decorator import JitStats, jit
     from prejit.runtime.loader import load
     from prejit.runtime.machine.fingerprint import Fingerprint
-    from prejit.runtime.programs.canary import CheckedAnswer
+    from prejit.runtime.programs.asked_answers import CheckedAnswer
     from prejit.runtime.start.start_report import StartReport
     from prejit.runtime.verdict import Axis
 
@@ -92,7 +92,7 @@ _HOMES = {
     "jitted.decorator": ("JitStats", "jit"),
     "loader": ("load",),
     "machine.fingerprint": ("Fingerprint",),
-    "programs.canary": ("CheckedAnswer",),
+    "programs.asked_answers": ("CheckedAnswer",),
     "generation.session": ("Session",),
     "start.start_report": ("StartReport",),
     "verdict": ("Axis",),

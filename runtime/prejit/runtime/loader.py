@@ -121,7 +121,8 @@ def load(
         UsageError: `prejit record` wrote the bundle.
     """
     with importing():
-        from prejit.runtime.bundle import Bundle, LoadTimes
+        from prejit.runtime.bundle import Bundle
+        from prejit.runtime.open_bundle import LoadTimes
 
     started, is_first = time.perf_counter(), next(_loads) == 0
     path = arguments.path("path", path)

@@ -16,7 +16,8 @@ from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.programs.canary import CheckedAnswer, answer_file_of
+from prejit.runtime.programs.asked_answers import CheckedAnswer
+from prejit.runtime.programs.canary import answer_file_of
 from prejit.runtime.store.first_loads import forget_failed_loads
 from prejit.runtime.store.known_answers import KeptAnswer, read_answer
 

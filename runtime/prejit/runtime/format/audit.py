@@ -23,13 +23,10 @@ from prejit.runtime.format.checks.attached import (
     is_described,
     is_ours,
 )
+from prejit.runtime.format.checks.call_programs import check_programs
 from prejit.runtime.format.checks.layers import check_chat, unpack
 from prejit.runtime.format.checks.oci import check_digest, check_layout_file
-from prejit.runtime.format.checks.program_table import (
-    check_programs,
-    check_weight_sets,
-    segments_of,
-)
+from prejit.runtime.format.checks.program_table import check_weight_sets, segments_of
 from prejit.runtime.format.checks.safetensors import check_weights
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (

@@ -20,7 +20,6 @@ from prejit.runtime.base.files import (
     map_file,
     read_all,
 )
-from prejit.runtime.base.nearest_name import nearest_path
 from prejit.runtime.errors import RejectError, StoreError
 
 ATTEMPTS = 20
@@ -59,6 +58,8 @@ class Layout:
             self._root = self._open_directory(path, None)  # an empty one is not "."
         except OSError as error:
             is_missing = error.errno == errno.ENOENT
+            from prejit.runtime.base.nearest_name import nearest_path
+
             guess = nearest_path(self.path, "*/") if is_missing else None
             raise StoreError(
                 f"{self.path}: cannot open a bundle: {os.strerror(error.errno or 0)}",

@@ -27,7 +27,6 @@ from prejit.runtime.format.checks.oci import (
     check_index,
     check_layout_version,
 )
-from prejit.runtime.format.copied import index_of_copy
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
@@ -117,6 +116,8 @@ def _root_of_copy(layout: Layout, entries: tuple[Descriptor, ...], path: str) ->
             where = layout.blob_path(at.digest)
             for each in _entries(_parsed(_read(layout, at)), where):
                 found.setdefault(each.digest, each)
+    from prejit.runtime.format.copied import index_of_copy  # other tools made it
+
     read, others = _split(layout, tuple(found.values()), MANIFEST_MEDIA_TYPE)
     targets = [at for at, _ in read]
     if not targets:

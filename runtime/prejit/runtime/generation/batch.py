@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
@@ -30,9 +30,11 @@ from prejit.runtime.generation.insertion import Arrival, choose_slots, inserting
 from prejit.runtime.generation.kv_cache import Allocation, KVCache, piece_count
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.prefill import Chunks, Entering, Limit, no_limit, whole
-from prejit.runtime.generation.prefix_cache import PrefixCache
 from prejit.runtime.generation.rows import CachedText, Row, Token, admit
 from prejit.runtime.generation.sampling import Logprob
+
+if TYPE_CHECKING:
+    from prejit.runtime.generation.prefix_cache import PrefixCache
 
 _LASTING_TOKENS = 32
 """A new cache uses the smallest context bucket with room for this many more tokens; growing it costs about

@@ -15,9 +15,9 @@ from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.rows import Token, Usage
 from prejit.runtime.generation.sampling import Logprob
 from prejit.runtime.programs.ready import ProgramReport
-from prejit.runtime.text.stop import StopStrings
 
 if TYPE_CHECKING:
+    from prejit.runtime.text.stop import StopStrings
     from prejit.runtime.text.tokenizer import Tokenizer
 
 
@@ -118,7 +118,11 @@ class Generation:
         self._programs = decoder.programs
         self._ready = decoder.programs.obtained()
         self._text = tokenizer.stream(request.prompt) if tokenizer is not None else None
-        self._stops = StopStrings(stop)
+        self._stops: StopStrings | None = None
+        if stop:
+            from prejit.runtime.text.stop import StopStrings  # few requests have any
+
+            self._stops = StopStrings(stop)
         self._pieces: list[Piece] = []
         self._entered = self._first = self._last = self._started
 
@@ -134,7 +138,7 @@ class Generation:
     @property
     def has_stops(self) -> bool:
         """Whether a stop string may end the text."""
-        return self._stops.is_needed
+        return self._stops is not None
 
     def take(self, token: Token) -> Piece:
         """Return the piece of text that a token completes. The last piece has a finish_reason."""
@@ -142,14 +146,17 @@ class Generation:
         if self._text is not None:
             if token.token_id is not None:
                 text = self._text.push(token.token_id)
-                if len(self._pieces) >= self.request.min_new_tokens:
-                    text = self._stops.push(text)
+            is_free = len(self._pieces) < self.request.min_new_tokens
+            stops = self._stops
+            if stops is not None and token.token_id is not None and not is_free:
+                text = stops.push(text)
             if reason is not None:
-                text += self._stops.push(self._text.finish())
-            if self._stops.found is not None:
+                rest = self._text.finish()
+                text += rest if stops is None else stops.push(rest)
+            if stops is not None and stops.found is not None:
                 reason = "stop"
-            elif reason is not None:
-                text += self._stops.finish()
+            elif stops is not None and reason is not None:
+                text += stops.finish()
         self._last = time.perf_counter()
         if not self._pieces:
             self._first = self._last

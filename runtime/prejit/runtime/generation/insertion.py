@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prejit.runtime.generation.compact_prefix import CompactPrefix
 from prejit.runtime.generation.decoder_programs import DecoderPrograms, common_length
 from prejit.runtime.generation.kv_cache import KVCache, Prefix
 from prejit.runtime.generation.prefill import (
@@ -19,8 +18,11 @@ from prejit.runtime.generation.prefill import (
     filling,
     filling_aside,
 )
-from prejit.runtime.generation.prefix_cache import PrefixCache
 from prejit.runtime.generation.rows import CachedText, Row
+
+if TYPE_CHECKING:
+    from prejit.runtime.generation.compact_prefix import CompactPrefix
+    from prejit.runtime.generation.prefix_cache import PrefixCache
 
 _SHARED_TOKENS = 16
 """Requests inserted together share the computation of a common beginning of at least this many tokens."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -350,6 +349,8 @@ def resolve(options: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
         UsageError: there is no such option, or a value has the wrong type or is out of range.
     """
     if unknown := options.keys() - OPTIONS.keys():
+        from prejit.runtime.base.nearest_name import did_you_mean
+
         raise UsageError(
             f"expected options of {', '.join(OPTIONS)}; found {min(unknown)!r}"
             + did_you_mean(min(unknown), OPTIONS)

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.cache_arrays import sized
-from prejit.runtime.generation.compact_prefix import CompactPrefix
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache, Prefix, allocating
 from prejit.runtime.generation.options import Request, Sampling
-from prejit.runtime.generation.prefix_cache import PrefixCache
 from prejit.runtime.generation.rows import CachedText, Row, Usage
 from prejit.runtime.generation.sampling import (
     Logprob,
@@ -25,6 +23,10 @@ from prejit.runtime.generation.sampling import (
     place_sampling,
     read_logprob,
 )
+
+if TYPE_CHECKING:
+    from prejit.runtime.generation.compact_prefix import CompactPrefix
+    from prejit.runtime.generation.prefix_cache import PrefixCache
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,10 @@ from prejit.runtime.base import arguments
 from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.options import Namespace, Request
-from prejit.runtime.generation.prompt_lookup import PromptLookup
 from prejit.runtime.generation.sampling import Logprob, bias_row, check_bias
+
+if TYPE_CHECKING:
+    from prejit.runtime.generation.prompt_lookup import PromptLookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +227,11 @@ def admit(request: Request, programs: DecoderPrograms) -> Row:
     if request.stop_token_ids is not None:
         arguments.check_vocabulary("stop_token_ids", request.stop_token_ids, decoder.vocab_size)
     stop = decoder.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids
-    lookup = PromptLookup(prompt) if request.prompt_lookup else None
+    lookup = None
+    if request.prompt_lookup:
+        from prejit.runtime.generation.prompt_lookup import PromptLookup  # few requests ask for it
+
+        lookup = PromptLookup(prompt)
     row = Row(request, frozenset(stop), prompt, Usage(), lookup)
     check_bias(request.sampling, decoder.vocab_size)
     if request.prompt_lookup and not programs.draft_tokens:

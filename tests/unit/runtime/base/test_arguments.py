@@ -178,13 +178,13 @@ def calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing runs: a call whose arguments are right ends where a program would."""
     from prejit.runtime.encoding.encoder import EncoderPrograms
     from prejit.runtime.generation import batch as engine
-    from prejit.runtime.generation import generator
+    from prejit.runtime.generation import prefill
 
     def stop(*_: Any, **__: Any) -> Any:
         raise Checked
 
     monkeypatch.setattr(engine.Batch, "_reserve", stop)
-    monkeypatch.setattr(generator, "compute_prefix", stop)
+    monkeypatch.setattr(prefill, "compute_prefix", stop)
     monkeypatch.setattr(EncoderPrograms, "encode", stop)
 
 

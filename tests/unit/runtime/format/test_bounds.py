@@ -28,12 +28,12 @@ from prejit.runtime.cli.accuracy_tables import accuracy_table, forms_table
 from prejit.runtime.errors import PrejitError, RejectError
 from prejit.runtime.format import audit, limits
 from prejit.runtime.format.bundle_schema import Config, Index
+from prejit.runtime.format.checks.call_programs import check_arrays
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
 from prejit.runtime.format.checks.program_table import (
     _check_decoder,
     _check_encoder,
-    check_arrays,
     check_config,
     check_weight_sets,
 )

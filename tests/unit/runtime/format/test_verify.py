@@ -45,15 +45,11 @@ from prejit.runtime.format.bundle_schema import (
 from prejit.runtime.format.cache_arrays import sized
 from prejit.runtime.format.checks import oci
 from prejit.runtime.format.checks import program_table as config_checks
+from prejit.runtime.format.checks.call_programs import check_arrays
 from prejit.runtime.format.checks.layers import check_chat, check_signature, unpack
 from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
 from prejit.runtime.format.checks.program_signatures import BUCKETS, Signatures
-from prejit.runtime.format.checks.program_table import (
-    check_array,
-    check_arrays,
-    check_config,
-    check_weight_sets,
-)
+from prejit.runtime.format.checks.program_table import check_array, check_config, check_weight_sets
 from prejit.runtime.format.checks.safetensors import (
     MAX_WEIGHTS_HEADER_BYTES,
     SAFETENSORS_DTYPES,

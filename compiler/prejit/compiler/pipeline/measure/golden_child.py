@@ -24,6 +24,7 @@ from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry, handler_names
 from prejit.runtime.format.golden_format import GoldenResult, format_results
+from prejit.runtime.programs.asked_answers import golden_values
 from prejit.runtime.programs.golden_check import sampled, samples_of
 from prejit.runtime.programs.mapped_weights import open_weights
 from prejit.runtime.programs.ready import Programs
@@ -136,7 +137,7 @@ def _sampled(
     seed: int,
     nudge: float,
 ) -> tuple[GoldenResult | None, ...]:
-    values = programs.golden_values(program, executable, seed, nudge=nudge)
+    values = golden_values(programs, program, executable, seed, nudge=nudge)
     chosen = samples_of(config, program, programs.results(program.name), values, seed)
     return tuple(
         None if samples is None else sampled(value, samples, tolerance)

@@ -23,6 +23,7 @@ from prejit.runtime.format.bundle_schema import (
     Segment,
     encode_index,
 )
+from prejit.runtime.format.checks.call_programs import check_programs
 from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
 from prejit.runtime.format.checks.program_table import (
     check_chunks_layers,
@@ -30,7 +31,6 @@ from prejit.runtime.format.checks.program_table import (
     check_kernels_layer,
     check_library_layers,
     check_packs,
-    check_programs,
     check_recorded_layer,
     check_weight_sets,
 )
