@@ -475,10 +475,10 @@ def _import_all() -> None:
     import prejit.runtime.programs.local
     import prejit.runtime.programs.user_programs
     import prejit.runtime.trust.enforcing  # noqa: F401
-    from prejit.runtime.device import _jaxlib
+    from prejit.runtime.device import _jax_parts, _jaxlib
 
     _jaxlib.import_jaxlib()
-    _jaxlib.import_jax()
+    _jax_parts.import_jax()
 
 
 def _sound(bundle: Path, policy: Path) -> Sound:

@@ -117,13 +117,13 @@ class Device:
         if self._cpu_sharding is not None:
             return _jaxlib.put_on_cpu(array, self._cpu_sharding, self._local[0])
         if not self._begun:
-            _jaxlib.uninterrupted(self._begin)
+            _parts().uninterrupted(self._begin)
         shards = [array]
         placed = self.sharding(sharding)
         if self.mesh is not None:
             pieces = placed.addressable_devices_indices_map(array.shape)
             shards = [array[pieces[device]] for device in self._local]
-        return _jaxlib.put_with_jax(array.shape, array.dtype, placed, shards, self._local)
+        return _parts().put_with_jax(array.shape, array.dtype, placed, shards, self._local)
 
     def zeros(
         self, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: tuple[str, ...] = ()
@@ -158,17 +158,17 @@ class Device:
         with self._lock, _jaxlib.importing:
             whole = self.sharding(())
             shards = [np.zeros(1, np.uint8)] * len(self._local)
-            to_numpy(_jaxlib.put_with_jax((1,), np.dtype(np.uint8), whole, shards, self._local))
+            to_numpy(_parts().put_with_jax((1,), np.dtype(np.uint8), whole, shards, self._local))
             self._begun = True
 
     def sharding(self, split: tuple[str, ...]) -> Any:
         """Return jax's sharding for the mesh axes of an array's dimensions; empty: nothing is split."""
         if (known := self._shardings.get(split)) is None:
             if self.mesh is None:
-                known = _jaxlib.single_sharding(self._all[0])
+                known = _parts().single_sharding(self._all[0])
             else:
                 grid = np.array(self._all).reshape(self.mesh.data, self.mesh.tensor)
-                known = _jaxlib.mesh_sharding(grid, MESH_AXES, split)
+                known = _parts().mesh_sharding(grid, MESH_AXES, split)
             self._shardings[split] = known
         return known
 
@@ -187,7 +187,7 @@ class Device:
         _jaxlib.register_library_calls(serialized)
         # Without options it runs on the device numbers of the compiler, which a cluster does not have.
         alone = self.mesh is None and not self.in_cluster
-        options = None if alone else _jaxlib.compile_options(self._all)
+        options = None if alone else _parts().compile_options(self._all)
         try:
             loaded = self._client.deserialize_executable(serialized, self._devices, options)
         except Exception as error:
@@ -216,7 +216,7 @@ class Device:
 
         try:
             module = stablehlo_module(portable, platforms, self.platform)
-            options = _jaxlib.compile_options(self._all)
+            options = _parts().compile_options(self._all)
             loaded = self._client.compile_and_load(module, self._devices, options)
         except PrejitError:
             raise
@@ -226,7 +226,7 @@ class Device:
 
     def describe(self) -> bytes:
         """Return XLA's serialized description of the device, to compile for it on another machine."""
-        return _jaxlib.topology_of(self._all[:1])
+        return bytes(_parts().topology_of(self._all[:1]))
 
     def memory_bytes(self) -> int | None:
         """Return the peak memory use of the fullest device; None: its client does not count."""
@@ -244,19 +244,26 @@ class Device:
             avals = [(array.shape, dtype_of(array.dtype), array.weak) for array in results]
             return Executable(loaded, _jaxlib.cpu_assembler(avals, self._cpu_sharding))
         if not self._begun:
-            _jaxlib.uninterrupted(self._begin)
+            _parts().uninterrupted(self._begin)
         if self.mesh is None:
             return Executable(loaded, None)
         avals = [(array.shape, dtype_of(array.dtype), array.weak) for array in results]
         shardings = [self.sharding(array.sharding) for array in results]
-        return Executable(loaded, _jaxlib.mesh_assembler(avals, shardings))
+        return Executable(loaded, _parts().mesh_assembler(avals, shardings))
+
+
+def _parts() -> Any:
+    """Return the module of what one CPU device does not need."""
+    from prejit.runtime.device import _jax_parts
+
+    return _jax_parts
 
 
 def free_dropped() -> None:
     """Free the arrays, mapped files and clients of jaxlib to which nobody refers any more."""
-    _jaxlib.collect_garbage()
+    _parts().collect_garbage()
     gc.collect()  # a client and its devices refer to each other; it has a dozen threads
-    _jaxlib.collect_garbage()
+    _parts().collect_garbage()
     # glibc keeps what threads have freed, up to hundreds of MB; other C libraries have no such function.
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

@@ -13,21 +13,18 @@ import numpy as np
 from prejit.runtime.base import arguments
 from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.base.threads_and_forks import OneProcess
-from prejit.runtime.device import _jaxlib, jax_settings
+from prejit.runtime.device import _jax_parts, _jaxlib, jax_settings
 from prejit.runtime.device.device import Device
-from prejit.runtime.device.transfer import (
-    DeviceArray,
+from prejit.runtime.device.jax_arrays import (
     OnDevice,
-    aligned_zeros,
     check_alive,
-    dtype_of,
     is_jax_array,
     is_number,
     is_tracer,
     is_weak,
-    to_numpy,
     weakened,
 )
+from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
@@ -382,7 +379,7 @@ class Calls:
             FloatingPointError: there is one, or an infinity, in what does not belong to padding.
         """
         results = self.run(chosen.program, inputs)
-        if _jaxlib.looks_for_nans():
+        if _jax_parts.looks_for_nans():
             name = chosen.program.name
             for array, result in zip(self.programs.results(name), results, strict=True):
                 value = to_numpy(result)[_within(chosen, array)]
@@ -468,7 +465,7 @@ class Calls:
         Raises:
             UsageError: they differ, and so jax.jit would not give what the program gives; or as `buckets`.
         """
-        context = _jaxlib.trace_context()
+        context = _jax_parts.trace_context()
         if context is None or context == self._agreed.get(name):
             return
         if differing := jax_settings.differing(self.buckets(name)[0].settings):

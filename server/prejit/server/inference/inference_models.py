@@ -16,7 +16,7 @@ import numpy as np
 
 from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.base.threads_and_forks import once
-from prejit.runtime.device.transfer import weakened
+from prejit.runtime.device.jax_arrays import weakened
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array

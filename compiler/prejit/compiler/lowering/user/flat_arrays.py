@@ -18,7 +18,7 @@ from jax.tree_util import (
 )
 
 from prejit.compiler.manifest.shape_string import KEY, MAX_SIZE, parse_shape
-from prejit.runtime.device.transfer import is_weak, weakened
+from prejit.runtime.device.jax_arrays import is_weak, weakened
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import DTYPES, Array
