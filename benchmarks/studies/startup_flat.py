@@ -22,7 +22,8 @@ from pathlib import Path
 from benchmarks.harness.measure import Row, interleave, progress
 from prejit.runtime.base.file_digests import digest_file, digest_of
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.format.bundle_schema import Config, Descriptor, encode_index
+from prejit.runtime.format.bundle_schema import Config, Descriptor
+from prejit.runtime.format.index_bytes import encode_index
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_contents, read_manifest

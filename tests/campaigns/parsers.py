@@ -459,7 +459,7 @@ def _weights() -> Callable[[bytes], object]:
 
 
 def _chat() -> Callable[[bytes], object]:
-    from prejit.runtime.format.checks.layers import check_chat
+    from prejit.runtime.format.checks.chat_layer import check_chat
     from prejit.runtime.text.chat_template import ChatTemplates
 
     chat_messages = [{"role": "user", "content": "aab"}, {"role": "assistant", "content": "b"}]

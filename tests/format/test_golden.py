@@ -30,13 +30,11 @@ from prejit.runtime.format.arrays import Mesh, parse_sharding
 from prejit.runtime.format.audit import Audit, audit
 from prejit.runtime.format.bundle_schema import (
     Accuracy,
-    Chat,
     Chunks,
     Config,
     Decoder,
     Descriptor,
     Encoder,
-    Golden,
     ImageManifest,
     Kernels,
     Memory,
@@ -47,12 +45,14 @@ from prejit.runtime.format.bundle_schema import (
     UserLibrary,
 )
 from prejit.runtime.format.checks import oci
+from prejit.runtime.format.checks.chat_layer import Chat
 from prejit.runtime.format.checks.program_table import (
     check_chunks_layers,
     check_config,
     check_packs,
     check_recorded_layer,
 )
+from prejit.runtime.format.golden_format import Golden
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, match, read_manifests

@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -24,18 +23,9 @@ from prejit.runtime.base import arguments
 from prejit.runtime.base.process_facts import importing, span
 from prejit.runtime.device.quick_start import collector_off, quickly
 from prejit.runtime.errors import (
-    FallbackWarning,
     KernelError,
-    PrejitWarning,
     UntrustedWarning,
     UsageError,
-)
-from prejit.runtime.fallback import (
-    closest_target,
-    count_fallback,
-    expiry_notice,
-    fallback_warning,
-    mismatch,
 )
 from prejit.runtime.format.blobs import Blobs, read_whole
 from prejit.runtime.format.bundle_schema import Config, ImageManifest
@@ -148,14 +138,12 @@ def load(
     choice = _choose(opened, must_match)
     _begin_verifying(opened, choice)
     if not choice.matched:
-        count_fallback(choice.target.verdict, on_fallback)
-        warning = fallback_warning(opened.layout, choice.target)
-        warnings.warn(warning, FallbackWarning, stacklevel=_CALLER)
+        from prejit.runtime import fallback
+
+        fallback.count_fallback(choice.target.verdict, on_fallback)
         portable = choice.config.portable
-        if portable is not None and portable.jax != machine.jaxlib:
-            notice = expiry_notice(portable.jax, portable.readable_until, date.today())
-            if notice is not None:
-                warnings.warn(f"{opened.layout.path}: {notice}", PrejitWarning, stacklevel=_CALLER)
+        for warning in fallback.fallback_warnings(opened.layout, choice.target, portable, machine):
+            warnings.warn(warning, stacklevel=_CALLER)
     times = LoadTimes(
         started,
         is_first,
@@ -225,11 +213,14 @@ def _open(
             here[target.name] if target.verdict.matches else target
             for target in match(root, declared)
         )
-    if must_match and not any(target.verdict.matches for target in targets):
-        raise mismatch(layout, targets)
-    manifests = read_manifests(layout, targets)
     candidates = [target for target in targets if target.verdict.matches]
-    candidates = candidates or [closest_target(targets)]
+    if not candidates:
+        from prejit.runtime import fallback
+
+        if must_match:
+            raise fallback.mismatch(layout, targets)
+        candidates = [fallback.closest_target(targets)]
+    manifests = read_manifests(layout, targets)
     reported: tuple[str, ...] = ()
     if policies:
         with importing():
@@ -298,9 +289,13 @@ def _choose(opened: _Opened, must_match: bool) -> _Choice:
             targets = _without(targets, matching, "libraries", needed, error)
             continue
         return _Choice(matching, True, config, kernels, "", targets)
+    from prejit.runtime import fallback
+
     if must_match:
-        raise mismatch(opened.layout, targets)
-    closest = closest_target([target for target in targets if target.name in opened.manifests])
+        raise fallback.mismatch(opened.layout, targets)
+    closest = fallback.closest_target(
+        [target for target in targets if target.name in opened.manifests]
+    )
     config = _read_config(opened, closest)
     # Portable programs call the user's libraries, too. What the machine lacks may end the process: SIGILL.
     unfit = [axis for axis in closest.verdict.mismatches if axis.name in _LIBRARY_AXES]

@@ -24,10 +24,12 @@ from prejit.runtime.format.checks.attached import (
     is_ours,
 )
 from prejit.runtime.format.checks.call_programs import check_programs
-from prejit.runtime.format.checks.layers import check_chat, unpack
+from prejit.runtime.format.checks.chat_layer import check_chat
+from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.checks.oci import check_digest, check_layout_file
 from prejit.runtime.format.checks.program_table import check_weight_sets, segments_of
 from prejit.runtime.format.checks.safetensors import check_weights
+from prejit.runtime.format.index_bytes import encode_root
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     CHAT_MEDIA_TYPE,
@@ -43,7 +45,7 @@ from prejit.runtime.format.opening import (
     read_kernels,
 )
 from prejit.runtime.format.referrers import Referrer, reached, referrers, unattached
-from prejit.runtime.format.root import Root, encode_root
+from prejit.runtime.format.root import Root
 from prejit.runtime.format.writing import locked
 from prejit.runtime.machine.fingerprint import Fingerprint
 

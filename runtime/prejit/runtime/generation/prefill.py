@@ -11,7 +11,7 @@ import numpy as np
 
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.format.bundle_schema import ProgramEntry
-from prejit.runtime.format.cache_arrays import sized
+from prejit.runtime.format.checks.program_signatures import sized
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache, Prefix, allocating
 from prejit.runtime.generation.options import Request, Sampling

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from prejit.runtime.base.typed_json import from_any_json
 from prejit.runtime.errors import RejectError, StoreError, UsageError
-from prejit.runtime.machine.accelerator import find_accelerator
 from prejit.runtime.machine.environment import (
     effective_environment,
     effective_xla_flags,
@@ -161,8 +162,7 @@ class Fingerprint:
         from jaxlib import version
 
         flags, model = _linux_cpu()
-        found = find_accelerator(os.environ)
-        described = {} if found is None else found.described()
+        described = _accelerator()
         platform_name = described.pop("platform", "cpu")
         try:
             return cls(
@@ -236,6 +236,26 @@ def _linux_cpu() -> tuple[frozenset[str], str]:
     except OSError:
         pass
     return flags, model
+
+
+def _accelerator() -> dict[str, Any]:
+    """Return the properties of the accelerator that jax would choose; empty: the CPU.
+
+    Raises:
+        UsageError: no platform in JAX_PLATFORMS exists.
+    """
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    if asked == "cpu" or (
+        not asked
+        and not os.path.exists("/dev/nvidiactl")
+        and not os.path.exists("/proc/driver/nvidia")
+        and find_spec("libtpu") is None
+    ):
+        return {}
+    from prejit.runtime.machine.accelerator import find_accelerator  # few machines have one
+
+    found = find_accelerator(os.environ)
+    return {} if found is None else found.described()
 
 
 def _glibc() -> str | None:

@@ -34,21 +34,14 @@ from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.bundle_schema import (
-    Config,
-    Descriptor,
-    Index,
-    Portable,
-    Segment,
-    encode_index,
-)
-from prejit.runtime.format.cache_arrays import sized
+from prejit.runtime.format.bundle_schema import Config, Descriptor, Index, Portable, Segment
 from prejit.runtime.format.checks import oci
 from prejit.runtime.format.checks import program_table as config_checks
 from prejit.runtime.format.checks.call_programs import check_arrays
-from prejit.runtime.format.checks.layers import check_chat, check_signature, unpack
+from prejit.runtime.format.checks.chat_layer import check_chat
+from prejit.runtime.format.checks.layers import check_signature, unpack
 from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
-from prejit.runtime.format.checks.program_signatures import BUCKETS, Signatures
+from prejit.runtime.format.checks.program_signatures import BUCKETS, Signatures, sized
 from prejit.runtime.format.checks.program_table import check_array, check_config, check_weight_sets
 from prejit.runtime.format.checks.safetensors import (
     MAX_WEIGHTS_HEADER_BYTES,
@@ -56,6 +49,7 @@ from prejit.runtime.format.checks.safetensors import (
     TensorSlice,
     check_weights,
 )
+from prejit.runtime.format.index_bytes import encode_index
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     BUNDLE_FORMAT,

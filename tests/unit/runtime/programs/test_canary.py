@@ -17,15 +17,16 @@ from tests.recipes import Recipe
 
 import prejit.runtime
 from prejit.runtime import AnswerError, FallbackWarning, PrejitWarning, fallback_counts
-from prejit.runtime.format.bundle_schema import Golden, ProgramEntry
+from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.checks.program_table import check_array
-from prejit.runtime.format.golden_format import (
+from prejit.runtime.format.golden_format import Golden, is_results
+from prejit.runtime.programs.golden_check import (
     GoldenResult,
+    compare,
     format_results,
-    is_results,
     parse_results,
+    sampled,
 )
-from prejit.runtime.programs.golden_check import compare, sampled
 from prejit.runtime.programs.golden_inputs import golden_inputs, words
 from prejit.runtime.programs.ready import Programs
 

@@ -23,9 +23,8 @@ from prejit.runtime.device.executable import Executable
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry, handler_names
-from prejit.runtime.format.golden_format import GoldenResult, format_results
 from prejit.runtime.programs.asked_answers import golden_values
-from prejit.runtime.programs.golden_check import sampled, samples_of
+from prejit.runtime.programs.golden_check import GoldenResult, format_results, sampled, samples_of
 from prejit.runtime.programs.mapped_weights import open_weights
 from prejit.runtime.programs.ready import Programs
 

@@ -16,13 +16,7 @@ from prejit.compiler.store.key import Key
 from prejit.runtime.base.file_digests import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, RejectError
-from prejit.runtime.format.bundle_schema import (
-    Config,
-    Descriptor,
-    ImageManifest,
-    Segment,
-    encode_index,
-)
+from prejit.runtime.format.bundle_schema import Config, Descriptor, ImageManifest, Segment
 from prejit.runtime.format.checks.call_programs import check_programs
 from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
 from prejit.runtime.format.checks.program_table import (
@@ -40,6 +34,7 @@ from prejit.runtime.format.checks.safetensors import (
     WEIGHTS_ALIGNMENT_BYTES,
     check_weights,
 )
+from prejit.runtime.format.index_bytes import encode_index
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
     ATTACHED_TYPES,

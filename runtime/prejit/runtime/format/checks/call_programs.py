@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format import trees
+from prejit.runtime.format import limits, trees
 from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.format.bundle_schema import (
     Config,
@@ -22,9 +22,9 @@ def _check_paths(arrays: Sequence[Array], path: str) -> None:
     paths = [
         tuple(map(str, array.path)) for array in arrays
     ]  # keys as text, as files and options spell them
-    if (longest := max(map(len, paths), default=0)) > trees.MAX_DEPTH:
+    if (longest := max(map(len, paths), default=0)) > limits.MAX_DEPTH:
         raise RejectError(
-            path, f"expected at most {trees.MAX_DEPTH} keys in a path, found {longest}"
+            path, f"expected at most {limits.MAX_DEPTH} keys in a path, found {longest}"
         )
     inner = {at[:place] for at in paths for place in range(len(at))}
     if len(set(paths)) != len(paths) or not inner.isdisjoint(paths):

@@ -6,11 +6,10 @@ from collections.abc import Collection, Sequence
 
 import zstandard
 
-from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Array, Mesh
-from prejit.runtime.format.bundle_schema import Chat, Kernels, Segment, UserLibrary
+from prejit.runtime.format.bundle_schema import Kernels, Segment, UserLibrary
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.names import KERNEL_PREFIX
@@ -135,24 +134,3 @@ def unpack(frame: bytes, segment: Segment, path: str) -> bytes:
         raise RejectError(path, f"expected a zstd frame: {error}") from error
     check_digest(raw, segment.raw_digest, path)
     return raw
-
-
-def check_chat(content: bytes, path: str) -> Chat:
-    """11. Check that a chat layer is canonical and holds at least one template, and only Unicode.
-
-    A template is parsed when it is first used, because Jinja is not part of the format.
-    """
-    chat = from_json(Chat, content, path)
-    if not chat.templates:
-        raise RejectError(path, "expected at least one chat template, found none")
-    for table in (chat.templates, chat.special_tokens):
-        for name, text in table.items():
-            try:
-                f"{name}{text}".encode()
-            except UnicodeEncodeError as error:
-                raise RejectError(
-                    path, f"{name!r:.80}: expected Unicode: {error.reason}"
-                ) from error
-            if not name:
-                raise RejectError(path, "expected a name for each template and token, found none")
-    return chat

@@ -18,14 +18,15 @@ from prejit.runtime.format.bundle_schema import (
     ImageManifest,
     Segment,
 )
-from prejit.runtime.format.cache_arrays import cache_arrays, source_array
 from prejit.runtime.format.checks.program_signatures import (
     BUCKETS,
     DECODER_KINDS,
     ENCODER_KINDS,
     WITHOUT_WEIGHTS,
     Signatures,
+    cache_arrays,
     difference,
+    source_array,
 )
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
