@@ -1,4 +1,4 @@
-"""Generation for callers: feed requests into a `Batch`, return text and statistics."""
+"""Generation for callers: feed requests into `Slots`, return text and statistics."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from prejit.runtime.errors import UsageError
-from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.rows import Token, Usage
 from prejit.runtime.generation.sampling import Logprob
+from prejit.runtime.generation.slots import Slots
 from prejit.runtime.programs.ready import ProgramReport
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Generation:
 
 
 def run(
-    decoder: DecoderPrograms, generations: Sequence[Generation], batch: Batch | None = None
+    decoder: DecoderPrograms, generations: Sequence[Generation], batch: Slots | None = None
 ) -> Iterator[tuple[Generation, Piece]]:
     """Generate for several requests, as many at a time as there are slots.
 
@@ -229,7 +229,7 @@ def run(
         ContextError, UsageError: as Batch.insert; or the batch was closed during the generation.
     """
     if batch is None:
-        batch = Batch(decoder, max(1, min(len(generations), decoder.batches[-1])))
+        batch = Slots(decoder, max(1, min(len(generations), decoder.batches[-1])))
     waiting = deque(generations)
     running: dict[int, Generation] = {}
     try:

@@ -1004,8 +1004,8 @@ def test_a_text_that_grows_finds_the_longer_cache_allocated(
     bundle: Bundle, short_chunks: Batch, small_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contexts of 24 and 72: the last step in the short cache leaves nothing to allocate."""
-    monkeypatch.setattr("prejit.runtime.generation.batch._LASTING_TOKENS", 1)
-    monkeypatch.setattr("prejit.runtime.generation.batch.piece_count", lambda *_: 4)
+    monkeypatch.setattr("prejit.runtime.generation.slots._LASTING_TOKENS", 1)
+    monkeypatch.setattr("prejit.runtime.generation.cache_growth.piece_count", lambda *_: 4)
     batch = short_chunks
     batch.insert(request(TEXT[:5], 40))
     found, sizes = batch.step(), {}
