@@ -59,11 +59,11 @@ if TYPE_CHECKING:
     from prejit.runtime.generation.batch import Batch
     from prejit.runtime.generation.defaults import Defaults
     from prejit.runtime.generation.generate import Piece, Result, Stats
-    from prejit.runtime.generation.kv_cache import Prefix
     from prejit.runtime.generation.options import Options, Request, Sampling
     from prejit.runtime.generation.rows import Token, Usage
     from prejit.runtime.generation.sampling import Logprob
     from prejit.runtime.generation.session import Session
+    from prejit.runtime.generation.shared_prefix import Prefix
     from prejit.runtime.jitted.decorator import JitStats, jit
     from prejit.runtime.loader import load
     from prejit.runtime.machine.fingerprint import Fingerprint

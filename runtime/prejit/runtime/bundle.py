@@ -1,7 +1,7 @@
 """A loaded bundle: the object that a server holds.
 
 `open_bundle` has what is true of every bundle. What only some bundles do stands beside it, and is imported
-when it is first used: `bundle_decodes`, `bundle_encodes`, `bundle_calls`, `bundle_chats`.
+when x
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from prejit.runtime.base.process_facts import importing
 from prejit.runtime.open_bundle import OpenBundle
 
 if TYPE_CHECKING:
+    from prejit.runtime.bundle_batches import BundleBatches
     from prejit.runtime.bundle_calls import BundleCalls
     from prejit.runtime.bundle_chats import BundleChats
-    from prejit.runtime.bundle_decodes import BundleDecodes
     from prejit.runtime.bundle_encodes import BundleEncodes
+    from prejit.runtime.bundle_reports import BundleReports
 
-    class _Able(BundleCalls, BundleChats, BundleDecodes, BundleEncodes): ...
+    class _Able(BundleBatches, BundleCalls, BundleChats, BundleEncodes, BundleReports): ...
 
 else:
     _Able = OpenBundle
@@ -52,9 +53,16 @@ _BESIDE = {
         *("runner_with_zeros", "user_programs"),
     ),
     "BundleChats": ("apply_chat_template", "render_chat_template"),
-    "BundleDecodes": (
-        *("batch", "decoder", "defaults", "generate", "generate_batch", "generate_n", "generator"),
-        *("prefix", "request", "session", "stream"),
+    "BundleBatches": (
+        *("batch", "generate", "generate_batch", "generate_n", "prefix", "request", "session"),
+    ),
+    "BundleDecodes": ("decoder", "defaults", "generator", "stream"),
+    "BundleReports": (
+        "check_answers",
+        "device_memory_bytes",
+        "report",
+        "start_report",
+        "wrong_answers",
     ),
     "BundleEncodes": ("encode", "encode_batch", "encoder"),
 }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from prejit.runtime.base.process_facts import Span, is_plain_start, span
@@ -21,7 +20,7 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.verification import Verification
 from prejit.runtime.programs.mapped_weights import open_weights
-from prejit.runtime.programs.ready import ProgramReport, Programs
+from prejit.runtime.programs.ready import Programs
 from prejit.runtime.store.runtime_cache import first_programs, remember_first_programs
 from prejit.runtime.text.bundle_text import BundleText
 from prejit.runtime.verdict import Axis, Verdict
@@ -30,10 +29,8 @@ if TYPE_CHECKING:
     from prejit.runtime.device.kernels import OpenLibrary
     from prejit.runtime.encoding.encoder import EncoderPrograms
     from prejit.runtime.machine.fingerprint import Fingerprint
-    from prejit.runtime.programs.asked_answers import CheckedAnswer
     from prejit.runtime.programs.canary import Checks
     from prejit.runtime.programs.dispatched import DispatchedCalls
-    from prejit.runtime.start.start_report import StartReport
     from prejit.runtime.text.tokenizer import Tokenizer
 
 
@@ -168,9 +165,9 @@ class OpenBundle(OneProcess):
             )
         self._begin_loading()
         disown_in_forks(self, OpenBundle._disown)
-        self._times = times
-        self._loaded = span("loading", times.started)
-        self.load_seconds = self._loaded.end - times.started
+        self.times = times
+        self.loaded = span("loading", times.started)
+        self.load_seconds = self.loaded.end - times.started
 
     def _begin_loading(self) -> None:
         """Begin what the first result needs, while threads verify."""
@@ -304,63 +301,3 @@ class OpenBundle(OneProcess):
         """
         for name in self._programs.table:
             self._programs[name]
-
-    def check_answers(self) -> Iterator[CheckedAnswer]:
-        """Run every program that has a golden answer, one after the other, and yield what it found.
-
-        What they answer is kept on this machine: an executable with a wrong answer is in quarantine, and one
-        with a right answer in none. If this machine matches no target, the portable programs are compiled and
-        run.
-
-        Raises:
-            RejectError: the bundle is damaged.
-            BuildError: a portable program does not compile here.
-        """
-        from prejit.runtime.programs.asked_answers import check_answers
-
-        return check_answers(self._programs)
-
-    def wrong_answers(self) -> Iterator[str]:
-        """Yield what loaded programs return in place of their golden answers: the smallest of each kind runs.
-
-        They run on arrays of their own, beside whatever else runs. Unlike `check_answers`, this keeps
-        nothing: the memory of this process or a file may be wrong, and not the executable.
-
-        Raises:
-            RejectError: the bundle is damaged.
-        """
-        from prejit.runtime.programs.asked_answers import wrong_answers
-
-        return wrong_answers(self._programs)
-
-    def report(self) -> tuple[ProgramReport, ...]:
-        """Return how each program was obtained: loaded, compiled here, kept, compiling, or unused so far."""
-        return self._programs.report()
-
-    def start_report(self) -> StartReport:
-        """Return where the time went from the start of this process to the first result, with hints.
-
-        Call it soon after the first request, because hints look at what the process has done so far. Before
-        the first result, a start ends with `load`.
-        """
-        from prejit.runtime.start.hints import hints
-        from prejit.runtime.start.start_report import split
-
-        verification, programs = self._verification, self._programs
-        report = split(
-            self._loaded,
-            programs.asked,
-            programs.answered,
-            (*self._times.reads, *verification.waits, *programs.waits, *self.text.reads),
-            is_first=self._times.is_first,
-            read_share=verification.read_share,
-            hashed_bytes=self._times.hashed_bytes,
-            receipt_bytes=self._times.receipt_bytes,
-            verity_bytes=self._times.verity_bytes,
-        )
-        blob = self._open.layers[PORTABLE_MEDIA_TYPE].path
-        return replace(report, hints=hints(report, blob, programs.report()))
-
-    def device_memory_bytes(self) -> int | None:
-        """Return the peak memory in use on an accelerator; None on a CPU."""
-        return self._device.memory_bytes()

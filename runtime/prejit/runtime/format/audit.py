@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
-from prejit.runtime.format.blobs import Blobs, check_blob, read_whole
+from prejit.runtime.format.blobs import Blobs, read_whole
 from prejit.runtime.format.bundle_schema import Chunks, ImageManifest, Index, Segment
 from prejit.runtime.format.checks.attached import (
     check_content,
@@ -29,6 +29,7 @@ from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.checks.oci import check_digest, check_layout_file
 from prejit.runtime.format.checks.program_table import check_weight_sets, segments_of
 from prejit.runtime.format.checks.safetensors import check_weights
+from prejit.runtime.format.hashing import check_blob
 from prejit.runtime.format.index_bytes import encode_root
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (

@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self, final
+from typing import NamedTuple, Self, final
 
 from prejit.runtime.base.files import (
     STORE_ERRORS,
@@ -25,6 +25,22 @@ from prejit.runtime.errors import RejectError, StoreError
 ATTEMPTS = 20
 """How often a bundle may be replaced while it is read. Opening all files takes milliseconds, a build takes
 seconds."""
+
+
+class OpenFile(NamedTuple):
+    """An open file.
+
+    Attributes:
+        path: the file, for errors.
+        descriptor: its file descriptor.
+        identity: its identity when it was opened.
+        content: its map.
+    """
+
+    path: str
+    descriptor: int
+    identity: Identity
+    content: Content
 
 
 @final

@@ -20,9 +20,9 @@ from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
-from prejit.runtime.format.blobs import check_blob
 from prejit.runtime.format.bundle_schema import Descriptor, Index
 from prejit.runtime.format.checks.attached import is_ours
+from prejit.runtime.format.hashing import check_blob
 from prejit.runtime.format.index_bytes import encode_root
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (

@@ -60,7 +60,7 @@ def weights_with_filler(good: bytes) -> bytes:
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load waits for no chunk, as if each had a size that chunks of real bundles have."""
-    monkeypatch.setattr("prejit.runtime.format.verification.SMALL_BYTES", 0)
+    monkeypatch.setattr("prejit.runtime.format.hashing.SMALL_BYTES", 0)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from prejit.runtime import StartReport
 from prejit.runtime.base import file_digests, process_facts, process_usage
 from prejit.runtime.base.process_facts import Span
 from prejit.runtime.device.device import Device
-from prejit.runtime.format.verification import Job, Verification
+from prejit.runtime.format.hashing import HashingVerification, Job
 from prejit.runtime.loader import load
 from prejit.runtime.programs import placing
 from prejit.runtime.start.start_report import split
@@ -132,7 +132,7 @@ def test_reading_and_hashing_share_what_a_caller_waits() -> None:
         return reading
 
     jobs = [Job("a", 0, 1, lambda: run(0.3, 0.0)), Job("a", 1, 2, lambda: run(0.0, 0.1))]
-    verification = Verification(jobs)
+    verification = HashingVerification(jobs)
     assert verification.read_share == 0
     verification.finish()
     (wait,) = verification.waits
