@@ -37,7 +37,7 @@ from prejit.compiler.sharing.remote import RemoteFile
 from prejit.compiler.sharing.tier import Tier
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
-from prejit.runtime.base.file_digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.bundle_schema import Memory, Segment
 
 DURATIONS = Path(__file__).with_name("compile_times.json")

@@ -20,13 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.harness.measure import Row, interleave, progress
-from prejit.runtime.base.file_digests import digest_file, digest_of
+from prejit.runtime.base.files import digest_file, digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.bundle_schema import Config, Descriptor
+from prejit.runtime.format.contents import read_contents
 from prejit.runtime.format.index_bytes import encode_index
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE
-from prejit.runtime.format.opening import match, read_contents, read_manifest
+from prejit.runtime.format.opening import match, read_manifest
 from prejit.runtime.format.root import read_root
 from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint

@@ -24,7 +24,7 @@ from blake3 import blake3
 from prejit.compiler import Manifest, Program, build
 from prejit.compiler.pipeline.pack import chunks
 from prejit.compiler.pipeline.pack.verity_files import VerityHash
-from prejit.runtime.base.file_digests import measure
+from prejit.runtime.base.files import measure
 
 PIECE_BYTES, WEIGHT_BYTES, TENSORS = 8 << 20, 500_000_000, 100
 ROWS = WEIGHT_BYTES // TENSORS // 32

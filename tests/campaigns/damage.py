@@ -27,7 +27,7 @@ from unittest import mock
 
 from tests.layouts import blob, index_file, index_of
 
-from prejit.runtime.base.file_digests import digest_of
+from prejit.runtime.base.files import digest_of
 
 PROMPT = "def read_lines(path):"
 NEW_TOKENS = 12
@@ -460,7 +460,7 @@ def _audited(bundle: Path, damage: Damage, allowed: str | None) -> str | None:
     """Return what is wrong if `prejit verify` does not find the damage, or names another file."""
     from prejit.runtime.errors import RejectError
     from prejit.runtime.format.audit import audit
-    from prejit.runtime.generation.defaults import check_generation
+    from prejit.runtime.generation.options import check_generation
 
     try:
         audit(bundle, check_generation)

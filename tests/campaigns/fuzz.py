@@ -634,7 +634,7 @@ class Fuzzer:
 
     def _verified(self, path: Path) -> tuple[Exception | None, float, int]:
         from prejit.runtime.format.audit import audit
-        from prejit.runtime.generation.defaults import check_generation
+        from prejit.runtime.generation.options import check_generation
 
         Path("/proc/self/clear_refs").write_text("5")
         before, started = memory_of("VmRSS"), time.process_time()

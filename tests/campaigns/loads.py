@@ -230,7 +230,7 @@ def _load(path: Path, *, falls_back: bool, trust: str | None = None) -> Any:
 
 def use(path: Path, sound: Sound, *, falls_back: bool, tell: Any) -> None:
     """Ask the policy, then load the bundle and run it. Report each step by `tell(key=value)`."""
-    from prejit.runtime.base.file_digests import digest_of
+    from prejit.runtime.base.files import digest_of
     from prejit.runtime.base.typed_json import to_json
     from prejit.runtime.errors import PrejitError
 

@@ -93,7 +93,7 @@ class BuildCache:
         from prejit.compiler.garbage import collect
         from prejit.compiler.store.directory_store import DirectoryStore
         from prejit.compiler.store.key import Key
-        from prejit.runtime.base.file_digests import digest_of
+        from prejit.runtime.base.files import digest_of
 
         name, content = self._key(number)
         key = Key("compile", name, (("source", name),))
@@ -112,7 +112,7 @@ class BuildCache:
     def read(self, number: int) -> None:
         from prejit.compiler.store.directory_store import DirectoryStore
         from prejit.compiler.store.key import Key
-        from prejit.runtime.base.file_digests import digest_of
+        from prejit.runtime.base.files import digest_of
 
         name, content = self._key(number)
         store = DirectoryStore.open(self._directory / "cache")
@@ -292,7 +292,7 @@ class BundleDirectory:
         import zstandard
 
         from prejit.compiler.recording.merging import RecordedFile
-        from prejit.runtime.base.file_digests import digest_of
+        from prejit.runtime.base.files import digest_of
         from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
 
         for number in range(3):

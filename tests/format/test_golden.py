@@ -21,7 +21,7 @@ import zstandard
 from tests.layouts import index_file, index_of, write_index
 
 from prejit.runtime import __main__, load
-from prejit.runtime.base.file_digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.device.device import Device
@@ -57,7 +57,7 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, match, read_manifests
 from prejit.runtime.format.root import read_root
-from prejit.runtime.generation.defaults import check_generation
+from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
 

@@ -57,9 +57,8 @@ if TYPE_CHECKING:
     )
     from prejit.runtime.fallback import fallback_counts
     from prejit.runtime.generation.batch import Batch
-    from prejit.runtime.generation.defaults import Defaults
     from prejit.runtime.generation.generate import Piece, Result, Stats
-    from prejit.runtime.generation.options import Options, Request, Sampling
+    from prejit.runtime.generation.options import Defaults, Options, Request, Sampling
     from prejit.runtime.generation.rows import Token, Usage
     from prejit.runtime.generation.sampling import Logprob
     from prejit.runtime.generation.session import Session

@@ -9,8 +9,7 @@ from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.names import GENERATION_MEDIA_TYPE
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.generate import Piece, run
-from prejit.runtime.generation.generator import Generator
+from prejit.runtime.generation.generate import Generator, Piece, run
 from prejit.runtime.generation.options import (
     Options,
     Prompt,
@@ -18,7 +17,7 @@ from prejit.runtime.generation.options import (
 from prejit.runtime.open_bundle import OpenBundle
 
 if TYPE_CHECKING:
-    from prejit.runtime.generation.defaults import Defaults
+    from prejit.runtime.generation.options import Defaults
 
 
 class BundleDecodes(OpenBundle):
@@ -50,7 +49,7 @@ class BundleDecodes(OpenBundle):
         Raises:
             RejectError: the model's generation config is damaged.
         """
-        from prejit.runtime.generation.defaults import Defaults, check_generation
+        from prejit.runtime.generation.options import Defaults, check_generation
 
         layer = self._open.layers.get(GENERATION_MEDIA_TYPE)
         if layer is None or self.config.decoder is None or not self._generation_config:

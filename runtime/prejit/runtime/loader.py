@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.process_facts import importing, span
+from prejit.runtime.base.process_facts import importing, policy_paths, span
 from prejit.runtime.device.quick_start import collector_off, quickly
 from prejit.runtime.errors import (
     KernelError,
@@ -41,7 +41,6 @@ from prejit.runtime.format.opening import OpenTarget, check_config_blob, match, 
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.store.receipts import Receipts
-from prejit.runtime.trust.policy_paths import policy_paths
 from prejit.runtime.verdict import Axis
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME, REF_NAME
 from prejit.runtime.format.root import Root
-from prejit.runtime.generation.defaults import check_generation
+from prejit.runtime.generation.options import check_generation
 from prejit.runtime.trust.channel import MAX_CHANNEL_BYTES
 from prejit.runtime.trust.public_keys import MAX_KEY_BYTES, read_key
 from prejit.runtime.trust.statement import SignedSubject

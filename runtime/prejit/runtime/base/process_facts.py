@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from prejit.runtime.errors import UsageError
@@ -166,3 +167,31 @@ def is_alone() -> bool:
 def thread_count() -> int:
     """Return the number of this process's threads, including those that do not run Python."""
     return len(os.listdir("/proc/self/task"))
+
+
+SYSTEM_POLICY = Path("/etc/prejit/trust.toml")
+"""The policy of the machine. It always applies: no argument and no variable can loosen it."""
+
+TRUST_VARIABLE = "PREJIT_TRUST"
+"""The environment variable with the policies of a process, separated by colons as in PATH."""
+
+
+def policy_paths(trust: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
+    """Return the files of all policies that apply, each once. Each can refuse what the others allow.
+
+    Args:
+        trust: another policy, or None.
+    """
+    paths = []
+    try:
+        os.lstat(SYSTEM_POLICY)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError:  # there may be one, so reading it must fail
+        paths.append(os.fspath(SYSTEM_POLICY))
+    else:
+        paths.append(os.fspath(SYSTEM_POLICY))
+    paths += filter(None, os.environ.get(TRUST_VARIABLE, "").split(os.pathsep))
+    if trust is not None:
+        paths.append(os.fspath(trust))
+    return tuple(dict.fromkeys(paths))

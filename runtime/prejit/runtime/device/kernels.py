@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prejit.runtime.base.file_digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.process_facts import kernel_threads
 from prejit.runtime.errors import KernelError
 from prejit.runtime.format.checks.elf import find_note, read_shared_library

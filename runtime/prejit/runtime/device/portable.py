@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from prejit.runtime.base.file_digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.device import _jax_parts, _jaxlib
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Memory

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, final
 
-from prejit.runtime.base.file_digests import measure
-from prejit.runtime.base.files import Content, Identity, map_file
+from prejit.runtime.base.files import Content, Identity, map_file, measure
 from prejit.runtime.base.process_facts import Span, span
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor, ImageManifest, Segment

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prejit.runtime.base.file_digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.golden_format import Golden
 from prejit.runtime.format.limits import MAX_SIZE

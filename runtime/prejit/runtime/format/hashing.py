@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, final
 
-from prejit.runtime.base.file_digests import digest_file, timed_digest_file
+from prejit.runtime.base.files import digest_file, timed_digest_file
 from prejit.runtime.base.process_facts import span
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import RejectError, StoreError

@@ -15,7 +15,7 @@ import json
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from prejit.runtime.base.file_digests import digest_of, is_digest
+from prejit.runtime.base.files import digest_of, is_digest
 from prejit.runtime.base.typed_json import MAX_INTEGER, check_amount, shown
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prejit.runtime.base.file_digests import digest_file, digest_of, is_digest
+from prejit.runtime.base.files import digest_file, digest_of, is_digest
 from prejit.runtime.base.locks import locking
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.base.written_files import write_file

@@ -1,6 +1,6 @@
 """The canary: the first executable that a bundle loads must give its golden answer before any result is used.
 
-A machine asks an executable once. What it answered is kept (store/known_answers.py), so later starts read one
+A machine asks an executable once. What it answered is kept (store/runtime_cache.py), so later starts read one
 file. An executable with a wrong answer is in quarantine on this machine (asked_answers.py).
 """
 
@@ -16,9 +16,8 @@ from typing import Literal, final
 from prejit.runtime.errors import PrejitWarning, RejectError
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.golden_format import RECIPE
-from prejit.runtime.machine.environment import read_xla_flags
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.store.known_answers import KeptAnswer, answer_file, read_answer
+from prejit.runtime.machine.fingerprint import Fingerprint, read_xla_flags
+from prejit.runtime.store.runtime_cache import KeptAnswer, answer_file, read_answer
 from prejit.runtime.verdict import Axis
 
 Checks = Literal["off", "one", "all"]

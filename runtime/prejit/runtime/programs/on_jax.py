@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import final
 
 from prejit.runtime.base.threads_and_forks import once
-from prejit.runtime.device.device import Device
-from prejit.runtime.device.executable import Executable
+from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs.ready import Programs

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 from prejit.runtime.base.process_facts import Span, span
 from prejit.runtime.base.threads_and_forks import once, start_thread
 from prejit.runtime.device import _jaxlib
-from prejit.runtime.device.device import Device
-from prejit.runtime.device.executable import Executable
+from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.transfer import DeviceArray
 from prejit.runtime.errors import ClosedError
 from prejit.runtime.format.arrays import Array, parse_sharding
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from prejit.runtime.programs.canary import Canary
     from prejit.runtime.programs.local import LocalCompiler
     from prejit.runtime.programs.mapped_weights import Weights
-    from prejit.runtime.store.known_answers import KeptAnswer
+    from prejit.runtime.store.runtime_cache import KeptAnswer
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from prejit.runtime.device.transfer import aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.errors import BuildError, ExecutableError, MismatchError
 from prejit.runtime.format.arrays import DTYPES as TABLE_DTYPES
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
-from prejit.runtime.format.checks.safetensors import SAFETENSORS_DTYPES
+from prejit.runtime.format.checks.layers import SAFETENSORS_DTYPES
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import PLATFORMS
 
@@ -94,9 +94,10 @@ def test_aligned_memory_is_taken_without_a_copy(dtype: str, device: Device) -> N
 def test_mapped_weights_are_taken_without_a_copy(settled_dir: Path, device: Device) -> None:
     """As they come from a bundle: a private map of the file."""
     from prejit.runtime.format.blobs import check_blobs
+    from prejit.runtime.format.contents import read_contents
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
-    from prejit.runtime.format.opening import match, read_contents
+    from prejit.runtime.format.opening import match
     from prejit.runtime.format.root import read_root
     from prejit.runtime.programs.mapped_weights import open_weights
 

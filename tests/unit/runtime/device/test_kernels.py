@@ -13,19 +13,20 @@ import pytest
 from tests.kernel_bundles import with_library
 
 from prejit.runtime import __main__
-from prejit.runtime.base.file_digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device import kernels
 from prejit.runtime.errors import FallbackWarning, KernelError, MismatchError, RejectError
 from prejit.runtime.fallback import fallback_counts
 from prejit.runtime.format import limits
 from prejit.runtime.format.checks.program_table import check_config
+from prejit.runtime.format.contents import read_contents, read_kernels
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     KERNELS_MEDIA_TYPE,
     kernel_target,
 )
-from prejit.runtime.format.opening import match, read_contents, read_kernels
+from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint

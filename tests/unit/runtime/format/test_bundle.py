@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.runtime.base.file_digests import digest_of, is_digest
+from prejit.runtime.base.files import digest_of, is_digest
 from prejit.runtime.base.typed_json import MAX_INTEGER, from_json, to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits

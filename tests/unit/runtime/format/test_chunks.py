@@ -287,7 +287,7 @@ def test_a_receipt_of_chunks_is_none_for_the_whole_file(
     chunks_recipe: Any, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forged table may name chunks of another content: nobody may take that file for the right one."""
-    from prejit.runtime.base.file_digests import digest_of
+    from prejit.runtime.base.files import digest_of
     from prejit.runtime.store.receipts import Receipts
 
     monkeypatch.setattr("prejit.runtime.store.receipts.SETTLED_SECONDS", -1.0)

@@ -25,8 +25,7 @@ from tests.layouts import blobs_of, index_file
 
 from prejit.runtime import __main__
 from prejit.runtime.base import digests
-from prejit.runtime.base.file_digests import digest_file
-from prejit.runtime.base.files import map_file
+from prejit.runtime.base.files import digest_file, map_file
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.blobs import check_blobs, read_whole

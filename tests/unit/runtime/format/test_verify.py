@@ -26,7 +26,7 @@ from tests.format import second_reader
 from tests.layouts import index_file, index_of, write_files
 
 from prejit.runtime import __main__
-from prejit.runtime.base.file_digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.device.device import Device
 from prejit.runtime.encoding.encoder import EncoderPrograms
@@ -39,16 +39,18 @@ from prejit.runtime.format.checks import oci
 from prejit.runtime.format.checks import program_table as config_checks
 from prejit.runtime.format.checks.call_programs import check_arrays
 from prejit.runtime.format.checks.chat_layer import check_chat
-from prejit.runtime.format.checks.layers import check_signature, unpack
-from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
-from prejit.runtime.format.checks.program_signatures import BUCKETS, Signatures, sized
-from prejit.runtime.format.checks.program_table import check_array, check_config, check_weight_sets
-from prejit.runtime.format.checks.safetensors import (
+from prejit.runtime.format.checks.layers import (
     MAX_WEIGHTS_HEADER_BYTES,
     SAFETENSORS_DTYPES,
     TensorSlice,
+    check_signature,
     check_weights,
+    unpack,
 )
+from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
+from prejit.runtime.format.checks.program_signatures import BUCKETS, Signatures, sized
+from prejit.runtime.format.checks.program_table import check_array, check_config, check_weight_sets
+from prejit.runtime.format.contents import read_contents
 from prejit.runtime.format.index_bytes import encode_index
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
@@ -72,7 +74,7 @@ from prejit.runtime.format.names import (
     TOKENIZER_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import match, read_contents
+from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.loader import load

@@ -26,8 +26,7 @@ from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare, preference
-from prejit.runtime.machine.environment import effective_xla_flags
-from prejit.runtime.machine.fingerprint import CPU_FEATURES, Fingerprint
+from prejit.runtime.machine.fingerprint import CPU_FEATURES, Fingerprint, effective_xla_flags
 from prejit.runtime.machine.requirement import _AXIS_FORMS, Requirement
 
 MACHINE = Fingerprint(

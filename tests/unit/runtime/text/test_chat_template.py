@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prejit.runtime import load
-from prejit.runtime.base.file_digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format import limits

@@ -20,7 +20,7 @@ from tests.signers import key_table, signer, write_policy
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.compiler.signing.channel_file import release_bundle, rotate_keys, sign_channel
 from prejit.runtime import load
-from prejit.runtime.base.file_digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import PolicyError, RejectError, UntrustedError, UntrustedWarning
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE

@@ -21,7 +21,7 @@ from tests.signers import write_policy
 
 from prejit.runtime import load
 from prejit.runtime.__main__ import main
-from prejit.runtime.base.file_digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import ExecutableError, PolicyError, RejectError, UntrustedError
 from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
 from prejit.runtime.recorded.recorded_bundle import open_recorded

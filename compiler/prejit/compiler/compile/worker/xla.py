@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prejit.compiler.compile.worker.protobuf import edit_protobuf
-from prejit.runtime.base.file_digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.device import _jax_parts, _jaxlib, kernels
 from prejit.runtime.device.portable import compile_ahead, register_stand_ins
 from prejit.runtime.errors import BuildError, PrejitError

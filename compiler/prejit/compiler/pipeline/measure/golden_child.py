@@ -18,8 +18,7 @@ from typing import Any
 from prejit.runtime.base.files import Content
 from prejit.runtime.base.typed_json import from_json, from_plain
 from prejit.runtime.device import kernels
-from prejit.runtime.device.device import Device
-from prejit.runtime.device.executable import Executable
+from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry, handler_names

@@ -25,8 +25,7 @@ import numpy as np
 
 from prejit.compiler.pipeline.plan import StoredTrial
 from prejit.runtime.base.typed_json import from_plain
-from prejit.runtime.device.device import Device
-from prejit.runtime.device.executable import Executable
+from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.portable import specialize
 from prejit.runtime.device.transfer import DeviceArray, dtype_of, to_numpy
 from prejit.runtime.errors import PrejitError
