@@ -509,7 +509,7 @@ def read_as_loads_do(path: Path) -> None:
     from prejit.runtime import load
     from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE
 
-    with warnings.catch_warnings(), mock.patch("prejit.runtime.bundle.Device", NoDevice):
+    with warnings.catch_warnings(), mock.patch("prejit.runtime.open_bundle.Device", NoDevice):
         warnings.simplefilter("ignore")
         loaded = load(path)
     parts = loaded._open
@@ -528,7 +528,7 @@ def read_as_loads_do(path: Path) -> None:
                 programs.arguments_tree(name)
                 programs.results_tree(name)
         if parts.text.has_chat_template:
-            _ = parts.text._chat
+            _ = parts.text.chat
         if loaded.config.decoder is not None:
             _ = loaded.defaults
     finally:

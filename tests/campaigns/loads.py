@@ -468,9 +468,14 @@ def of_attacker(kind: str) -> bool:
 def _import_all() -> None:
     """Import what a load imports, without a thread or a client of XLA: forks inherit no threads."""
     import prejit.runtime.bundle
+    import prejit.runtime.bundle_batches
     import prejit.runtime.device.kernels
     import prejit.runtime.device.portable
+    import prejit.runtime.format.hashing
+    import prejit.runtime.generation.cache_growth
     import prejit.runtime.generation.decode
+    import prejit.runtime.generation.filling_aside
+    import prejit.runtime.generation.finished_text
     import prejit.runtime.loader
     import prejit.runtime.programs.local
     import prejit.runtime.programs.user_programs

@@ -25,8 +25,8 @@ from tests.decoders import VOCABULARY
 from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 from prejit.runtime import Bundle, Sampling, load
 from prejit.runtime.device.transfer import to_numpy
-from prejit.runtime.generation import batch as engine
 from prejit.runtime.generation import decode
+from prejit.runtime.generation import slots as engine
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache

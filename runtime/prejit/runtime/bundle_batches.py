@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from prejit.runtime.base import arguments
 from prejit.runtime.bundle_decodes import BundleDecodes
 from prejit.runtime.errors import UsageError
-from prejit.runtime.generation.generate import Result, run
+from prejit.runtime.generation.finished_text import Result
+from prejit.runtime.generation.generate import run
 from prejit.runtime.generation.options import (
     SAMPLING_OPTIONS,
     Options,

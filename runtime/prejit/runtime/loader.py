@@ -29,7 +29,7 @@ from prejit.runtime.errors import (
 )
 from prejit.runtime.format.blobs import Blobs, read_whole
 from prejit.runtime.format.bundle_schema import Config, ImageManifest
-from prejit.runtime.format.checks.layers import check_kernels, check_library
+from prejit.runtime.format.checks.layers import check_kernels
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     GENERATION_MEDIA_TYPE,
@@ -360,6 +360,8 @@ def _register_libraries(opened: _Opened, target: OpenTarget, config: Config) -> 
     if config.libraries is None:
         return
     from prejit.runtime.device import kernels
+    from prejit.runtime.device.user_libraries import load_library
+    from prejit.runtime.format.checks.seldom_parts import check_library
 
     layers = {at.digest: at for at in opened.manifests[target.name].layers}
     contents = [opened.blobs.read(layers[library.digest]) for library in config.libraries]
@@ -368,7 +370,7 @@ def _register_libraries(opened: _Opened, target: OpenTarget, config: Config) -> 
         check_library(content, library, config.requirement.architecture, path)
     for library, content in zip(config.libraries, contents, strict=True):
         symbols = sorted(set(library.handlers.values()))
-        kernels.register(kernels.load_library(content, symbols, library.name))
+        kernels.register(load_library(content, symbols, library.name))
 
 
 def _without(

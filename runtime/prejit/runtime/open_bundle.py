@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from prejit.runtime.base.process_facts import Span, is_plain_start, span
 from prejit.runtime.base.threads_and_forks import OneProcess, disown_in_forks
-from prejit.runtime.device.device import Device, free_dropped
+from prejit.runtime.device.device import Device
 from prejit.runtime.errors import ClosedError
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, handler_names
@@ -196,6 +196,8 @@ class OpenBundle(OneProcess):
         if dispatched is not None:
             dispatched.close()
         del parts, cached, encoder, dispatched
+        from prejit.runtime.device._jax_parts import free_dropped
+
         free_dropped()
 
     def _disown(self) -> object:

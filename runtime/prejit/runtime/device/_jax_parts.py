@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import io
 import sys
 import threading
@@ -366,3 +367,27 @@ def _view(array: JaxlibArray) -> np.ndarray[Any, Any]:
     view = np.frombuffer(memory, array.aval.dtype).reshape(array.aval.shape)
     view.flags.writeable = False
     return view
+
+
+def free_dropped() -> None:
+    """Free the arrays, mapped files and clients of jaxlib to which nobody refers any more."""
+    collect_garbage()
+    gc.collect()  # a client and its devices refer to each other; it has a dozen threads
+    collect_garbage()
+    # glibc keeps what threads have freed, up to hundreds of MB; other C libraries have no such function.
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def client_of_jax(platform: str) -> Any:
+    """Return jax's own client of a platform."""
+    with process_facts.importing():
+        import jax  # the whole of it: a plugin registers its custom calls with it
+
+    try:
+        return jax.devices(platform)[0].client
+    except RuntimeError as error:
+        raise UsageError(
+            f"expected a {platform} device, found none: {error}",
+            hint="install jax for it, such as pip install 'jax[cuda13]', or set JAX_PLATFORMS=cpu",
+        ) from error

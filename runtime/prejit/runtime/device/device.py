@@ -6,8 +6,6 @@ One CPU device needs no module of jax; an accelerator or a mesh imports jax.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import math
 import re
 import threading
@@ -17,7 +15,7 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.base.process_facts import importing, is_plain_start
+from prejit.runtime.base.process_facts import is_plain_start
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.transfer import (
     DeviceArray,
@@ -64,7 +62,7 @@ class Device:
         if platform == "cpu" and not self.in_cluster and not of_jax:
             self._client = _jaxlib.new_cpu_client(count)
         else:
-            self._client = _client_of_jax(platform)
+            self._client = _parts().client_of_jax(platform)
         devices = self._client.local_devices() if mesh is None else self._client.devices()
         if len(devices) < count:
             raise UsageError(
@@ -258,30 +256,6 @@ def _parts() -> Any:
     from prejit.runtime.device import _jax_parts
 
     return _jax_parts
-
-
-def free_dropped() -> None:
-    """Free the arrays, mapped files and clients of jaxlib to which nobody refers any more."""
-    _parts().collect_garbage()
-    gc.collect()  # a client and its devices refer to each other; it has a dozen threads
-    _parts().collect_garbage()
-    # glibc keeps what threads have freed, up to hundreds of MB; other C libraries have no such function.
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
-
-
-def _client_of_jax(platform: str) -> Any:
-    """Return jax's own client of a platform."""
-    with importing():
-        import jax  # the whole of it: a plugin registers its custom calls with it
-
-    try:
-        return jax.devices(platform)[0].client
-    except RuntimeError as error:
-        raise UsageError(
-            f"expected a {platform} device, found none: {error}",
-            hint="install jax for it, such as pip install 'jax[cuda13]', or set JAX_PLATFORMS=cpu",
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)

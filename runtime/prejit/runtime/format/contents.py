@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prejit.runtime.format.bundle_schema import Config, ImageManifest
-from prejit.runtime.format.checks.layers import check_kernels, check_library
+from prejit.runtime.format.checks.layers import check_kernels
+from prejit.runtime.format.checks.seldom_parts import check_library
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, check_config_blob, read_manifest

@@ -22,69 +22,12 @@ from prejit.runtime.generation.options import (
 from prejit.runtime.generation.rows import Token, Usage
 from prejit.runtime.generation.sampling import Logprob
 from prejit.runtime.generation.slots import Slots
-from prejit.runtime.programs.ready import ProgramReport
 from prejit.runtime.text.bundle_text import BundleText
 
 if TYPE_CHECKING:
+    from prejit.runtime.generation.finished_text import Result, Stats
     from prejit.runtime.text.stop import StopStrings
     from prejit.runtime.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What a generation cost.
-
-    Attributes:
-        prompt_tokens, new_tokens: counts.
-        reused_tokens: tokens of the prompt that were in a cache already.
-        queue_seconds: time from the call until the request had a slot.
-        prefill_seconds: time of the insertion that computed its prompt, with the prompts inserted together.
-        decode_seconds: time of the decode calls that it was part of.
-        first_token_seconds: time from the call to the first token.
-        tokens_per_second: rate of the tokens after the first.
-        passes: runs over the weights after prefill; fewer than tokens if drafts were accepted.
-        drafted_tokens, accepted_tokens: counts of prompt lookup.
-        padding: the fraction of computed positions that was wasted, 0 to 1: padding of buckets, free slots,
-            wrong drafts.
-        programs: names of the programs that ran for it. They name the buckets too.
-        obtained: how those of them became ready that were not ready before the call: loaded, compiled, kept.
-    """
-
-    prompt_tokens: int
-    new_tokens: int
-    reused_tokens: int
-    queue_seconds: float
-    prefill_seconds: float
-    decode_seconds: float
-    first_token_seconds: float
-    tokens_per_second: float
-    passes: int
-    drafted_tokens: int
-    accepted_tokens: int
-    padding: float
-    programs: tuple[str, ...]
-    obtained: tuple[ProgramReport, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One finished generation.
-
-    Attributes:
-        text: the text of the new tokens; empty if the bundle has no tokenizer.
-        token_ids: the new tokens, without the stop token.
-        finish_reason: `stop` (a stop token or stop string came), `length` (max_new_tokens), `context` (the
-            longest context of the bundle is full), `mask` (token mask and bias forbid every token) or `nan`
-            (the logits are not numbers: the weights are broken, or the cache dtype overflowed).
-        stats: what it cost.
-        logprobs: log-probabilities of each new token, if the request has `logprobs`.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    stats: Stats
-    logprobs: tuple[Logprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +121,8 @@ class Generation:
 
     def result(self) -> Result:
         """Return the finished generation. Call it after the last piece."""
+        from prejit.runtime.generation.finished_text import Result
+
         last = self._pieces[-1]
         assert last.finish_reason is not None
         assert last.stats is not None
@@ -191,31 +136,13 @@ class Generation:
         )
 
     def _stats(self, usage: Usage, new_tokens: int) -> Stats:
-        seconds = self._last - self._first
-        prompt = len(self.request.prompt)
-        # The last new token is never fed back, so nothing is computed for it.
-        useful = prompt - usage.reused_tokens + max(0, new_tokens - 1)
-        obtained = self._programs.obtained()
-        return Stats(
-            prompt_tokens=prompt,
-            new_tokens=new_tokens,
-            reused_tokens=usage.reused_tokens,
-            queue_seconds=self._entered - self._started,
-            prefill_seconds=usage.prefill_seconds,
-            decode_seconds=usage.decode_seconds,
-            first_token_seconds=self._first - self._started,
-            tokens_per_second=(new_tokens - 1) / seconds if new_tokens > 1 and seconds else 0.0,
-            passes=usage.passes,
-            drafted_tokens=usage.drafted_tokens,
-            accepted_tokens=usage.accepted_tokens,
-            padding=max(0.0, 1 - useful / usage.computed_tokens),
-            programs=tuple(usage.programs),
-            obtained=tuple(
-                obtained[name]
-                for name in usage.programs
-                if name in obtained and name not in self._ready
-            ),
-        )
+        from prejit.runtime.generation.finished_text import stats_of
+
+        obtained = {
+            name: how for name, how in self._programs.obtained().items() if name not in self._ready
+        }
+        times = self._started, self._entered, self._first, self._last
+        return stats_of(usage, len(self.request.prompt), new_tokens, times, obtained)
 
 
 def run(

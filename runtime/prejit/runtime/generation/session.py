@@ -8,7 +8,8 @@ from typing import Unpack, final
 
 from prejit.runtime.base.threads_and_forks import OneProcess
 from prejit.runtime.errors import UsageError
-from prejit.runtime.generation.generate import Generation, Generator, Piece, Result, run
+from prejit.runtime.generation.finished_text import Result
+from prejit.runtime.generation.generate import Generation, Generator, Piece, run
 from prejit.runtime.generation.options import Options, Prompt, Resolved
 from prejit.runtime.generation.slots import Slots
 

@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
-
 from prejit.runtime.device.device import Executable
 from prejit.runtime.errors import AnswerError, FallbackWarning, PrejitWarning
 from prejit.runtime.fallback import count_axis
@@ -24,6 +22,8 @@ from prejit.runtime.store.runtime_cache import KeptAnswer, write_answer
 from prejit.runtime.verdict import Axis
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from prejit.runtime.device.device import Device
     from prejit.runtime.device.transfer import DeviceArray
     from prejit.runtime.format.arrays import Array

@@ -218,7 +218,7 @@ class Programs:
             return self.load(program, self.device), "loaded"
         if (wrong := canary.quarantined(program)) is None:
             executable = self.load(program, self.device)
-            if (wrong := self._ask(canary, program, executable)) is None:
+            if (wrong := self.ask_canary(canary, program, executable)) is None:
                 return executable, "loaded"
         from prejit.runtime.programs import asked_answers
 
@@ -227,7 +227,9 @@ class Programs:
         asked_answers.ask_portable(canary, self, program, executable)
         return executable, source
 
-    def _ask(self, canary: Canary, program: ProgramEntry, executable: Executable) -> str | None:
+    def ask_canary(
+        self, canary: Canary, program: ProgramEntry, executable: Executable
+    ) -> str | None:
         """Return what an executable gives in place of its golden answer; None: it is right, or not asked."""
 
         def first() -> KeptAnswer:
@@ -237,33 +239,14 @@ class Programs:
 
         return canary.ask(program, first)
 
-    def load_on(self, name: str, device: Device) -> Executable:
-        """Load a program's executable from the bundle, which must match this machine, and do not keep it.
-
-        Args:
-            name: of the program.
-            device: where it will run.
+    def load(self, program: ProgramEntry, device: Device) -> Executable:
+        """Load a program's executable, whether or not it is in quarantine.
 
         Raises:
             RejectError: its bytes are not those in the program table.
             ExecutableError: XLA cannot load it on this machine.
-            AnswerError: it gives a wrong answer on this machine.
             ClosedError: the bundle is closed.
         """
-        program, canary = self.table[name], self.canary
-        if canary is not None:
-            wrong = canary.quarantined(program)
-            if wrong is None and canary.asks(program):
-                with _jaxlib.unguarded():
-                    wrong = self._ask(canary, program, self.load(program, self.device))
-            if wrong is not None:
-                from prejit.runtime.programs.asked_answers import wrong_answer
-
-                raise wrong_answer(canary, program, wrong)
-        return self.load(program, device)
-
-    def load(self, program: ProgramEntry, device: Device) -> Executable:
-        """Load a program's executable, whether or not it is in quarantine. Raises as `load_on`."""
         self._check_open()
         assert self._executables is not None
         path = self._executables.path

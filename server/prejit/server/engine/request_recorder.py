@@ -22,7 +22,7 @@ from prejit.server.engine.histograms import (
 
 if TYPE_CHECKING:
     from prejit.runtime.format.bundle_schema import Config
-    from prejit.runtime.generation.generate import Stats
+    from prejit.runtime.generation.finished_text import Stats
     from prejit.runtime.programs.ready import ProgramReport
 
 GENERATE: tuple[Kind, str] = ("generate", "generate")

@@ -92,7 +92,7 @@ def test_what_jax_jit_did_not_return_has_no_dispatch() -> None:
 
 def test_a_jax_with_other_parts_has_no_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     jitted = jax.jit(lambda x: x)
-    monkeypatch.setattr(_jaxlib, "_PATH_FIELDS", (*_jit_dispatch._PATH_FIELDS, "new"))
+    monkeypatch.setattr(_jit_dispatch, "_PATH_FIELDS", (*_jit_dispatch._PATH_FIELDS, "new"))
     assert _jit_dispatch.Dispatch.of(jitted) is None
     monkeypatch.undo()
     monkeypatch.setattr(_jaxlib, "_STATE_KEYS", {*_jit_dispatch._STATE_KEYS, "new"})

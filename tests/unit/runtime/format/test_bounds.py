@@ -110,7 +110,7 @@ LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
 READ = """
 import sys
 from prejit.runtime.base.typed_json import from_json, to_json
-from prejit.runtime.format import names, schema
+from prejit.runtime.format import bundle_schema as schema, names
 from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.checks.layers import check_weights
 from prejit.runtime.errors import RejectError

@@ -19,7 +19,7 @@ from tests.layouts import index_file, index_of
 
 from prejit.compiler.pipeline.pack.verity_files import VerityHash
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format import blobs
+from prejit.runtime.format import blobs, hashing
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.bundle_schema import Chunks
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
@@ -123,11 +123,11 @@ def test_damage_that_is_found_late_ends_the_request(
 
     def begin_without_threads(opened: Any, *args: Any) -> None:
         monkeypatch.setattr(
-            blobs, "Verification", lambda jobs, **o: waits(jobs, **{**o, "threads": 0})
+            hashing, "HashingVerification", lambda jobs, **o: waits(jobs, **{**o, "threads": 0})
         )
         begin(opened, *args)
 
-    waits = blobs.Verification
+    waits = hashing.HashingVerification
     monkeypatch.setattr(blobs.Blobs, "begin", begin_without_threads)
     flip(weights_of(path), len(content) - 1)
     loaded = load(path)

@@ -17,7 +17,7 @@ import pytest
 
 import prejit.runtime
 from prejit.runtime import StartReport
-from prejit.runtime.base import file_digests, process_facts, process_usage
+from prejit.runtime.base import files, process_facts, process_usage
 from prejit.runtime.base.process_facts import Span
 from prejit.runtime.device.device import Device
 from prejit.runtime.format.hashing import HashingVerification, Job
@@ -174,7 +174,7 @@ def slow_verifying(patch: pytest.MonkeyPatch) -> None:
             self.real.update(content)
 
     fake = type("hashlib", (), {"sha256": Slow})
-    patch.setattr(file_digests, "hashlib", fake)
+    patch.setattr(files, "hashlib", fake)
 
 
 def slow_method(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:

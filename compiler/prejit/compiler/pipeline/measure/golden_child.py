@@ -19,6 +19,7 @@ from prejit.runtime.base.files import Content
 from prejit.runtime.base.typed_json import from_json, from_plain
 from prejit.runtime.device import kernels
 from prejit.runtime.device.device import Device, Executable
+from prejit.runtime.device.user_libraries import load_library
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry, handler_names
@@ -95,7 +96,7 @@ def _open(request: GoldenRequest, config: Config, layers: list[Content]) -> Prog
     if libraries:
         for library, content in zip(config.libraries or (), libraries, strict=True):
             symbols = sorted(set(library.handlers.values()))
-            kernels.register(kernels.load_library(bytes(content), symbols, library.name))
+            kernels.register(load_library(bytes(content), symbols, library.name))
         called = handler_names(*config.libraries or ())
     weights = None
     if request.weights is not None:

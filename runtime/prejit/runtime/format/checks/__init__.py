@@ -9,27 +9,21 @@ trusts only what checks with a smaller number in the column "order" have verifie
     2      2, 4      the bundle's index and its descriptors      oci.check_index, check_descriptor
     3      3         name and requirement of each target         oci.target_of
     4      5, 6, 4   digest and content of each manifest         oci.check_digest, check_manifest
-    5      5, 7      digest and content of a target's config     config.check_config, check_kernels_layer,
-                                                                 check_chunks_layers,
-                                                                 check_recorded_layer,
-                                                                 check_packs
-    6      8         digests of the layers and the config of    format.blobs: `Blobs`
-                     the target that is served, whole, by
-                     chunks or by fs-verity; each part before
-                     it is used
+    5      5, 7      digest and content of a target's config     program_table.check_config,
+                                                                 check_kernels_layer and others
+    6      8         digests of the layers of the target, each   format.blobs: `Blobs`
+                     part before it is used
     7      9         the library of native kernels               layers.check_kernels
-    8      10        weights                                     safetensors.check_weights,
-                                                                 config.check_weight_sets
-    9      7, 9      a program, when it is used: its arrays, its config.check_arrays, layers.unpack,
+    8      10        weights                                     layers.check_weights,
+                                                                 program_table.check_weight_sets
+    9      7, 9      a program, when it is used: its arrays, its program_table.check_array, layers.unpack,
                      frame, the signature that XLA compiled      layers.check_signature
     verify 14, 15    what refers to the bundle, and what the    attached.check_subject,
                      build attached                              check_content, check_types
     verify 16, 17    `index.json` of ours, and all files that   attached.check_root, check_names
                      nothing leads to
-    any    11        chat templates, when one is used            layers.check_chat
-    any    12        the generation config                       generation.defaults.check_generation
+    any    11        chat templates, when one is used            chat_layer.check_chat
+    any    12        the generation config                       generation.options.check_generation
 
-Only `prejit verify` does those in the order "verify". `signatures` has the arguments and results of each
-kind of program, `elf` reads shared libraries. Imports `schema`, `names`, `arrays` and `limits` of `format`.
-Begin with `oci`.
+Only `prejit verify` does those in the order "verify". Begin with `oci`.
 """

@@ -14,7 +14,7 @@ from prejit.runtime.base.typed_json import check_amount, each_key_once
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Array, Mesh
-from prejit.runtime.format.bundle_schema import Kernels, Segment, UserLibrary
+from prejit.runtime.format.bundle_schema import Kernels, Segment
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.names import KERNEL_PREFIX
@@ -35,28 +35,6 @@ def check_kernels(content: bytes, kernels: Kernels, path: str) -> None:
         raise RejectError(
             path, f"expected exports {', '.join(expected)}, found {', '.join(exported) or 'none'}"
         )
-
-
-def check_library(content: bytes, library: UserLibrary, architecture: str, path: str) -> None:
-    """9. Check the digest of a library of the user, its architecture, and that it exports its handlers.
-
-    Args:
-        content: the library.
-        library: its entry in the config.
-        architecture: the architecture of the target.
-        path: the file, for errors.
-    """
-    check_digest(content, library.digest, path)
-    try:
-        found = read_shared_library(content)
-    except ValueError as error:
-        raise RejectError(path, f"expected a shared library: {error}") from error
-    if found.architecture != architecture:
-        raise RejectError(
-            path, f"expected a library for {architecture}, found one for {found.architecture}"
-        )
-    if missing := sorted(set(library.handlers.values()) - set(found.exported)):
-        raise RejectError(path, f"expected exports {', '.join(missing)}, found others")
 
 
 Shape = tuple[str, tuple[int, ...]]

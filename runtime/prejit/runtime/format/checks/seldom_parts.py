@@ -13,7 +13,10 @@ from prejit.runtime.format.bundle_schema import (
     Decoder,
     Encoder,
     ImageManifest,
+    UserLibrary,
 )
+from prejit.runtime.format.checks.elf import read_shared_library
+from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.checks.program_signatures import (
     ENCODER_KINDS,
 )
@@ -175,3 +178,25 @@ def _check_encoder(config: Config, encoder: Encoder, path: str) -> None:
 
 
 HEX_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+def check_library(content: bytes, library: UserLibrary, architecture: str, path: str) -> None:
+    """9. Check the digest of a library of the user, its architecture, and that it exports its handlers.
+
+    Args:
+        content: the library.
+        library: its entry in the config.
+        architecture: the architecture of the target.
+        path: the file, for errors.
+    """
+    check_digest(content, library.digest, path)
+    try:
+        found = read_shared_library(content)
+    except ValueError as error:
+        raise RejectError(path, f"expected a shared library: {error}") from error
+    if found.architecture != architecture:
+        raise RejectError(
+            path, f"expected a library for {architecture}, found one for {found.architecture}"
+        )
+    if missing := sorted(set(library.handlers.values()) - set(found.exported)):
+        raise RejectError(path, f"expected exports {', '.join(missing)}, found others")
