@@ -1,46 +1,49 @@
-"""The loader stays small: what a fresh process imports of ours from `load` to the first token of a decoder."""
+"""The loader stays small: what of ours a fresh process imports from `load` to its first result."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 MOST_MODULES, MOST_LINES = 60, 11_000
-"""Lines are those of the files, docstrings and comments included."""
+"""From `load` to the first token of a decoder. Lines are those of files, docstrings and comments included."""
 
 MEASURE = """
 import json, sys
-from prejit.runtime import load
+import prejit.runtime
 
-bundle = load(sys.argv[1], on_mismatch="error")
-next(iter(bundle.stream([1, 2, 3, 4, 5], max_new_tokens=4)))
-files = {n: getattr(m, "__file__", None) for n, m in sys.modules.items() if n.startswith("prejit.")}
-print(json.dumps({n: len(open(f).read().splitlines()) for n, f in files.items() if f}))
+bundle = prejit.runtime.load(sys.argv[1], on_mismatch="error")
+{use}
+files = {{n: getattr(m, "__file__", None) for n, m in sys.modules.items() if n.startswith("prejit.")}}
+print(json.dumps({{n: len(open(f).read().splitlines()) for n, f in files.items() if f}}))
 """
-SAME_CACHE = "PREJIT_RUNTIME_CACHE"
+STREAM = 'next(iter(bundle.stream("def main(", max_new_tokens=4)))'
+CALL = """
+import numpy as np
+bundle.call("score", x=np.ones((2, 16), np.float32))
+"""
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    return {SAME_CACHE: str(tmp_path_factory.mktemp("runtime-cache"))}
-
-
-def imported(run_python: Any, bundle: Path, cache: Mapping[str, str]) -> dict[str, int]:
-    """Return the lines of each module that a start imports whose bundle this machine has verified before."""
-    for _ in range(3):  # receipts, answers and the names of the first programs are kept in between
-        done = run_python(MEASURE, bundle, env=cache)
+def imported(run_python: Any, bundle: Path, use: str, cache: Path) -> dict[str, int]:
+    """Return the lines of each module that a start imports, of a bundle that this machine has run before."""
+    for _ in range(3):  # receipts, golden answers and the names of the first programs are kept
+        done = run_python(MEASURE.format(use=use), bundle, env={"PREJIT_RUNTIME_CACHE": str(cache)})
     found: dict[str, int] = json.loads(done.stdout)
     return found
 
 
-def test_from_load_to_the_first_token(
-    settled_dir: Path, run_python: Any, cache: Mapping[str, str]
-) -> None:
-    found = imported(run_python, settled_dir.parent / "decoder", cache)
+def test_from_load_to_the_first_token(demo: Path, run_python: Any, tmp_path: Path) -> None:
+    found = imported(run_python, demo, STREAM, tmp_path / "cache")
     print(f"from load to the first token: {len(found)} modules, {sum(found.values()):,} lines")
     assert len(found) <= MOST_MODULES, sorted(found)
     assert sum(found.values()) <= MOST_LINES, found
+
+
+def test_a_bundle_without_a_decoder_imports_no_generation(
+    settled_dir: Path, run_python: Any, tmp_path: Path
+) -> None:
+    found = imported(run_python, settled_dir, CALL, tmp_path / "cache")
+    rooms = {name.split(".")[2] for name in found if name.count(".") > 1}
+    assert "programs" in rooms
+    assert rooms.isdisjoint({"generation", "encoding", "bundle_decodes", "bundle_encodes"})
