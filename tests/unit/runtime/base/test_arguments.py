@@ -176,15 +176,15 @@ class Checked(Exception):  # noqa: N818 (no error)
 @pytest.fixture
 def calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing runs: a call whose arguments are right ends where a program would."""
-    from prejit.runtime import bundle
     from prejit.runtime.encoding.encoder import EncoderPrograms
     from prejit.runtime.generation import batch as engine
+    from prejit.runtime.generation import generator
 
     def stop(*_: Any, **__: Any) -> Any:
         raise Checked
 
     monkeypatch.setattr(engine.Batch, "_reserve", stop)
-    monkeypatch.setattr(bundle, "compute_prefix", stop)
+    monkeypatch.setattr(generator, "compute_prefix", stop)
     monkeypatch.setattr(EncoderPrograms, "encode", stop)
 
 
