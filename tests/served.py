@@ -11,6 +11,7 @@ from prejit.runtime.programs.ready import ProgramReport
 from prejit.runtime.start.start_report import StartReport
 from prejit.runtime.verdict import Axis, Verdict
 from prejit.server.engine.engine_metrics import EngineMetrics
+from prejit.server.engine.request_queue import Limits
 from prejit.server.engine.request_recorder import ENCODE, GENERATE, Cost, Recorder
 from prejit.server.served.served import Models, Served
 
@@ -93,7 +94,9 @@ class StandIn:
         future.set_result(SimpleNamespace(embeddings=[[1.0]], stats=SimpleNamespace(tokens=7)))
         return future
 
-    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit_client_call(
+        self, client: str, limits: Limits, name: str, /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_result(name)
         return future

@@ -196,7 +196,7 @@ def _module(functions: Sequence[Function], directory: Path, seed: int) -> Any:
     """Write functions into a module, and import it."""
     file = directory / f"functions_{seed}.py"
     head = (
-        "from collections import OrderedDict\nimport jax\nimport jax.numpy as jnp\n"
+        "from collections import OrderedDict, defaultdict\nimport jax\nimport jax.numpy as jnp\n"
         "from tests.campaigns.random_functions import Pair, Record\n\n"
     )
     file.write_text(head + "\n\n".join(each.source for each in functions) + "\n")
@@ -282,7 +282,13 @@ def _compare_ways(
         error = raised
         if variant == RETREED:
             by_name = subject.reference(*usual)
+    swapped = any(
+        isinstance(leaf, np.ndarray) and not leaf.dtype.isnative
+        for leaf in jax.tree.leaves(arguments)
+    )
     for way, call in subject.ways.items():
+        if swapped and way.startswith("jit"):
+            continue  # jax refuses them, but its dispatch takes them, wrongly, after a call like it
         expected = by_name if error else wanted
         if way == BIND and expected is not None:
             others = (usual if error else arguments)[1:]

@@ -233,6 +233,8 @@ def function_of_trees(name: str, chance: random.Random) -> Function:
                 (
                     f'{{"y": {first}, "c": {second}}}',
                     f'OrderedDict([("y", {first}), ("c", {second})])',
+                    f'OrderedDict([("c", {first}), ("y", {second})])',
+                    f"defaultdict(list, y={first}, c={second})",
                     f"({first}, {second})",
                     f"[{first}, None, {second}]",
                     f"Pair({first}, {second})",

@@ -119,7 +119,7 @@ def _check_prejit(words: list[str], where: object) -> None:
 
 
 def _check_requirement(text: str, where: object) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "runtime" / "pyproject.toml").read_text())["project"]
     found = re.fullmatch(r"prejit(?:\[([\w,]+)\])?", text)
     assert found is not None, f"{where}: expected prejit, found {text}"
     extras = project["optional-dependencies"]

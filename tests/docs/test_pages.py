@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,14 @@ import pytest
 from .snippets import ROOT
 
 DOCS = ROOT / "docs"
-PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("manifests/**/*.md")))
+TRACKED = {
+    ROOT / name
+    for name in subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+}
+"""The files of a fresh checkout."""
+PAGES = sorted(path for path in TRACKED if path.suffix == ".md")
 DECISIONS = sorted(DOCS.glob("decisions/0*.md"))
 NAMING = (*DOCS.glob("architecture/*.md"), DOCS / "tour.md", DOCS / "glossary.md")
 """Pages on which `package.module.name` in backquotes is a name of the code."""
@@ -72,6 +80,13 @@ def test_the_readme_is_short_and_no_figure_is_in_it_that_the_performance_page_ha
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_a_module_that_a_sentence_says_to_run_exists(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    named = set(re.findall(r"`[^`\n]*python -m ((?:benchmarks|scripts|tests|prejit)[\w.]*)", text))
+    assert [name for name in sorted(named) if importlib.util.find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_every_relative_link_leads_to_a_file_and_every_anchor_to_a_heading(
     page: Path,
 ) -> None:
@@ -80,8 +95,10 @@ def test_every_relative_link_leads_to_a_file_and_every_anchor_to_a_heading(
         path, _, anchor = link.partition("#")
         if "://" in path:
             continue
-        target = page.parent / path if path else page
-        assert target.exists(), f"{page.name}: {link}"
+        target = (page.parent / path).resolve() if path else page
+        assert any(each == target or target in each.parents for each in TRACKED), (
+            f"{page.name}: {link}"
+        )
         if anchor:
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
             anchors = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]

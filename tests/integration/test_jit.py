@@ -7,7 +7,7 @@ import json
 import shutil
 import threading
 import warnings
-from collections import namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -285,6 +285,32 @@ def test_a_wrapper_may_treat_names_otherwise_than_places(bundle_path: Path, name
         assert jitted.stats().loaded == (name,) * (name == fits)
     assert program(columns, x).args == [x]
     assert program(columns, x=x).args == {"x": x}
+
+
+def mappings(x: Any) -> Any:
+    return [OrderedDict(a=x, b=x * 2), OrderedDict(b=x, a=x * 2), OrderedDict(), {"b": x, "a": -x}]
+
+
+def missing(x: Any) -> Any:
+    return {"d": defaultdict(int, b=x, a=x * 2), "e": defaultdict(list)}
+
+
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+def test_mappings_that_the_function_makes_keep_their_classes(
+    tmp_path: Path, build_cache: Path, of: Any
+) -> None:
+    x = of(np.ones(2, np.float32))
+    programs = [Program(each.__name__, fn=each, args=[x]) for each in (mappings, missing)]
+    bundle = load(build(programs, tmp_path, name="m", cache=build_cache, quiet=True).path)
+    for function in (mappings, missing):
+        jitted = jit(function, bundle=bundle, on_miss="error")
+        for _ in range(2):
+            same(jitted(x), jax.jit(function)(x))
+    assert jitted.stats().traced == ("missing",)  # its defaults are the program's own
+    for _ in range(2):
+        found = bundle.call("mappings", x)
+        assert jax.tree.structure(found) == jax.tree.structure(jax.jit(mappings)(x))
+        assert bundle.call_async("missing", x).result()["d"].keys() == {"a", "b"}
 
 
 def test_varargs_none_and_containers(bundle_path: Path) -> None:

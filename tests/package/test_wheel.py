@@ -98,6 +98,15 @@ def test_the_extras_bring_the_other_wheels_of_the_same_version(wheels: dict[str,
     }
 
 
+def test_the_quick_start_names_the_wheels(wheels: dict[str, Path]) -> None:
+    said = (ROOT / "docs" / "quick-start.md").read_text()
+    patterns = set(re.findall(r"dist/(\S+\.whl)", said))
+    for wheel in wheels.values():
+        assert [each for each in patterns if wheel.match(each)], wheel.name
+    for each in patterns:
+        assert len([wheel for wheel in wheels.values() if wheel.match(each)]) == 1, each
+
+
 def test_the_runtime_is_small(wheels: dict[str, Path]) -> None:
     assert wheels["runtime"].stat().st_size < 400_000
 

@@ -72,7 +72,7 @@ def plan(
     checked, only = _checked(manifest, name, targets)
     with _open_store(cache, shared, Quiet()) as store:
         found = plan_build(checked, store, only=only, forms=forms)
-        check_planned(found)
+        check_planned(found, store)
         return planned_executables(found, store)
 
 
@@ -106,7 +106,10 @@ def program(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Progr
     try:
         call = Parameters(function, static=static, donated=donated).bind(args, kwargs)
     except TypeError as error:
-        raise ManifestError(f"program {name!r}: args: {error}") from error
+        raise ManifestError(
+            f"program {name!r}: args: {error}",
+            hint="give the arguments of one call; Program(NAME, fn=..., args=[...]) takes a name too",
+        ) from error
     for key in call.static:
         if not key.isidentifier():
             raise ManifestError(

@@ -281,7 +281,8 @@ class Plain(Progress):
                         f"{label} ({seconds:.0f} s)" for label, seconds in running[:4]
                     )
                     more = f" and {len(running) - 4} more" if len(running) > 4 else ""
-                    self._tell(f"still {labels}{more}; {self._count()}")
+                    count = f"; {self._count()}" if self._total else ""
+                    self._tell(f"still {labels}{more}{count}")
 
 
 @final

@@ -67,7 +67,7 @@ def expiry_notice(jax: str, readable_until: str | None, today: date) -> str | No
     ends = "ended" if today > until else "ends"
     return (
         f"its portable programs are of jax {jax}, which later versions promise to read for six "
-        f"months: that {ends} on {until}. Build it again with a newer jax"
+        f"months: that {ends} on {until}, and executables have no such date. Build it again with a newer jax"
     )
 
 

@@ -28,8 +28,8 @@ from prejit.runtime.trust.policy_paths import TRUST_VARIABLE
 
 def main(descriptor: int) -> int:
     """Load the bundle that the request on stdin names, and write the answer to the descriptor."""
-    _limit()
     wanted: Any = json.loads(sys.stdin.buffer.read())
+    _limit(has_memory_limit=wanted["limited"])
     error, text, path = "", "", ""
     try:
         with warnings.catch_warnings():
@@ -48,11 +48,14 @@ def main(descriptor: int) -> int:
     return 0
 
 
-def _limit() -> None:
+def _limit(*, has_memory_limit: bool) -> None:
     """Limit what this process may take from the others, and write no core file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    most = free_memory_bytes()
-    if most < sys.maxsize:
+    if has_memory_limit:
+        given = resource.getrlimit(resource.RLIMIT_DATA)
+        most = min(
+            free_memory_bytes(), *(x for x in given if x != resource.RLIM_INFINITY), sys.maxsize
+        )
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory is short, this process ends before the server

@@ -314,6 +314,7 @@ def test_an_example_call_with_mistakes_is_an_error(
     with pytest.raises(ManifestError) as caught:
         prejit.compiler.program(function, **arguments)
     assert problem in str(caught.value)
+    assert "Program(" in str(caught.value.hint)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -206,12 +206,57 @@ def test_a_batch_that_no_bucket_has_names_the_buckets_and_how_to_open_them(
         assert "shapes and dtypes" in str(caught.value.hint)
 
 
+def shifted(x: Any, by: Any, *, mode: str = "times") -> Any:
+    return x * by if mode == "times" else x + by
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "hint"),
+    [
+        ((X, X), {"mode": "times"}, "give its arguments by name (by, x, mode); `prejit inspect`"),
+        (
+            (),
+            {"x": X, "mode": "times"},
+            "give its arguments by name (by, x, mode); `prejit inspect`",
+        ),
+        (
+            (),
+            {"x": X, "by": X, "much": 1, "mode": "times"},
+            "give its arguments by name (by, x, mode)",
+        ),
+        (
+            (),
+            {"x": X, "by": X, "mode": "minus"},
+            "give a value that was built, or add this one to `static`",
+        ),
+        ((), {"x": X, "by": X}, "give a value that was built"),
+    ],
+)
+def test_a_call_of_another_structure_says_how_to_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hint: str, options: dict[str, Any]
+) -> None:
+    arrays, static = {"x": X, "by": X}, {"mode": ["times", "plus"]}
+    built = build(Program("shifted", fn=shifted, args=arrays, static=static), **options)
+    with pytest.raises(UsageError) as caught:
+        load(built.path).call("shifted", *args, **kwargs)
+    assert str(caught.value.hint).startswith(hint)
+
+
+def test_arguments_by_position_are_counted(doubling: Bundle) -> None:
+    with pytest.raises(UsageError) as caught:
+        doubling.call("double", x=X)
+    assert str(caught.value.hint).startswith("give its arguments by position (1);")
+
+
 @pytest.mark.parametrize("way", ["call", "call_async", "call_on_device", "bind", "jit"])
 def test_a_program_that_is_not_there_names_the_nearest(way: str, doubling: Bundle) -> None:
     function = jit(double, bundle=doubling, name="duoble", on_miss="error")
     call = {"jit": lambda name, x: function(x)}.get(way) or getattr(doubling, way)
-    with pytest.raises(UsageError, match=r"no program 'duoble' \(did you mean 'double'\?\)"):
+    with pytest.raises(
+        UsageError, match=r"no program 'duoble' \(did you mean 'double'\?\)"
+    ) as raised:
         call("duoble", X)
+    assert "another exception" not in "".join(traceback.format_exception(raised.value))
 
 
 class Dropping(nnx.Module):

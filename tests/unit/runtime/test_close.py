@@ -154,7 +154,9 @@ def test_a_bundle_is_not_sent_to_another_process(
 ) -> None:
     with load(functions_dir) as bundle:
         held = bundle.bind("f", np.ones(4, np.float32))
-        for each in (bundle, Engine(bundle), held):
+        pending = bundle.call_async("f", np.ones(4, np.float32))
+        result = bundle.call_on_device("f", np.ones(4, np.float32))
+        for each in (bundle, Engine(bundle), held, pending, result):
             with pytest.raises(TypeError, match="send the path of the bundle"):
                 way([each])
         with pytest.raises(TypeError, match="send the path of the bundle"):

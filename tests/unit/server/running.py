@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 
+from prejit.server.engine.request_queue import Limits
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
 from prejit.server.http.connections import Connection
@@ -28,7 +29,9 @@ class CallingEngine:
         self.drained = False
         self._pool = ThreadPoolExecutor(1)
 
-    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit_client_call(
+        self, client: str, limits: Limits, name: str, /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
         found: Future[Any] = Future()
 
         def run() -> None:

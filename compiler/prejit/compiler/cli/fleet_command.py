@@ -71,7 +71,9 @@ def _text(report: FleetReport) -> str:
     ]
     total = len(report.verdicts)
     if not report.fallen_back:
-        return "\n\n".join([*parts, f"all {total} machines load a target: nothing is compiled"])
+        return "\n\n".join(
+            [*parts, f"{total} of {total} machines load a target: nothing is compiled"]
+        )
     parts.append(
         f"{report.fallen_back} of {total} machines are none of the targets: every program would be "
         "compiled there"

@@ -5,18 +5,23 @@ from __future__ import annotations
 from functools import cache, partial
 
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
+from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.pipeline.lowering import own_shape
 from prejit.compiler.pipeline.model import (
     ModelSource,
     ReadModel,
     check_model,
     check_own_model,
+    file_digests,
     open_weights,
     read_model,
     stores_out_in,
 )
 from prejit.compiler.pipeline.plan import Plan
+from prejit.compiler.pipeline.program_keys import weights_key
+from prejit.compiler.pipeline.tracing import parameters_of
 from prejit.compiler.pipeline.user_code import ReadCode, find_code
+from prejit.compiler.store.interface import Store
 
 
 def check(plan: Plan, model: ReadModel, weights: Checkpoint | None, code: ReadCode) -> None:
@@ -35,13 +40,16 @@ def check(plan: Plan, model: ReadModel, weights: Checkpoint | None, code: ReadCo
     """
     if _is_traced(plan) and (own := code().model):
         check_own_model(plan.manifest, own, own_shape(plan.manifest, own), plan.specs)
-    new = [each.spec for each in plan.programs if each.key is not None and each.lowered is None]
-    if new and weights is not None:
+    if weights is not None and (new := _new_specs(plan)):
         check_model(plan.manifest, model(), weights, new)
 
 
-def check_planned(plan: Plan) -> None:
+def check_planned(plan: Plan, store: Store) -> None:
     """Check a plan as its build begins: nothing is imported or read that the build would take from the store.
+
+    Args:
+        plan: the plan.
+        store: has the results of earlier builds.
 
     Raises:
         ManifestError, BuildError, CheckpointError: the model or the code has a mistake.
@@ -55,6 +63,18 @@ def check_planned(plan: Plan) -> None:
     if plan.model is not None and not manifest.has_own_model:
         weights = open_weights(plan.model)
     check(plan, model, weights, code)
+    if weights is not None and not _new_specs(plan):
+        # The build packs other weights, also where nothing is lowered.
+        assert plan.model is not None
+        files = file_digests(plan.model.directory, weights.files)
+        key = weights_key(manifest, plan.model, files, parameters_of(plan, code))
+        if store.where(key) is None:
+            _ = weights.names  # raises an error that lists every tensor that does not fit
+
+
+def _new_specs(plan: Plan) -> list[ProgramSpec]:
+    """Return the programs of a published model that have to be lowered."""
+    return [each.spec for each in plan.programs if each.key is not None and each.lowered is None]
 
 
 def _is_traced(plan: Plan) -> bool:

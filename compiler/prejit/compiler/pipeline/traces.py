@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key, nearest, why
 from prejit.compiler.store.lowering_settings import jax_configuration
 from prejit.compiler.store.own_code import USER_DECODERS, USER_FUNCTIONS, code_digest
+from prejit.runtime.machine.environment import read_xla_flags
 
 Ingredients = tuple[tuple[str, str], ...]
 
@@ -164,6 +166,10 @@ def decoder_section(
     )
 
 
+_DEVICES = "--xla_force_host_platform_device_count"
+"""The flag in XLA_FLAGS that sets how many devices code of the user sees: the last one counts."""
+
+
 def declared_reads(manifest: Manifest) -> tuple[str, ...]:
     """Return the `reads` of all sections: each section may depend on what another one reads."""
     found = {pattern for program in manifest.programs for pattern in program.reads}
@@ -182,8 +188,10 @@ def _files(manifest: Manifest, section: Program | Model, present: Present) -> In
 
 
 def _environment() -> Ingredients:
+    devices = re.findall(rf"{_DEVICES}=(\S+)", read_xla_flags(os.environ))
     return (
         ("jax configuration", jax_configuration(os.environ)),
+        *((_DEVICES, count) for count in devices[-1:]),
         ("python", platform.python_version() + " -O" * sys.flags.optimize),
         *versions("jaxlib").items(),
         *installed("jax").items(),

@@ -80,14 +80,17 @@ def remember(
     Raises:
         BuildError: two traces of one program differ.
     """
-    traced = [each for each in plan.programs if each.trace is not None and each.lowered is None]
+    fresh = [each for each in plan.programs if each.lowered is None]
+    traced = [each for each in fresh if each.trace is not None]
     reads_model = plan.own_trace is not None and plan.own is None
+    users = [each for each in fresh if each.trace is not None or each.spec.kind == "call"]
+    if users:
+        with progress.phase("comparing second traces"):
+            _check_again(plan, users, lowered, code())
     if not (traced or reads_model):
         return
     modules = code().modules
     assert modules is not None
-    with progress.phase("comparing second traces"):
-        _check_again(plan, traced, lowered, code())
     read = _read(plan, modules)
     troubles = dict[str, str]()  # with the first program that has each
     for program in traced:
@@ -170,7 +173,10 @@ def _put(
 def _check_again(
     plan: Plan, traced: list[PlannedProgram], lowered: Mapping[str, Lowered], code: UserCode
 ) -> None:
-    """Trace one program of each section a second time, where that is quick."""
+    """Trace one program of each section a second time, where that is quick.
+
+    Python's objects come from a process that may have jitted functions of its own. Their caches stay.
+    """
     first: dict[str, PlannedProgram] = {}
     for program in traced:
         if 0 < code.seconds.get(program.spec.name, 0) < _CHECK_SECONDS:
@@ -179,12 +185,14 @@ def _check_again(
         return
     import jax
 
-    jax.clear_caches()  # else a function under jax.jit would not be traced again
+    if any(program.trace is not None for program in first.values()):
+        jax.clear_caches()  # else a function under jax.jit would not be traced again
     for program in first.values():
         again = _lower(plan, program, code)
         if digest_of(again.portable) != lowered[program.spec.name].portable.raw_digest:
             other = _lower(plan, program, code)
-            jax.clear_caches()
+            if program.trace is not None:
+                jax.clear_caches()
             raise _impure(plan, program, other, _lower(plan, program, code))
 
 

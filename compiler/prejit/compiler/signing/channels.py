@@ -184,9 +184,10 @@ def _check_publisher(file: ChannelFile, name: str, keys: Sequence[PrivateKey]) -
         known = signers(file.release, [key.public for key in keys])
         expected = f"a key that signed version {file.version}"
     if not known & {key.id for key in keys}:
+        found = " and ".join(key.id[:12] for key in keys)
         raise UsageError(
-            f"--key: channel {name!r} expects {expected}, found none; nothing was changed, because servers "
-            "would refuse the channel",
+            f"--key: channel {name!r} expects {expected}, found {found}; nothing was changed, because "
+            "servers would refuse the channel",
             hint="sign with such a key; to change keys: prejit channel rotate FILE --name NAME "
             "--public NEW.pub.pem --key OLD.pem --key NEW.pem",
         )

@@ -14,10 +14,13 @@ _T = TypeVar("_T")
 class OneProcess:
     """Base of objects that cannot be copied or pickled."""
 
+    __slots__ = ()
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
             f"cannot copy or pickle a {type(self).__name__.strip('_')} of prejit, which holds threads and "
-            "memory of its process: send the path of the bundle, and load it where it is used"
+            "memory of its process: send the path of the bundle, and load it where it is used, or arrays of "
+            "NumPy"
         )
 
 

@@ -278,11 +278,17 @@ _UNKEYED = ("jax_default_prng_impl", "jax_enable_custom_prng", "jax_legacy_prng_
 """Settings that traces depend on, although jax does not key them by these."""
 
 
-def trace_context() -> Any:
-    """Return jax's key of traces for this thread, to be compared; None: the process has not imported jax."""
-    config = sys.modules.get("jax._src.config")
-    read = getattr(config, "trace_context", None)  # None: another thread is importing it just now
-    return None if read is None else (read(), config.default_prng_impl.value)  # type: ignore[union-attr]
+def trace_context() -> tuple[Any, Any, bool] | None:
+    """Return jax's settings of this thread, to be compared; None: the process has not imported jax.
+
+    They are jax's key of traces, the kind of random keys, and whether it looks for NaNs or infinities.
+    """
+    config: Any = sys.modules.get("jax._src.config")
+    try:
+        looks_for_nans = config.debug_nans.value or config.debug_infs.value
+        return config.trace_context(), config.default_prng_impl.value, looks_for_nans
+    except AttributeError:  # not imported, or another thread is importing it just now
+        return None
 
 
 def trace_settings() -> dict[str, Any]:
@@ -302,10 +308,8 @@ def trace_settings() -> dict[str, Any]:
 
 def looks_for_nans() -> bool:
     """Return whether jax_debug_nans or jax_debug_infs is on in this thread."""
-    config = sys.modules.get("jax._src.config")
-    if not hasattr(config, "debug_infs"):  # another thread is importing it just now
-        return False
-    return bool(config.debug_nans.value or config.debug_infs.value)  # type: ignore[union-attr]
+    context = trace_context()
+    return context is not None and context[2]
 
 
 def unguarded() -> contextlib.AbstractContextManager[Any]:
@@ -313,6 +317,21 @@ def unguarded() -> contextlib.AbstractContextManager[Any]:
     jax = sys.modules.get("jax")
     guard = getattr(jax, "transfer_guard", None)  # None: another thread is importing it just now
     return contextlib.nullcontext() if guard is None else guard("allow")
+
+
+def guarding(guards: bool) -> contextlib.AbstractContextManager[Any]:
+    """Return a context with jax's transfer guards as they are set, or without them."""
+    config: Any = sys.modules.get("jax._src.config")
+    if guards or not hasattr(config, "transfer_guard_device_to_device"):
+        return _AS_IT_IS  # without jax, or another thread is importing it just now
+    levels = (
+        config.transfer_guard_host_to_device.value,
+        config.transfer_guard_device_to_device.value,
+    )
+    return _AS_IT_IS if levels == (None, None) else unguarded()
+
+
+_AS_IT_IS = contextlib.nullcontext()
 
 
 # Calls of a jitted function, dispatched by jaxlib

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from prejit.runtime.base.one_process import OneProcess
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.errors import UsageError
 
@@ -31,7 +32,7 @@ def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[An
 
 
 @dataclass(frozen=True, slots=True)
-class OnDevice:
+class OnDevice(OneProcess):
     """A result that stays on the device, for another program of the same bundle. NumPy reads it too.
 
     Attributes:
@@ -203,16 +204,17 @@ def to_jax(
 
     place = default_device() if device is None else device
     weak = is_weak(array) if isinstance(array, np.ndarray) else array.aval.weak_type
-    if isinstance(array, np.ndarray):
-        found = jax.device_put(np.asarray(array), place)
-    elif array.dtype.kind == "V" or not (
-        _jaxlib.is_on_cpu(array) or _jaxlib.device_count(array) == 1
-    ):
-        found = jax.device_put(to_numpy(array), place)
-    else:
-        found = jax.dlpack.from_dlpack(_OnCpu(array) if _jaxlib.is_on_cpu(array) else array)
-        if found.sharding.device_set != {place}:
-            found = jax.device_put(found, place)
+    with _jaxlib.guarding(False):
+        if isinstance(array, np.ndarray):
+            found = jax.device_put(np.asarray(array), place)
+        elif array.dtype.kind == "V" or not (
+            _jaxlib.is_on_cpu(array) or _jaxlib.device_count(array) == 1
+        ):
+            found = jax.device_put(to_numpy(array), place)
+        else:
+            found = jax.dlpack.from_dlpack(_OnCpu(array) if _jaxlib.is_on_cpu(array) else array)
+            if found.sharding.device_set != {place}:
+                found = jax.device_put(found, place)
     return _jaxlib.as_result(found, weak=weak, committed=committed)
 
 

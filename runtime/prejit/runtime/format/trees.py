@@ -13,7 +13,7 @@ A tree is canonical JSON. Its leaves, in order, are the arguments or results of 
 
 A record is a dataclass, or another type whose parts are attributes; the second list has the constant fields
 of a dataclass. A dict, record or node of any other class that is registered with jax has one more element,
-its auxiliary data. `constants` describes both.
+its auxiliary data. So has an OrderedDict, its class, and a defaultdict. `constants` describes all.
 """
 
 from __future__ import annotations

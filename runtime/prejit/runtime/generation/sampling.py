@@ -120,11 +120,11 @@ def check_bias(sampling: Sampling, vocab_size: int) -> None:
     Raises:
         UsageError: it has a token id that is not in the vocabulary.
     """
-    for token, _ in cast("tuple[tuple[int, float], ...]", sampling.logit_bias):
-        if token >= vocab_size:
-            raise UsageError(
-                f"logit_bias: expected token ids of 0 to {vocab_size - 1}, found {token}"
-            )
+    pairs = cast("tuple[tuple[int, float], ...]", sampling.logit_bias)
+    if pairs and (largest := pairs[-1][0]) >= vocab_size:
+        raise UsageError(
+            f"logit_bias: expected token ids of 0 to {vocab_size - 1}, found {largest}"
+        )
 
 
 def masked_bias(

@@ -182,10 +182,9 @@ def _compare_static(
         wanted = expected.get(name, defaults.get(name, nothing))
         value = call.static.get(name, defaults.get(name, nothing))
         if type(value) is not type(wanted) or value != wanted:
-            sides = [
-                "none" if each is nothing else arguments.described(each) for each in (wanted, value)
-            ]
-            raise MissError("static", f"{program}: {name}: expected {sides[0]}, found {sides[1]}")
+            expected_text = "none" if wanted is nothing else arguments.described(wanted)
+            found = "none" if value is nothing else arguments.instead(wanted, value)
+            raise MissError("static", f"{program}: {name}: expected {expected_text}, found {found}")
 
 
 def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.constants import decode, imported
 from prejit.runtime.jitted.fitting import MissError
-from prejit.runtime.programs.pytree import bare_object
+from prejit.runtime.programs.pytree import ORDERED, bare_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,9 @@ def _value(tree: trees.Tree, leaves: Iterator[Any]) -> Any:
             return children
         case "tuple":
             return tuple(children)
-        case "dict" if tree.aux is None:
-            return dict(zip(tree.keys, children, strict=True))
+        case "dict" if tree.aux in (None, ORDERED):
+            kind = dict if tree.aux is None else OrderedDict
+            return kind(zip(tree.keys, children, strict=True))
         case "namedtuple":
             return _imported(tree.type)(*children)
         case "record":

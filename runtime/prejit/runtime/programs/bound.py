@@ -11,6 +11,7 @@ from typing import Any, final
 import numpy as np
 
 from prejit.runtime.base.one_process import OneProcess
+from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
@@ -18,7 +19,7 @@ from prejit.runtime.format.branches import Branch
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.known_calls import Held
 from prejit.runtime.programs.steps import Rest, State, Steps
-from prejit.runtime.programs.user_programs import Calls, Pending, fit, narrows
+from prejit.runtime.programs.user_programs import Calls, Pending, are_on_device, fit, narrows
 
 
 @final
@@ -63,7 +64,8 @@ class Bound(OneProcess):
         Raises:
             UsageError, RejectError: as `Bundle.call`.
         """
-        result = self._steps.rebuild(*self._step(args, kwargs))
+        route, rest, chosen = self._step(args, kwargs)
+        result = self._steps.rebuild(route, rest, chosen) if route.returned else None
         self._calls.finish()
         return result
 
@@ -175,11 +177,12 @@ class Bound(OneProcess):
                 raise UsageError(
                     f"state of {self._name!r}: expected the sizes of its bucket, found {smaller}"
                 )
-            held[self._steps.places[key]] = [
-                self._calls.placed(array, one, copy=True)
-                for one, array in zip(values, branch.arrays, strict=True)
-                if not isinstance(one, Held)
-            ]
+            with _jaxlib.guarding(not are_on_device(leaves)):
+                held[self._steps.places[key]] = [
+                    self._calls.placed(array, one, copy=True)
+                    for one, array in zip(values, branch.arrays, strict=True)
+                    if not isinstance(one, Held)
+                ]
         self._held = held
 
     def _alive(self, key: trees.Key) -> State:

@@ -12,6 +12,7 @@ import numpy as np
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
+from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.programs.dispatched_on_jax import JaxDispatchedCalls
 from prejit.runtime.programs.known_calls import ChosenBucket
@@ -67,7 +68,10 @@ class DispatchedCalls:
         try:
             function = self._functions[name]
         except (KeyError, TypeError):
-            self._calls.buckets(name)  # raises if there is none
+            try:
+                self._calls.buckets(name)
+            except UsageError as error:
+                raise error from None  # the look-up in this class is nobody's error
             function = self._functions.setdefault(name, self._function(name))
         if function is None:
             return self._calls.call(name, args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
@@ -13,6 +14,7 @@ from prejit.runtime.errors import AnswerError
 from prejit.runtime.format import trees
 from prejit.runtime.programs.known_calls import Held
 from prejit.runtime.programs.on_jax import JaxPrograms
+from prejit.runtime.programs.pytree import ORDERED
 from prejit.runtime.programs.user_programs import Calls
 
 _PLAIN = ("list", "tuple", "dict", "none")
@@ -139,10 +141,11 @@ def _is_on(array: Any, device: Any) -> bool:
 def _is_plain(tree: trees.Tree) -> bool:
     if isinstance(tree, trees.Leaf):
         return not tree.key
-    # jax orders the parts of a dict by their keys, a program those of an OrderedDict as they came.
+    # jax orders the parts of a dict by their keys, those of an OrderedDict as they came.
     keys: list[Any] = [*tree.keys]
-    in_order = tree.kind != "dict" or (len({*map(type, keys)}) < 2 and keys == sorted(keys))
-    return tree.kind in _PLAIN and in_order and all(map(_is_plain, tree.children))
+    in_order = len({*map(type, keys)}) < 2 and keys == sorted(keys)
+    is_kept = tree.kind != "dict" or tree.aux == ORDERED or in_order
+    return tree.kind in _PLAIN and is_kept and all(map(_is_plain, tree.children))
 
 
 def _nested(tree: trees.Tree, arrays: Any) -> Any:
@@ -154,7 +157,8 @@ def _nested(tree: trees.Tree, arrays: Any) -> Any:
         case "none":
             return None
         case "dict":
-            return dict(zip(tree.keys, children, strict=True))
+            kind = OrderedDict if tree.aux == ORDERED else dict
+            return kind(zip(tree.keys, children, strict=True))
         case "tuple":
             return tuple(children)
         case _:

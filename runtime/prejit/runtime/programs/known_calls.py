@@ -46,12 +46,14 @@ class ChosenBucket(NamedTuple):
         values: the given arguments in order, padded if necessary.
         convert: makes a result of the kind that the caller uses: jax.Array or NumPy array.
         sizes: the caller's size of each variable of the bucket that was padded; empty: none was.
+        is_on_device: whether all arguments lie on devices, so that jax's transfer guards let them pass.
     """
 
     program: ProgramEntry
     values: Sequence[Any]
     convert: Convert
     sizes: Mapping[str, int] = _NO_SIZES
+    is_on_device: bool = False
 
     @property
     def padding(self) -> float:
@@ -61,7 +63,7 @@ class ChosenBucket(NamedTuple):
 
     def emptied(self) -> ChosenBucket:
         """Return it without arguments, which would live as long as it is kept."""
-        return ChosenBucket(self.program, (), self.convert, self.sizes)
+        return self._replace(values=())
 
 
 class _Known(NamedTuple):
@@ -135,7 +137,7 @@ class KnownCalls:
             values = [_value(leaves[place]) for place in order]
         except Exception:  # such as a deleted array of jax: this has the error
             return choose(given)
-        return ChosenBucket(chosen.program, values, chosen.convert)
+        return chosen._replace(values=values)
 
 
 def _known(

@@ -32,7 +32,8 @@ def flatten(tree: Tree, value: Any, at: Path = ()) -> list[Any]:
 
     Lists and tuples are taken for each other. A record or named tuple is any object with its fields, a
     mapping of them, or a list in their order. A dict is a mapping, or a named tuple or dataclass whose fields
-    are its keys; no list stands for it. A dict has its keys in the order in which jax gives them to the
+    are its keys; no list stands for it. A node is of a class with its name, or a list of its parts: those of
+    other classes may come in another order. A dict has its keys in the order in which jax gives them to the
     function: those of an OrderedDict as they are, all others sorted. Keyword arguments have no order.
 
     Args:
@@ -89,7 +90,7 @@ def _seen(tree: Tree) -> set[Any] | None:
 
 def _has_constants(tree: Tree) -> bool:
     return isinstance(tree, Node) and (
-        bool(tree.constants) or tree.aux is not None or any(map(_has_constants, tree.children))
+        bool(tree.constants) or _is_compared(tree) or any(map(_has_constants, tree.children))
     )
 
 
@@ -110,7 +111,11 @@ def _collect(tree: Tree, value: Any, at: Path, walk: _Walk) -> None:
     if tree.kind == "dict" and not (hasattr(value, "keys") or _fields(value)):
         found_instead = type(value).__name__
         raise MisfitError(f"expected {spell(at)} as a mapping, found {found_instead}")
-    if walk.compares and (tree.constants or tree.aux is not None):
+    if tree.kind == "node" and type(value) not in (list, tuple):
+        expected, found = tree.type.rpartition(":")[2], type(value).__qualname__
+        if found != expected:
+            raise MisfitError(f"expected {spell(at)} as {expected}, found {found}")
+    if walk.compares and (tree.constants or _is_compared(tree)):
         if misfit := constants_misfit(tree, value, at):
             raise MisfitError(misfit)
         walk.is_registered = walk.is_registered and _one_level(value) is not None
@@ -219,6 +224,28 @@ _OF_JAX = (list, tuple, dict, OrderedDict, defaultdict)
 """Classes that jax takes apart itself."""
 
 
+ORDERED = constants.described(OrderedDict)
+"""In place of auxiliary data: a dict of a tree is an OrderedDict."""
+
+_DEFAULTS = '["tuple",[["name","collections:defaultdict"],'
+
+
+def kind_of_dict(value: Any) -> EncodedConstant | None:
+    """Return what tells a mapping from a dict: auxiliary data, or the class; None: it is a dict."""
+    if type(value) is OrderedDict:
+        return ORDERED
+    if type(value) is defaultdict:
+        return constants.described((defaultdict, value.default_factory))
+    return auxiliary(value)
+
+
+def _is_compared(tree: Node) -> bool:
+    """Return whether a tree has auxiliary data that an argument must have too."""
+    return tree.aux is not None and not (
+        tree.kind == "dict" and tree.aux.text.startswith((ORDERED.text, _DEFAULTS))
+    )
+
+
 def auxiliary(value: Any) -> EncodedConstant | None:
     """Return the auxiliary data of a value whose class is registered with jax; None: its class is not."""
     if type(value) in _OF_JAX or (level := _one_level(value)) is None:
@@ -238,7 +265,7 @@ def constants_misfit(tree: Node, value: Any, at: Path) -> str:
         for name, kept in tree.constants
         if hasattr(value, name)
     ]
-    if tree.aux is not None and (aux := auxiliary(value)) is not None:
+    if tree.aux is not None and _is_compared(tree) and (aux := auxiliary(value)) is not None:
         pairs.append((at, tree.aux, aux))
     for place, kept, found in pairs:
         if not constants.same(kept, found):
@@ -292,8 +319,8 @@ def unflatten(
         case "list":
             return children
         case "dict":
-            kind = dict if _sorted(tree.keys) == tree.keys else OrderedDict
-            return kind(zip(tree.keys, children, strict=True))
+            is_dict = tree.aux != ORDERED and _sorted(tree.keys) == tree.keys
+            return (dict if is_dict else OrderedDict)(zip(tree.keys, children, strict=True))
         case "namedtuple" | "record":
             fields = dict(zip(map(str, tree.keys), children, strict=True))
             known = (types or {}).get(tree.type)

@@ -10,6 +10,7 @@ from typing import Any, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray
 from prejit.runtime.errors import UsageError
@@ -130,7 +131,7 @@ class Steps:
         Raises:
             UsageError, RejectError: as `Bundle.call`.
         """
-        self._calls.check_settings(self._name)
+        looks_for_nans = self._calls.check_settings(self._name)
         if args or kwargs or self._alone is None:
             chosen = self._known_calls.choose(
                 (args, kwargs), self._choose, has_static=self._has_static
@@ -141,9 +142,12 @@ class Steps:
         else:
             chosen, route = self._alone
         if chosen.values:
-            state = [*state, *map(self._copied, route.others, chosen.values)]
+            with _jaxlib.guarding(not chosen.is_on_device):
+                state = [*state, *map(self._copied, route.others, chosen.values)]
             chosen = chosen.emptied()
-        results = self._calls.run_checked(chosen, route.arguments(state))
+        results = self._calls.run(chosen.program, route.arguments(state))
+        if looks_for_nans:
+            self._calls.check_results(chosen, results)
         return route.state(results), (route, route.rest(results), chosen)
 
     def rebuild(self, route: Route, rest: Sequence[DeviceArray], chosen: ChosenBucket) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.base.one_process import OneProcess
 from prejit.runtime.device import _jaxlib, jax_settings
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.dtypes import dtype_of
@@ -61,7 +62,7 @@ class Fitted(NamedTuple):
 
 
 @final
-class Pending:
+class Pending(OneProcess):
     """Results of a program that may still run.
 
     Attributes:
@@ -249,7 +250,8 @@ class Calls:
                 complaints.append(f"{program.name}: {fitted}")
                 continue
             values, sizes = fitted
-            chosen = ChosenBucket(program, values, converter(arrays, given), sizes)
+            convert = converter(arrays, given)
+            chosen = ChosenBucket(program, values, convert, sizes, are_on_device(given))
             if not sizes:
                 return chosen
             larger.append(chosen)
@@ -261,33 +263,42 @@ class Calls:
             return specialized
         raise UsageError(
             f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
-            hint=self._hint(buckets, known)
+            hint=self._hint(buckets, static, known)
             + "; Python numbers are weak, np.float32(2) is not"
             * any("weak" in each for each in complaints)
             + "; numpy.asarray makes an array of a list"
             * any("as an array" in each for each in complaints),
         )
 
-    def _hint(self, buckets: Sequence[ProgramEntry], known: Mapping[str, list[Any] | str]) -> str:
+    def _hint(
+        self,
+        buckets: Sequence[ProgramEntry],
+        static: Mapping[str, Any],
+        known: Mapping[str, list[Any] | str],
+    ) -> str:
         """Return what to do about a call that no bucket takes.
 
         Args:
             buckets: of the program.
+            static: values of static arguments by name.
             known: the leaves of the call, or what is wrong with them, by the text of a tree of arguments.
         """
         last = buckets[-1]
         given = known[last.arguments_tree or last.name]
         arrays = self.programs.arguments(last.name)
-        if not isinstance(given, str):
-            alike = (each for each in buckets if each.arguments_tree == last.arguments_tree)
-            columns = zip(*(self.programs.arguments(each.name) for each in alike), strict=True)
-            if wrong := next(filter(None, map(_wrong_axis, columns, given)), ""):
-                return wrong
+        if isinstance(given, str):
+            return self._usage(last)
+        if all(self._static_misfit(program, static) for program in buckets):
+            return "give a value that was built, or add this one to `static` in the manifest"
+        alike = (each for each in buckets if each.arguments_tree == last.arguments_tree)
+        columns = zip(*(self.programs.arguments(each.name) for each in alike), strict=True)
+        if wrong := next(filter(None, map(_wrong_axis, columns, given)), ""):
+            return wrong
         sizes: dict[str, set[int]] = {}
         for program in buckets:
             for variable, size in program.bucket.items():
                 sizes.setdefault(variable, set()).add(size)
-        if not sizes or isinstance(given, str) or not _differ_in_size(arrays, given):
+        if not sizes or not _differ_in_size(arrays, given):
             return "pass arrays of these shapes and dtypes, or add a bucket to the manifest"
         listed = "; ".join(f"{v} {', '.join(map(str, sorted(sizes[v])))}" for v in sizes)
         less = " or less" * any(program.pad for program in buckets)
@@ -297,6 +308,17 @@ class Calls:
             names = ", ".join(f'"{variable}"' for variable in sizes)
             more = f"add a bucket to the manifest, or set open_sizes = [{names}] there for any size"
         return f"the buckets have {listed}: pass arrays of these sizes{less}; or {more}"
+
+    def _usage(self, program: ProgramEntry) -> str:
+        """Return which arguments a program takes, for a call of another structure."""
+        tree = self.programs.arguments_tree(program.name)
+        keys = [str(key) for key in getattr(tree, "keys", ()) if str(key) != program.mask]
+        names = [*keys, *sorted(program.static or ())]
+        if not names:
+            return "call it without arguments"
+        by_name = isinstance(tree, trees.Node) and tree.kind == "dict"
+        way = f"by name ({', '.join(names)})" if by_name else f"by position ({len(keys)})"
+        return f"give its arguments {way}; `prejit inspect` shows their structure"
 
     def _specialized(
         self, name: str, static: Mapping[str, Any], known: Mapping[str, list[Any] | str]
@@ -320,7 +342,8 @@ class Calls:
             values, sizes = fitted
             entry = self.programs.specialize(program, sizes)
             self._buckets[name] = [*self._buckets[name], entry]
-            return ChosenBucket(entry, values, converter(arrays, given))
+            convert = converter(arrays, given)
+            return ChosenBucket(entry, values, convert, is_on_device=are_on_device(given))
         return None
 
     def put(self, chosen: ChosenBucket, *, copy: bool = False) -> list[DeviceArray]:
@@ -329,11 +352,12 @@ class Calls:
         Donated ones are copied, so that the program does not write to the caller's memory.
         """
         arrays = self.programs.arguments(chosen.program.name)
-        return [
-            self.placed(array, value, copy=copy or array.donated)
-            for array, value in zip(arrays, chosen.values, strict=True)
-            if not isinstance(value, Held)
-        ]
+        with _jaxlib.guarding(not chosen.is_on_device):
+            return [
+                self.placed(array, value, copy=copy or array.donated)
+                for array, value in zip(arrays, chosen.values, strict=True)
+                if not isinstance(value, Held)
+            ]
 
     def placed(self, array: Array, value: Value, *, copy: bool) -> DeviceArray:
         """Return an argument on the device. One that is donated must be copied."""
@@ -359,11 +383,19 @@ class Calls:
         """
         results = self.run(chosen.program, inputs)
         if _jaxlib.looks_for_nans():
-            name = chosen.program.name
-            for array, result in zip(self.programs.results(name), results, strict=True):
-                value = to_numpy(result)[_within(chosen, array)]
-                jax_settings.check_values(f"{pytree.spell(array.path)} of {name}", value)
+            self.check_results(chosen, results)
         return results
+
+    def check_results(self, chosen: ChosenBucket, results: Sequence[DeviceArray]) -> None:
+        """Look for NaNs and infinities in results, as jax is set to.
+
+        Raises:
+            FloatingPointError: there is one in what does not belong to padding.
+        """
+        name = chosen.program.name
+        for array, result in zip(self.programs.results(name), results, strict=True):
+            value = to_numpy(result)[_within(chosen, array)]
+            jax_settings.check_values(f"{pytree.spell(array.path)} of {name}", value)
 
     def rebuild(self, chosen: ChosenBucket, results: Sequence[DeviceArray]) -> Any:
         """Return the results of a program, nested as the function returned them."""
@@ -438,21 +470,27 @@ class Calls:
         self.check_settings(name)
         return self._known_calls.choose((name, args, kwargs), choose, has_static=has_static)
 
-    def check_settings(self, name: str) -> None:
+    def check_settings(self, name: str) -> bool:
         """Compare the settings of the host program's jax, if it has imported it, with those of a trace.
+
+        Returns:
+            Whether jax is set to look for NaNs or infinities.
 
         Raises:
             UsageError: they differ, and so jax.jit would not give what the program gives; or as `buckets`.
         """
         context = _jaxlib.trace_context()
-        if context is None or context == self._agreed.get(name):
-            return
+        if context is None:
+            return False
+        if context == self._agreed.get(name):
+            return context[2]
         if differing := jax_settings.differing(self.buckets(name)[0].settings):
             raise UsageError(
                 f"{self.programs.bundle}: {name} was built with other settings of jax: {differing}",
                 hint="set them as they were at the build, or build with these settings",
             )
         self._agreed[name] = context
+        return context[2]
 
     def fitted(
         self, program: ProgramEntry, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -529,11 +567,22 @@ class Calls:
             if name not in given:
                 return f"{name} is missing: expected {value!r}"
             if type(given[name]) is not type(value) or given[name] != value:
-                return f"{name}: expected {value!r}, found {arguments.described(given[name])}"
+                return f"{name}: expected {value!r}, found {arguments.instead(value, given[name])}"
         return ""
 
 
 _NO_STATIC: Mapping[str, Any] = {}
+
+
+def are_on_device(given: Sequence[Any]) -> bool:
+    """Return whether no argument comes from the host, as for jax's transfer guards."""
+    return all(
+        value is EVERYTHING
+        or isinstance(value, Held | OnDevice)
+        or is_jax_array(value)
+        or key_name(value) != ""
+        for value in given
+    )
 
 
 def _within(chosen: ChosenBucket, array: Array) -> tuple[slice, ...]:

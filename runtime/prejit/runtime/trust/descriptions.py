@@ -97,7 +97,8 @@ def _why_not_built_so(rule: ProvenanceRule, predicate: Mapping[str, Any]) -> str
     for uri in sources if rule.source else ():
         if not any(fits(pattern, uri) for pattern in rule.source):
             return f"expected a source of {', '.join(rule.source)}, found {uri!r:.200}"
-    names = [*uris, *(f"sha256:{_inside(each, 'digest', 'sha256')}" for each in materials)]
+    digests = [_inside(each, "digest", "sha256") for each in materials]
+    names = [*uris, *(f"sha256:{digest}" for digest in digests if isinstance(digest, str))]
     for pattern in rule.materials:
         if not any(fits(pattern, name) for name in names):
             return f"expected the material {pattern!r:.200}, found none that fits"

@@ -32,7 +32,8 @@ SECONDS = 600.0
 """How long a child process may take. It hashes all files of the target first."""
 _MAX_ANSWER_BYTES = 1 << 16
 _TRIES = 2
-"""Number of fresh processes that must crash until a crash is held against a bundle."""
+"""Number of fresh processes that must crash until a crash is held against a bundle. The memory of the last
+one has no limit, because code that gets no memory aborts, too."""
 _CRASHES = frozenset({"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP"})
 """The signals by which code ends its own process. Others come from outside and prove nothing."""
 
@@ -61,12 +62,13 @@ class FirstLoad(NamedTuple):
         """The digests of the targets' manifests, sorted. They name all files of the targets."""
         return sorted(target.descriptor.digest for target in self.targets)
 
-    def request(self) -> bytes:
-        """Return what the child process reads."""
+    def request(self, *, limited: bool) -> bytes:
+        """Return what the child process reads. Its memory is limited to what is free, or not at all."""
         request = {
             "path": os.path.abspath(self.path),
             "on_mismatch": "error" if self.must_match else "jit",
             "fingerprint": None if self.declared is None else to_json(self.declared).decode(),
+            "limited": limited,
             "policies": [os.path.abspath(path) for path in self.policies],
         }
         return json.dumps(request).encode()
@@ -117,8 +119,8 @@ def check_first_load(wanted: FirstLoad, machine: Fingerprint, policy: str) -> No
     key = digest_of(json.dumps([manifests, asdict(machine)], sort_keys=True).encode())
     outcome = first_load_outcome(key)
     if outcome is None:
-        for _ in range(_TRIES):
-            outcome = _tried(wanted, manifests, policy)
+        for number in range(_TRIES):
+            outcome = _tried(wanted, manifests, policy, limited=number < _TRIES - 1)
             if outcome == LOADED:
                 break
         assert outcome is not None
@@ -138,7 +140,7 @@ def _wanted_by(policy: str) -> str:
     return f"{policy} wants the first load in a child process, and there the bundle"
 
 
-def _tried(wanted: FirstLoad, manifests: list[str], policy: str) -> str:
+def _tried(wanted: FirstLoad, manifests: list[str], policy: str, *, limited: bool) -> str:
     """Return how a child process ended: `loaded`, or how it crashed. Raises as `check_first_load`."""
     import signal  # later loads need none of these
     import subprocess
@@ -162,7 +164,7 @@ def _tried(wanted: FirstLoad, manifests: list[str], policy: str) -> str:
         finally:
             os.close(writer)
         try:
-            child.communicate(wanted.request(), timeout=SECONDS)
+            child.communicate(wanted.request(limited=limited), timeout=SECONDS)
         except subprocess.TimeoutExpired:
             return f"took more than {SECONDS:.0f} seconds"
         finally:
@@ -174,17 +176,26 @@ def _tried(wanted: FirstLoad, manifests: list[str], policy: str) -> str:
     path = os.fspath(wanted.path)
     if child.returncode < 0:
         name = _signal_name(-child.returncode)
-        if name in _CRASHES:
+        if name in _CRASHES and (limited or not _has_memory_limit()):
             return f"ended the process by {name}"
+        cause = "within the memory limit of this process" if name in _CRASHES else "from outside"
         raise UntrustedError(
             path,
-            f"{_wanted_by(policy)} was ended by {name} from outside",
+            f"{_wanted_by(policy)} was ended by {name} {cause}",
             case="first-load",
             hint="nothing is held against the bundle: load it again. If this service was not stopped, this "
             "machine had too little memory",
         )
     _judge(path, manifests, answer, child.returncode, policy)
     return LOADED
+
+
+def _has_memory_limit() -> bool:
+    """Return whether this process, and so its child, has a limit of memory (ulimit -d, -v)."""
+    import resource
+
+    kinds = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+    return any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in kinds)
 
 
 def _signal_name(number: int) -> str:

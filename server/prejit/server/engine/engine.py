@@ -266,9 +266,24 @@ class Engine(OneProcess):
         *,
         on_too_long: OnTooLong = "truncate",
         timeout: float | None = None,
+        client: str = "",
+        limits: Limits = NO_LIMITS,
     ) -> Future[Encoded]:
-        """Begin to encode sentences as `encode` does, and return the future of the embeddings."""
-        return self._encoding.submit(sentences, on_too_long=on_too_long, timeout=timeout)
+        """Begin to encode sentences as `encode` does, and return the future of the embeddings.
+
+        Args:
+            sentences: as of `encode`.
+            on_too_long: as of `encode`.
+            timeout: as of `encode`.
+            client: sentences of different clients get fair shares of runs.
+            limits: how much the client may have of the encoder.
+
+        Raises:
+            UsageError, ContextError, QueueFullError, ClosedError: as `encode`.
+        """
+        return self._encoding.submit(
+            sentences, on_too_long=on_too_long, timeout=timeout, client=client, limits=limits
+        )
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a program as `Bundle.call` does. Rows of several callers share runs of its largest bucket.
@@ -290,6 +305,23 @@ class Engine(OneProcess):
         The arguments are copied.
         """
         return self._calling.submit(name, args, kwargs)
+
+    def submit_client_call(
+        self, client: str, limits: Limits, name: str, /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        """Begin to run a program for a client, as `submit_call` does. Clients get fair shares of rows.
+
+        Args:
+            client: whose call it is.
+            limits: how many calls of the program the client may have.
+            name: of the program.
+            *args: its arguments.
+            **kwargs: its arguments by name.
+
+        Raises:
+            UsageError, QueueFullError, ClosedError: as `call`.
+        """
+        return self._calling.submit(name, args, kwargs, client=client, limits=limits)
 
     @once
     def _encoding(self) -> Encoding:

@@ -3,6 +3,7 @@
 A call that finds the program idle runs at once. While a program runs, other calls collect, and the next run
 takes as many of their rows as fit. So a lone caller never waits, and many callers share runs. Where that
 saves no time, because a run is short or each row costs as much as the first, callers run it side by side.
+Rows that wait run in fair shares between clients.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import contextlib
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError, UsageError
 from prejit.server.engine.engine_metrics import GOOD_REASONS
-from prejit.server.engine.request_queue import LONGER_QUEUE
+from prejit.server.engine.request_queue import LONGER_QUEUE, FairQueue
 from prejit.server.engine.request_recorder import ONE_RUN, Cost, RequestRecorder
 from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, overdue, reason_of
 
@@ -122,7 +122,7 @@ class Lane(Generic[_P]):
         self._recorder = recorder
         self._compiled = compiled
         self._ended = ended
-        self._waiting: deque[SharedJob[_P]] = deque()
+        self._waiting: FairQueue[SharedJob[_P]] = FairQueue()
         self._thread: threading.Thread | None = None
         self._running = 0
         self._busy_since = 0.0
@@ -139,36 +139,44 @@ class Lane(Generic[_P]):
     def submit(self, job: SharedJob[_P]) -> None:
         """Add a job to the queue.
 
+        If the queue is full, the newest job of the client with the most fails in its place.
+
         Raises:
-            QueueFullError: as many jobs wait as may.
+            QueueFullError: too many jobs wait, and no client has more of them than this one; or too many of
+                this client.
             ClosedError: the lane is closed or draining.
         """
         with self._changed:
             if self._is_draining:
                 self._recorder.refused()
                 raise self._closed()
-            if len(self._waiting) >= self._queue:
+            most, dropped = job.limits.waiting, None
+            if most is not None or len(self._waiting) >= self._queue:
                 self._drop()
-            if len(self._waiting) >= self._queue:
+            if most is not None and self._waiting.count(job.client) >= most:
                 self._recorder.refused()
-                seconds = self._seconds_of_queue()
-                raise QueueFullError(
-                    f"{self.name}: expected at most {self._queue} waiting calls, found the queue full",
-                    retry_after=seconds,
-                    hint=f"try again after {seconds:.2g} seconds; {LONGER_QUEUE}",
+                raise self._full(f"{most} waiting calls of this client, found that many")
+            if len(self._waiting) >= self._queue:
+                full = self._full(
+                    f"{self._queue} waiting calls, found the queue full", LONGER_QUEUE
                 )
+                if (dropped := self._waiting.drop(job.client)) is None:
+                    self._recorder.refused()
+                    raise full
             if self._thread is None:
                 # A daemon that `close` joins at exit: it waits for jobs as long as the process lives.
                 thread = threading.Thread(target=self._work, name="prejit-microbatch", daemon=True)
                 thread.start()
                 self._thread = thread
                 atexit.register(self.close)
-            self._waiting.append(job)
+            self._put(job)
             self._recorder.submitted()
             job.future.add_done_callback(lambda future: self._count_end(job, _reason(future)))
             # The end of a run wakes the thread, too. To wake it for each job would cost more than the job.
             if self._may_run() and (len(self._waiting) == 1 or not self._patience()):
                 self._changed.notify_all()
+        if dropped is not None:
+            dropped.fail(full)
 
     def result(self, job: SharedJob[_P]) -> Any:
         """Submit a job and wait for its result. It is cancelled if the caller is interrupted.
@@ -257,7 +265,9 @@ class Lane(Generic[_P]):
         """Fail the jobs that wait with ClosedError, and wait for the run that is under way."""
         with self._changed:
             self._is_draining = self._is_closed = True
-            waiting, self._waiting = self._waiting, deque()
+            waiting = list(self._waiting)
+            for job in waiting:
+                self._waiting.remove(job)
             self._changed.notify_all()
             thread = self._thread
         for job in waiting:
@@ -276,6 +286,17 @@ class Lane(Generic[_P]):
             hint="send the call to another engine, or make a new one with `Engine(bundle)`",
         )
 
+    def _put(self, job: SharedJob[_P]) -> None:
+        self._waiting.put(job, job.client, most_running=job.limits.running)
+
+    def _full(self, found: str, *more: str) -> QueueFullError:
+        seconds = self._seconds_of_queue()
+        return QueueFullError(
+            f"{self.name}: expected at most {found}",
+            retry_after=seconds,
+            hint="; ".join((f"try again after {seconds:.2g} seconds", *more)),
+        )
+
     def _seconds_of_queue(self) -> float:
         runs = sum(
             math.ceil((job.rows - job.taken) / (job.most or job.rows)) for job in self._waiting
@@ -288,6 +309,8 @@ class Lane(Generic[_P]):
         while shares := self._next():
             self._run_shares(shares)
             with self._changed:
+                for share in shares:
+                    self._waiting.end(share.job.client)
                 self._recorder.ran(0, Cost(runs=0), self._end_run(time.monotonic()))
                 until = time.monotonic() + _PATIENCE * self._costs.run
                 self._company = _Company(len(shares), until)
@@ -312,8 +335,9 @@ class Lane(Generic[_P]):
         """Remove jobs that nobody waits for any more."""
         now = time.monotonic()
         # A list, because a future that fails calls its callbacks now, and they may submit jobs.
-        if any([job.is_over(now) for job in list(self._waiting)]):
-            self._waiting = deque(job for job in self._waiting if not job.future.done())
+        if over := [job for job in list(self._waiting) if job.is_over(now)]:
+            for job in over:
+                self._waiting.remove(job)
             self._changed.notify_all()  # `drain` waits for an empty queue
 
     def _patience(self) -> float:
@@ -321,7 +345,7 @@ class Lane(Generic[_P]):
         company, waiting = self._company, self._waiting
         if company.calls < 2 or len(waiting) >= company.calls or self._is_draining:
             return 0.0
-        if waiting and sum(job.rows - job.taken for job in waiting) >= waiting[0].most:
+        if waiting and sum(job.rows - job.taken for job in waiting) >= next(iter(waiting)).most:
             return 0.0
         return max(0.0, company.until - time.monotonic())
 
@@ -330,33 +354,34 @@ class Lane(Generic[_P]):
         return not self._running or not self._costs.sharing_saves()
 
     def _take(self) -> list[Share[_P]]:
-        """Remove from the queue what the next run takes: rows of the first job and of those with its key.
+        """Remove from the queue what the next run takes: rows of the next job and of those with its key.
 
-        Rows of the first job that do not fit go to the end of the queue, so that a call of a thousand rows
-        does not stop all others.
+        Rows of a job that do not fit go to the end of the queue, so that a call of a thousand rows does not
+        stop all others.
         """
-        first, now = self._waiting[0], time.monotonic()
+        now = time.monotonic()
         shares: list[Share[_P]] = []
-        kept: deque[SharedJob[_P]] = deque()
-        room = first.most or first.rows
-        for job in self._waiting:
-            if not room or (job is not first and (not first.most or job.key != first.key)):
-                kept.append(job)
-                continue
+        client, job = self._waiting.take()
+        most, key = job.most, job.key
+        room = most or job.rows
+        while True:
             taken = min(room, job.rows - job.taken)
             shares.append(Share(job, job.taken, job.taken + taken))
+            self._waiting.charge(client, taken)
             if not job.began:
                 job.began = now
                 if not job.is_counted:  # else it was cancelled just now
                     self._recorder.admitted(now - job.submitted)
             job.taken += taken
             room -= taken
-            if job.taken < job.rows and job is not first:
-                kept.append(job)
-        if first.taken < first.rows:
-            kept.append(first)
-        self._waiting = kept
-        return shares
+            if job.taken < job.rows:
+                self._put(job)
+            if not room or not most:
+                return shares
+            try:
+                client, job = self._waiting.take(lambda one: one.most > 0 and one.key == key)
+            except IndexError:
+                return shares
 
     def _run_shares(self, shares: list[Share[_P]]) -> None:
         started, compiled = time.monotonic(), self._compiled()

@@ -25,6 +25,7 @@ from prejit.runtime.programs.dispatched import DispatchedCalls
 from prejit.runtime.programs.known_calls import ChosenBucket
 from prejit.runtime.programs.user_programs import Calls, Fitted
 from prejit.server.engine.microbatch import Lane
+from prejit.server.engine.request_queue import NO_LIMITS, Limits
 from prejit.server.engine.request_recorder import Cost, RequestRecorder
 from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 
@@ -127,6 +128,8 @@ class Calling:
         kwargs: Mapping[str, Any],
         *,
         timeout: float | None = None,
+        client: str = "",
+        limits: Limits = NO_LIMITS,
     ) -> Future[Any]:
         """Begin a call and return its future result. The arguments are copied.
 
@@ -137,6 +140,8 @@ class Calling:
             args: positional arguments.
             kwargs: keyword arguments.
             timeout: seconds after which the future raises DeadlineError; None: never.
+            client: as of `Engine.submit_client_call`.
+            limits: as of `Engine.submit_client_call`.
 
         Raises:
             UsageError: there is no such program, or no bucket of it takes these arguments.
@@ -145,6 +150,7 @@ class Calling:
         """
         lane = self._lane(name)
         job = self._job(name, args, kwargs, timeout, copy=True)
+        job.client, job.limits = client, limits
         lane.submit(job)
         return job.future
 

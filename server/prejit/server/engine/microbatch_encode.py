@@ -14,6 +14,7 @@ import numpy as np
 from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms, EncodeStats
 from prejit.runtime.encoding.sentences import OnTooLong, Tokenized, embed, tokenize
 from prejit.server.engine.microbatch import Lane
+from prejit.server.engine.request_queue import NO_LIMITS, Limits
 from prejit.server.engine.request_recorder import Cost, RequestRecorder
 from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 
@@ -81,6 +82,8 @@ class Encoding:
         *,
         on_too_long: OnTooLong = "truncate",
         timeout: float | None = None,
+        client: str = "",
+        limits: Limits = NO_LIMITS,
     ) -> Future[Encoded]:
         """Begin to encode sentences and return their future embeddings.
 
@@ -88,6 +91,8 @@ class Encoding:
             sentences: as in `Bundle.encode`.
             on_too_long: as in `Bundle.encode`.
             timeout: seconds after which the future raises DeadlineError; None: never.
+            client: as of `Engine.submit_encode`.
+            limits: as of `Engine.submit_encode`.
 
         Raises:
             UsageError, ContextError: as `Bundle.encode`.
@@ -96,6 +101,7 @@ class Encoding:
         """
         tokenized = tokenize(self._encoder, self._text, sentences, on_too_long)
         job = self._job(tokenized, timeout)
+        job.client, job.limits = client, limits
         if job.rows:
             self._lane.submit(job)
         else:

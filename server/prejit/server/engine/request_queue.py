@@ -61,6 +61,14 @@ class _Client(Generic[_Item]):
     tokens: float
     most_running: int | None = None
 
+    def first(self, fits: Callable[[_Item], bool]) -> tuple[int, _Item] | None:
+        """Return its next request that fits, with the priority; None: it has none."""
+        for priority in sorted(self.waiting):
+            for item in self.waiting[priority]:
+                if fits(item):
+                    return priority, item
+        return None
+
     @property
     def count(self) -> int:
         """How many of its requests wait."""
@@ -153,23 +161,19 @@ class FairQueue(Generic[_Item]):
 
     def next(self) -> tuple[str, _Item] | None:
         """Return the next request with its client, and leave it in the queue; None: nobody may run."""
-        name = self._next_client()
-        if name is None:
-            return None
-        waiting = self._clients[name].waiting
-        return name, waiting[min(waiting)][0]
+        found = self._next(lambda item: True)
+        return None if found is None else (found[0], found[2])
 
-    def take(self) -> tuple[str, _Item]:
-        """Remove the next request and return it with its client. Call `end` when it has ended.
+    def take(self, fits: Callable[[_Item], bool] = lambda item: True) -> tuple[str, _Item]:
+        """Remove the next request that fits, and return it with its client. Call `end` when it has ended.
 
         Raises:
-            IndexError: nobody may run.
+            IndexError: there is none that may run.
         """
-        if (found := self.next()) is None:
+        if (found := self._next(fits)) is None:
             raise IndexError("nobody may run")
-        name, item = found
-        waiting = self._clients[name].waiting
-        self._remove(name, min(waiting), item)
+        name, priority, item = found
+        self._remove(name, priority, item)
         self._clients[name].running += 1
         return name, item
 
@@ -200,14 +204,15 @@ class FairQueue(Generic[_Item]):
     def _active(self) -> Iterator[_Client[_Item]]:
         return (one for one in self._clients.values() if one.waiting or one.running)
 
-    def _next_client(self) -> str | None:
+    def _next(self, fits: Callable[[_Item], bool]) -> tuple[str, int, _Item] | None:
+        """Return the client, the priority and the request that is the next of those that fit."""
         best: tuple[int, float, int] | None = None
         found = None
         for name, client in self._clients.items():
-            if client.can_run:
-                rank = min(client.waiting), client.tokens, client.running
+            if client.waiting and client.can_run and (first := client.first(fits)) is not None:
+                rank = first[0], client.tokens, client.running
                 if best is None or rank < best:
-                    best, found = rank, name
+                    best, found = rank, (name, *first)
         return found
 
     def _forget(self) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from prejit.runtime.base import arguments
-from prejit.runtime.errors import DeadlineError
+from prejit.runtime.errors import DeadlineError, QueueFullError
+from prejit.server.engine.request_queue import NO_LIMITS, Limits
 from prejit.server.engine.request_recorder import ONE_RUN, Cost
 
 _P = TypeVar("_P")
@@ -27,6 +28,8 @@ class SharedJob(Generic[_P]):
         key: calls with equal keys may share a run.
         finish: makes the result of the call of what its shares returned, in the order of the rows.
         deadline: when it must have its result, by time.monotonic; None: any time.
+        client: clients get fair shares of rows.
+        limits: how many calls of the client may wait and take part in a run.
         future: gets the result.
         submitted: when it was submitted, by time.monotonic.
         began: when its first run began; 0: none has.
@@ -42,6 +45,8 @@ class SharedJob(Generic[_P]):
     key: Hashable
     finish: Callable[[Sequence[Any]], Any]
     deadline: float | None = None
+    client: str = ""
+    limits: Limits = NO_LIMITS
     future: Future[Any] = field(default_factory=Future)
     submitted: float = field(default_factory=time.monotonic)
     began: float = 0.0
@@ -107,6 +112,8 @@ def reason_of(error: BaseException) -> str:
     """Return the reason, as metrics have it, for which a request with this error ended."""
     if isinstance(error, DeadlineError):
         return "deadline"
+    if isinstance(error, QueueFullError):
+        return "refused"
     # No Exception: ctrl-C, or a task that was cancelled.
     return "error" if isinstance(error, Exception) else "cancelled"
 

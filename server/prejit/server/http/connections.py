@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from prejit.server.gate.gate import ABORT
@@ -35,9 +36,39 @@ _CHUNK_BYTES = 16
 """How many bytes of a chunk are its frame: its length and two line ends. More are extensions."""
 
 
+_OF_UPGRADE = frozenset((b"upgrade", b"http2-settings"))
+"""Headers that offer another protocol, which a server may ignore (RFC 9110, section 7.8)."""
+
+
+class _Parser(HttpRequestParser):
+    """httptools' parser, which takes what follows a head with an offer of another protocol for that protocol.
+
+    Java's HttpClient offers HTTP/2 with its first request, whose body would be lost.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self._connection = connection
+
+    def offers_upgrade(self) -> bool:
+        """Return whether the head of the request offers another protocol."""
+        return bool(self.should_upgrade()) and self.get_method() != b"CONNECT"
+
+    def feed_data(self, data: Any) -> None:
+        """Take bytes from the client."""
+        try:
+            super().feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            if not self.offers_upgrade():
+                raise
+            self._connection.read_without_upgrade(bytes(data[upgrade.args[0] :]))
+
+
 class Connection(HttpToolsProtocol):
     """One connection of a client. uvicorn makes it and its signatures."""
 
+    parser: _Parser
     _timer: asyncio.TimerHandle | None = None
     _extra_bytes = 0  # of the request that comes now: what is not its body
     _chunks = _chunks_bytes = 0  # of the body that comes now
@@ -50,6 +81,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection."""
         super().connection_made(transport)
+        self.parser = _Parser(self)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -77,6 +109,22 @@ class Connection(HttpToolsProtocol):
         elif self._unread_bytes > MAX_UNREAD_BYTES:
             self.transport.abort()
 
+    def read_without_upgrade(self, rest: bytes) -> None:
+        """Read a request again that offers another protocol, without the offer.
+
+        Args:
+            rest: what follows its head.
+        """
+        head = [b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [each.strip() for each in value.split(b",")]
+                value = b", ".join(each for each in options if each.lower() not in _OF_UPGRADE)
+            if name not in _OF_UPGRADE:
+                head.append(name + b": " + value)
+        self.parser = _Parser(self)
+        self.parser.feed_data(b"\r\n".join([*head, b"\r\n"]) + rest)
+
     def send_400_response(self, msg: str) -> None:
         """Refuse what the client sends, and close. An answer that has begun is cut instead."""
         answered = self._answered
@@ -103,6 +151,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begin to answer a request, whose scope gets the way to cut this connection."""
+        if self.parser.offers_upgrade():
+            return  # it is read again
         self._stop_timer()
         self._reads_head = False
         extensions: Any = {ABORT: self.transport.abort}
@@ -126,6 +176,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Count from 0 for the next request."""
+        if self.parser.offers_upgrade():
+            return
         super().on_message_complete()
         self._extra_bytes = self._unread_bytes = self._chunks = self._chunks_bytes = 0
 

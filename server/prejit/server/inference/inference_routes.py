@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.errors import DeadlineError, UsageError
+from prejit.server.gate.api_keys import ApiKey
 from prejit.server.gate.disconnect import unless_gone
 from prejit.server.gate.http_errors import RETRY_SECONDS, ApiError
 from prejit.server.gate.server_settings import Settings
@@ -140,7 +141,10 @@ class _Protocol:
             asked, given = _read(body, length, model)
         args, kwargs = model.arguments(given)
         kwargs |= _static(asked, model)
-        future = model.served.engine.submit_call(model.program, *args, **kwargs)
+        key: ApiKey = request.state.key
+        future = model.served.engine.submit_client_call(
+            key.name, key.limits, model.program, *args, **kwargs
+        )
         seconds = self._settings.timeout_seconds
         # A call that waits in the engine ends with the wait; one that runs ends by itself.
         timer = asyncio.get_running_loop().call_later(seconds, _expire, future, model, seconds)

@@ -139,6 +139,8 @@ async def encoded(
             inputs,
             on_too_long="truncate" if is_cut else "error",
             timeout=settings.timeout_seconds,
+            client=key.name,
+            limits=key.limits,
         ),
     )
     found = await unless_gone(request.receive, asyncio.wrap_future(future))

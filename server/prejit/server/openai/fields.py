@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from prejit.runtime.base.arguments import pairs
 from prejit.runtime.generation.options import MAX_LOGPROBS
 from prejit.server.gate.http_errors import ApiError
 from prejit.server.gate.server_settings import Settings
@@ -139,7 +140,6 @@ class Sampled(Structured, frozen=True, kw_only=True):
 
     def options(self, served: Served) -> dict[str, Any]:
         """Return the options of the engine for these fields. None stands for what is not given."""
-        bias = self.logit_bias
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return {
             "temperature": self.chosen_temperature(served),
@@ -149,7 +149,8 @@ class Sampled(Structured, frozen=True, kw_only=True):
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            "logit_bias": bias or None,
+            # Checked once, and not for each prompt and choice.
+            "logit_bias": pairs("logit_bias", self.logit_bias) if self.logit_bias else None,
             # Clients count on different answers to equal requests, unless they give a seed.
             "seed": secrets.randbits(64) if self.seed is None else self.seed % 2**64,
             "stop": [stop for stop in stops if stop] or None,

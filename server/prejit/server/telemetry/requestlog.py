@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 
 from prejit.runtime.errors import StoreError
+from prejit.server.engine.request_queue import NO_LIMITS, Limits
 from prejit.server.served.say import say
 from prejit.server.telemetry.watched_stream import WatchedStream
 
@@ -293,7 +294,13 @@ class RecordedEngine:
 
     def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run a program, as `Engine.submit_call`."""
-        future = self._engine.submit_call(name, *args, **kwargs)
+        return self.submit_client_call("", NO_LIMITS, name, *args, **kwargs)
+
+    def submit_client_call(
+        self, client: str, limits: Limits, name: str, /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        """Run a program, as `Engine.submit_client_call`."""
+        future = self._engine.submit_client_call(client, limits, name, *args, **kwargs)
         if (call := self._call("call", name)) is not None:
             future.add_done_callback(lambda done: _take_arrays(call, done, _leaves))
         return future

@@ -22,6 +22,7 @@ from opentelemetry import propagate
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from prejit.server.engine.histograms import TOKEN_BOUNDS
+from prejit.server.engine.request_queue import NO_LIMITS, Limits
 from prejit.server.telemetry.watched_stream import WatchedStream
 
 if TYPE_CHECKING:
@@ -374,8 +375,16 @@ class TracedEngine:
 
     def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run a program, as `Engine.submit_call`."""
+        return self.submit_client_call("", NO_LIMITS, name, *args, **kwargs)
+
+    def submit_client_call(
+        self, client: str, limits: Limits, name: str, /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        """Run a program, as `Engine.submit_client_call`."""
         return self._ran(
-            f"call {name}", lambda: self._engine.submit_call(name, *args, **kwargs), lambda _: 0
+            f"call {name}",
+            lambda: self._engine.submit_client_call(client, limits, name, *args, **kwargs),
+            lambda _: 0,
         )
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:

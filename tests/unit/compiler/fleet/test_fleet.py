@@ -516,7 +516,7 @@ def test_a_target_that_serves_nobody_is_listed(
     assert run("fleet", fleet_bundle, tmp_path / "fleet", "--on-mismatch", "error") == 0
     said = capsys.readouterr().out
     assert re.search(r"\ncpu-host +0\n", said)
-    assert "all 1 machines load a target" in said
+    assert "1 of 1 machines load a target" in said
     assert "[[target]]" not in said
 
 

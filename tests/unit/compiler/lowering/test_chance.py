@@ -164,6 +164,19 @@ def test_a_build_refuses_what_two_traces_do_not_show(tmp_path: Path, build_cache
     assert load(built.path).call("stamped", np.ones(3, np.float32)).tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("generator", [random.Random(), SEEDED, np.random.default_rng(), ARRAYS])
+def test_objects_of_python_are_traced_twice_too(
+    tmp_path: Path, build_cache: Path, generator: Any
+) -> None:
+    """Each trace draws the next number, with or without a seed."""
+    kept = jax.jit(lambda x: x + 1)
+    kept(1)
+    program = Program("drawn", fn=lambda x: x * generator.random(), args=["float32[3]"])
+    with pytest.raises(BuildError, match=r"to give the same program each time .* differ in mul at"):
+        build(program, tmp_path, name="drawn", cache=build_cache, quiet=True)
+    assert kept._cache_size() == 1  # the process keeps what it has compiled
+
+
 MODULE = """
 import time
 

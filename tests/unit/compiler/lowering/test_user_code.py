@@ -294,8 +294,12 @@ def test_names_and_shapes_are_checked_before_anything_is_traced(
     text = MANIFEST.replace('args = { x = "float32[3]" }', section)
     (tmp_path / "m.toml").write_text(text.replace(":f", ":head") if "params" in section else text)
     plan = plan_build(read_manifest(tmp_path / "m.toml"), found.store)
-    with pytest.raises(ManifestError, match=rf"m.toml: program 'p': {message}"):
-        check_planned(plan)
+    with pytest.raises(ManifestError, match=rf"m.toml: program 'p': {message}") as raised:
+        check_planned(plan, found.store)
+    if "float64" in section:
+        assert str(raised.value.hint).startswith(
+            "write float32, as jax computes; calls may still pass float64"
+        )
 
 
 WRAPPED = """

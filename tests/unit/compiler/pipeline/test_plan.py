@@ -13,7 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tests.decoders import LARGEST_CONTEXT, write_random
 
 from prejit.compiler.api import plan as plan_of_user
@@ -24,6 +26,7 @@ from prejit.compiler.native.library import KernelLibrary, build_kernels
 from prejit.compiler.pipeline import program_keys
 from prejit.compiler.pipeline.lowering import lower, source_of
 from prejit.compiler.pipeline.model import ModelSource, read_model
+from prejit.compiler.pipeline.pack.packed_weights import find_published, pack_weights
 from prejit.compiler.pipeline.plan import (
     Native,
     Plan,
@@ -262,6 +265,8 @@ def test_a_plan_of_what_a_store_has_imports_neither_jax_nor_what_reads_models(
 ) -> None:
     found = planned(tmp_path / "m", model, "cpu-host")
     found.lower_all()
+    plan, published = found.plan, find_published(found.plan)
+    pack_weights(plan, published, {}, UserCode, lambda: found.model, found.store, Quiet())
     manifest = tmp_path / "m" / "m.toml"
     run_python(
         "import sys\n"
@@ -309,6 +314,21 @@ def test_what_a_build_compiled_is_cached_for_the_next_plan(model: Path, tmp_path
     assert again.reasons() == {""}
     other = planned(tmp_path / "m", model, "cpu-host", context=16, mesh="[mesh]\ntensor = 3\n")
     assert set(other.states().values()) == {COMPILE}
+
+
+def test_weights_that_do_not_fit_are_refused_by_a_plan_that_lowers_nothing(
+    model: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "model"))
+    found = planned(tmp_path / "m", copy, "cpu-host")
+    found.lower_all()
+    manifest, cache = tmp_path / "m" / "m.toml", found.store.root
+    tensors = load_file(copy / "model.safetensors")
+    save_file({name: value + 1 for name, value in tensors.items()}, copy / "model.safetensors")
+    plan_of_user(manifest, cache=cache)
+    save_file({**tensors, "score.weight": np.ones((2, 2), "f")}, copy / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected score\.weight"):
+        plan_of_user(manifest, cache=cache)
 
 
 def test_a_plan_names_what_a_build_compiles(

@@ -771,6 +771,20 @@ def test_a_setting_of_jax_that_changes_is_noticed(tmp_path: Path) -> None:
     assert found.changed()
 
 
+def test_the_number_of_devices_that_code_sees_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = "--xla_force_host_platform_device_count"
+    monkeypatch.setenv("XLA_FLAGS", f"{flag}=2")
+    found = project(tmp_path, "import jax\n\n\ndef f(x):\n    return x * len(jax.devices())\n")
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_use_thunk_runtime=true {flag}=2")
+    assert found.trace() == set()
+    for others in (f"{flag}=2 {flag}=3", ""):
+        monkeypatch.setenv("XLA_FLAGS", others)
+        assert found.why().startswith(f"{flag}: ")
+        assert found.trace() == {"p"}
+
+
 @pytest.mark.parametrize(
     "read",
     ["os.environ['MY_FACTOR']", "os.getenv('MY_FACTOR', '2')", "dict(os.environ)['MY_FACTOR']"],

@@ -29,7 +29,7 @@ from prejit.runtime import (
     UsageError,
     load,
 )
-from prejit.runtime.base.arguments import described
+from prejit.runtime.base.arguments import described, instead
 from prejit.runtime.generation.options import OPTIONS, resolve
 
 VOCAB = 48
@@ -176,15 +176,15 @@ class Checked(Exception):  # noqa: N818 (no error)
 @pytest.fixture
 def calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing runs: a call whose arguments are right ends where a program would."""
-    from prejit.runtime import bundle
     from prejit.runtime.encoding.encoder import EncoderPrograms
     from prejit.runtime.generation import batch as engine
+    from prejit.runtime.generation import generator
 
     def stop(*_: Any, **__: Any) -> Any:
         raise Checked
 
     monkeypatch.setattr(engine.Batch, "_reserve", stop)
-    monkeypatch.setattr(bundle, "compute_prefix", stop)
+    monkeypatch.setattr(generator, "compute_prefix", stop)
     monkeypatch.setattr(EncoderPrograms, "encode", stop)
 
 
@@ -398,3 +398,17 @@ def test_a_request_is_plain_python_whatever_it_was_made_from() -> None:
     assert dataclasses.astuple(made)[0] == [1, 2]
     assert type(made.max_new_tokens) is int
     assert made.stop_token_ids == frozenset((4,))
+
+
+class _Text(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "text"),
+    [(1, 2, "2"), (1, True, "True"), ("a", _Text("a"), "'a' of class _Text")],
+)
+def test_a_value_that_looks_like_another_is_shown_with_its_class(
+    expected: object, found: object, text: str
+) -> None:
+    assert instead(expected, found) == text

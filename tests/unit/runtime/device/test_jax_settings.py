@@ -129,6 +129,36 @@ def test_guards_refuse_the_transfers_that_jax_refuses(path: Path, guard: str) ->
         bundle.call("noisy", x=HOST)
 
 
+@pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
+def test_guards_let_arrays_of_jax_pass(tmp_path: Path, build_cache: Path, guard: str) -> None:
+    """They are on the device for jax.jit, wherever the bundle puts them: keys and donated ones too."""
+
+    def step(key: Any, x: Any) -> Any:
+        return {"key": jax.random.split(key)[0], "x": x.astype("bfloat16") * 2}
+
+    key, x = jax.random.key(0), jnp.ones(4)
+    built = build(
+        Program("step", fn=step, args=lambda: {"key": key, "x": x}, donate=["x"]),
+        tmp_path,
+        name="guarded",
+        cache=build_cache,
+        quiet=True,
+    )
+    bundle = load(built.path)
+    for _ in range(2):
+        with jax.transfer_guard(guard):
+            found = bundle.call("step", key=key, x=x)["x"]
+            bundle.call_async("step", key=key, x=x).result()
+            bundle.call_on_device("step", key=key, x=x)
+            bundle.bind("step", key=key)(x=x)
+            for call in (bundle.call, bundle.call_async, bundle.call_on_device):
+                with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+                    call("step", key=key, x=HOST)
+            with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+                bundle.bind("step", key=key)(x=HOST)
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.full(4, 2, np.float32))
+
+
 def test_settings_that_change_no_value_are_not_compared(bundle: Bundle) -> None:
     for setting in (
         jax.disable_jit(True),

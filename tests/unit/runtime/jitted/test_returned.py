@@ -15,6 +15,7 @@ from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.trees import Leaf, Node
 from prejit.runtime.jitted.fitting import MissError
 from prejit.runtime.jitted.returned import from_bundle, from_trace
+from prejit.runtime.programs.pytree import ORDERED
 
 HERE = __name__
 
@@ -59,6 +60,15 @@ def test_containers_and_the_applications_own_classes() -> None:
     checked = from_bundle(node("record", f"{HERE}:Checked", "x"))
     assert checked is not None  # its own code runs with the results alone, as with jax
     assert checked.value([jnp.ones(2)]).x.shape == (2,)
+
+
+@pytest.mark.parametrize("keys", [(), ("a", "b"), ("b", "a")])
+def test_an_ordered_dict_is_told_from_a_dict(keys: tuple[str, ...]) -> None:
+    tree = Node("dict", keys, tuple(Leaf() for _ in keys), aux=ORDERED)
+    returned = from_bundle(tree)
+    assert returned is not None
+    value = returned.value([jnp.ones(1) for _ in keys])
+    assert (type(value), (*value,)) == (OrderedDict, keys)
 
 
 def test_random_keys_are_keys_again() -> None:

@@ -361,6 +361,16 @@ def test_a_part_that_is_missing_or_too_many_is_named(value: Any, problem: str) -
         pytree.flatten(CIRCLE, value)
 
 
+def test_only_its_own_class_or_a_list_stands_for_a_node() -> None:
+    """The parts of another class may come in another order."""
+    tree = Node("node", (0, 1), (Leaf(), Leaf()), "shapes:Turned")
+    for value in ([1, 2], (1, 2), namedtuple("Turned", "b z")(1, 2)):
+        assert pytree.flatten(tree, value, ("x",)) == [1, 2]
+    for value in (namedtuple("Pair", "z b")(1, 2), jax.tree_util.Partial(print, 1, 2)):
+        with pytest.raises(MisfitError, match="expected x as Turned, found Pa"):
+            pytree.flatten(tree, value, ("x",))
+
+
 PAIR = Node("dict", ("b", "w"), (Leaf(), Leaf()))
 
 

@@ -319,7 +319,7 @@ def test_the_newest_signatures_are_remembered(
         bundle.call_async("wide", np.zeros(size, np.int32)).result()
         kind = namedtuple("Own", "a b")
         bundle.call_async("joined", kind(TWO, TWO)).result()
-        assert len(bundle._calls._known_calls._known) <= 8
+        assert len(bundle.user_programs._known_calls._known) <= 8
     for _ in range(3):
         chosen.clear()
         bundle.call_async("joined", {"a": TWO, "b": TWO}).result()

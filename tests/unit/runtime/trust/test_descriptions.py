@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE
 from prejit.runtime.format.root import read_root
 from prejit.runtime.format.writing import EMPTY, Part, attach
-from prejit.runtime.trust.descriptions import Description, missing_descriptions
+from prejit.runtime.trust.descriptions import Description, _why_not_built_so, missing_descriptions
 from prejit.runtime.trust.policy import ProvenanceRule, Rule, TrustedKey
 from prejit.runtime.trust.statement import PROVENANCE_PREDICATE, SignedSubject, Statement
 
@@ -165,3 +166,12 @@ def test_a_source_outside_of_the_patterns_passes(
     else:
         [text] = reasons
         assert complaint in text
+
+
+def test_a_material_without_a_digest_fits_no_pattern_of_digests() -> None:
+    rule = ProvenanceRule("", (), ("sha256:*",))
+    material: dict[str, Any] = {"uri": "pkg:pypi/jax@0.10.2"}
+    predicate = {"buildDefinition": {"resolvedDependencies": [material]}}
+    assert _why_not_built_so(rule, predicate) is not None
+    material["digest"] = {"sha256": "0" * 64}
+    assert _why_not_built_so(rule, predicate) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import signal
 import time
@@ -34,6 +35,7 @@ CONSTRUCTOR = """
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sys/resource.h>
 #include <unistd.h>
 
 __attribute__((constructor)) static void Begin() {
@@ -48,6 +50,11 @@ __attribute__((constructor)) static void Begin() {
   }
   if (!std::strncmp(how, "SIG", 3)) raise(std::atoi(how + 3));  // as from outside
   if (!std::strcmp(how, "abort")) std::abort();
+  if (!std::strcmp(how, "limit")) {  // as code that gets no memory
+    rlimit data;
+    getrlimit(RLIMIT_DATA, &data);
+    if (data.rlim_cur != RLIM_INFINITY) std::abort();
+  }
   if (!std::strcmp(how, "write")) *reinterpret_cast<volatile int*>(8) = 1;
   if (!std::strcmp(how, "hang")) sleep(600);
   if (!std::strcmp(how, "exit")) _exit(0);
@@ -164,6 +171,21 @@ def test_a_process_that_is_ended_from_outside_is_nothing_against_the_bundle(
     assert not (runtime_cache / "first-loads").exists()
     monkeypatch.delenv("TEST_FIRST_LOAD")
     runs(crashing, policy)
+
+
+def test_a_process_that_gets_no_memory_is_nothing_against_the_bundle(
+    crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, runtime_cache: Path
+) -> None:
+    monkeypatch.setenv("TEST_FIRST_LOAD", "limit")
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, limits[1]))  # as of a service
+    try:
+        found = refused(crashing, policy)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+    assert "ended by SIGABRT within the memory limit of this process" in found
+    assert not (runtime_cache / "first-loads").exists()
+    runs(crashing, policy)  # the first process aborts, the second one has no limit
 
 
 def test_one_crash_is_no_proof(

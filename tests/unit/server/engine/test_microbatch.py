@@ -17,6 +17,7 @@ from prejit.runtime import ClosedError, DeadlineError, QueueFullError, UsageErro
 from prejit.server.engine import microbatch
 from prejit.server.engine.engine_metrics import RequestMetrics
 from prejit.server.engine.microbatch import Lane
+from prejit.server.engine.request_queue import NO_LIMITS, Limits
 from prejit.server.engine.request_recorder import Cost, RequestRecorder
 from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 
@@ -65,8 +66,15 @@ def metrics(lane: Lane[Any]) -> RequestMetrics:
     return lane._recorder.snapshot()
 
 
-def submit(lane: Lane[Any], rows: Sequence[int], **how: Any) -> Future[Any]:
+def submit(
+    lane: Lane[Any],
+    rows: Sequence[int],
+    client: str = "",
+    limits: Limits = NO_LIMITS,
+    **how: Any,
+) -> Future[Any]:
     made = job(rows, **how)
+    made.client, made.limits = client, limits
     lane.submit(made)
     return made.future
 
@@ -425,3 +433,61 @@ def test_every_end_of_a_call_is_counted_once(program: Program) -> None:
     assert ends == {"done": ends["done"], "cancelled": 2, "deadline": 2, "error": 1, "refused": 2}
     assert found.whole_seconds.count == found.run_seconds.count == ends["done"]
     lane.close()
+
+
+def test_a_client_that_floods_gets_the_refusals_and_another_gets_none(program: Program) -> None:
+    lane = lane_of(program, queue=4)
+    program.hold(lane)
+    flood = [submit(lane, [1], client="flood") for _ in range(4)]
+    with pytest.raises(QueueFullError, match="at most 4 waiting calls"):
+        submit(lane, [1], client="flood")
+    other = submit(lane, [7], client="other")
+    with pytest.raises(QueueFullError, match="at most 4 waiting calls"):
+        flood[-1].result(PATIENCE)
+    assert metrics(lane).finished["refused"] == 2
+    assert metrics(lane).waiting == 4
+    program.go.set()
+    assert other.result(PATIENCE).tolist() == [14]
+    assert [future.result(PATIENCE).tolist() for future in flood[:-1]] == [[2]] * 3
+    lane.close()
+
+
+def test_clients_get_fair_shares_of_rows(lane: Lane[Any], program: Program) -> None:
+    program.hold(lane)
+    flood = [submit(lane, range(MOST), client="flood") for _ in range(5)]
+    other = submit(lane, [7], client="other")
+    ended: list[str] = []
+    for name, future in (*(("flood", each) for each in flood), ("other", other)):
+        future.add_done_callback(lambda _, name=name: ended.append(name))
+    program.go.set()
+    for future in (*flood, other):
+        future.result(PATIENCE)
+    assert ended.index("other") <= 1
+
+
+def test_a_client_has_no_more_calls_than_it_may(lane: Lane[Any], program: Program) -> None:
+    program.hold(lane)
+    limits = Limits(waiting=3, running=1)
+    futures = [submit(lane, [number], client="few", limits=limits) for number in range(3)]
+    with pytest.raises(QueueFullError, match="at most 3 waiting calls of this client"):
+        submit(lane, [9], client="few", limits=limits)
+    others = [submit(lane, [number], client="other") for number in range(3)]
+    program.go.set()
+    assert [int(future.result(PATIENCE)[0]) for future in futures + others] == 2 * [0, 2, 4]
+    assert sorted(program.runs, key=len) == [[1], [1], [1], [1] * 4]
+    # A place is free again when a call was cancelled.
+    program.hold(lane)
+    waiting = [submit(lane, [1], client="few", limits=limits) for _ in range(3)]
+    waiting[0].cancel()
+    submit(lane, [1], client="few", limits=limits)
+    program.go.set()
+
+
+def test_shares_by_client_keep_keys_apart(lane: Lane[Any], program: Program) -> None:
+    program.hold(lane)
+    futures = [
+        submit(lane, [number], key=number % 2, client=f"client {number % 3}") for number in range(6)
+    ]
+    program.go.set()
+    assert [int(future.result(PATIENCE)[0]) for future in futures] == [0, 2, 4, 6, 8, 10]
+    assert program.runs == [[1], [1] * 3, [1] * 3]

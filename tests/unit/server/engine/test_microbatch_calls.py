@@ -84,8 +84,8 @@ def calling(bundle: Bundle) -> Iterator[Calling]:
 def calling_of(bundle: Bundle, queue: int) -> Calling:
     recorder = Recorder(1, queue)
     return Calling(
-        bundle._calls,
-        bundle._dispatched,
+        bundle.user_programs,
+        bundle.dispatched,
         queue=queue,
         recorder=lambda name: recorder.requests("call", name),
     )

@@ -32,6 +32,7 @@ from prejit.server.http import connections
 from prejit.server.served.served import Models
 
 GET = b"GET /hello HTTP/1.1\r\nHost: x\r\n\r\n"
+LAST = b"GET /hello HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
 class Streams:
@@ -203,6 +204,48 @@ def test_so_many_headers_and_no_more(count: int, status: int, server: Running) -
         got = answer(connection)
     assert got.startswith(b"HTTP/1.1 %d" % status)
     assert (b"at most 256 headers" in got) == (status == 400)
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    "framed",
+    [
+        b"Content-Length: 5\r\n\r\nhello",
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    ],
+)
+def test_an_offer_of_another_protocol_is_ignored(
+    framed: bytes, at_once: bool, server: Running
+) -> None:
+    """As Java's HttpClient makes it, with a body."""
+    sent = 2 * (b"POST /size HTTP/1.1\r\nHost: x\r\n" + UPGRADE + framed) + LAST
+    with server.connect() as connection:
+        for part in [sent] if at_once else [sent[i : i + 7] for i in range(0, len(sent), 7)]:
+            connection.sendall(part)
+        found = answer(connection)
+    assert found.count(b"HTTP/1.1 200 OK") == 3
+    assert found.count(b"\r\n\r\n5") == 2
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        b"Connection: Upgrade\r\nUpgrade: websocket\r\n",
+        b"Connection: close, upgrade\r\nUpgrade: h2c\r\n",
+    ],
+)
+def test_an_offer_without_a_body_is_ignored(offer: bytes, server: Running) -> None:
+    with server.connect() as connection:
+        connection.sendall(GET[:-2] + offer + b"\r\n" + LAST)
+        found = answer(connection)
+    assert found.count(b"HTTP/1.1 200 OK") == (1 if b"close" in offer else 2)
+    assert found.endswith(b"hello")
+    with server.connect() as connection:
+        connection.sendall(b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\nxyz")
+        assert answer(connection).startswith(b"HTTP/1.1 4")
 
 
 def test_a_trailer_is_no_header(server: Running) -> None:

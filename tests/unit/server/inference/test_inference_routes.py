@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from tritonclient.utils import InferenceServerException
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import DeadlineError
+from prejit.server.engine.engine import Engine
+from prejit.server.engine.request_queue import Limits
+from prejit.server.gate.api_keys import read_keys
 from prejit.server.gate.server_settings import Settings
 from prejit.server.inference.inference_models import static_values
 from prejit.server.served.served import Models, Served
@@ -340,7 +344,9 @@ class Never(CallingEngine):
         super().__init__(bundle)
         self.futures: list[Future[Any]] = []
 
-    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit_client_call(
+        self, client: str, limits: Limits, name: str, /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
         self.futures.append(Future())
         return self.futures[-1]
 
@@ -393,3 +399,43 @@ def test_two_bundles_with_one_program_are_told_apart_by_their_names(
             )
     models.close()
     assert not np.array_equal(bundle.call("score", x=X), other.call("score", x=X))
+
+
+def test_a_key_that_floods_a_program_gets_the_refusals_and_another_gets_none(
+    bundle: Bundle, tmp_path: Path
+) -> None:
+    (tmp_path / "keys.txt").write_text(
+        "flood: sk-flood-0\nother: sk-other-0\nfew: sk-few-000 waiting=1\n"
+    )
+    engine = Engine(bundle, queue=4)
+    models = Models(Served(bundle.name, bundle, engine, 1))
+    lane, body = engine._calling._lane("score"), of()
+    held, went = threading.Event(), threading.Event()
+    run = lane._run
+
+    def slow(shares: Any) -> Any:
+        went.set()
+        assert held.wait(60)
+        return run(shares)
+
+    lane._run = slow
+
+    def ask(key: str) -> int:
+        url, head = f"{server.url}/v2/models/score/infer", {"Authorization": f"Bearer sk-{key}"}
+        return httpx.post(url, json=body, headers=head, timeout=60).status_code
+
+    with (
+        running(models, Settings(keys=read_keys(tmp_path / "keys.txt"))) as server,
+        ThreadPoolExecutor(9) as pool,
+    ):
+        first = pool.submit(ask, "flood-0")
+        assert went.wait(60)
+        flood = [pool.submit(ask, "flood-0") for _ in range(4)]
+        wait_for(lambda: len(lane._waiting) == 4)
+        others = [pool.submit(ask, "few-000"), pool.submit(ask, "other-0")]
+        wait_for(lambda: lane._waiting.count("few") == lane._waiting.count("other") == 1)
+        assert ask("few-000") == 429
+        held.set()
+        assert [each.result(60) for each in (first, *others)] == [200] * 3
+        assert sorted(each.result(60) for each in flood) == [200, 200, 429, 429]
+    models.close()

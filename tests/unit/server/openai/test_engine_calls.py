@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prejit.runtime.errors import NumbersError, QueueFullError
 from prejit.runtime.generation.generate import Piece
+from prejit.runtime.generation.options import resolve
 from prejit.server.engine.request_queue import NO_LIMITS, Limits
 from prejit.server.gate.http_errors import ApiError
+from prejit.server.openai.completions import CompletionRequest
 from prejit.server.openai.engine_calls import TextCall, pieces
 
 
@@ -108,3 +111,13 @@ def test_logits_that_are_no_numbers_end_all(choices: int) -> None:
     with pytest.raises(NumbersError):
         asyncio.run(take([call(Engine(*streams), choices)], 1))
     assert all(stream.closed for stream in streams)
+
+
+def test_a_logit_bias_is_checked_once_and_not_for_each_choice() -> None:
+    defaults = SimpleNamespace(options=dict)
+    served: Any = SimpleNamespace(bundle=SimpleNamespace(defaults=defaults))
+    options = CompletionRequest(prompt="", logit_bias={7: 1.0, 3: -100}).options(served)
+    given = options["logit_bias"]
+    assert given == ((3, -100.0), (7, 1.0))
+    for seed in range(2):
+        assert resolve({"logit_bias": given, "seed": seed}).sampling.logit_bias is given

@@ -15,6 +15,7 @@ import pytest
 
 from prejit.runtime.errors import StoreError
 from prejit.runtime.generation.generate import Piece
+from prejit.server.engine.request_queue import Limits
 from prejit.server.telemetry.requestlog import (
     Entry,
     RecordedEngine,
@@ -84,7 +85,9 @@ class Engine:
         done.set_result(SimpleNamespace(embeddings=np.ones((2, 3), np.float32), stats=stats))
         return done
 
-    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit_client_call(
+        self, client: str, limits: Limits, name: str, /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
         done: Future[Any] = Future()
         done.set_result({"a": (np.zeros(2), None), "b": np.array([True])})
         return done

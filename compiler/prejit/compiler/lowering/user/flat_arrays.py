@@ -24,7 +24,7 @@ from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import DTYPES, Array
 from prejit.runtime.format.constants import Constant, encode
 from prejit.runtime.format.limits import MAX_DIMENSIONS
-from prejit.runtime.programs.pytree import auxiliary
+from prejit.runtime.programs.pytree import auxiliary, kind_of_dict
 from prejit.runtime.programs.user_programs import halved
 
 
@@ -75,10 +75,11 @@ def _shape_of(leaf: Any, bucket: Mapping[str, int], where: str) -> Any:
         dtype, shape, weak = parse_shape(leaf, dict(bucket))
         if dtype == KEY:
             return jax.eval_shape(lambda: jnp.broadcast_to(jax.random.key(0), shape))
-        if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+        if (narrow := jax.dtypes.canonicalize_dtype(dtype)) != jnp.dtype(dtype):
             raise ManifestError(
                 f"{where}: expected a dtype of at most 32 bits, found {leaf!r}",
-                hint="set JAX_ENABLE_X64=1 in the environment of the build",
+                hint=f"write {narrow}, as jax computes; calls may still pass {dtype}; or set "
+                "JAX_ENABLE_X64=1 in the environment of the build",
             )
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), weak_type=weak)
     # First NumPy's scalars, some of whose classes are subclasses of Python's numbers.
@@ -241,7 +242,7 @@ def _tree(value: Any, what: str, shapes: Iterator[Any]) -> trees.Tree:
         return trees.Node("namedtuple", tuple(value._fields), children, name)
     if isinstance(value, dict) or (keys and all(isinstance(key, DictKey) for key in keys)):
         names = tuple(_dict_key(key, what) for key in keys)
-        return trees.Node("dict", names, children, aux=auxiliary(value))
+        return trees.Node("dict", names, children, aux=kind_of_dict(value))
     if (keys or dataclasses.is_dataclass(value)) and all(isinstance(k, GetAttrKey) for k in keys):
         fields = tuple(key.name for key in keys if isinstance(key, GetAttrKey))
         if dataclasses.is_dataclass(value):
