@@ -96,7 +96,7 @@ format: $(READY) ## format, and fix what the linter can
 bench: $(READY) ## beside JAX and llama.cpp, in about 5 minutes (the first time 20 more: llama.cpp is compiled)
 	$(BIN)/python -m benchmarks.run --quick
 
-bench-full: $(READY) ## beside every peer: OpenVINO, ONNX Runtime, CTranslate2, IREE as well; encoder, 1B, start-up
+bench-full: $(READY) ## beside every peer: OpenVINO, ONNX Runtime, CTranslate2 as well; encoder, 1B, start-up
 	$(BIN)/python -m benchmarks.run
 
 forms: $(READY) ## measure the forms of products that ship as recorded (a quiet machine, 15 minutes)

@@ -139,10 +139,3 @@ def digest_now() -> str:
                 digest.update(f"\0{path.relative_to(BENCHMARKS.parent)}\0".encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def prepare(bench: Bench, names: tuple[str, ...]) -> None:
-    """Make GPT-2 and bundles of workload.BUCKETS if they are missing or stale; empty JAX's cache."""
-    for name in names:
-        bench.built(name, "gpt2", "float32", workload.BUCKETS[name])
-    shutil.rmtree(bench.warm["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)

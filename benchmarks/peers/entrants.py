@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from benchmarks.harness import environments, workload
 from benchmarks.harness.measure import BENCHMARKS, FailedProcessError, Row, progress, run_once
@@ -84,8 +83,8 @@ def prejit(bench: Bench, work: Work, dtype: str) -> tuple[Command, Mapping[str, 
             f'[bundle]\nname = "{name}"\n\n[model]\nsource = "minilm"\ndtype = "{dtype}"\n\n'
             f'[encode]\nshapes = {shapes}\n\n[[target]]\nname = "cpu-host"\n',
         )
-        return ("peers/encode_child.py", "bundle", path, "0", "peers"), bench.prejit
-    sizes = workload.BUCKETS["gpt2-4"]
+        return ("peers/encode_child.py", "bundle", path), bench.prejit
+    sizes = workload.FEW
     name = f"{work.model}-{dtype}"
     if work.job == "prefill":
         length = workload.PREFILL_TOKENS
@@ -103,13 +102,7 @@ def jax(bench: Bench, work: Work, warm: bool, *options: str) -> tuple[Command, M
     """Return the process of plain JAX, in prejit's own environment."""
     environment = bench.warm if warm else {}
     if work.job == "encode":
-        return (
-            "peers/encode_child.py",
-            "jax",
-            str(bench.model("minilm")),
-            "0",
-            "peers",
-        ), environment
+        return ("peers/encode_child.py", "jax", str(bench.model("minilm"))), environment
     bench.model("gpt2")
     return ("peers/jax_baseline.py", work.job, bench.weights, *work.options, *options), environment
 
@@ -168,24 +161,6 @@ def openvino(
     python = environments.interpreter(bench.directory, "openvino")
     path = exported(bench, work, "openvino", TASKS[work.job], weights)
     return child(python, "peers/openvino_child.py", work, path, precision), {}
-
-
-def iree(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
-    """Return the process of IREE on the StableHLO of plain JAX."""
-    python = environments.interpreter(bench.directory, "iree")
-    bench.model("gpt2")
-    path = bench.directory / "exports" / f"{work.model}-iree"
-    if not path.is_dir():
-        progress(f"exporting {path.name}")
-        compiler = str(Path(python).with_name("iree-compile"))
-        run_once(Row(path.name, ("peers/convert/iree_export.py", compiler, str(path))))
-    return child(python, "peers/iree_child.py", work, str(path), bench.weights), {}
-
-
-def pytorch(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
-    """Return the process of PyTorch with transformers' model, op by op, in the environment of the exports."""
-    python = environments.interpreter(bench.directory, "export-onnx")
-    return child(python, "peers/torch_child.py", work, str(bench.model(work.model))), {}
 
 
 TASKS = {
@@ -297,23 +272,6 @@ ENTRANTS = (
             packages=("ctranslate2",),
         )
         for dtype in ("float32", "int8")
-    ),
-    Entrant(
-        "IREE float32",
-        "float32",
-        iree,
-        _GPT2,
-        environment="iree",
-        packages=("iree-base-runtime",),
-        one_row="its programs are compiled for one row",
-    ),
-    Entrant(
-        "PyTorch float32, transformers",
-        "float32",
-        pytorch,
-        _GPT2,
-        environment="export-onnx",
-        packages=("torch", "transformers"),
     ),
     Entrant("JAX bfloat16, persistent cache", "bfloat16", jax_bfloat16, _GPT2),
 )

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.measure import Row, Sample, interleave, progress, run_once
-from benchmarks.harness.report import Table, Target, cell, markdown, ratio
+from benchmarks.harness.report import Table, Target, cell, markdown, ratio_within_rounds
 from benchmarks.harness.results import begin, file_name, judged, save, use_two_cores
 from benchmarks.harness.workspace import RESULTS
 from prejit.compiler import build
@@ -112,9 +112,9 @@ def main() -> None:
                     else "0 (equal)",
                 )
             )
-        first = ratio(rows, BUNDLE, CACHED, "first_seconds")
+        first = ratio_within_rounds(rows, BUNDLE, CACHED, "first_seconds")
         targets.append(Target(f"{name}: exec to first result, to {CACHED}", first, 1, " x"))
-        steady = ratio(rows, BUNDLE, COLD, "call_seconds")
+        steady = ratio_within_rounds(rows, BUNDLE, COLD, "call_seconds")
         targets.append(Target(f"{name}: a call, to {COLD}", steady, 1.1, " x"))
     head = ("example", "", "exec → 1st result, s", "a call, ms", "largest difference to jax.jit")
     note = (

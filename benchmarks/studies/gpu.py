@@ -28,7 +28,7 @@ from benchmarks.harness.measure import (
     progress,
     run_once,
 )
-from benchmarks.harness.report import Table, Target, cell, ratio, same_tokens
+from benchmarks.harness.report import Table, Target, cell, ratio_within_rounds, same_tokens
 from benchmarks.harness.results import begin, judged, save
 from benchmarks.harness.workspace import PREJIT_COMMAND, RESULTS, Bench, bench_directory
 from prejit.runtime import Fingerprint
@@ -111,10 +111,10 @@ def tables(samples: dict[str, Any]) -> tuple[list[Table], list[Target]]:
         (
             name,
             cell(found, "first_seconds"),
-            f"{ratio(rows, name, report.JAX_COLD, 'first_seconds'):.2f}",
-            f"{ratio(rows, name, report.JAX_WARM, 'first_seconds'):.2f}",
+            f"{ratio_within_rounds(rows, name, report.JAX_COLD, 'first_seconds'):.2f}",
+            f"{ratio_within_rounds(rows, name, report.JAX_WARM, 'first_seconds'):.2f}",
             cell(found, "decode_tokens_per_second", 1),
-            f"{ratio(rows, name, report.JAX_COLD, 'decode_tokens_per_second'):.2f}",
+            f"{ratio_within_rounds(rows, name, report.JAX_COLD, 'decode_tokens_per_second'):.2f}",
         )
         for name, found in rows.items()
     ]

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.harness import report
 from benchmarks.harness.measure import Sample, progress
-from benchmarks.harness.report import Table, Target, cell, ratio
+from benchmarks.harness.report import Table, Target, cell, ratio_within_rounds
 from benchmarks.harness.results import begin, judged, save, use_two_cores
 from benchmarks.harness.workspace import RESULTS, bench_directory
 from prejit.compiler.pipeline.pack.bundle_files import assemble
@@ -201,7 +201,13 @@ def tables(
         "Ratios",
         ("program", *(f"{mine} to {other}" for mine, other in pairs)),
         [
-            (name, *(f"{ratio(rows, mine, other, 'seconds'):.2f}" for mine, other in pairs))
+            (
+                name,
+                *(
+                    f"{ratio_within_rounds(rows, mine, other, 'seconds'):.2f}"
+                    for mine, other in pairs
+                ),
+            )
             for name, rows in samples.items()
         ],
         "Medians of the ratios within each round; below 1, the first one is faster.",
@@ -238,7 +244,12 @@ def tables(
         ),
         Target("programs whose rows print different results", differing, 0),
         *(
-            Target(f"{name}: prejit run to no cache", ratio(rows, BUNDLE, COLD, "seconds"), 1, " x")
+            Target(
+                f"{name}: prejit run to no cache",
+                ratio_within_rounds(rows, BUNDLE, COLD, "seconds"),
+                1,
+                " x",
+            )
             for name, rows in samples.items()
         ),
     ]

@@ -23,11 +23,19 @@ from benchmarks import cold
 from benchmarks.cold import Prepared, new_receipts
 from benchmarks.harness import cold_report, report
 from benchmarks.harness.cold_report import FIRST_LOAD, READ_ALL, ByCondition
-from benchmarks.harness.comparison import ours, ratio_within_rounds
+from benchmarks.harness.comparison import ours
 from benchmarks.harness.conditions import Condition, Start
 from benchmarks.harness.control_groups import Group
 from benchmarks.harness.measure import Row, Sample, Spread, interleave, progress
-from benchmarks.harness.report import MB, Samples, Table, Target, cell, median
+from benchmarks.harness.report import (
+    MB,
+    Samples,
+    Table,
+    Target,
+    cell,
+    median,
+    ratio_within_rounds,
+)
 from benchmarks.harness.results import begin, file_name, judged, save, use_two_cores
 from benchmarks.harness.slow_disk import READ_AHEAD_KB, NoSlowDiskError, disk_below, slow_disk
 from benchmarks.harness.workspace import RESULTS, Bench, bench_directory

@@ -41,7 +41,7 @@ def test_a_ratio_is_of_processes_of_one_round_not_of_medians() -> None:
         PEER: samples(first_seconds=[2.0, 2.0, 1.0]),
     }
     # The medians alone are equal.
-    assert comparison.ratio_within_rounds(found, MINE, PEER, "first_seconds") == 2.0
+    assert report.ratio_within_rounds(found, MINE, PEER, "first_seconds") == 2.0
 
 
 def test_the_best_peer_is_the_fastest_where_more_is_better_and_the_least_where_less_is() -> None:
