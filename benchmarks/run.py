@@ -50,14 +50,8 @@ from benchmarks.harness.measure import (
     spread,
 )
 from benchmarks.harness.report import Table, Target
-from benchmarks.harness.results import begin, judged, save, use_two_cores
-from benchmarks.harness.workspace import (
-    RESULTS,
-    Bench,
-    bench_directory,
-    digest_now,
-    sources_digest,
-)
+from benchmarks.harness.results import RESULTS, begin, judged, save, use_two_cores
+from benchmarks.harness.workspace import Bench, bench_directory, digest_now, sources_digest
 from benchmarks.peers import entrants
 from benchmarks.peers.entrants import Work
 

@@ -15,7 +15,6 @@ from benchmarks.harness import workload
 from benchmarks.harness.measure import BENCHMARKS, FailedProcessError, Row, progress, run_once
 from benchmarks.harness.models import decoder_manifest
 
-RESULTS = BENCHMARKS / "results"
 LARGE_BYTES = 24_000_000_000
 """Free disk that the model of a billion parameters needs: 2.5 GB, bundles of 9 GB and the same in the build
 cache, GGUF files of 4 GB."""

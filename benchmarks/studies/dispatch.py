@@ -1,8 +1,8 @@
 """Measure what one call of a tiny program costs: jax.jit, `jit` from a bundle, and the calls of a Bundle.
 
-    python -m benchmarks.studies.dispatch [--rounds 15] [--calls 2000] [--name NAME]
+    python -m benchmarks.studies.dispatch [--rounds 15] [--calls 2000]
 
-Writes benchmarks/results/NAME.json and .md. The ways run in turns. A time is that of many calls in a row and
+The ways run in turns. A time is that of many calls in a row and
 of waiting for the last result, by the number of calls; each call takes the same arguments, but a bound state
 takes what the call before returned. The first calls are measured in fresh processes.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -25,10 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness.measure import machine, progress
+from benchmarks.harness.measure import progress
 from benchmarks.harness.report import Table
-from benchmarks.harness.results import save
-from benchmarks.harness.workspace import RESULTS, bench_directory
+from benchmarks.harness.results import begin, publish
+from benchmarks.harness.workspace import bench_directory
 from prejit.compiler import Program, build, program
 from prejit.runtime import jit, load
 from prejit.runtime.device import _jaxlib
@@ -146,7 +145,6 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=2000)
-    parser.add_argument("--name", default=f"{time.strftime('%Y-%m-%d')}-dispatch")
     given = parser.parse_args()
     programs = [program(f, *arguments(jnp.asarray)) for f, arguments in PROGRAMS.values()]
     for name in DONATED:
@@ -154,15 +152,7 @@ def main() -> None:
         args = list(arguments(jnp.asarray))
         programs.append(Program(f"{name}_donated", fn=function, args=args, donate=[0]))
     path = build(programs, bench_directory() / "dispatch", name="dispatch", quiet=True).path
-    facts: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "rounds": given.rounds,
-        "calls": given.calls,
-        "machine": machine(),
-        "versions": {"python": sys.version.split()[0], "jax": jax.__version__},
-        "seconds_per_call": {},
-        "first_call_seconds": {},
-    }
+    facts = begin(given.rounds, calls=given.calls, seconds_per_call={}, first_call_seconds={})
     tables = []
     for name in DONATED:
         called = ways(name, path)
@@ -197,15 +187,7 @@ def main() -> None:
             "In a fresh process after `import jax`; from a bundle with its load, without imports of prejit.",
         )
     )
-    facts["load_average_after"] = os.getloadavg()[0]
-    on = facts["machine"]
-    head = (
-        f"# Dispatch\n\n{facts['date']}, {on['cpu']} ({on['family_model']}), {on['cores']} cores, Python "
-        f"{facts['versions']['python']}, jax {facts['versions']['jax']}. {given.rounds} rounds of "
-        f"{given.calls} calls in turns, on a machine with a load of {on['load_average']:.1f} before and "
-        f"{facts['load_average_after']:.1f} after. `python -m benchmarks.studies.dispatch` repeats it.\n\n"
-    )
-    save(RESULTS, given.name, facts, head + "\n".join(each.markdown() for each in tables))
+    publish(facts, "dispatch", "Dispatch", tables)
 
 
 if __name__ == "__main__":

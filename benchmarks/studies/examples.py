@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.measure import Row, Sample, interleave, progress, run_once
-from benchmarks.harness.report import Table, Target, cell, markdown, ratio_within_rounds
-from benchmarks.harness.results import begin, file_name, judged, save, use_two_cores
-from benchmarks.harness.workspace import RESULTS
+from benchmarks.harness.report import Table, Target, cell, ratio_within_rounds
+from benchmarks.harness.results import begin, publish_rows, use_two_cores
 from prejit.compiler import build
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -122,21 +121,9 @@ def main() -> None:
         f"`{SPLIT}` runs on a mesh of two CPU devices from the bundle, and on one by jax.jit. "
         "The first result of a decoder is its first token, and a call is one token after it."
     )
-    facts |= {"samples": samples, "targets": judged(targets)}
-    facts["load_average_after"] = begin(given.runs)["machine"]["load_average"]
-    page = markdown(
-        facts,
-        [Table("Examples", head, lines, note)],
-        targets,
-        command="python -m benchmarks.studies.examples"
-        + (f" --only {given.only}" if given.only else ""),
-    )
-    save(
-        RESULTS,
-        file_name(facts, f"examples-{given.only}" if given.only else "examples"),
-        facts,
-        page,
-    )
+    facts["samples"] = samples
+    what = f"examples-{given.only}" if given.only else "examples"
+    publish_rows(facts, what, [Table("Examples", head, lines, note)], targets)
 
 
 if __name__ == "__main__":

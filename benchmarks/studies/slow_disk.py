@@ -13,15 +13,14 @@ benchmarks/results/, or with --model to $PREJIT_BENCH_DIR/results.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import cold
 from benchmarks.cold import Prepared, new_receipts
-from benchmarks.harness import cold_report, report
+from benchmarks.harness import cold_report
 from benchmarks.harness.cold_report import FIRST_LOAD, READ_ALL, ByCondition
 from benchmarks.harness.comparison import ours
 from benchmarks.harness.conditions import Condition, Start
@@ -36,9 +35,9 @@ from benchmarks.harness.report import (
     median,
     ratio_within_rounds,
 )
-from benchmarks.harness.results import begin, file_name, judged, save, use_two_cores
+from benchmarks.harness.results import RESULTS, begin, publish_rows, use_two_cores
 from benchmarks.harness.slow_disk import READ_AHEAD_KB, NoSlowDiskError, disk_below, slow_disk
-from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
+from benchmarks.harness.workspace import Bench, bench_directory
 
 DTYPE = "float32"
 WARM, COLD = Condition("own disk, page cache warm"), Condition("own disk, cold", cold=True)
@@ -243,11 +242,9 @@ def main() -> None:
         facts["samples"][name] = samples
         tables.append(table(MODELS[name].title, rows, samples))
         goals += targets(MODELS[name].title, samples)
-    facts |= {"load_average_after": os.getloadavg()[0], "targets": judged(goals)}
-    page = report.markdown(facts, tables, goals, command="python -m benchmarks.studies.slow_disk")
-    page += f"\n{note(given.rate, failures)}\n"
     directory = bench.directory / "results" if given.model else RESULTS
-    save(directory, file_name(facts, "slow-disk"), facts, page)
+    tables[-1] = replace(tables[-1], note=note(given.rate, failures))
+    publish_rows(facts, "slow-disk", tables, goals, directory)
 
 
 if __name__ == "__main__":
