@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.harness import chart
 from benchmarks.harness.comparison import ours
 from benchmarks.harness.conditions import COLD, LIMITED, WARM
-from benchmarks.harness.measure import Row, Sample, Spread, spread
+from benchmarks.harness.fresh_processes import Row, Sample, Spread, spread
 from benchmarks.harness.report import (
     JAX_WARM,
     MB,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness import workload
-from benchmarks.harness.measure import Row, Sample, Spread, spread
+from benchmarks.harness.fresh_processes import Row, Sample, Spread, spread
 from benchmarks.harness.report import (
     JAX_WARM,
     MB,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness.measure import Sample, Spread, spread
+from benchmarks.harness.fresh_processes import Sample, Spread, spread
 
 MB = 1e6
 Samples = Mapping[str, list[Sample]]

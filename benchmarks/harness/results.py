@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.measure import BENCHMARKS, machine, progress, versions
+from benchmarks.harness.fresh_processes import BENCHMARKS, machine, progress, versions
 from benchmarks.harness.report import Table, Target, markdown
 
 RESULTS = BENCHMARKS / "results"

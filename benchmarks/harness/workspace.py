@@ -12,7 +12,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.harness import workload
-from benchmarks.harness.measure import BENCHMARKS, FailedProcessError, Row, progress, run_once
+from benchmarks.harness.fresh_processes import (
+    BENCHMARKS,
+    FailedProcessError,
+    Row,
+    progress,
+    run_once,
+)
 from benchmarks.harness.models import decoder_manifest
 
 LARGE_BYTES = 24_000_000_000

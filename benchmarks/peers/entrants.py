@@ -10,8 +10,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.harness import environments, workload
-from benchmarks.harness.measure import BENCHMARKS, FailedProcessError, Row, progress, run_once
+from benchmarks.harness import peer_environments, workload
+from benchmarks.harness.fresh_processes import (
+    BENCHMARKS,
+    FailedProcessError,
+    Row,
+    progress,
+    run_once,
+)
 from benchmarks.harness.report import JAX_COLD, JAX_WARM
 from benchmarks.harness.workspace import Bench
 
@@ -114,7 +120,7 @@ def jax_bfloat16(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
 
 def llama_cpp(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:
     """Return the process of llama.cpp's Python binding."""
-    python = environments.interpreter(bench.directory, "llama.cpp")
+    python = peer_environments.interpreter(bench.directory, "llama.cpp")
     path = gguf_file(bench, work.model, kind, python)
     return child(python, "peers/llama_cpp_child.py", work, path), {}
 
@@ -139,7 +145,7 @@ def gguf_file(bench: Bench, model: str, kind: str, python: str) -> str:
 
 def onnxruntime(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:
     """Return the process of ONNX Runtime on optimum's export; `int8` is its dynamic quantization."""
-    python = environments.interpreter(bench.directory, "onnxruntime")
+    python = peer_environments.interpreter(bench.directory, "onnxruntime")
     path = exported(bench, work, "onnx", TASKS[work.job])
     if kind == "int8":
         path = exported(bench, work, "onnx-int8", source=path)
@@ -148,7 +154,7 @@ def onnxruntime(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[s
 
 def ctranslate2(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:
     """Return the process of CTranslate2 on its own conversion."""
-    python = environments.interpreter(bench.directory, "ctranslate2")
+    python = peer_environments.interpreter(bench.directory, "ctranslate2")
     return child(
         python, "peers/ctranslate2_child.py", work, exported(bench, work, "ctranslate2", kind)
     ), {}
@@ -158,7 +164,7 @@ def openvino(
     bench: Bench, work: Work, weights: str, precision: str
 ) -> tuple[Command, Mapping[str, str]]:
     """Return the process of OpenVINO on optimum-intel's export, with a warm cache of compiled models."""
-    python = environments.interpreter(bench.directory, "openvino")
+    python = peer_environments.interpreter(bench.directory, "openvino")
     path = exported(bench, work, "openvino", TASKS[work.job], weights)
     return child(python, "peers/openvino_child.py", work, path, precision), {}
 
@@ -190,7 +196,7 @@ def exported(bench: Bench, work: Work, form: str, *options: str, source: str = "
     path = bench.directory / "exports" / name
     if not path.is_dir():
         where = "export-openvino" if form == "openvino" else "export-onnx"
-        python = environments.interpreter(bench.directory, where)
+        python = peer_environments.interpreter(bench.directory, where)
         path.parent.mkdir(exist_ok=True)
         given = source or str(bench.model(work.model))
         script = str(BENCHMARKS / "peers/convert/export_model.py")
@@ -301,7 +307,7 @@ def rows(bench: Bench, work: Work, wanted: str, failures: dict[str, str]) -> lis
             continue
         try:
             command, environment = entrant.prepare(bench, work)
-        except (FailedProcessError, environments.EnvironmentFailedError) as error:
+        except (FailedProcessError, peer_environments.EnvironmentFailedError) as error:
             failures[entrant.name] = str(error).removeprefix(f"{entrant.name}: ")
             progress(f"left out: {entrant.name}: {error}")
         else:
@@ -315,5 +321,5 @@ def versions(bench: Bench, names: Collection[str]) -> dict[str, str]:
     for entrant in ENTRANTS:
         if entrant.environment and entrant.name in names:
             python = bench.directory / "envs" / entrant.environment / "bin" / "python"
-            found |= environments.package_versions(str(python), entrant.packages)
+            found |= peer_environments.package_versions(str(python), entrant.packages)
     return found

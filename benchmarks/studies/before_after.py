@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import workload
-from benchmarks.harness.measure import (
+from benchmarks.harness.fresh_processes import (
     BENCHMARKS,
     Row,
     Sample,

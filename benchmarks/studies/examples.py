@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.measure import Row, Sample, interleave, progress, run_once
+from benchmarks.harness.fresh_processes import Row, Sample, interleave, progress, run_once
 from benchmarks.harness.report import Table, Target, cell, ratio_within_rounds
 from benchmarks.harness.results import begin, publish_rows, use_two_cores
 from prejit.compiler import build

@@ -20,7 +20,7 @@ import re
 from typing import Any
 
 from benchmarks.harness import report
-from benchmarks.harness.measure import (
+from benchmarks.harness.fresh_processes import (
     Row,
     Sample,
     interleave,

@@ -20,7 +20,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.harness.measure import environment, progress
+from benchmarks.harness.fresh_processes import environment, progress
 from benchmarks.harness.models import decoder_manifest
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, publish, use_two_cores

@@ -28,8 +28,8 @@ from pathlib import Path
 from tests.ray_cluster import ray_cluster
 
 from benchmarks.harness.build_process import BuildProcess, Built
+from benchmarks.harness.fresh_processes import progress
 from benchmarks.harness.matrix import TARGETS, write_functions, write_matrix
-from benchmarks.harness.measure import progress
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, publish, use_two_cores
 from prejit.compiler.targets import environments

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.harness.measure import Row, Sample, interleave, progress, run_once
+from benchmarks.harness.fresh_processes import Row, Sample, interleave, progress, run_once
 from benchmarks.harness.report import Table, cell
 from benchmarks.harness.results import begin, publish, use_two_cores
 

@@ -20,7 +20,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.harness.measure import BENCHMARKS, Row, Sample, interleave, progress, run_once
+from benchmarks.harness.fresh_processes import (
+    BENCHMARKS,
+    Row,
+    Sample,
+    interleave,
+    progress,
+    run_once,
+)
 from benchmarks.harness.report import Samples, Table, Target, cell, ratio_within_rounds
 from benchmarks.harness.results import RESULTS, begin, publish_rows, use_two_cores
 from benchmarks.harness.workspace import bench_directory

@@ -43,8 +43,8 @@ from typing import Any
 from tests.ports import free_port
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.harness import environments, workload
-from benchmarks.harness.measure import BENCHMARKS, environment, progress
+from benchmarks.harness import peer_environments, workload
+from benchmarks.harness.fresh_processes import BENCHMARKS, environment, progress
 from benchmarks.harness.models import decoder_manifest
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, publish, use_two_cores
@@ -146,11 +146,11 @@ def prepare(
         manifest = decoder_manifest(f"serving-peers-{name}", source, model.dtype, sizes)
         bundle = bench.built_manifest(f"serving-peers-{name}", manifest)
     if LLAMA_SERVER in systems:
-        python = environments.interpreter(bench.directory, "llama-server")
+        python = peer_environments.interpreter(bench.directory, "llama-server")
         gguf = gguf_file(bench, model.source, model.gguf, python)
         llama_server = str(Path(python).with_name("llama-server"))
     if OPENVINO in systems:
-        openvino_python = environments.interpreter(bench.directory, "openvino")
+        openvino_python = peer_environments.interpreter(bench.directory, "openvino")
         work = Work("generate", model.source)
         openvino = exported(bench, work, "openvino", TASKS["generate"], model.openvino)
     return Prepared(
@@ -319,10 +319,10 @@ def peer_versions(bench: Bench, systems: Sequence[str]) -> dict[str, str]:
     """Return the versions of the peers that took part."""
     found: dict[str, str] = {}
     if LLAMA_SERVER in systems:
-        found |= environments.source_version(bench.directory, "llama-server")
+        found |= peer_environments.source_version(bench.directory, "llama-server")
     if OPENVINO in systems:
-        python = environments.interpreter(bench.directory, "openvino")
-        found |= environments.package_versions(python, ("openvino", "openvino-genai"))
+        python = peer_environments.interpreter(bench.directory, "openvino")
+        found |= peer_environments.package_versions(python, ("openvino", "openvino-genai"))
     return found
 
 

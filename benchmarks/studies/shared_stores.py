@@ -33,8 +33,8 @@ from typing import Any
 from tests.store_servers import KINDS, Server
 
 from benchmarks.harness.build_process import BuildProcess, Built
+from benchmarks.harness.fresh_processes import progress
 from benchmarks.harness.matrix import write_functions
-from benchmarks.harness.measure import progress
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, publish, use_two_cores
 

@@ -1,9 +1,9 @@
 """Compare prejit with what a user would otherwise pick, in fresh processes that take turns: `make bench`.
 
-    python -m benchmarks.run --quick         JAX and llama.cpp, about 5 minutes; the first time 20 more
-    python -m benchmarks.run                 every peer and section, hours the first time: `make bench-full`
-    python -m benchmarks.run --only prefill  one section
-    python -m benchmarks.run --row int8,JAX  rows with one of these in their names
+    python -m benchmarks.sections --quick         JAX and llama.cpp, 5 minutes; the first time 20 more
+    python -m benchmarks.sections                 every peer and section, hours at first: `make bench-full`
+    python -m benchmarks.sections --only prefill  one section
+    python -m benchmarks.sections --row int8,JAX  rows with one of these in their names
 
 Two threads, the same weights, medians with their spread. A whole run writes benchmarks/results/: peers.json
 (every sample), peers.md and peers.svg, or peers-quick.*; a part of one writes to $PREJIT_BENCH_DIR/results,
@@ -38,7 +38,7 @@ from benchmarks.harness.comparison import (
     Column,
     Goal,
 )
-from benchmarks.harness.measure import (
+from benchmarks.harness.fresh_processes import (
     FailedProcessError,
     Row,
     Sample,

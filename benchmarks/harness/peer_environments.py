@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO
 
-from benchmarks.harness.measure import clock, progress
+from benchmarks.harness.fresh_processes import clock, progress
 
 TORCH = os.environ.get("PREJIT_BENCH_TORCH", "torch")
 

@@ -1,6 +1,6 @@
 """Measure the engine: many callers at once, and a long prompt that joins texts that are being written.
 
-    python -m benchmarks.studies.engine [--rounds 5]
+    python -m benchmarks.studies.many_callers [--rounds 5]
 
 - N threads ask GPT-2 124M (float32, batches of 1, 4 and 8) for 64 tokens each: by `Bundle.generate`, where
   every call has its own batch; by one engine; and by `generate_batch`, which has all prompts from the start.
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.measure import progress
+from benchmarks.harness.fresh_processes import progress
 from benchmarks.harness.models import decoder_manifest, make_llama
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, publish, use_two_cores
