@@ -633,8 +633,8 @@ PARSERS: dict[str, Parser] = {
         _first_load,
         lambda: [json.dumps({"key": "sha256:" + "1" * 64, "outcome": "loaded"}).encode()],
     ),
-    "request": Parser(("prejit.runtime.server",), _request, _requests),
-    "inference request": Parser(("prejit.runtime.server",), _infer_request, _infer_requests),
+    "request": Parser(("prejit.server",), _request, _requests),
+    "inference request": Parser(("prejit.server",), _infer_request, _infer_requests),
     "server keys": Parser(
         ("prejit.server.gate.api_keys",),
         _keys_of_server,

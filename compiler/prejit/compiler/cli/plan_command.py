@@ -68,11 +68,13 @@ def plan(
     else:
         _print_plan(executables)
         traced = counts[TRACED]
-        most = "at most " if traced else ""
+        left = counts[COMPILE] + traced
+        # What is lowered anew may become a program that the store has, and equal programs compile once.
+        most = "at most " if left else ""
         rest = f" ({traced} {TRACED}, which shows whether a store has them)" if traced else ""
         click.echo(
             f"\n{counted(len(executables), 'program')}: {counts[CACHED]} cached, "
-            f"{most}{counts[COMPILE] + traced} to compile{rest}"
+            f"{most}{left} to compile{rest}"
         )
     return 0 if counts[CACHED] == len(executables) else PLAN_HAS_CHANGES
 

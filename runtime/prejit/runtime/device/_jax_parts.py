@@ -147,11 +147,17 @@ _UNKEYED = ("jax_default_prng_impl", "jax_enable_custom_prng", "jax_legacy_prng_
 """Settings that traces depend on, although jax does not key them by these."""
 
 
-def trace_context() -> Any:
-    """Return jax's key of traces for this thread, to be compared; None: the process has not imported jax."""
-    config = sys.modules.get("jax._src.config")
-    read = getattr(config, "trace_context", None)  # None: another thread is importing it just now
-    return None if read is None else (read(), config.default_prng_impl.value)  # type: ignore[union-attr]
+def trace_context() -> tuple[Any, Any, bool] | None:
+    """Return jax's settings of this thread, to be compared; None: the process has not imported jax.
+
+    They are jax's key of traces, the kind of random keys, and whether it looks for NaNs or infinities.
+    """
+    config: Any = sys.modules.get("jax._src.config")
+    try:
+        looks_for_nans = config.debug_nans.value or config.debug_infs.value
+        return config.trace_context(), config.default_prng_impl.value, looks_for_nans
+    except AttributeError:  # not imported, or another thread is importing it just now
+        return None
 
 
 def trace_settings() -> dict[str, Any]:
@@ -171,10 +177,8 @@ def trace_settings() -> dict[str, Any]:
 
 def looks_for_nans() -> bool:
     """Return whether jax_debug_nans or jax_debug_infs is on in this thread."""
-    config = sys.modules.get("jax._src.config")
-    if not hasattr(config, "debug_infs"):  # another thread is importing it just now
-        return False
-    return bool(config.debug_nans.value or config.debug_infs.value)  # type: ignore[union-attr]
+    context = trace_context()
+    return context is not None and context[2]
 
 
 def is_tracing() -> bool:

@@ -64,7 +64,8 @@ class Bound(OneProcess):
         Raises:
             UsageError, RejectError: as `Bundle.call`.
         """
-        result = self._steps.rebuild(*self._step(args, kwargs))
+        route, rest, chosen = self._step(args, kwargs)
+        result = self._steps.rebuild(route, rest, chosen) if route.returned else None
         self._calls.finish()
         return result
 

@@ -380,11 +380,19 @@ class Calls:
         """
         results = self.run(chosen.program, inputs)
         if _jax_parts.looks_for_nans():
-            name = chosen.program.name
-            for array, result in zip(self.programs.results(name), results, strict=True):
-                value = to_numpy(result)[_within(chosen, array)]
-                jax_settings.check_values(f"{pytree.spell(array.path)} of {name}", value)
+            self.check_results(chosen, results)
         return results
+
+    def check_results(self, chosen: ChosenBucket, results: Sequence[DeviceArray]) -> None:
+        """Look for NaNs and infinities in results, as jax is set to.
+
+        Raises:
+            FloatingPointError: there is one in what does not belong to padding.
+        """
+        name = chosen.program.name
+        for array, result in zip(self.programs.results(name), results, strict=True):
+            value = to_numpy(result)[_within(chosen, array)]
+            jax_settings.check_values(f"{pytree.spell(array.path)} of {name}", value)
 
     def rebuild(self, chosen: ChosenBucket, results: Sequence[DeviceArray]) -> Any:
         """Return the results of a program, nested as the function returned them."""
@@ -459,21 +467,27 @@ class Calls:
         self.check_settings(name)
         return self._known_calls.choose((name, args, kwargs), choose, has_static=has_static)
 
-    def check_settings(self, name: str) -> None:
+    def check_settings(self, name: str) -> bool:
         """Compare the settings of the host program's jax, if it has imported it, with those of a trace.
+
+        Returns:
+            Whether jax is set to look for NaNs or infinities.
 
         Raises:
             UsageError: they differ, and so jax.jit would not give what the program gives; or as `buckets`.
         """
         context = _jax_parts.trace_context()
-        if context is None or context == self._agreed.get(name):
-            return
+        if context is None:
+            return False
+        if context == self._agreed.get(name):
+            return context[2]
         if differing := jax_settings.differing(self.buckets(name)[0].settings):
             raise UsageError(
                 f"{self.programs.bundle}: {name} was built with other settings of jax: {differing}",
                 hint="set them as they were at the build, or build with these settings",
             )
         self._agreed[name] = context
+        return context[2]
 
     def fitted(
         self, program: ProgramEntry, args: tuple[Any, ...], kwargs: Mapping[str, Any]

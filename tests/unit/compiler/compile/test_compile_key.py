@@ -125,12 +125,12 @@ def test_a_worker_for_cpus_imports_no_jax(tmp_path: Path, run_python: Any) -> No
     run_python(
         "import sys\n"
         "from pathlib import Path\n"
-        "from prejit.compiler.compile.worker import compiling, requests, xla\n"
+        "from prejit.compiler.compile.worker import requests, worker_compile, xla\n"
         "xla.import_compiler('cpu')\n"
-        f"program = compiling.with_libraries(Path({str(portable)!r}).read_bytes(), {{}})\n"
+        f"program = worker_compile.with_libraries(Path({str(portable)!r}).read_bytes(), {{}})\n"
         "for devices in (1, 2):\n"
-        "    made = compiling.compile_program(program, xla.CompileFor(device_count=devices))\n"
-        "    compiling.compress(made.serialized)\n"
+        "    made = worker_compile.compile_program(program, xla.CompileFor(device_count=devices))\n"
+        "    worker_compile.compress(made.serialized)\n"
         "found = {name for name in sys.modules if name.partition('.')[0] in ('jax', 'flax')}\n"
         "assert not found, found"
     )

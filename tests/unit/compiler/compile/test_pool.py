@@ -46,7 +46,7 @@ V3 = target("cpu-x86-64-v3")
 FAKE_WORKER = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from prejit.compiler.compile.worker import compiling, requests
+from prejit.compiler.compile.worker import requests, worker_compile
 from prejit.runtime.format.bundle_schema import Memory
 from prejit.runtime.errors import BuildError
 
@@ -108,7 +108,7 @@ def compile_program(portable, machine):
             sys.exit("nobody came")
     if action == "break-cache":
         Path(argument).rename(argument + ".gone")
-    return compiling.CompilerOutput(
+    return worker_compile.CompilerOutput(
         portable * 100, (f"worker-{os.getppid()}", os.environ["XLA_FLAGS"]), Memory(1, 2, 3, 4)
     )
 

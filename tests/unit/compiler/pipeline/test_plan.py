@@ -26,6 +26,7 @@ from prejit.compiler.native.library import KernelLibrary, build_kernels
 from prejit.compiler.pipeline import program_keys
 from prejit.compiler.pipeline.lowering import lower, source_of
 from prejit.compiler.pipeline.model import ModelSource, read_model
+from prejit.compiler.pipeline.pack.packed_weights import find_published, pack_weights
 from prejit.compiler.pipeline.plan import (
     Native,
     Plan,
@@ -264,6 +265,8 @@ def test_a_plan_of_what_a_store_has_imports_neither_jax_nor_what_reads_models(
 ) -> None:
     found = planned(tmp_path / "m", model, "cpu-host")
     found.lower_all()
+    plan, published = found.plan, find_published(found.plan)
+    pack_weights(plan, published, {}, UserCode, lambda: found.model, found.store, Quiet())
     manifest = tmp_path / "m" / "m.toml"
     run_python(
         "import sys\n"
