@@ -50,8 +50,8 @@ from prejit.runtime.format.checks.program_table import (
     check_chunks_layers,
     check_config,
     check_packs,
-    check_recorded_layer,
 )
+from prejit.runtime.format.checks.seldom_parts import check_recorded_layer
 from prejit.runtime.format.golden_format import Golden
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE

@@ -13,10 +13,9 @@ from prejit.runtime.format.checks.program_table import (
     check_config,
     check_kernels_layer,
     check_packs,
-    check_recorded_layer,
 )
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import BUNDLE_NAME, LIBRARY_MEDIA_TYPE
+from prejit.runtime.format.names import BUNDLE_NAME, LIBRARY_MEDIA_TYPE, RECORDED_MEDIA_TYPE
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -102,7 +101,10 @@ def check_config_blob(
         from prejit.runtime.format.checks.seldom_parts import check_library_layers
 
         check_library_layers(config, manifest, layout.blob_path(target.descriptor.digest))
+    if config.recorded is not None or manifest.has_layer(RECORDED_MEDIA_TYPE):
+        from prejit.runtime.format.checks.seldom_parts import check_recorded_layer
+
+        check_recorded_layer(config, manifest, path)
     check_chunks_layers(config, manifest, path)
-    check_recorded_layer(config, manifest, path)
     check_packs(config, manifest, path)
     return config

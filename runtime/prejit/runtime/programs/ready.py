@@ -19,7 +19,7 @@ from prejit.runtime.format.arrays import Array, parse_sharding
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.layers import check_signature
-from prejit.runtime.format.checks.program_signatures import DECODER_KINDS, ENCODER_KINDS
+from prejit.runtime.format.checks.program_signatures import usage_of
 from prejit.runtime.format.checks.program_table import check_array
 from prejit.runtime.format.verification import VERIFIED, Verification
 
@@ -278,8 +278,8 @@ class Programs:
         """Return a program of the user for sizes that no bucket has, and say that it is compiled here.
 
         Args:
-            program: a bucket whose manifest leaves the sizes of these variables open.
-            sizes: the wanted size of each.
+            program: a bucket whose manifest leaves these sizes open.
+            sizes: the wanted ones.
 
         Raises:
             RejectError: the program with symbolic sizes is damaged.
@@ -489,18 +489,7 @@ class Programs:
     @property
     def usage(self) -> str:
         """How a caller runs them, for hints: the commands, and the names of functions."""
-        table = tuple(self.table.values())
-        kinds = {program.kind for program in table}
-        found = []
-        if not kinds.isdisjoint(DECODER_KINDS):
-            found.append("generate with `prejit generate` or `Bundle.generate`")
-        if not kinds.isdisjoint(ENCODER_KINDS):
-            found.append("encode sentences with `prejit encode` or `Bundle.encode`")
-        names = {program.name.partition("/")[0] for program in table if program.kind == "call"}
-        if names:
-            known = ", ".join(sorted(names))
-            found.append(f"call one of its programs with `prejit call` or `Bundle.call`: {known}")
-        return "; ".join(found)
+        return usage_of(self.table.values())
 
     def obtained(self) -> dict[str, ProgramReport]:
         """Return how each ready program was obtained, by name."""

@@ -24,8 +24,8 @@ from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import DTYPES, Array
 from prejit.runtime.format.constants import Constant, encode
 from prejit.runtime.format.limits import MAX_DIMENSIONS
+from prejit.runtime.programs.fitted_arguments import halved
 from prejit.runtime.programs.pytree import auxiliary, kind_of_dict
-from prejit.runtime.programs.user_programs import halved
 
 
 @dataclasses.dataclass(frozen=True)

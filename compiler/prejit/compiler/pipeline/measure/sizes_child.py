@@ -32,10 +32,10 @@ from prejit.runtime.errors import PrejitError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.blobs import Layer
+from prejit.runtime.programs.fitted_arguments import fit, padded
 from prejit.runtime.programs.golden_inputs import Values, call_input
 from prejit.runtime.programs.mapped_weights import open_weights
 from prejit.runtime.programs.pytree import spell
-from prejit.runtime.programs.user_programs import fit, padded
 
 SEED = 1
 """The seed of the arguments."""

@@ -30,10 +30,9 @@ from prejit.runtime.format.checks.program_table import (
     check_config,
     check_kernels_layer,
     check_packs,
-    check_recorded_layer,
     check_weight_sets,
 )
-from prejit.runtime.format.checks.seldom_parts import check_library_layers
+from prejit.runtime.format.checks.seldom_parts import check_library_layers, check_recorded_layer
 from prejit.runtime.format.index_bytes import encode_index
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,

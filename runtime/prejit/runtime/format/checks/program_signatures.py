@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
@@ -184,6 +184,21 @@ def _cache_forms(config: Config) -> tuple[tuple[str, tuple[str, ...]], ...]:
         )
         for array in cache_arrays(config.decoder)
     )
+
+
+def usage_of(programs: Collection[ProgramEntry]) -> str:
+    """Return how a caller runs programs, for hints: the commands, and the names of functions."""
+    kinds = {program.kind for program in programs}
+    found = []
+    if not kinds.isdisjoint(DECODER_KINDS):
+        found.append("generate with `prejit generate` or `Bundle.generate`")
+    if not kinds.isdisjoint(ENCODER_KINDS):
+        found.append("encode sentences with `prejit encode` or `Bundle.encode`")
+    names = {each.name.partition("/")[0] for each in programs if each.kind == "call"}
+    if names:
+        known = ", ".join(sorted(names))
+        found.append(f"call one of its programs with `prejit call` or `Bundle.call`: {known}")
+    return "; ".join(found)
 
 
 def difference(found: tuple[str, ...], expected: tuple[str, ...]) -> str:

@@ -255,22 +255,6 @@ def check_packs(config: Config, manifest: ImageManifest, path: str) -> None:
             )
 
 
-def check_recorded_layer(config: Config, manifest: ImageManifest, path: str) -> None:
-    """7. Check that a manifest has a layer of recorded files where its config lists some, and not otherwise.
-
-    Args:
-        config: the config of a target.
-        manifest: the manifest of the same target.
-        path: the file of the config, for errors.
-    """
-    has_layer = manifest.has_layer(RECORDED_MEDIA_TYPE)
-    if has_layer != (config.recorded is not None):
-        raise RejectError(
-            path,
-            f"expected {'a' if config.recorded else 'no'} layer of recorded files, as the config",
-        )
-
-
 def _is_date(text: str) -> bool:
     try:
         return date.fromisoformat(text).isoformat() == text  # it takes other spellings as well

@@ -22,6 +22,7 @@ from prejit.runtime.format.checks.program_signatures import (
 )
 from prejit.runtime.format.names import (
     LIBRARY_MEDIA_TYPE,
+    RECORDED_MEDIA_TYPE,
 )
 
 HANDLER_NAME = re.compile(r"[\w.$-]{1,256}", re.ASCII)
@@ -200,3 +201,19 @@ def check_library(content: bytes, library: UserLibrary, architecture: str, path:
         )
     if missing := sorted(set(library.handlers.values()) - set(found.exported)):
         raise RejectError(path, f"expected exports {', '.join(missing)}, found others")
+
+
+def check_recorded_layer(config: Config, manifest: ImageManifest, path: str) -> None:
+    """7. Check that a manifest has a layer of recorded files where its config lists some, and not otherwise.
+
+    Args:
+        config: the config of a target.
+        manifest: the manifest of the same target.
+        path: the file of the config, for errors.
+    """
+    has_layer = manifest.has_layer(RECORDED_MEDIA_TYPE)
+    if has_layer != (config.recorded is not None):
+        raise RejectError(
+            path,
+            f"expected {'a' if config.recorded else 'no'} layer of recorded files, as the config",
+        )
