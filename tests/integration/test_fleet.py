@@ -21,7 +21,6 @@ from prejit.compiler.targets.interpreters import find_interpreter
 from prejit.compiler.targets.target_table import target
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError
-from prejit.runtime.format.contents import read_contents
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
@@ -30,6 +29,7 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
+from prejit.runtime.format.target_contents import read_contents
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.targets import Target

@@ -12,11 +12,11 @@ from prejit.runtime.base.text_table import table
 from prejit.runtime.cli.output import print_text
 from prejit.runtime.errors import FallbackWarning, RejectError, StoreError
 from prejit.runtime.format.blobs import read_whole
-from prejit.runtime.format.contents import Contents, read_contents
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import Root
+from prejit.runtime.format.target_contents import Contents, read_contents
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.programs.canary import answer_file_of
 from prejit.runtime.store.first_loads import forget_failed_loads

@@ -19,7 +19,6 @@ from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Config, RecordedProgram
 from prejit.runtime.format.checks.oci import check_digest
-from prejit.runtime.format.contents import Contents, read_contents
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     GENERATION_MEDIA_TYPE,
@@ -27,6 +26,7 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.opening import OpenTarget, match
 from prejit.runtime.format.root import Root
+from prejit.runtime.format.target_contents import Contents, read_contents
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 

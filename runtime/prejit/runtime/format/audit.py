@@ -28,7 +28,6 @@ from prejit.runtime.format.checks.chat_layer import check_chat
 from prejit.runtime.format.checks.layers import check_weights, unpack
 from prejit.runtime.format.checks.oci import check_digest, check_layout_file
 from prejit.runtime.format.checks.program_table import check_weight_sets, segments_of
-from prejit.runtime.format.contents import Contents, check_libraries, read_contents, read_kernels
 from prejit.runtime.format.hashing import check_blob
 from prejit.runtime.format.index_bytes import encode_root
 from prejit.runtime.format.layout import Layout
@@ -41,6 +40,12 @@ from prejit.runtime.format.names import (
 from prejit.runtime.format.opening import match
 from prejit.runtime.format.referrers import Referrer, reached, referrers, unattached
 from prejit.runtime.format.root import Root
+from prejit.runtime.format.target_contents import (
+    Contents,
+    check_libraries,
+    read_contents,
+    read_kernels,
+)
 from prejit.runtime.format.writing import locked
 from prejit.runtime.machine.fingerprint import Fingerprint
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from prejit.runtime.generation.rows import Usage
 from prejit.runtime.generation.sampling import Logprob
 from prejit.runtime.programs.ready import ProgramReport
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)

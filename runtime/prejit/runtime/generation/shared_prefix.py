@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from prejit.runtime.generation.kv_cache import KVCache
 from prejit.runtime.programs.ready import Programs
-
-if TYPE_CHECKING:
-    pass
 
 
 @final

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_source(source: np.ndarray[Any, Any] | None, programs: DecoderPrograms) -> None:

@@ -24,11 +24,11 @@ from prejit.runtime.errors import StoreError, UntrustedError, UntrustedWarning, 
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import RecordedProgram
 from prejit.runtime.format.checks.layers import unpack
-from prejit.runtime.format.contents import Contents, read_contents
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME, RECORDED_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, match
 from prejit.runtime.format.root import Root
+from prejit.runtime.format.target_contents import Contents, read_contents
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
 from prejit.runtime.recorded.recorded_run import make_directory

@@ -94,11 +94,11 @@ def test_aligned_memory_is_taken_without_a_copy(dtype: str, device: Device) -> N
 def test_mapped_weights_are_taken_without_a_copy(settled_dir: Path, device: Device) -> None:
     """As they come from a bundle: a private map of the file."""
     from prejit.runtime.format.blobs import check_blobs
-    from prejit.runtime.format.contents import read_contents
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
     from prejit.runtime.format.opening import match
     from prejit.runtime.format.root import read_root
+    from prejit.runtime.format.target_contents import read_contents
     from prejit.runtime.programs.mapped_weights import open_weights
 
     with Layout(settled_dir) as layout:

@@ -20,7 +20,6 @@ from prejit.runtime.errors import FallbackWarning, KernelError, MismatchError, R
 from prejit.runtime.fallback import fallback_counts
 from prejit.runtime.format import limits
 from prejit.runtime.format.checks.program_table import check_config
-from prejit.runtime.format.contents import read_contents, read_kernels
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     KERNELS_MEDIA_TYPE,
@@ -28,6 +27,7 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
+from prejit.runtime.format.target_contents import read_contents, read_kernels
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 

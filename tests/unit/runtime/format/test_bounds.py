@@ -38,10 +38,10 @@ from prejit.runtime.format.checks.program_table import (
     check_weight_sets,
 )
 from prejit.runtime.format.checks.seldom_parts import _check_encoder
-from prejit.runtime.format.contents import Contents, read_contents
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
+from prejit.runtime.format.target_contents import Contents, read_contents
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint

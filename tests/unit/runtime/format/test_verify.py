@@ -50,7 +50,6 @@ from prejit.runtime.format.checks.layers import (
 from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
 from prejit.runtime.format.checks.program_signatures import BUCKETS, Signatures, sized
 from prejit.runtime.format.checks.program_table import check_array, check_config, check_weight_sets
-from prejit.runtime.format.contents import read_contents
 from prejit.runtime.format.index_bytes import encode_index
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
@@ -76,6 +75,7 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
+from prejit.runtime.format.target_contents import read_contents
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
