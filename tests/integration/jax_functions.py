@@ -611,17 +611,13 @@ def page() -> str:
         f"| {name if ' ' in name else f'`{name}`'} | {instead} |"
         for name, (_, _, instead) in REFUSED.items()
     )
-    lists = "\n\n".join(
-        f"**{name}**: {', '.join(f'`{function}`' for function in functions)}."
-        for name, functions in FAMILIES.items()
-    )
     count = sum(map(len, FAMILIES.values()))
     return f"""# What of JAX works in a bundle
 
 A `[[program]]` of a manifest may be any function that `jax.jit` takes, with the exceptions below. This page is
-written from the table in `tests/integration/jax_functions.py`, and `tests/integration/test_jax_coverage.py` tries
-all of it: each function is lowered for CPUs, NVIDIA GPUs and TPUs at once, compiled for this CPU, stored, loaded,
-run, and compared with plain JAX. Nothing here was run on a GPU or a TPU.
+written from the table in `tests/integration/jax_functions.py`, which names them all, and
+`tests/integration/test_jax_coverage.py` tries it: each function is lowered for CPUs, NVIDIA GPUs and TPUs at once,
+compiled for this CPU, stored, loaded, run, and compared with plain JAX. Nothing here was run on a GPU or a TPU.
 
 ## What works
 
@@ -663,10 +659,6 @@ The build refuses these, and names the function and the line.
 | what | instead |
 | --- | --- |
 {refused}
-
-## All that is tried
-
-{lists}
 """
 
 
