@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import json
 import re
@@ -20,9 +21,10 @@ from typing import Any
 
 import click
 
-from prejit.compiler.manifest.manifest_schema import manifest_schema
+from prejit.compiler.manifest.manifest_schema import documented, manifest_schema
 from prejit.runtime import errors
 from prejit.runtime.cli.commands import HOUSES, commands
+from prejit.runtime.format import bundle_schema
 from prejit.server.served.served import Models
 from prejit.server.telemetry.metrics_collector import EngineCollector
 
@@ -69,6 +71,13 @@ raises the class. All classes can be imported from `prejit.runtime.errors`, and 
 
 | code | exit | class | meaning |
 | --- | --- | --- | --- |"""
+_BUNDLE_SCHEMA = """\
+# Schema of a bundle
+
+The keys of a config and of its parts, from the code that reads them (`prejit.runtime.format.bundle_schema`).
+A reader must refuse other keys and other types. An optional key may be absent; then its value is None. What
+else must hold is in [Bundle format](../bundle-format.md#config-the-program-table).
+"""
 _METRICS = """\
 # Metrics
 
@@ -91,6 +100,7 @@ def reference_pages() -> dict[Path, str]:
         "command-line.md": command_line_page(),
         "errors.md": errors_page(),
         "metrics.md": metrics_page(),
+        "bundle-schema.md": bundle_schema_page(),
     }
     return {DOCS / "reference" / name: text for name, text in pages.items()}
 
@@ -226,6 +236,49 @@ def _must_be(value: Schema, schema: Schema) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+# --- the bundle's schema ------------------------------------------------------------------------------------
+
+
+def bundle_schema_page() -> str:
+    """Return the reference of a bundle's config: one section for each class, one row for each key."""
+    parts = [_BUNDLE_SCHEMA]
+    for name, kind in vars(bundle_schema).items():
+        if not isinstance(kind, type) or kind.__module__ != bundle_schema.__name__:
+            continue
+        if dataclasses.is_dataclass(kind):
+            summary, meanings = documented(kind)
+            if not meanings:
+                continue  # a file that OCI describes
+            parts += [
+                f"## {name}",
+                "",
+                summary,
+                "",
+                "| key | type | meaning |",
+                "| --- | --- | --- |",
+            ]
+            for field in dataclasses.fields(kind):
+                annotation, optional, _ = str(field.type).partition(" | None")
+                kind_of = _in_words(annotation) + ", optional" * bool(optional)
+                parts.append(f"| `{field.name}` | {kind_of} | {_cell(meanings[field.name])} |")
+            parts.append("")
+    return "\n".join(parts)
+
+
+def _in_words(annotation: str) -> str:
+    if items := re.fullmatch(r"tuple\[(.+), \.\.\.\]", annotation):
+        return f"list of {_in_words(items[1])}"
+    if values := re.fullmatch(r"dict\[str, (.+)\]", annotation):
+        return f"{_in_words(values[1])} by name"
+    if annotation in vars(bundle_schema):
+        pages = {
+            "Requirement": "../bundle-format.md#requirements",
+            "Mesh": "../bundle-format.md#meshes",
+        }
+        return f"[{annotation}]({pages.get(annotation, f'#{annotation.lower()}')})"
+    return {"str": "text", "int": "integer", "bool": "true or false"}[annotation]
 
 
 # --- the command line ---------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ PAGES = sorted(path for path in TRACKED if path.suffix == ".md")
 DECISIONS = sorted(DOCS.glob("decisions/0*.md"))
 NAMING = (*DOCS.glob("architecture/*.md"), DOCS / "tour.md", DOCS / "glossary.md")
 """Pages on which `package.module.name` in backquotes is a name of the code."""
-GENERATED = {"manifest.md", "command-line.md", "errors.md", "metrics.md"}
 
 
 def _name(page: Path) -> str:

@@ -153,6 +153,8 @@ def test_another_reader_finds_what_the_documentation_says(golden: Path) -> None:
 def test_the_documentation_names_every_key() -> None:
     document = (HERE.parents[2] / "docs" / "bundle-format.md").read_text(encoding="utf-8")
     assert document.startswith(f"# The bundle format, version {FORMAT_VERSION}\n")
+    schema = HERE.parents[2] / "docs" / "reference" / "bundle-schema.md"
+    document += schema.read_text(encoding="utf-8")
     kinds = [Config, ProgramEntry, Segment, Memory, Decoder]
     kinds += [Requirement, Mesh, Portable, ImageManifest, Descriptor]
     kinds += [Encoder, Chat, Accuracy, Kernels, Chunks, RecordedProgram, UserLibrary, Golden]
