@@ -169,11 +169,11 @@ LOADING = (
     Rule(
         "9",
         "When a program is used: digest of its frame, decompression bounded by `raw_size`, digest of the "
-        "result, and only then the deserializer, on those same bytes: XLA may crash on others. Before it runs: it "
-        "takes the arguments and gives the results of the table, in number, dtype and shape (on a mesh: "
-        "each device's share), and donates none that the table keeps. If XLA does not load verified bytes, "
-        "this machine cannot, and the bundle is not damaged. Recorded files go into a directory that only "
-        "its user can write to.",
+        "result, and only then the deserializer, on those same bytes: XLA may crash on others. Before it "
+        "runs: it takes the arguments and gives the results of the table, in number, dtype and shape (on a "
+        "mesh: each device's share), and donates none that the table keeps. If XLA does not load verified "
+        "bytes, this machine cannot, and the bundle is not damaged. Recorded files go into a directory "
+        "that only its user can write to.",
         (f"{_CHECKS}.layers.unpack", f"{_CHECKS}.layers.check_signature"),
     ),
     Rule(
