@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from prejit.runtime.jitted.jit_call import Chosen, Parameters
 
 AnyManifest = Manifest | str | os.PathLike[str]
 """A manifest, or the path of its TOML file."""
+logging.getLogger("prejit.compiler").addHandler(logging.NullHandler())
 EXECUTOR = "PREJIT_EXECUTOR"
 """The environment variable that says where a build compiles."""
 LOCAL = "local"

@@ -4,6 +4,6 @@
 maximum sizes. `layout` reads files and `writing` writes them. `root` finds the bundle in `index.json`,
 `copied` makes the index of a copy that lacks it, and `referrers` finds what refers to a bundle. `blobs`
 hashes every byte before it is used, `opening` compares the targets with a machine, and `audit` is `prejit
-verify`. `checks` holds the numbered checks of docs/bundle-format.md. Imports `machine`, `store` and rooms
-below them, and no JAX. Begin with `root`.
+verify`. `checks` holds the numbered checks, and `rules` lists them in their order. Imports `machine`, `store`
+and rooms below them, and no JAX. Begin with `root`.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -30,6 +31,7 @@ from prejit.runtime.format.verification import VERIFIED, Job, Verification
 from prejit.runtime.store.receipts import Receipts
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 
 class _File(NamedTuple):
@@ -160,10 +162,13 @@ class Blobs:
             size = file.identity.size
             if table is not None and _is_measured(file, table):
                 self.verity_bytes += size
+                _log.debug("%s: the kernel verifies it, by fs-verity", digest)
                 continue
             if self._holds(file, digest) or (table is not None and self._holds(file, table.name)):
                 self.receipt_bytes += size
+                _log.debug("%s: has a receipt", digest)
                 continue
+            _log.debug("%s: to be hashed%s", digest, "" if table is None else " in chunks")
             if table is None:
                 jobs.append(Job(digest, 0, size, partial(_check_whole, file, digest, None)))
             else:
@@ -184,6 +189,10 @@ class Blobs:
     ) -> None:
         """Begin jobs. If all succeed, files with these names and identities get receipts."""
         self.hashed_bytes = sum(job.end - job.start for job in jobs)
+        _log.info(
+            "verifying: %d bytes are hashed, %d have receipts, %d are left to fs-verity",
+            *(self.hashed_bytes, self.receipt_bytes, self.verity_bytes),
+        )
         if not jobs:
             self._close()
             return
@@ -193,6 +202,7 @@ class Blobs:
 
     def _finish(self, names: Iterable[tuple[str, Identity]], began: float) -> None:
         self._close()
+        _log.info("verified: all that was hashed is right")
         if self._receipts is not None:
             for name, identity in names:
                 self._receipts.add(name, identity, hashed_at=began)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from prejit.runtime.programs.golden_check import Deviation
     from prejit.runtime.programs.local import LocalCompiler
     from prejit.runtime.programs.mapped_weights import Weights
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +207,7 @@ class Programs:
             self._underway.discard(name)
         self.compiled += source == "compiled"
         self._reports[name] = ProgramReport(name, source, time.perf_counter() - started)
+        _log.info("%s: %s: %s in %.3f s", self.bundle, name, source, self._reports[name].seconds)
         self._ready[name] = executable
         if self._closed is not None:  # `close` may have dropped the others before
             self._ready.pop(name, None)
@@ -221,6 +225,7 @@ class Programs:
             executable = self._load(program, self._device)
             if (wrong := canary.ask(program, executable, self.compare)) is None:
                 return executable, "loaded"
+        _log.info("%s: %s: golden answer is wrong: %s", self.bundle, program.name, wrong)
         canary.fall_back(program, wrong)
         executable, source = self._compiler.obtain(program, self.results(program.name))
         canary.ask_portable(program, executable, self.compare)
@@ -398,6 +403,7 @@ class Programs:
                 self._locks[entry.name] = threading.Lock()
                 self.table[entry.name] = entry
                 count_open_size(self.bundle, entry.name)
+                _log.info("%s: %s: no bucket has these sizes", self.bundle, entry.name)
         return entry
 
     def _check_signature(self, program: ProgramEntry, executable: Executable, path: str) -> None:

@@ -7,6 +7,7 @@ not the server. It is not a sandbox: the child runs with the rights of this proc
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from prejit.runtime.store.first_loads import (
     remember_first_load,
 )
 
+_log = logging.getLogger(__name__)
 CHILD_MODULE = "prejit.runtime.first_load_child"
 """The module that the child process runs."""
 
@@ -118,6 +120,7 @@ def check_first_load(wanted: FirstLoad, machine: Fingerprint, policy: str) -> No
         return
     key = digest_of(json.dumps([manifests, asdict(machine)], sort_keys=True).encode())
     outcome = first_load_outcome(key)
+    _log.info("%s wants the first load in a child process: %s", policy, outcome or "it begins")
     if outcome is None:
         for number in range(_TRIES):
             outcome = _tried(wanted, manifests, policy, limited=number < _TRIES - 1)

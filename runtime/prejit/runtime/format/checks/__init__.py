@@ -1,35 +1,8 @@
 """Every check of a bundle's files, numbered as in docs/bundle-format.md. No file access, no JAX.
 
 A check takes bytes and raises RejectError, which names the file at fault, or returns what the bytes mean. It
-trusts only what checks with a smaller number in the column "order" have verified:
+trusts only what earlier ones have verified: `format.rules` has all of them in the order in which they run.
 
-    order  number    checks                                      function
-    1      1         `oci-layout`                                oci.check_layout_file,
-                                                                 check_layout_version
-    2      2, 4      the bundle's index and its descriptors      oci.check_index, check_descriptor
-    3      3         name and requirement of each target         oci.target_of
-    4      5, 6, 4   digest and content of each manifest         oci.check_digest, check_manifest
-    5      5, 7      digest and content of a target's config     config.check_config, check_kernels_layer,
-                                                                 check_chunks_layers,
-                                                                 check_recorded_layer,
-                                                                 check_packs
-    6      8         digests of the layers and the config of    format.blobs: `Blobs`
-                     the target that is served, whole, by
-                     chunks or by fs-verity; each part before
-                     it is used
-    7      9         the library of native kernels               layers.check_kernels
-    8      10        weights                                     safetensors.check_weights,
-                                                                 config.check_weight_sets
-    9      7, 9      a program, when it is used: its arrays, its config.check_arrays, layers.unpack,
-                     frame, the signature that XLA compiled      layers.check_signature
-    verify 14, 15    what refers to the bundle, and what the    attached.check_subject,
-                     build attached                              check_content, check_types
-    verify 16, 17    `index.json` of ours, and all files that   attached.check_root, check_names
-                     nothing leads to
-    any    11        chat templates, when one is used            layers.check_chat
-    any    12        the generation config                       generation.defaults.check_generation
-
-Only `prejit verify` does those in the order "verify". `signatures` has the arguments and results of each
-kind of program, `elf` reads shared libraries. Imports `schema`, `names`, `arrays` and `limits` of `format`.
-Begin with `oci`.
+`program_signatures` has the arguments and results of each kind of program, `elf` reads shared libraries.
+Imports `bundle_schema`, `names`, `arrays` and `limits` of `format`. Begin with `oci`.
 """
