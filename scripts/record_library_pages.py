@@ -1,4 +1,4 @@
-"""Record which pages of jaxlib's library a start touches, for `prejit.runtime.device.library_pages`.
+"""Record which pages of jaxlib's library a start touches, for `prejit.runtime.device.quick_start`.
 
     python -m scripts.record_library_pages BUNDLE ...
 
@@ -18,10 +18,10 @@ from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
-from prejit.runtime.device import library_pages
-from prejit.runtime.device.start import jaxlib_library
+from prejit.runtime.device import quick_start
+from prejit.runtime.device.quick_start import jaxlib_library
 
-LISTED = Path(library_pages.__file__).with_suffix(".txt")
+LISTED = Path(quick_start.__file__).with_name("library_pages.txt")
 _PRESENT = 1 << 63
 """Bit of an entry of /proc/self/pagemap: the page is in memory (Documentation/admin-guide/mm/pagemap.rst)."""
 _ENTRY_BYTES = 8
@@ -52,7 +52,7 @@ def main() -> None:
     others = LISTED.read_text(encoding="ascii").splitlines() if LISTED.exists() else []
     kept = [each for each in others if each.split()[0] != text.split()[0]]
     LISTED.write_text("".join(f"{each}\n" for each in sorted([*kept, text])), encoding="ascii")
-    print(f"{name}: {len(pages) * library_pages.PAGE_BYTES / 1e6:.0f} MB")
+    print(f"{name}: {len(pages) * quick_start.PAGE_BYTES / 1e6:.0f} MB")
 
 
 def line(size: int, pages: Iterable[int], name: str) -> str:
@@ -84,12 +84,10 @@ def touched_by_start(bundle: Path) -> list[int]:
             addresses, _, offset, *_, path = each.rstrip("\n").split(maxsplit=5)
             if path != library:
                 continue
-            start, end = (
-                int(part, 16) // library_pages.PAGE_BYTES for part in addresses.split("-")
-            )
+            start, end = (int(part, 16) // quick_start.PAGE_BYTES for part in addresses.split("-"))
             map_.seek(start * _ENTRY_BYTES)
             entries = memoryview(map_.read((end - start) * _ENTRY_BYTES)).cast("Q")
-            first = int(offset, 16) // library_pages.PAGE_BYTES
+            first = int(offset, 16) // quick_start.PAGE_BYTES
             found += [first + at for at, entry in enumerate(entries) if entry & _PRESENT]
     return found
 

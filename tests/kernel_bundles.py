@@ -36,7 +36,7 @@ def kernel_recipe(
     from prejit.compiler.compile.worker.xla import compile_portable
     from prejit.compiler.pipeline.pack import bundle_files
     from prejit.compiler.store.directory_store import DirectoryStore
-    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.base.files import digest_of
     from prejit.runtime.device import kernels
     from prejit.runtime.format.arrays import Array
     from prejit.runtime.format.bundle_schema import Config, Kernels, ProgramEntry, Segment
@@ -158,7 +158,7 @@ def with_library(recipe: Recipe, content: bytes) -> Recipe:
     """A bundle with other kernels, and its executable bound to them."""
     import zstandard
 
-    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.base.files import digest_of
     from prejit.runtime.format.bundle_schema import Segment
     from prejit.runtime.format.names import (
         EXECUTABLES_MEDIA_TYPE,

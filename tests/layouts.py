@@ -45,7 +45,7 @@ def write_files(path: Path, index: bytes, blobs: Mapping[str, bytes | Path]) -> 
 
 def write_index(path: Path, index: bytes) -> Path:
     """Put another index in place, whatever it says. Return its file."""
-    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.base.files import digest_of
 
     digest = digest_of(index)
     blob(path, digest).write_bytes(index)

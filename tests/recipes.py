@@ -68,7 +68,7 @@ class Recipe:
         """Writes the files as they are, without the care (and the time) of `write_layout`."""
         from prejit.runtime.base.typed_json import from_json
         from prejit.runtime.format.bundle_schema import Index
-        from prejit.runtime.format.root import encode_root
+        from prejit.runtime.format.index_bytes import encode_root
 
         index, blobs = self.assemble()
         write_files(path, index, blobs)
@@ -82,7 +82,7 @@ class Recipe:
         from prejit.compiler.pipeline.describe.attaching import attach_descriptions
         from prejit.compiler.pipeline.describe.provenance import recording_provenance
         from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS, assemble
-        from prejit.runtime.base.digests import digest_of
+        from prejit.runtime.base.files import digest_of
         from prejit.runtime.format.writing import write_layout
 
         index, blobs = assemble(self.name, self.targets, DESCRIPTIONS)
@@ -193,7 +193,7 @@ def _make_recipe(
     from prejit.compiler.compile.worker.xla import compile_portable
     from prejit.compiler.pipeline.pack import bundle_files
     from prejit.compiler.store.directory_store import DirectoryStore
-    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.base.files import digest_of
     from prejit.runtime.format.bundle_schema import Config, ProgramEntry, Segment
     from prejit.runtime.format.names import (
         EXECUTABLES_MEDIA_TYPE,

@@ -6,7 +6,8 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
-from prejit.runtime.generation.generate import Piece, Result, Stats
+from prejit.runtime.generation.finished_text import Result, Stats
+from prejit.runtime.generation.generate import Piece
 from prejit.runtime.programs.ready import ProgramReport
 from prejit.runtime.start.start_report import StartReport
 from prejit.runtime.verdict import Axis, Verdict

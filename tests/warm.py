@@ -196,7 +196,7 @@ def _run(wanted: dict[str, Any]) -> None:
     import traceback
 
     from prejit.runtime.__main__ import main
-    from prejit.runtime.machine import environment
+    from prejit.runtime.machine import fingerprint
 
     status = 1
     try:
@@ -213,7 +213,7 @@ def _run(wanted: dict[str, Any]) -> None:
         if wanted["flags"] is not None:
             os.environ["XLA_FLAGS"] = wanted["flags"]
             names = (flag.partition("=")[0] for flag in wanted["flags"].split())
-            environment._FLAGS_WITHOUT_EFFECT += tuple(
+            fingerprint._FLAGS_WITHOUT_EFFECT += tuple(
                 names
             )  # a loading process does not have them
         status = main(wanted["argv"])

@@ -26,7 +26,7 @@ from benchmarks.harness.results import begin, publish
 from benchmarks.harness.workspace import bench_directory
 from prejit.compiler import Program, build, program
 from prejit.runtime import jit, load
-from prejit.runtime.device import _jaxlib
+from prejit.runtime.device import _jit_dispatch
 
 LEAVES = 20
 
@@ -59,7 +59,9 @@ def ways(name: str, path: Path) -> dict[str, Callable[[], Any]]:
     on_device, host = arguments(jnp.asarray), arguments(lambda array: array)
     plain, ours = jax.jit(function), jit(function, bundle=bundle, on_miss="error")
     compiled = plain.lower(*on_device).compile()
-    with patch.object(_jaxlib.Dispatch, "of", lambda _: None):  # as on a jax without its parts
+    with patch.object(
+        _jit_dispatch.Dispatch, "of", lambda _: None
+    ):  # as on a jax without its parts
         interpreted = jit(function, bundle=bundle, on_miss="error")
     found: dict[str, Callable[[], Any]] = {
         "jax.jit, jax.Array": lambda: plain(*on_device),

@@ -38,7 +38,7 @@ from prejit.compiler.progress import Progress, open_progress
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
-from prejit.runtime.base.files import write_file
+from prejit.runtime.base.written_files import write_file
 
 ROOT = Path(__file__).parents[2]
 LEVELS = ("x86-64-v4", "x86-64-v3", "x86-64-v2")

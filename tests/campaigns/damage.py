@@ -20,14 +20,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from tests.layouts import blob, index_file, index_of
 
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 
 PROMPT = "def read_lines(path):"
 NEW_TOKENS = 12
@@ -460,7 +460,7 @@ def _audited(bundle: Path, damage: Damage, allowed: str | None) -> str | None:
     """Return what is wrong if `prejit verify` does not find the damage, or names another file."""
     from prejit.runtime.errors import RejectError
     from prejit.runtime.format.audit import audit
-    from prejit.runtime.generation.defaults import check_generation
+    from prejit.runtime.generation.options import check_generation
 
     try:
         audit(bundle, check_generation)
@@ -479,10 +479,12 @@ def _audited(bundle: Path, damage: Damage, allowed: str | None) -> str | None:
 def _use(bundle: Path, mode: str) -> tuple[list[int], Exception | None]:
     """Load a bundle and stream a reply. Return its tokens, and the error that ended it."""
     from prejit.runtime import load
-    from prejit.runtime.format import blobs
+    from prejit.runtime.format import hashing
 
     tokens: list[int] = []
-    late = mock.patch.object(blobs, "Verification", _without_threads)
+    late = mock.patch.object(
+        hashing, "HashingVerification", partial(_without_threads, hashing.HashingVerification)
+    )
     try:
         with late if mode == "late" else contextlib.nullcontext():
             trust = policy_of(bundle) if mode == "policy" else None
@@ -499,10 +501,8 @@ def _use(bundle: Path, mode: str) -> tuple[list[int], Exception | None]:
     return tokens, None
 
 
-def _without_threads(jobs: Any, **options: Any) -> Any:
-    from prejit.runtime.format.verification import Verification
-
-    return Verification(jobs, **{**options, "threads": 0})
+def _without_threads(kind: Any, jobs: Any, **options: Any) -> Any:
+    return kind(jobs, **{**options, "threads": 0})
 
 
 def _is_over(verification: Any) -> bool:

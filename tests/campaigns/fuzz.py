@@ -509,7 +509,7 @@ def read_as_loads_do(path: Path) -> None:
     from prejit.runtime import load
     from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE
 
-    with warnings.catch_warnings(), mock.patch("prejit.runtime.bundle.Device", NoDevice):
+    with warnings.catch_warnings(), mock.patch("prejit.runtime.open_bundle.Device", NoDevice):
         warnings.simplefilter("ignore")
         loaded = load(path)
     parts = loaded._open
@@ -528,7 +528,7 @@ def read_as_loads_do(path: Path) -> None:
                 programs.arguments_tree(name)
                 programs.results_tree(name)
         if parts.text.has_chat_template:
-            _ = parts.text._chat
+            _ = parts.text.chat
         if loaded.config.decoder is not None:
             _ = loaded.defaults
     finally:
@@ -634,7 +634,7 @@ class Fuzzer:
 
     def _verified(self, path: Path) -> tuple[Exception | None, float, int]:
         from prejit.runtime.format.audit import audit
-        from prejit.runtime.generation.defaults import check_generation
+        from prejit.runtime.generation.options import check_generation
 
         Path("/proc/self/clear_refs").write_text("5")
         before, started = memory_of("VmRSS"), time.process_time()

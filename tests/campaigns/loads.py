@@ -230,7 +230,7 @@ def _load(path: Path, *, falls_back: bool, trust: str | None = None) -> Any:
 
 def use(path: Path, sound: Sound, *, falls_back: bool, tell: Any) -> None:
     """Ask the policy, then load the bundle and run it. Report each step by `tell(key=value)`."""
-    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.base.files import digest_of
     from prejit.runtime.base.typed_json import to_json
     from prejit.runtime.errors import PrejitError
 
@@ -468,17 +468,22 @@ def of_attacker(kind: str) -> bool:
 def _import_all() -> None:
     """Import what a load imports, without a thread or a client of XLA: forks inherit no threads."""
     import prejit.runtime.bundle
+    import prejit.runtime.bundle_batches
     import prejit.runtime.device.kernels
     import prejit.runtime.device.portable
+    import prejit.runtime.format.hashing
+    import prejit.runtime.generation.cache_growth
     import prejit.runtime.generation.decode
+    import prejit.runtime.generation.filling_aside
+    import prejit.runtime.generation.finished_text
     import prejit.runtime.loader
     import prejit.runtime.programs.local
     import prejit.runtime.programs.user_programs
     import prejit.runtime.trust.enforcing  # noqa: F401
-    from prejit.runtime.device import _jaxlib
+    from prejit.runtime.device import _jax_parts, _jaxlib
 
     _jaxlib.import_jaxlib()
-    _jaxlib.import_jax()
+    _jax_parts.import_jax()
 
 
 def _sound(bundle: Path, policy: Path) -> Sound:

@@ -316,11 +316,9 @@ def _manifest() -> Callable[[bytes], object]:
 def _config() -> Callable[[bytes], object]:
     from prejit.runtime.base.typed_json import from_json, to_json
     from prejit.runtime.errors import RejectError
+    from prejit.runtime.format.checks.call_programs import check_arrays, check_static, check_tree
     from prejit.runtime.format.checks.program_table import (
-        check_arrays,
         check_config,
-        check_static,
-        check_tree,
         check_weight_sets,
         segments_of,
     )
@@ -455,13 +453,13 @@ def _library() -> Callable[[bytes], object]:
 
 
 def _weights() -> Callable[[bytes], object]:
-    from prejit.runtime.format.checks.safetensors import check_weights
+    from prejit.runtime.format.checks.layers import check_weights
 
     return lambda content: check_weights(memoryview(content), "weights")
 
 
 def _chat() -> Callable[[bytes], object]:
-    from prejit.runtime.format.checks.layers import check_chat
+    from prejit.runtime.format.checks.chat_layer import check_chat
     from prejit.runtime.text.chat_template import ChatTemplates
 
     chat_messages = [{"role": "user", "content": "aab"}, {"role": "assistant", "content": "b"}]
@@ -486,7 +484,7 @@ def _tokenizer() -> Callable[[bytes], object]:
 
 
 def _generation() -> Callable[[bytes], object]:
-    from prejit.runtime.generation.defaults import check_generation
+    from prejit.runtime.generation.options import check_generation
 
     return lambda content: check_generation(content, "generation config")
 
@@ -601,7 +599,7 @@ def _keys_of_server() -> Callable[[bytes], object]:
 
 
 def _signature() -> Callable[[bytes], object]:
-    from prejit.runtime.device.executable import _parse_signature
+    from prejit.runtime.device.device import _parse_signature
 
     return lambda content: _parse_signature(content.decode("latin-1"))
 
@@ -627,7 +625,7 @@ PARSERS: dict[str, Parser] = {
     "chat": Parser(("prejit.runtime.text", "prejit.runtime.base"), _chat, _chats),
     "tokenizer": Parser(("prejit.runtime.text",), _tokenizer, _tokenizers),
     "generation": Parser(
-        ("prejit.runtime.generation.defaults",), _generation, lambda: _blobs("generation")
+        ("prejit.runtime.generation.options",), _generation, lambda: _blobs("generation")
     ),
     "fingerprint": Parser(_FORMAT, _fingerprint, lambda: [_this_machine()]),
     "first load": Parser(
@@ -647,7 +645,7 @@ PARSERS: dict[str, Parser] = {
         ("prejit.compiler.manifest", "tomllib"), _build_manifest, _build_manifests, "toml"
     ),
     "signature of XLA": Parser(
-        ("prejit.runtime.device.executable",),
+        ("prejit.runtime.device.device",),
         _signature,
         lambda: [
             b"HloModule f, input_output_alias={ {0}: (2, {}, may-alias) }, "

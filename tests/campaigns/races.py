@@ -93,7 +93,7 @@ class BuildCache:
         from prejit.compiler.garbage import collect
         from prejit.compiler.store.directory_store import DirectoryStore
         from prejit.compiler.store.key import Key
-        from prejit.runtime.base.digests import digest_of
+        from prejit.runtime.base.files import digest_of
 
         name, content = self._key(number)
         key = Key("compile", name, (("source", name),))
@@ -112,7 +112,7 @@ class BuildCache:
     def read(self, number: int) -> None:
         from prejit.compiler.store.directory_store import DirectoryStore
         from prejit.compiler.store.key import Key
-        from prejit.runtime.base.digests import digest_of
+        from prejit.runtime.base.files import digest_of
 
         name, content = self._key(number)
         store = DirectoryStore.open(self._directory / "cache")
@@ -178,8 +178,8 @@ class ReceiptsOfFiles:
         time.sleep(2.1)  # what has just changed gets no receipt
 
     def write(self, number: int) -> None:
-        from prejit.runtime.store.first_programs import remember_first_programs
         from prejit.runtime.store.receipts import Receipts
+        from prejit.runtime.store.runtime_cache import remember_first_programs
 
         os.environ["PREJIT_RUNTIME_CACHE"] = str(self._directory / "cache")
         receipts = Receipts(self._files)
@@ -190,7 +190,7 @@ class ReceiptsOfFiles:
         remember_first_programs("sha256:0", [f"p{number}"] * 100)
 
     def read(self, number: int) -> None:
-        from prejit.runtime.store.first_programs import first_programs
+        from prejit.runtime.store.runtime_cache import first_programs
 
         os.environ["PREJIT_RUNTIME_CACHE"] = str(self._directory / "cache")
         names = first_programs("sha256:0")
@@ -292,7 +292,7 @@ class BundleDirectory:
         import zstandard
 
         from prejit.compiler.recording.merging import RecordedFile
-        from prejit.runtime.base.digests import digest_of
+        from prejit.runtime.base.files import digest_of
         from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
 
         for number in range(3):

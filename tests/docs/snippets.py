@@ -17,8 +17,8 @@ from typing import Any
 import click
 import pytest
 
+from prejit.runtime.base.process_facts import TRUST_VARIABLE
 from prejit.runtime.cli.commands import commands
-from prejit.runtime.trust.policy_paths import TRUST_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,7 +21,7 @@ import zstandard
 from tests.layouts import index_file, index_of, write_index
 
 from prejit.runtime import __main__, load
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.device.device import Device
@@ -30,13 +30,11 @@ from prejit.runtime.format.arrays import Mesh, parse_sharding
 from prejit.runtime.format.audit import Audit, audit
 from prejit.runtime.format.bundle_schema import (
     Accuracy,
-    Chat,
     Chunks,
     Config,
     Decoder,
     Descriptor,
     Encoder,
-    Golden,
     ImageManifest,
     Kernels,
     Memory,
@@ -47,17 +45,19 @@ from prejit.runtime.format.bundle_schema import (
     UserLibrary,
 )
 from prejit.runtime.format.checks import oci
+from prejit.runtime.format.checks.chat_layer import Chat
 from prejit.runtime.format.checks.program_table import (
     check_chunks_layers,
     check_config,
     check_packs,
-    check_recorded_layer,
 )
+from prejit.runtime.format.checks.seldom_parts import check_recorded_layer
+from prejit.runtime.format.golden_format import Golden
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, match, read_manifests
 from prejit.runtime.format.root import read_root
-from prejit.runtime.generation.defaults import check_generation
+from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
 

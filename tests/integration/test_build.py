@@ -21,7 +21,7 @@ from tests.extent import examples
 from tests.warm import WarmProcess, WarmPython
 
 from prejit.runtime import load
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 
 from .conftest import ROOT, Run, write_manifest
 

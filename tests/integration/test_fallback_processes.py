@@ -22,7 +22,7 @@ from tests.extent import examples
 from tests.quick_compiling import XLA_FLAGS
 
 from prejit.runtime import Bundle, FallbackWarning, Fingerprint, Sampling, load
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError
 

@@ -25,14 +25,15 @@ from tests.decoders import VOCABULARY
 from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 from prejit.runtime import Bundle, Sampling, load
 from prejit.runtime.device.transfer import to_numpy
-from prejit.runtime.generation import batch as engine
 from prejit.runtime.generation import decode
+from prejit.runtime.generation import slots as engine
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.kv_cache import KVCache, Prefix
+from prejit.runtime.generation.kv_cache import KVCache
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.rows import Token
 from prejit.runtime.generation.sampling import Logprob, bias_row, history_row, place_sampling
+from prejit.runtime.generation.shared_prefix import Prefix
 
 from .conftest import SHARED
 

@@ -32,7 +32,7 @@ from prejit.runtime import (
     jit,
     load,
 )
-from prejit.runtime.device import _jaxlib
+from prejit.runtime.device import _jit_dispatch
 from prejit.runtime.errors import FallbackWarning
 
 from .conftest import Run
@@ -615,7 +615,7 @@ def test_mistakes_of_the_caller(bundle_path: Path) -> None:
 def test_a_jax_without_its_private_parts(
     bundle_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
 ) -> None:
-    monkeypatch.setattr(_jaxlib.Dispatch, "of", lambda jitted: None)
+    monkeypatch.setattr(_jit_dispatch.Dispatch, "of", lambda jitted: None)
     x = jnp.arange(8.0)
     scored = jit(score, bundle=bundle_path)
     events.clear()

@@ -24,12 +24,13 @@ from prejit.runtime.__main__ import main
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device import kernels
 from prejit.runtime.errors import KernelError, RejectError
-from prejit.runtime.format.checks.layers import check_library
 from prejit.runtime.format.checks.oci import check_manifest
-from prejit.runtime.format.checks.program_table import check_config, check_library_layers
+from prejit.runtime.format.checks.program_table import check_config
+from prejit.runtime.format.checks.seldom_parts import check_library, check_library_layers
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.opening import Contents, match, read_contents
+from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
+from prejit.runtime.format.target_contents import Contents, read_contents
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 from .conftest import Run

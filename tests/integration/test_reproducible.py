@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 
 CODE = """
 import os, sys

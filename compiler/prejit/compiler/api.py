@@ -29,7 +29,7 @@ from prejit.compiler.sharing.patient import Patient
 from prejit.compiler.sharing.sharing_settings import read_stores
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.interface import Store
-from prejit.runtime.device._jaxlib import Dispatch
+from prejit.runtime.device._jit_dispatch import Dispatch
 from prejit.runtime.errors import ManifestError, StoreError, UsageError
 from prejit.runtime.jitted.jit_call import Chosen, Parameters
 

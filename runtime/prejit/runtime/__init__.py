@@ -8,21 +8,8 @@
 Names are imported when they are first used (PEP 562): `prejit --help` and `prejit explain` need no NumPy.
 
 How to read the code, from the outside in: `loader.load` opens, checks and verifies a bundle and returns a
-`bundle.Bundle`; its methods lead to `generation`, `encoding` and `programs`. Imports run one way:
-
-    jitted                                   `jit`: jax.jit that takes executables from a bundle
-    bundle, loader, fallback                 the public face
-    start                                    where the time of a start went
-    generation, encoding                     tokens from a decoder; vectors from an encoder
-    text                                     tokenizer, chat templates, stop strings; no JAX
-    programs                                 the programs of a bundle, ready to run
-    device                                   jaxlib; the only room that touches private jax
-    trust                                    who signed a bundle, and whether a policy lets it run
-    format                                   what the files of a bundle mean, and every check
-    machine, store                           what this machine is; what it keeps between starts
-    base, errors, verdict                    what every room needs
-
-`cli` is on top of these. prejit.server serves bundles to many callers, prejit.compiler makes them.
+`bundle.Bundle`; its methods lead to `generation`, `encoding` and `programs`. Imports run one way, through the
+rooms that runtime/README.md lists. prejit.server serves bundles to many callers, prejit.compiler makes them.
 """
 
 from time import perf_counter
@@ -57,17 +44,17 @@ if TYPE_CHECKING:
     )
     from prejit.runtime.fallback import fallback_counts
     from prejit.runtime.generation.batch import Batch
-    from prejit.runtime.generation.defaults import Defaults
-    from prejit.runtime.generation.generate import Piece, Result, Stats
-    from prejit.runtime.generation.kv_cache import Prefix
-    from prejit.runtime.generation.options import Options, Request, Sampling
+    from prejit.runtime.generation.finished_text import Result, Stats
+    from prejit.runtime.generation.generate import Piece
+    from prejit.runtime.generation.options import Defaults, Options, Request, Sampling
     from prejit.runtime.generation.rows import Token, Usage
     from prejit.runtime.generation.sampling import Logprob
     from prejit.runtime.generation.session import Session
+    from prejit.runtime.generation.shared_prefix import Prefix
     from prejit.runtime.jitted.decorator import JitStats, jit
     from prejit.runtime.loader import load
     from prejit.runtime.machine.fingerprint import Fingerprint
-    from prejit.runtime.programs.canary import CheckedAnswer
+    from prejit.runtime.programs.asked_answers import CheckedAnswer
     from prejit.runtime.start.start_report import StartReport
     from prejit.runtime.verdict import Axis
 
@@ -83,16 +70,16 @@ _HOMES = {
     ),
     "fallback": ("fallback_counts",),
     "generation.batch": ("Batch",),
-    "generation.defaults": ("Defaults",),
-    "generation.generate": ("Piece", "Result", "Stats"),
-    "generation.kv_cache": ("Prefix",),
-    "generation.options": ("Options", "Request", "Sampling"),
+    "generation.finished_text": ("Result", "Stats"),
+    "generation.generate": ("Piece",),
+    "generation.shared_prefix": ("Prefix",),
+    "generation.options": ("Defaults", "Options", "Request", "Sampling"),
     "generation.rows": ("Token", "Usage"),
     "generation.sampling": ("Logprob",),
     "jitted.decorator": ("JitStats", "jit"),
     "loader": ("load",),
     "machine.fingerprint": ("Fingerprint",),
-    "programs.canary": ("CheckedAnswer",),
+    "programs.asked_answers": ("CheckedAnswer",),
     "generation.session": ("Session",),
     "start.start_report": ("StartReport",),
     "verdict": ("Axis",),
@@ -155,8 +142,8 @@ def __getattr__(name: str) -> Any:
 def _load() -> Any:
     """Return `load`, with NumPy and most of the modules that it needs imported."""
     started = perf_counter()
-    with import_module("prejit.runtime.base.garbage_collector").collector_off():
-        start = import_module("prejit.runtime.device.start")
+    with import_module("prejit.runtime.device.quick_start").collector_off():
+        start = import_module("prejit.runtime.device.quick_start")
         start.read_library_ahead()
         start.import_numpy()
         load = import_module("prejit.runtime.loader").load

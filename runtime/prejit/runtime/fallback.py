@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date, timedelta
 
-from prejit.runtime.errors import MismatchError
+from prejit.runtime.errors import FallbackWarning, MismatchError, PrejitWarning
+from prejit.runtime.format.bundle_schema import Portable
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import OpenTarget
+from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.verdict import Axis, Verdict
 
 NOTICE = timedelta(days=30)
@@ -87,9 +89,15 @@ def mismatch(layout: Layout, targets: Sequence[OpenTarget]) -> MismatchError:
     )
 
 
-def fallback_warning(layout: Layout, closest: OpenTarget) -> str:
-    """Return the warning that programs are compiled on this machine, and why."""
-    return (
+def fallback_warnings(
+    layout: Layout, closest: OpenTarget, portable: Portable | None, machine: Fingerprint
+) -> Iterator[PrejitWarning]:
+    """Yield the warning that programs are compiled on this machine, and why; then that they expire soon."""
+    yield FallbackWarning(
         f"{layout.path}: this machine matches none of the bundle's targets, so programs are compiled here; "
         f"closest is {closest.name}: {closest.verdict.reason()}. See `prejit explain {layout.path}`."
     )
+    if portable is not None and portable.jax != machine.jaxlib:
+        notice = expiry_notice(portable.jax, portable.readable_until, date.today())
+        if notice is not None:
+            yield PrejitWarning(f"{layout.path}: {notice}")

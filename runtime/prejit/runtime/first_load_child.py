@@ -16,14 +16,14 @@ import sys
 import warnings
 from typing import Any
 
-from prejit.runtime.base.process_facts import free_memory_bytes
+from prejit.runtime.base.process_facts import TRUST_VARIABLE
+from prejit.runtime.base.process_usage import free_memory_bytes
 from prejit.runtime.base.typed_json import from_any_json
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import AnswerError, PrejitError, RejectError
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.trust.first_load import become_child, begun_manifests
-from prejit.runtime.trust.policy_paths import TRUST_VARIABLE
 
 
 def main(descriptor: int) -> int:

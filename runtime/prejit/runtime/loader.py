@@ -17,31 +17,20 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.garbage_collector import collector_off
-from prejit.runtime.base.process_facts import importing, span
-from prejit.runtime.device.start import quickly
+from prejit.runtime.base.process_facts import importing, policy_paths, span
+from prejit.runtime.device.quick_start import collector_off, quickly
 from prejit.runtime.errors import (
-    FallbackWarning,
     KernelError,
-    PrejitWarning,
     UntrustedWarning,
     UsageError,
 )
-from prejit.runtime.fallback import (
-    closest_target,
-    count_fallback,
-    expiry_notice,
-    fallback_warning,
-    mismatch,
-)
 from prejit.runtime.format.blobs import Blobs, read_whole
 from prejit.runtime.format.bundle_schema import Config, ImageManifest
-from prejit.runtime.format.checks.layers import check_kernels, check_library
+from prejit.runtime.format.checks.layers import check_kernels
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     GENERATION_MEDIA_TYPE,
@@ -53,7 +42,6 @@ from prejit.runtime.format.opening import OpenTarget, check_config_blob, match, 
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.store.receipts import Receipts
-from prejit.runtime.trust.policy_paths import policy_paths
 from prejit.runtime.verdict import Axis
 
 if TYPE_CHECKING:
@@ -125,7 +113,8 @@ def load(
         UsageError: `prejit record` wrote the bundle.
     """
     with importing():
-        from prejit.runtime.bundle import Bundle, LoadTimes
+        from prejit.runtime.bundle import Bundle
+        from prejit.runtime.open_bundle import LoadTimes
 
     started, is_first = time.perf_counter(), next(_loads) == 0
     path = arguments.path("path", path)
@@ -152,14 +141,12 @@ def load(
     _log_choice(opened, choice)
     _begin_verifying(opened, choice)
     if not choice.matched:
-        count_fallback(choice.target.verdict, on_fallback)
-        warning = fallback_warning(opened.layout, choice.target)
-        warnings.warn(warning, FallbackWarning, stacklevel=_CALLER)
+        from prejit.runtime import fallback
+
+        fallback.count_fallback(choice.target.verdict, on_fallback)
         portable = choice.config.portable
-        if portable is not None and portable.jax != machine.jaxlib:
-            notice = expiry_notice(portable.jax, portable.readable_until, date.today())
-            if notice is not None:
-                warnings.warn(f"{opened.layout.path}: {notice}", PrejitWarning, stacklevel=_CALLER)
+        for warning in fallback.fallback_warnings(opened.layout, choice.target, portable, machine):
+            warnings.warn(warning, stacklevel=_CALLER)
     times = LoadTimes(
         started,
         is_first,
@@ -229,11 +216,14 @@ def _open(
             here[target.name] if target.verdict.matches else target
             for target in match(root, declared)
         )
-    if must_match and not any(target.verdict.matches for target in targets):
-        raise mismatch(layout, targets)
-    manifests = read_manifests(layout, targets)
     candidates = [target for target in targets if target.verdict.matches]
-    candidates = candidates or [closest_target(targets)]
+    if not candidates:
+        from prejit.runtime import fallback
+
+        if must_match:
+            raise fallback.mismatch(layout, targets)
+        candidates = [fallback.closest_target(targets)]
+    manifests = read_manifests(layout, targets)
     reported: tuple[str, ...] = ()
     if not policies:
         _log.info("%s: no trust policy applies", layout.path)
@@ -317,9 +307,13 @@ def _choose(opened: _Opened, must_match: bool) -> _Choice:
             targets = _without(targets, matching, "libraries", needed, error)
             continue
         return _Choice(matching, True, config, kernels, "", targets)
+    from prejit.runtime import fallback
+
     if must_match:
-        raise mismatch(opened.layout, targets)
-    closest = closest_target([target for target in targets if target.name in opened.manifests])
+        raise fallback.mismatch(opened.layout, targets)
+    closest = fallback.closest_target(
+        [target for target in targets if target.name in opened.manifests]
+    )
     config = _read_config(opened, closest)
     # Portable programs call the user's libraries, too. What the machine lacks may end the process: SIGILL.
     unfit = [axis for axis in closest.verdict.mismatches if axis.name in _LIBRARY_AXES]
@@ -386,6 +380,8 @@ def _register_libraries(opened: _Opened, target: OpenTarget, config: Config) -> 
     if config.libraries is None:
         return
     from prejit.runtime.device import kernels
+    from prejit.runtime.device.user_libraries import load_library
+    from prejit.runtime.format.checks.seldom_parts import check_library
 
     layers = {at.digest: at for at in opened.manifests[target.name].layers}
     contents = [opened.blobs.read(layers[library.digest]) for library in config.libraries]
@@ -395,7 +391,7 @@ def _register_libraries(opened: _Opened, target: OpenTarget, config: Config) -> 
     for library, content in zip(config.libraries, contents, strict=True):
         _log.debug("loading its library %s, %s", library.name, library.digest)
         symbols = sorted(set(library.handlers.values()))
-        kernels.register(kernels.load_library(content, symbols, library.name))
+        kernels.register(load_library(content, symbols, library.name))
 
 
 def _without(

@@ -38,7 +38,7 @@ from prejit.compiler.pipeline.pack.bundle_files import (
 from prejit.compiler.pipeline.pack.verity_files import VerityHash
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime import load
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import (

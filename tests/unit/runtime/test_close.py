@@ -82,7 +82,7 @@ def test_every_public_method_is_tried() -> None:
     """A new method must be closed too."""
     others = {"close", "defaults", "encoder", "has_chat_template", "render_chat_template"}
     others |= {"runner_with_zeros", "finish"}
-    assert {name for name in vars(Bundle) if not name.startswith("_")} == {*CALLS} | others
+    assert {name for name in dir(Bundle) if not name.startswith("_")} == {*CALLS} | others
 
 
 def test_a_bundle_is_closed_twice_and_loaded_again(decoder_dir: Path) -> None:

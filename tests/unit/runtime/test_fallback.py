@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from prejit.runtime import fallback_counts, load
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import (

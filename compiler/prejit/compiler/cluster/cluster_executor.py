@@ -36,7 +36,7 @@ from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets import environments
 from prejit.runtime.errors import BuildError, PrejitError, StoreError, UsageError
-from prejit.runtime.machine.environment import read_xla_flags
+from prejit.runtime.machine.fingerprint import read_xla_flags
 
 _TICK_SECONDS = 0.1
 """How long the coordinator waits for news at a time."""

@@ -11,7 +11,7 @@ from prejit.compiler.store.key import Key
 from prejit.compiler.store.own_code import COMPILING, code_digest
 from prejit.compiler.targets.host_cpu import host_cpu, host_features
 from prejit.compiler.targets.toolchain import Toolchain
-from prejit.runtime.machine.environment import effective_environment
+from prejit.runtime.machine.fingerprint import effective_environment
 
 _FLAGS_THAT_PRINT = ("--xla_dump", "--xla_backtrace", "--xla_vlog", "--xla_gpu_dump_autotune")
 """Prefixes of flags with which XLA writes files or logs beside the same executable."""

@@ -10,8 +10,7 @@ from typing import Any
 
 from prejit.compiler.fleet.machines import Machine, is_release
 from prejit.runtime.machine.compare import compare, preference
-from prejit.runtime.machine.environment import effective_xla_flags
-from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.fingerprint import Fingerprint, effective_xla_flags
 from prejit.runtime.machine.requirement import PLATFORMS, Requirement
 from prejit.runtime.machine.targets import CUDA, PLUGINS, Target, catalogue, chips
 from prejit.runtime.verdict import Axis, Verdict

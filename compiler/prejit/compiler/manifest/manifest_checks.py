@@ -29,7 +29,7 @@ from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED, names_object
 from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
 from prejit.compiler.manifest.toml_lines import KeyPath
 from prejit.runtime.format.arrays import MESH_AXES
-from prejit.runtime.format.checks.program_table import HANDLER_NAME
+from prejit.runtime.format.checks.seldom_parts import HANDLER_NAME
 
 Problems = Iterator[tuple[KeyPath, str]]
 """Pairs of a key and what is wrong with it, in the order of the file where that is easy."""

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from prejit.compiler.store.directory_store import ZIG
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import UsageError
 
 _STATIC_RUNTIME = ("-static-libstdc++", "-static-libgcc")

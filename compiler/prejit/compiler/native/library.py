@@ -29,7 +29,7 @@ from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
 from prejit.compiler.store.own_code import KERNELS, code_digest
 from prejit.compiler.targets.toolchain import Toolchain
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError, StoreError
 from prejit.runtime.format.bundle_schema import Kernels
 from prejit.runtime.format.checks.elf import read_shared_library

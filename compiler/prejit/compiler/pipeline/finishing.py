@@ -25,7 +25,7 @@ from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets
 from prejit.compiler.pipeline.plan import Lowered
 from prejit.compiler.pipeline.services import Services
 from prejit.compiler.pipeline.shards import Turn
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 
 

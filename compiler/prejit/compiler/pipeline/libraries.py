@@ -10,7 +10,7 @@ from prejit.compiler.compile.jobs import Source
 from prejit.compiler.manifest.manifest import Library, Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.store.interface import Store
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError, ManifestError, StoreError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import UserLibrary, handler_names

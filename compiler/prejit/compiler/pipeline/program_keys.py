@@ -52,7 +52,7 @@ from prejit.compiler.store.own_code import (
     code_digest,
 )
 from prejit.compiler.targets.toolchain import Toolchain
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 Digests = Iterable[tuple[str, str]]

@@ -34,7 +34,7 @@ from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key, nearest, why
 from prejit.compiler.store.lowering_settings import jax_configuration
 from prejit.compiler.store.own_code import USER_DECODERS, USER_FUNCTIONS, code_digest
-from prejit.runtime.machine.environment import read_xla_flags
+from prejit.runtime.machine.fingerprint import read_xla_flags
 
 Ingredients = tuple[tuple[str, str], ...]
 

@@ -26,7 +26,7 @@ from prejit.compiler.pipeline.traces import (
 from prejit.compiler.pipeline.user_code import ReadCode, UserCode, values_of
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError
 
 if TYPE_CHECKING:

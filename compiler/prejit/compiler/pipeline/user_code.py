@@ -13,7 +13,7 @@ import numpy as np
 from prejit.compiler.checkpoint.tensor_files import read_parameters
 from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.runtime.device.transfer import is_weak, weakened
+from prejit.runtime.device.jax_arrays import is_weak, weakened
 from prejit.runtime.errors import CheckpointError, ManifestError
 from prejit.runtime.format.arrays import DTYPES
 

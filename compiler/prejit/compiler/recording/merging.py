@@ -12,15 +12,16 @@ import zstandard
 
 from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, layer
 from prejit.compiler.pipeline.program_keys import versions
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Config, RecordedProgram, Segment
 from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, RECORDED_MEDIA_TYPE
-from prejit.runtime.format.opening import match, read_contents
+from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import Root
+from prejit.runtime.format.target_contents import read_contents
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
 from prejit.runtime.recorded.hook import jax_texts

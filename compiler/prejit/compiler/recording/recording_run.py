@@ -21,7 +21,7 @@ from prejit.compiler.recording.merging import (
     packed,
     read_targets,
 )
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.locks import lock_file, remove_and_unlock
 from prejit.runtime.errors import BuildError, StoreError
 from prejit.runtime.format.writing import write_layout

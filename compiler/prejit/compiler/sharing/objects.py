@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import url2pathname
 
 from prejit.compiler.sharing.remote import LEASE_BYTES, RemoteError, RemoteFile, claim, size_of
-from prejit.runtime.base.files import sync_directory
+from prejit.runtime.base.written_files import sync_directory
 from prejit.runtime.errors import UsageError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from prejit.compiler.sharing.remote import (
     claim,
     size_of,
 )
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import UsageError
 
 if TYPE_CHECKING:

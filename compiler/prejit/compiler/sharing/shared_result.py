@@ -20,7 +20,7 @@ from typing import Any
 
 from prejit.compiler.signing.private_key import PrivateKey
 from prejit.compiler.store.key import Key
-from prejit.runtime.base.digests import is_digest
+from prejit.runtime.base.files import is_digest
 from prejit.runtime.trust.dsse import encode_envelope, envelope_of, pae
 from prejit.runtime.trust.foreign_json import field, read_object
 from prejit.runtime.trust.public_keys import PublicKey

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from prejit.compiler.signing.model_signing import model_signature
 from prejit.compiler.signing.signer import Signer
-from prejit.runtime.base.files import write_file
+from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.blobs import read_whole
@@ -31,7 +31,7 @@ from prejit.runtime.format.names import (
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.format.writing import EMPTY, Part, attach, remove_abandoned
-from prejit.runtime.generation.defaults import check_generation
+from prejit.runtime.generation.options import check_generation
 from prejit.runtime.trust.dsse import MAX_ENVELOPE_BYTES
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.statement import (

@@ -16,16 +16,16 @@ from prejit.compiler.signing.channels import (
     rotate,
 )
 from prejit.compiler.signing.private_key import PrivateKey
-from prejit.runtime.base.files import write_file
 from prejit.runtime.base.locks import locking
 from prejit.runtime.base.nearest_name import nearest_file
+from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME, REF_NAME
 from prejit.runtime.format.root import Root
-from prejit.runtime.generation.defaults import check_generation
+from prejit.runtime.generation.options import check_generation
 from prejit.runtime.trust.channel import MAX_CHANNEL_BYTES
 from prejit.runtime.trust.public_keys import MAX_KEY_BYTES, read_key
 from prejit.runtime.trust.statement import SignedSubject

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from prejit.compiler.signing.signer import Signer
-from prejit.runtime.base.digests import digest_of, is_digest
+from prejit.runtime.base.files import digest_of, is_digest
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.trust.statement import (
     MODEL_PREDICATE,

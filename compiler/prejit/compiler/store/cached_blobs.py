@@ -15,7 +15,7 @@ from prejit.compiler.store.cached_files import (
     reading,
     writing,
 )
-from prejit.runtime.base.digests import digest_of, is_digest
+from prejit.runtime.base.files import digest_of, is_digest
 
 
 @final

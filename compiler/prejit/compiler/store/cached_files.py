@@ -13,9 +13,9 @@ from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any, final
 
-from prejit.runtime.base.digests import digest_of
-from prejit.runtime.base.files import sync_directory
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.locks import locking
+from prejit.runtime.base.written_files import sync_directory
 from prejit.runtime.errors import StoreError
 
 

@@ -39,9 +39,9 @@ from prejit.compiler.store.cached_files import (
     writing,
 )
 from prejit.compiler.store.key import SEALED, Key
-from prejit.runtime.base.digests import digest_of
-from prejit.runtime.base.files import write_file
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.locks import lock_file, remove_and_unlock
+from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import StoreError
 
 _log = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from prejit.runtime.base.digests import is_digest
-from prejit.runtime.base.files import Identity
+from prejit.runtime.base.files import Identity, is_digest
 from prejit.runtime.store.receipts import SETTLED_SECONDS
 from prejit.runtime.store.runtime_cache import cache_root, read_own, write_own
 

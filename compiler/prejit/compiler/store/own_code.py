@@ -21,7 +21,7 @@ from pathlib import Path
 import prejit.runtime
 from prejit.compiler.store.known_digests import KnownDigests
 from prejit.compiler.store.source_file import Definition, Import, definitions
-from prejit.runtime.base.garbage_collector import collector_off
+from prejit.runtime.device.quick_start import collector_off
 
 _ROOTS = {
     "prejit.compiler": Path(__file__).parents[1],

@@ -22,7 +22,7 @@ from prejit.compiler.targets import environments
 from prejit.compiler.targets.environments import MARKER, Environment, EnvironmentSpec, write_error
 from prejit.compiler.targets.interpreters import find_interpreter
 from prejit.compiler.targets.uv import find_uv, install_command, translated
-from prejit.runtime.base.files import write_file
+from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import BuildError, NetworkError, PrejitError, StoreError
 
 _DEVIATING = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_PYTHON")

@@ -18,10 +18,10 @@ from prejit.compiler.targets import cpu_count
 from prejit.compiler.targets.build_host import cross_compiles
 from prejit.compiler.targets.environments import Environment, worker_command
 from prejit.compiler.targets.gpu_description import gpu_config
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.device.tuning import Tuning
 from prejit.runtime.errors import BuildError
-from prejit.runtime.machine.environment import read_xla_flags
+from prejit.runtime.machine.fingerprint import read_xla_flags
 from prejit.runtime.machine.targets import PLUGINS, Target
 
 _REPRODUCIBLE = "--xla_cpu_parallel_codegen_split_count=1"

@@ -1,18 +1,14 @@
-"""Files on disk: read, map, digest, and write so that a crash leaves the old file or the new one."""
+"""Files on disk, read and mapped, and the identity that changes with them."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import hashlib
 import mmap
 import os
+import struct
 import time
 from dataclasses import dataclass
-from functools import partial
-from io import BufferedWriter
-from pathlib import Path
 from typing import Self
 
 from prejit.runtime.errors import RejectError, StoreError
@@ -20,7 +16,6 @@ from prejit.runtime.errors import RejectError, StoreError
 Content = mmap.mmap | bytes
 """The bytes of a file: its map, or `b""`, because an empty file cannot be mapped."""
 
-_COPY_BYTES = 1 << 20
 STORE_ERRORS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.EIO)
 """Error numbers that do not mean that a bundle is damaged, only that it cannot be read now."""
 
@@ -83,6 +78,46 @@ def map_file(descriptor: int, size: int, path: str) -> Content:
         raise StoreError(f"{path}: cannot map it into memory: {error.strerror}") from error
 
 
+def digest_of(content: bytes | bytearray | memoryview) -> str:
+    """Return the OCI digest of bytes: `sha256:` and 64 hexadecimal digits."""
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def is_digest(text: str) -> bool:
+    """Return whether text has the form of an OCI sha256 digest."""
+    head, _, digits = text.partition(":")
+    return head == "sha256" and len(digits) == 64 and not set(digits) - set("0123456789abcdef")
+
+
+_MEASURE_VERITY = 0xC0046686
+"""FS_IOC_MEASURE_VERITY of linux/fsverity.h. It takes and returns algorithm, size and digest."""
+_SHA256 = 1
+_HEAD = struct.Struct("=HH")
+_MAX_DIGEST_BYTES = 64
+
+
+def measure(descriptor: int) -> str | None:
+    """Return the fs-verity digest of an open file, as `fsverity measure` prints it, without reading the file.
+
+    None: the kernel or the file system has no fs-verity, it is not enabled for this file, or its hash
+    function is not SHA-256.
+    """
+    import fcntl  # a shared library, which bundles without such digests need not open
+
+    answer = bytearray(_HEAD.pack(0, _MAX_DIGEST_BYTES) + bytes(_MAX_DIGEST_BYTES))
+    try:
+        fcntl.ioctl(descriptor, _MEASURE_VERITY, answer)
+    except OSError:
+        return None
+    algorithm, size = _HEAD.unpack_from(answer)
+    if algorithm != _SHA256:
+        return None
+    return f"sha256:{answer[_HEAD.size : _HEAD.size + size].hex()}"
+
+
+_READ_BYTES = 1 << 20
+
+
 def digest_file(descriptor: int) -> str:
     """Return the digest of an open file, read from its start."""
     return timed_digest_file(descriptor)[0]
@@ -91,7 +126,7 @@ def digest_file(descriptor: int) -> str:
 def timed_digest_file(descriptor: int) -> tuple[str, float]:
     """Return the digest of an open file, and the seconds that reading it took."""
     hasher = hashlib.sha256()
-    buffer = bytearray(_COPY_BYTES)
+    buffer = bytearray(_READ_BYTES)
     offset, seconds = 0, 0.0
     while True:
         started = time.perf_counter()
@@ -101,76 +136,3 @@ def timed_digest_file(descriptor: int) -> tuple[str, float]:
             return f"sha256:{hasher.hexdigest()}", seconds
         hasher.update(memoryview(buffer)[:count])
         offset += count
-
-
-def write_file(path: Path, content: bytes | Path, *, mode: int = 0o666) -> None:
-    """Write a file whole or not at all: temporary file beside it, fsync, rename, fsync of the directory.
-
-    The temporary files of the same file that killed writers left are removed.
-
-    Args:
-        path: the file; its directory exists.
-        content: the bytes, or a file whose bytes are copied.
-        mode: its permissions, less the umask. It has them as soon as it has its name, so that a kill leaves
-            no file that others may write to.
-
-    Raises:
-        StoreError: the disk is full, or writing is not permitted.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    try:
-        _remove_abandoned(path)
-        with _open_new(temporary, mode) as out:
-            if isinstance(content, Path):
-                with open(content, "rb") as source:
-                    while piece := source.read(_COPY_BYTES):
-                        out.write(piece)
-            else:
-                out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-            os.replace(temporary, path)  # with its lock
-        sync_directory(path.parent)
-    except BaseException as error:
-        with contextlib.suppress(OSError):  # a disk that cannot be written may also refuse this
-            temporary.unlink()
-        if isinstance(error, OSError):
-            raise StoreError(
-                f"{path}: cannot write: {error.strerror}", hint=_write_hint(error)
-            ) from error
-        raise
-
-
-def _open_new(path: Path, mode: int) -> BufferedWriter:
-    """Open a new file. Its lock lasts until it is closed, so that `_remove_abandoned` spares it."""
-    while True:
-        file = open(path, "xb", opener=partial(os.open, mode=mode))  # noqa: SIM115 (the caller closes it)
-        with contextlib.suppress(OSError):  # a file system without locks, where nothing is removed
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if path.exists():  # another process may have removed it before it was locked
-            return file
-        file.close()
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove the temporary files of a file whose writers are dead."""
-    for name in os.listdir(path.parent):
-        if name.startswith(f".{path.name}.") and name.endswith(".tmp"):
-            with contextlib.suppress(OSError), open(path.with_name(name), "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(file.name)
-
-
-def _write_hint(error: OSError) -> str | None:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free some space on that disk, or write to another; nothing was lost"
-    return None
-
-
-def sync_directory(path: Path) -> None:
-    """Make sure that renames in a directory survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from prejit.runtime.errors import UsageError
@@ -101,33 +102,9 @@ def cpus(root: str = "/") -> int:
     return max(1, min([affinity, *map(int, _cpu_quotas(root))]))
 
 
-def free_memory_bytes(root: str = "/") -> int:
-    """Return how much memory this process can still take, by the kernel and by its control groups' limits.
-
-    `root` is the directory that holds `proc` and `sys`. Pages of files that nobody has used for long count as
-    free, because the kernel drops them before it fails (proc_meminfo(5), cgroups(7)).
-    """
-    left = [sys.maxsize]  # a kernel that does not say
-    for line in text_of(os.path.join(root, "proc/meminfo")).splitlines():
-        if line.startswith("MemAvailable:"):
-            left.append(int(line.split()[1]) << 10)
-    for directory, is_second in _groups(root, "memory"):
-        names = (
-            ("memory.max", "memory.current", "inactive_file")
-            if is_second
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        )
-        limit, used = (text_of(os.path.join(directory, name)).strip() for name in names[:2])
-        words = text_of(os.path.join(directory, "memory.stat")).split()
-        unused = words[words.index(names[2]) + 1] if names[2] in words else "0"
-        if limit.isdecimal() and used.isdecimal() and unused.isdecimal():  # else there is no limit
-            left.append(max(0, int(limit) - int(used) + int(unused)))
-    return min(left)
-
-
 def _cpu_quotas(root: str) -> Iterator[float]:
     """Yield the CPU quota of each control group of this process that has one (cgroups(7))."""
-    for directory, is_second in _groups(root, "cpu"):
+    for directory, is_second in control_groups(root, "cpu"):
         files = ("cpu.max",) if is_second else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         words = " ".join(text_of(os.path.join(directory, name)) for name in files).split()
         # `max 100000` and `-1 100000` mean that there is no limit.
@@ -135,7 +112,7 @@ def _cpu_quotas(root: str) -> Iterator[float]:
             yield int(words[0]) / int(words[1])
 
 
-def _groups(root: str, limited: str) -> Iterator[tuple[str, bool]]:
+def control_groups(root: str, limited: str) -> Iterator[tuple[str, bool]]:
     """Yield the control groups of this process in each hierarchy that may limit something, inner ones first.
 
     Args:
@@ -192,56 +169,29 @@ def thread_count() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def seconds_since_exec() -> float:
-    """Return the seconds since this process was started; the kernel counts in steps of 10 ms."""
-    started = _started()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+SYSTEM_POLICY = Path("/etc/prejit/trust.toml")
+"""The policy of the machine. It always applies: no argument and no variable can loosen it."""
+
+TRUST_VARIABLE = "PREJIT_TRUST"
+"""The environment variable with the policies of a process, separated by colons as in PATH."""
 
 
-def exec_time() -> float:
-    """Return when this process was started, by `time.perf_counter`, or up to 10 ms before that."""
-    started = _started()
-    # One clock right after the other: on a busy machine, to read a file between them can take 20 ms.
-    return time.perf_counter() - (time.clock_gettime(time.CLOCK_BOOTTIME) - started)
-
-
-def _started() -> float:
-    """Return when this process was started, in seconds since the boot."""
-    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def peak_memory_bytes() -> int:
-    """Return the peak resident memory, mapped files included.
-
-    The peak of getrusage would begin with the memory of the parent when it started this process.
-    """
-    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
-
-
-def private_memory_bytes() -> int:
-    """Return the resident memory that no other process shares."""
-    with open("/proc/self/smaps_rollup", encoding="ascii", errors="replace") as file:
-        return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Private_"))
-
-
-def host_memory_bytes() -> int:
-    """Return the resident memory of this process."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def host_memory_limit_bytes(root: str = "/") -> int:
-    """Return how much memory this process may use: the limit of its container, or the machine's memory.
+def policy_paths(trust: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
+    """Return the files of all policies that apply, each once. Each can refuse what the others allow.
 
     Args:
-        root: the directory that holds `sys`. A container sees its own limit there.
+        trust: another policy, or None.
     """
-    limit: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups 2 and 1
-        text = text_of(os.path.join(root, "sys/fs/cgroup", path)).strip()
-        if text.isdecimal():  # and not `max`
-            limit = min(limit, int(text))
-    return limit
+    paths = []
+    try:
+        os.lstat(SYSTEM_POLICY)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError:  # there may be one, so reading it must fail
+        paths.append(os.fspath(SYSTEM_POLICY))
+    else:
+        paths.append(os.fspath(SYSTEM_POLICY))
+    paths += filter(None, os.environ.get(TRUST_VARIABLE, "").split(os.pathsep))
+    if trust is not None:
+        paths.append(os.fspath(trust))
+    return tuple(dict.fromkeys(paths))

@@ -179,7 +179,7 @@ def _by_path(
     Raises:
         UsageError: the program has no argument of such a name.
     """
-    from prejit.runtime.device.dtypes import dtype_of
+    from prejit.runtime.device.transfer import dtype_of
     from prejit.runtime.programs import pytree
 
     named = {pytree.dotted(argument.path): argument for argument in arguments}

@@ -9,7 +9,7 @@ from prejit.runtime.base.text_table import table
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
-from prejit.runtime.format.checks.program_table import check_arrays, check_static, check_tree
+from prejit.runtime.format.checks.call_programs import check_arrays, check_static, check_tree
 
 _WIDTH = 90
 """Maximum number of characters of an argument or result."""

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import click
 
+from prejit.runtime.base.process_facts import TRUST_VARIABLE
 from prejit.runtime.cli.output import print_text
 from prejit.runtime.errors import UsageError
-from prejit.runtime.trust.policy_paths import TRUST_VARIABLE
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

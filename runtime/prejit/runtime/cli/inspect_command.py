@@ -24,13 +24,14 @@ from prejit.runtime.format.names import (
     GENERATION_MEDIA_TYPE,
     KERNELS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
+from prejit.runtime.format.opening import OpenTarget, match
 from prejit.runtime.format.root import Root
-from prejit.runtime.generation.defaults import check_generation
+from prejit.runtime.format.target_contents import Contents, read_contents
+from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
-    from prejit.runtime.generation.defaults import Defaults
+    from prejit.runtime.generation.options import Defaults
 
 
 @click.command(
@@ -143,7 +144,7 @@ def _defaults(layout: Layout, content: Contents) -> Defaults | None:
         return None
     if not manifest.has_layer(GENERATION_MEDIA_TYPE):
         # The import loads NumPy, which `verify` of other bundles does not need.
-        from prejit.runtime.generation.defaults import Defaults
+        from prejit.runtime.generation.options import Defaults
 
         return Defaults()
     at = manifest.layer(GENERATION_MEDIA_TYPE)

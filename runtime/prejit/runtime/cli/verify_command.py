@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from prejit.runtime.base.process_facts import policy_paths
 from prejit.runtime.base.text_table import size
 from prejit.runtime.cli.command_options import BUNDLE, FILE, JSON, VERBOSE
 from prejit.runtime.cli.golden_commands import forget_failures, run_programs
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.errors import AnswerError
 from prejit.runtime.format.audit import audit
-from prejit.runtime.generation.defaults import check_generation
-from prejit.runtime.trust.policy_paths import policy_paths
+from prejit.runtime.generation.options import check_generation
 
 if TYPE_CHECKING:
     from prejit.runtime.trust.enforcing import PolicyVerdict

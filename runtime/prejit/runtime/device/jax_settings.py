@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from prejit.runtime.device import _jaxlib
+from prejit.runtime.device import _jax_parts
 
 TRACED: Mapping[str, bool | int | float | str | None] = {
     "check_vma": False,
@@ -121,7 +121,7 @@ def plain(value: Any) -> Any:
 def _now() -> dict[str, str]:
     return {
         name: _text(plain(value))
-        for name, value in _jaxlib.trace_settings().items()
+        for name, value in _jax_parts.trace_settings().items()
         if name not in _UNCOUNTED
     }
 

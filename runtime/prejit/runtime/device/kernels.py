@@ -15,15 +15,15 @@ import fcntl
 import os
 import struct
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.process_facts import kernel_threads
 from prejit.runtime.errors import KernelError
 from prejit.runtime.format.checks.elf import find_note, read_shared_library
-from prejit.runtime.format.names import KERNEL_PREFIX, handler_target, kernel_target
+from prejit.runtime.format.names import KERNEL_PREFIX, kernel_target
 
 _MFD_NOEXEC_SEAL = 8
 """MFD_NOEXEC_SEAL of linux/memfd.h, since Linux 6.3. If vm.memfd_noexec is 2, Linux makes no memory file
@@ -40,10 +40,6 @@ _KERNELS_HINT = (
     "for older systems build with CXX=zig (`pip install 'prejit[kernels]'`); a build without "
     "a C++ compiler has no kernels"
 )
-_LIBRARY_HINT = (
-    "install the libraries that it needs on this machine, or link them into it statically "
-    "(-static-libstdc++ -static-libgcc) on a system as old as this one, and build again"
-)
 
 _NOTE = struct.Struct("<Ii")
 """The layout of a library's ELF note `prejit`: the version of the shared helper threads, and the distance
@@ -51,10 +47,8 @@ from this number to the function that takes them (kernels/threads.cc)."""
 _RTLD_DI_LINKMAP = 2
 """RTLD_DI_LINKMAP of dlfcn.h: dlinfo gives the link_map of a library."""
 
-_lock = threading.Lock()
+loading = threading.Lock()
 _loaded: dict[str, OpenLibrary] = {}
-_opened: dict[str, ctypes.CDLL] = {}
-"""The libraries of users that this process has opened, by digest."""
 _helpers: dict[int, int] = {}
 """Address of the helper threads of this process, for each version in which libraries share them."""
 _attempts = 0
@@ -84,40 +78,17 @@ def load(content: bytes) -> OpenLibrary:
         UsageError: PREJIT_THREADS is not an integer of at least 1.
     """
     digest = digest_of(content)
-    with _lock:
+    with loading:
         if digest not in _loaded:
             names, threads = kernels_of(content), kernel_threads()
-            library = _dlopen(content, digest, "native kernels", _KERNELS_HINT)
+            library = open_sealed(content, digest, "native kernels", _KERNELS_HINT)
             _share_helpers(library, content, threads)
             handlers = {
-                kernel_target(name, digest): _capsule(getattr(library, KERNEL_PREFIX + name))
+                kernel_target(name, digest): capsule_of(getattr(library, KERNEL_PREFIX + name))
                 for name in names
             }
             _loaded[digest] = OpenLibrary(digest, handlers)
         return _loaded[digest]
-
-
-def load_library(content: bytes, symbols: Iterable[str], name: str) -> OpenLibrary:
-    """Load a library of the user. A process opens the same bytes once, however many bundles have them.
-
-    Args:
-        content: a shared library that exports FFI handlers, verified.
-        symbols: the handlers that programs call.
-        name: name of its file, for errors.
-
-    Raises:
-        KernelError: this machine does not load it: a library or a symbol that it needs is missing, or code
-            may not be mapped.
-    """
-    digest = digest_of(content)
-    with _lock:
-        if digest not in _opened:
-            _opened[digest] = _dlopen(content, digest, f"the library {name}", _LIBRARY_HINT)
-        opened = _opened[digest]
-    handlers = {
-        handler_target(symbol, digest): _capsule(getattr(opened, symbol)) for symbol in symbols
-    }
-    return OpenLibrary(digest, handlers)
 
 
 def register(library: OpenLibrary) -> None:
@@ -171,7 +142,8 @@ def _share_helpers(library: ctypes.CDLL, content: bytes, threads: int) -> None:
     _helpers[version] = share(_helpers.get(version), threads)
 
 
-def _dlopen(content: bytes, digest: str, what: str, hint: str) -> ctypes.CDLL:
+def open_sealed(content: bytes, digest: str, what: str, hint: str) -> ctypes.CDLL:
+    """Return a library, opened from a sealed copy of its bytes in memory."""
     global _attempts
     descriptor = -1
     try:
@@ -213,7 +185,7 @@ def _memory_file(content: bytes, name: str) -> int:
     return descriptor
 
 
-def _capsule(function: Any) -> Any:
+def capsule_of(function: Any) -> Any:
     """Return a PyCapsule of a C function, as jaxlib takes it (jax/_src/ffi.py, `pycapsule`)."""
     new = ctypes.pythonapi.PyCapsule_New
     new.restype = ctypes.py_object

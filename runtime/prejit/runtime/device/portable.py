@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from prejit.runtime.base.digests import digest_of
-from prejit.runtime.device import _jaxlib
+from prejit.runtime.base.files import digest_of
+from prejit.runtime.device import _jax_parts, _jaxlib
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Memory
 
@@ -42,10 +42,10 @@ def compile_ahead(
         BuildError: it was not lowered for this platform.
     """
     module = stablehlo_module(portable, platforms, platform)
-    options = _jaxlib.compile_options(devices)
+    options = _jax_parts.compile_options(devices)
     client = devices[0].client
     if topology is not None:
-        compiled = client.compile(module, _jaxlib.deserialize_topology(topology), options)
+        compiled = client.compile(module, _jax_parts.deserialize_topology(topology), options)
     elif platform == "cpu":
         compiled = client.compile_and_load(module, _jaxlib.device_list(devices), options)
     else:
@@ -64,7 +64,7 @@ def register_stand_ins(names: Iterable[str]) -> None:
     """Register custom calls under names that XLA must know to compile a program. Calling one fails."""
     if not (names := tuple(names)):
         return
-    _jaxlib.register_handlers(dict.fromkeys(names, _jaxlib.any_handler()))
+    _jaxlib.register_handlers(dict.fromkeys(names, _jax_parts.any_handler()))
 
 
 def custom_calls(portable: bytes, platforms: Sequence[str], platform: str) -> set[str]:
@@ -78,7 +78,7 @@ def custom_calls(portable: bytes, platforms: Sequence[str], platform: str) -> se
     Raises:
         BuildError: it was not lowered for this platform.
     """
-    ir = _jaxlib.import_mlir()
+    ir = _jax_parts.import_mlir()
     found = set[str]()
 
     def note(op: Any) -> Any:
@@ -116,7 +116,7 @@ def operations(portable: bytes, platforms: Sequence[str], platform: str) -> Oper
     Raises:
         BuildError: it was not lowered for this platform.
     """
-    ir = _jaxlib.import_mlir()
+    ir = _jax_parts.import_mlir()
     found: Counter[str] = Counter()
 
     def note(op: Any) -> Any:
@@ -138,7 +138,7 @@ def bind_calls(portable: bytes, names: Mapping[str, str]) -> bytes:
     """
     if not names:
         return portable
-    ir = _jaxlib.import_mlir()
+    ir = _jax_parts.import_mlir()
 
     def rename(op: Any) -> Any:
         if op.name == _CUSTOM_CALL:
@@ -148,9 +148,9 @@ def bind_calls(portable: bytes, names: Mapping[str, str]) -> bytes:
         return ir.WalkResult.ADVANCE
 
     with ir.Context(), ir.Location.unknown():
-        module = _jaxlib.parse_stablehlo(portable)
+        module = _jax_parts.parse_stablehlo(portable)
         module.operation.walk(rename)
-        return _jaxlib.serialized_portable(module, _version(portable))
+        return _jax_parts.serialized_portable(module, _version(portable))
 
 
 _CUSTOM_CALL, _TARGET_NAME = "stablehlo.custom_call", "call_target_name"
@@ -172,7 +172,7 @@ def stablehlo_module(portable: bytes, platforms: Sequence[str], platform: str) -
     Raises:
         BuildError: it was not lowered for this platform.
     """
-    ir = _jaxlib.import_mlir()
+    ir = _jax_parts.import_mlir()
     if platforms and platform not in platforms:
         raise BuildError(
             f"expected a program for {platform}, found one for {' and '.join(platforms)} alone",
@@ -181,7 +181,7 @@ def stablehlo_module(portable: bytes, platforms: Sequence[str], platform: str) -
     if platform == "cpu":
         _jaxlib.register_library_calls(portable)
     with ir.Context():
-        module = _jaxlib.parse_stablehlo(portable)
+        module = _jax_parts.parse_stablehlo(portable)
         if len(platforms) > 1:
             _bind_platform(module, tuple(platforms).index(platform))
         _drop_other_platforms(module)
@@ -193,11 +193,11 @@ def refine_shapes(portable: bytes) -> bytes:
 
     Only a call of a function that was exported with symbolic sizes leaves others.
     """
-    with _jaxlib.import_mlir().Context():
-        module = _jaxlib.parse_stablehlo(portable)
+    with _jax_parts.import_mlir().Context():
+        module = _jax_parts.parse_stablehlo(portable)
         if "tensor<?" not in module.operation.get_asm(large_elements_limit=16):
             return portable
-        return _jaxlib.refined(module, _version(portable))
+        return _jax_parts.refined(module, _version(portable))
 
 
 def specialize(
@@ -220,7 +220,7 @@ def specialize(
     Raises:
         BuildError: it was not lowered for this platform, or does not work for these sizes.
     """
-    ir = _jaxlib.import_mlir()
+    ir = _jax_parts.import_mlir()
     with ir.Context():
         module = stablehlo_module(portable, platforms, platform)
     with module.context, ir.Location.unknown():
@@ -246,7 +246,7 @@ def specialize(
             ir.FunctionType.get(inputs, kind.results)
         )
         try:
-            static_portable = _jaxlib.refined(module, _version(portable))
+            static_portable = _jax_parts.refined(module, _version(portable))
         except Exception as error:  # errors of MLIR, and assertions of the function on its sizes
             reason = str(error).strip().partition("\n")[0].rpartition('loc("shape_assertion"): ')[2]
             raise BuildError(
@@ -254,7 +254,7 @@ def specialize(
                 hint="a number that its function computes of them may not fit an integer: give smaller ones",
             ) from error
     with ir.Context():
-        module = _jaxlib.parse_stablehlo(static_portable)
+        module = _jax_parts.parse_stablehlo(static_portable)
         kind = _functions(module)["main"].attributes["function_type"].value
         return static_portable, [tuple(ir.RankedTensorType(t).shape) for t in kind.results]
 
@@ -269,7 +269,7 @@ def _version(portable: bytes) -> str:
 
 def _bind_platform(module: Any, index: int) -> None:
     """Replace the first argument of `main`, the platform index, by a constant."""
-    ir = _jaxlib.import_mlir()
+    ir = _jax_parts.import_mlir()
 
     main = _functions(module)["main"]
     block = main.regions[0].blocks[0]
@@ -285,7 +285,7 @@ def _bind_platform(module: Any, index: int) -> None:
 
 def _functions(module: Any) -> dict[str, Any]:
     """Return the functions of a module, by name."""
-    ir = _jaxlib.import_mlir()
+    ir = _jax_parts.import_mlir()
 
     operations = (op.operation for op in module.body.operations)
     return {
@@ -297,7 +297,7 @@ def _functions(module: Any) -> dict[str, Any]:
 
 def _make_constant(block: Any, place: int, index: int) -> None:
     """Replace every use of an argument of a function's block, a scalar integer, by a constant."""
-    ir = _jaxlib.import_mlir()
+    ir = _jax_parts.import_mlir()
 
     argument = block.arguments[place]
     width = ir.IntegerType(ir.RankedTensorType(argument.type).element_type).width
@@ -358,7 +358,7 @@ _CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 
 def _platform_arguments(function: Any) -> list[int]:
     """Return the places of the arguments of a function that are the platform index."""
-    ir = _jaxlib.import_mlir()
+    ir = _jax_parts.import_mlir()
 
     if "arg_attrs" not in function.attributes:
         return []
@@ -373,7 +373,7 @@ def _platform_arguments(function: Any) -> list[int]:
 
 def _constant_of(value: Any) -> int | None:
     """Return the value of a scalar integer; None: it is not a constant."""
-    ir = _jaxlib.import_mlir()
+    ir = _jax_parts.import_mlir()
 
     owner = value.owner
     if isinstance(owner, ir.Block):

@@ -15,20 +15,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from prejit.runtime.base.files import write_file
+from prejit.runtime.base.process_facts import policy_paths
 from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.blobs import Layer, check_blobs, read_whole
 from prejit.runtime.format.bundle_schema import Config
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import PORTABLE_MEDIA_TYPE
-from prejit.runtime.format.opening import match, read_contents
+from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import Root
+from prejit.runtime.format.target_contents import read_contents
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.store.receipts import Receipts
 from prejit.runtime.trust.enforcing import enforce
-from prejit.runtime.trust.policy_paths import policy_paths
 
 
 @dataclass(frozen=True, slots=True)

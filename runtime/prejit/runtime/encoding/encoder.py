@@ -18,7 +18,7 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.base.joined_threads import start_thread
+from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.encoding.encoder_buckets import Bucket, loading_order, partition

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
-from prejit.runtime.format.blobs import Blobs, check_blob, read_whole
+from prejit.runtime.format.blobs import Blobs, read_whole
 from prejit.runtime.format.bundle_schema import Chunks, ImageManifest, Index, Segment
 from prejit.runtime.format.checks.attached import (
     check_content,
@@ -23,14 +23,13 @@ from prejit.runtime.format.checks.attached import (
     is_described,
     is_ours,
 )
-from prejit.runtime.format.checks.layers import check_chat, unpack
+from prejit.runtime.format.checks.call_programs import check_programs
+from prejit.runtime.format.checks.chat_layer import check_chat
+from prejit.runtime.format.checks.layers import check_weights, unpack
 from prejit.runtime.format.checks.oci import check_digest, check_layout_file
-from prejit.runtime.format.checks.program_table import (
-    check_programs,
-    check_weight_sets,
-    segments_of,
-)
-from prejit.runtime.format.checks.safetensors import check_weights
+from prejit.runtime.format.checks.program_table import check_weight_sets, segments_of
+from prejit.runtime.format.hashing import check_blob
+from prejit.runtime.format.index_bytes import encode_root
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     CHAT_MEDIA_TYPE,
@@ -38,15 +37,15 @@ from prejit.runtime.format.names import (
     INDEX_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import (
+from prejit.runtime.format.opening import match
+from prejit.runtime.format.referrers import Referrer, reached, referrers, unattached
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.target_contents import (
     Contents,
     check_libraries,
-    match,
     read_contents,
     read_kernels,
 )
-from prejit.runtime.format.referrers import Referrer, reached, referrers, unattached
-from prejit.runtime.format.root import Root, encode_root
 from prejit.runtime.format.writing import locked
 from prejit.runtime.machine.fingerprint import Fingerprint
 

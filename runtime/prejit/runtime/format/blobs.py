@@ -8,46 +8,30 @@ kernel verifies them by fs-verity.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar, final
+from typing import TYPE_CHECKING, TypeVar, final
 
-from prejit.runtime.base.files import Content, Identity, digest_file, map_file, timed_digest_file
+from prejit.runtime.base.files import Content, Identity, map_file, measure
 from prejit.runtime.base.process_facts import Span, span
-from prejit.runtime.base.verity import measure
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor, ImageManifest, Segment
 from prejit.runtime.format.checks import layers as layer_checks
-from prejit.runtime.format.layout import ATTEMPTS, Layout
+from prejit.runtime.format.layout import ATTEMPTS, Layout, OpenFile
 from prejit.runtime.format.root import Root, read_root
-from prejit.runtime.format.verification import VERIFIED, Job, Verification
+from prejit.runtime.format.verification import VERIFIED, Verification
 from prejit.runtime.store.receipts import Receipts
+
+if TYPE_CHECKING:
+    from prejit.runtime.format import hashing
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-
-
-class _File(NamedTuple):
-    """An open file.
-
-    Attributes:
-        path: the file, for errors.
-        descriptor: its file descriptor.
-        identity: its identity when it was opened.
-        content: its map.
-    """
-
-    path: str
-    descriptor: int
-    identity: Identity
-    content: Content
 
 
 @final
@@ -78,7 +62,7 @@ class Blobs:
             RejectError: a blob is missing or has another size.
         """
         self._receipts = receipts
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, OpenFile] = {}
         self._open = contextlib.ExitStack()
         self._close = weakref.finalize(self, self._open.close)
         sizes = {at.digest: at.size for m in manifests for at in (m.config, *m.layers)}
@@ -86,10 +70,10 @@ class Blobs:
             descriptor, identity = self._open.enter_context(layout.open_blob(digest, size))
             path = layout.blob_path(digest)
             content = map_file(descriptor, size, path)
-            self._files[digest] = _File(path, descriptor, identity, content)
+            self._files[digest] = OpenFile(path, descriptor, identity, content)
         self.hashed_bytes = self.receipt_bytes = self.verity_bytes = 0
         self.reads: list[Span] = []
-        self.verification = VERIFIED
+        self.verification: Verification = VERIFIED
 
     def read(self, at: Descriptor) -> bytes:
         """Return a copy of a blob, to which nobody else can write. The caller must check its digest."""
@@ -125,14 +109,16 @@ class Blobs:
         with_chunks = {digest for digest, _ in tables}
         whole = [(digest, None) for digest in self._files if digest not in with_chunks]
         parts: list[tuple[str, Chunks | None]] = [*tables, *whole]
-        jobs, names = list[Job](), list[tuple[str, Identity]]()
+        jobs, names = list["hashing.Job"](), list[tuple[str, Identity]]()
         for digest, table in parts:
             file = self._files[digest]
             if table is not None:
                 _is_measured(file, table)
             if not self._holds(file, digest):
-                run = partial(_check_whole, file, digest, table)
-                jobs.append(Job(digest, 0, file.identity.size, run))
+                from prejit.runtime.format import hashing
+
+                run = partial(hashing.check_whole, file, digest, table)
+                jobs.append(hashing.Job(digest, 0, file.identity.size, run))
                 names.append((digest, file.identity))
         self._begin(jobs, names, threads=len(os.sched_getaffinity(0)))
         self.verification.finish()
@@ -156,7 +142,7 @@ class Blobs:
         needed_first = [layers[name] for name in first if name in layers]
         every = (at.digest for at in manifest.layers)  # libraries of the user have one media type
         tables = {layers[name]: each for name, each in chunks.items()}
-        jobs, names = list[Job](), list[tuple[str, Identity]]()
+        jobs, names = list["hashing.Job"](), list[tuple[str, Identity]]()
         for digest in dict.fromkeys((*needed_first, *every, manifest.config.digest)):
             file, table = self._files[digest], tables.get(digest)
             size = file.identity.size
@@ -169,11 +155,17 @@ class Blobs:
                 _log.debug("%s: has a receipt", digest)
                 continue
             _log.debug("%s: to be hashed%s", digest, "" if table is None else " in chunks")
+            from prejit.runtime.format import hashing  # starts with receipts have no job
+
             if table is None:
-                jobs.append(Job(digest, 0, size, partial(_check_whole, file, digest, None)))
+                jobs.append(
+                    hashing.Job(digest, 0, size, partial(hashing.check_whole, file, digest, None))
+                )
             else:
                 jobs += [
-                    Job(digest, start, end, partial(_check_chunk, file, start, end, expected))
+                    hashing.Job(
+                        digest, start, end, partial(hashing.check_chunk, file, start, end, expected)
+                    )
                     for start, end, expected in table.places(size)
                 ]
             # What chunks say of a file holds for these chunks, and not for the file's sha256.
@@ -181,11 +173,11 @@ class Blobs:
         # Whoever waits is one more thread.
         self._begin(jobs, names, threads=max(1, len(os.sched_getaffinity(0)) - 1))
 
-    def _holds(self, file: _File, name: str) -> bool:
+    def _holds(self, file: OpenFile, name: str) -> bool:
         return self._receipts is not None and self._receipts.holds(name, file.identity)
 
     def _begin(
-        self, jobs: Sequence[Job], names: Iterable[tuple[str, Identity]], *, threads: int
+        self, jobs: Sequence[hashing.Job], names: Iterable[tuple[str, Identity]], *, threads: int
     ) -> None:
         """Begin jobs. If all succeed, files with these names and identities get receipts."""
         self.hashed_bytes = sum(job.end - job.start for job in jobs)
@@ -196,9 +188,13 @@ class Blobs:
         if not jobs:
             self._close()
             return
+        from prejit.runtime.format import hashing
+
         # The method keeps this object, and with it the descriptors, until the work is over.
         finish = partial(self._finish, names, time.time())
-        self.verification = Verification(jobs, threads=threads, finished=finish, failed=self._close)
+        self.verification = hashing.HashingVerification(
+            jobs, threads=threads, finished=finish, failed=self._close
+        )
 
     def _finish(self, names: Iterable[tuple[str, Identity]], began: float) -> None:
         self._close()
@@ -209,7 +205,7 @@ class Blobs:
             self._receipts.save()
 
 
-def _is_measured(file: _File, chunks: Chunks) -> bool:
+def _is_measured(file: OpenFile, chunks: Chunks) -> bool:
     """Return whether the kernel compares each page of a file, when it reads it, with the right digest.
 
     Raises:
@@ -225,97 +221,6 @@ def _is_measured(file: _File, chunks: Chunks) -> bool:
             "or a salt, or blocks of another size than 4096 bytes",
         )
     return True
-
-
-_buffers = threading.local()
-"""One buffer a thread, for a chunk: a new one would have to be filled with zeros each time."""
-
-
-def _check_chunk(
-    file: _File, start: int, end: int, expected: str, hasher: hashlib._Hash | None = None
-) -> float:
-    """Compare a chunk of a file with its digest.
-
-    It is read, not mapped: if somebody truncates the file meanwhile, the result is an error and no SIGBUS.
-
-    Args:
-        file: the file.
-        start: where the chunk begins, in bytes.
-        end: where it ends.
-        expected: its digest by BLAKE3, in hexadecimal digits.
-        hasher: gets the bytes too.
-
-    Returns:
-        The seconds that reading it took.
-
-    Raises:
-        RejectError: they differ, or the file is shorter.
-        StoreError: the disk does not give its bytes.
-    """
-    from blake3 import blake3  # starts with a receipt do not need it
-
-    size = end - start
-    if len(getattr(_buffers, "chunk", b"")) < size:
-        _buffers.chunk = bytearray(size)
-    view, count = memoryview(_buffers.chunk)[:size], 0
-    started = time.perf_counter()
-    with _readable(file.path):
-        while count < size and (more := os.preadv(file.descriptor, [view[count:]], start + count)):
-            count += more
-    seconds = time.perf_counter() - started
-    where = f"bytes {start} to {end - 1}"
-    if count < size:
-        raise RejectError(file.path, f"{where}: expected {size} bytes, found {count}")
-    found = blake3(view).hexdigest()
-    if found != expected:
-        raise RejectError(file.path, f"{where}: expected blake3 {expected}, found {found}")
-    if hasher is not None:
-        hasher.update(view)
-    return seconds
-
-
-def _check_whole(file: _File, digest: str, chunks: Chunks | None) -> float:
-    """Compare a file with its digest and with those of its chunks, in one pass.
-
-    Result and errors as `_check_chunk`.
-    """
-    if chunks is None:
-        with _readable(file.path):
-            found, seconds = timed_digest_file(file.descriptor)
-    else:
-        hasher, seconds = hashlib.sha256(), 0.0
-        for start, end, expected in chunks.places(file.identity.size):
-            seconds += _check_chunk(file, start, end, expected, hasher)
-        found = f"sha256:{hasher.hexdigest()}"
-    if found != digest:
-        raise RejectError(file.path, f"expected {digest}, found {found}")
-    return seconds
-
-
-@contextlib.contextmanager
-def _readable(path: str) -> Iterator[None]:
-    """Raise StoreError where a disk fails."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"{path}: cannot read: {error.strerror}",
-            hint="the disk or the network failed, and the bundle may be sound: see the system's log",
-        ) from error
-
-
-def check_blob(layout: Layout, at: Descriptor) -> None:
-    """Check the digest and the size of one blob, without a map of it.
-
-    Raises:
-        RejectError: it is missing, or differs.
-        StoreError: the disk does not give its bytes.
-    """
-    path = layout.blob_path(at.digest)
-    with layout.open_blob(at.digest, at.size) as (descriptor, _), _readable(path):
-        found = digest_file(descriptor)
-    if found != at.digest:
-        raise RejectError(path, f"expected {at.digest}, found {found}")
 
 
 def check_blobs(

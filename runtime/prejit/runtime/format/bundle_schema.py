@@ -18,17 +18,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prejit.runtime.base.digests import digest_of
-from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.arrays import Mesh
-from prejit.runtime.format.golden_format import TOLERANCES, is_results
+from prejit.runtime.format.golden_format import Golden
 from prejit.runtime.format.limits import MAX_SIZE
 from prejit.runtime.format.names import (
-    ARTIFACT_TYPE,
-    BUNDLE_FORMAT,
-    BUNDLE_NAME,
-    FORMAT_VERSION,
-    INDEX_MEDIA_TYPE,
     handler_target,
 )
 from prejit.runtime.machine.requirement import Requirement
@@ -131,35 +125,6 @@ class Memory:
             ("temporary", self.temp_bytes),
         )
         return ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Golden:
-    """The results of a program on the build host, for arguments that a seed makes.
-
-    Attributes:
-        recipe: version of the recipe of the arguments; readers ignore recipes that they do not have.
-        seed: the seed.
-        source: the target whose executable gave the answer, or `portable`: the portable program did, because
-            the build host runs none of the targets.
-        tolerance: results may differ from it by their scale / 2 ** tolerance; whole numbers may not.
-        results: samples of the results, as text (format/golden_format.py).
-    """
-
-    recipe: int
-    seed: int
-    source: str
-    tolerance: int
-    results: str
-
-    def __post_init__(self) -> None:
-        if not (self.recipe >= 1 and 0 <= self.seed < 1 << 32 and self.tolerance in TOLERANCES):
-            raise ValueError(
-                f"golden: expected a recipe from 1, a seed of 32 bits and a tolerance of 1 to "
-                f"{TOLERANCES[-1]}; found {self.recipe}, {self.seed} and {self.tolerance}"
-            )
-        if not is_results(self.results):
-            raise ValueError(f"golden: results: expected samples, found {self.results!r:.80}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,20 +366,6 @@ def _check_sizes(value: Decoder | Encoder, where: str, *names: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
-    """The chat layer: how messages become a prompt.
-
-    Attributes:
-        templates: Jinja sources by name, as transformers reads them. `default` is used unless a request names
-            another.
-        special_tokens: texts that templates use under names such as `bos_token` and `eos_token`.
-    """
-
-    templates: dict[str, str]
-    special_tokens: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
 class Portable:
     """Versions of the portable programs.
 
@@ -527,11 +478,3 @@ def handler_names(*libraries: UserLibrary) -> dict[str, str]:
         for library in libraries
         for name, symbol in library.handlers.items()
     }
-
-
-def encode_index(
-    name: str, manifests: tuple[Descriptor, ...], written: int = FORMAT_VERSION
-) -> bytes:
-    """Return the bytes of a bundle's index."""
-    annotations = {BUNDLE_NAME: name, BUNDLE_FORMAT: str(written)}
-    return to_json(Index(2, INDEX_MEDIA_TYPE, ARTIFACT_TYPE, manifests, annotations))

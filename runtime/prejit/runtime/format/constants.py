@@ -26,7 +26,7 @@ from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 
 _NAME = re.compile(r"[\w.<>]{1,512}:[\w.<>]{1,512}")
 _MAX_CHARACTERS = 4096

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
-from prejit.runtime.format.bundle_schema import Config, Descriptor, encode_index
+from prejit.runtime.format.bundle_schema import Config, Descriptor
 from prejit.runtime.format.checks.oci import check_descriptor, check_digest, check_manifest
+from prejit.runtime.format.index_bytes import encode_index
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,

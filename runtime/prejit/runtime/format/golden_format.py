@@ -14,7 +14,7 @@ chooses the elements.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from dataclasses import dataclass
 
 RECIPE = 1
 """The version of the recipe by which arguments and samples are made (programs/golden_inputs.py). A reader
@@ -30,54 +30,35 @@ MAX_BYTES = 1 << 19
 """Maximum length of the results of one golden answer as text."""
 
 
-class GoldenResult(NamedTuple):
-    """The golden values of one result.
-
-    Attributes:
-        exponent: of the scale; None: the values are whole numbers.
-        mean: mean of the absolute values of all finite elements, in units; 0 for whole numbers.
-        samples: the samples; numbers in units, or `n`, `p`, `m`.
-    """
-
-    exponent: int | None
-    mean: int
-    samples: tuple[int | str, ...]
-
-
 def is_results(text: str) -> bool:
     """Return whether a text has the form of the results of a golden answer."""
     return len(text) <= MAX_BYTES and _RESULTS.fullmatch(text) is not None
 
 
-def parse_results(text: str) -> tuple[GoldenResult | None, ...]:
-    """Return the golden values of each result; None: it is not compared.
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """The results of a program on the build host, for arguments that a seed makes.
 
-    Args:
-        text: one for which `is_results` is true.
+    Attributes:
+        recipe: version of the recipe of the arguments; readers ignore recipes that they do not have.
+        seed: the seed.
+        source: the target whose executable gave the answer, or `portable`: the portable program did, because
+            the build host runs none of the targets.
+        tolerance: results may differ from it by their scale / 2 ** tolerance; whole numbers may not.
+        results: samples of the results, as text (format/golden_format.py).
     """
-    return tuple(map(_parse, text.split(" "))) if text else ()
 
+    recipe: int
+    seed: int
+    source: str
+    tolerance: int
+    results: str
 
-def format_results(results: tuple[GoldenResult | None, ...]) -> str:
-    """Return the text of golden values: the inverse of `parse_results`."""
-    return " ".join(map(_format, results))
-
-
-def _parse(word: str) -> GoldenResult | None:
-    if word == "-":
-        return None
-    if word[0] == "=":
-        return GoldenResult(None, 0, tuple(map(int, word[1:].split(","))))
-    exponent, _, values = word.partition(":")
-    mean, *samples = values.split(",")
-    read = tuple(each if each in ("n", "p", "m") else int(each) for each in samples)
-    return GoldenResult(int(exponent), int(mean), read)
-
-
-def _format(sampled: GoldenResult | None) -> str:
-    if sampled is None:
-        return "-"
-    samples = ",".join(map(str, sampled.samples))
-    if sampled.exponent is None:
-        return f"={samples}"
-    return f"{sampled.exponent}:{sampled.mean}{',' if samples else ''}{samples}"
+    def __post_init__(self) -> None:
+        if not (self.recipe >= 1 and 0 <= self.seed < 1 << 32 and self.tolerance in TOLERANCES):
+            raise ValueError(
+                f"golden: expected a recipe from 1, a seed of 32 bits and a tolerance of 1 to "
+                f"{TOLERANCES[-1]}; found {self.recipe}, {self.seed} and {self.tolerance}"
+            )
+        if not is_results(self.results):
+            raise ValueError(f"golden: results: expected samples, found {self.results!r:.80}")

@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self, final
+from typing import NamedTuple, Self, final
 
 from prejit.runtime.base.files import (
     STORE_ERRORS,
@@ -20,12 +20,27 @@ from prejit.runtime.base.files import (
     map_file,
     read_all,
 )
-from prejit.runtime.base.nearest_name import nearest_path
 from prejit.runtime.errors import RejectError, StoreError
 
 ATTEMPTS = 20
 """How often a bundle may be replaced while it is read. Opening all files takes milliseconds, a build takes
 seconds."""
+
+
+class OpenFile(NamedTuple):
+    """An open file.
+
+    Attributes:
+        path: the file, for errors.
+        descriptor: its file descriptor.
+        identity: its identity when it was opened.
+        content: its map.
+    """
+
+    path: str
+    descriptor: int
+    identity: Identity
+    content: Content
 
 
 @final
@@ -59,6 +74,8 @@ class Layout:
             self._root = self._open_directory(path, None)  # an empty one is not "."
         except OSError as error:
             is_missing = error.errno == errno.ENOENT
+            from prejit.runtime.base.nearest_name import nearest_path
+
             guess = nearest_path(self.path, "*/") if is_missing else None
             raise StoreError(
                 f"{self.path}: cannot open a bundle: {os.strerror(error.errno or 0)}",

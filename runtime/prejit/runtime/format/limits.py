@@ -51,3 +51,7 @@ MAX_CACHE_ARRAYS = 1 << 14
 """Maximum number of arrays of a decoder's cache. 128 layers have 256; 16,384 take a second to read."""
 MAX_BATCH = 1 << 16
 """Maximum batch of a model's program, because a reader keeps state for each row in the host's memory."""
+
+
+MAX_DEPTH = 256
+"""Maximum depth of a tree of arguments or results; code walks a tree by recursion."""

@@ -12,12 +12,11 @@ prejit uses its digests alone, and checks the bytes behind them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from prejit.runtime.base.digests import digest_of, is_digest
-from prejit.runtime.base.typed_json import MAX_INTEGER, check_amount, shown, to_json
+from prejit.runtime.base.files import digest_of, is_digest
+from prejit.runtime.base.typed_json import MAX_INTEGER, check_amount, shown
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor, Index
@@ -27,14 +26,11 @@ from prejit.runtime.format.checks.oci import (
     check_index,
     check_layout_version,
 )
-from prejit.runtime.format.copied import index_of_copy
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
-    BUNDLE_NAME,
     INDEX_MEDIA_TYPE,
     MANIFEST_MEDIA_TYPE,
-    REF_NAME,
 )
 
 _MAX_UNNAMED_BYTES = 4 << 20
@@ -117,6 +113,8 @@ def _root_of_copy(layout: Layout, entries: tuple[Descriptor, ...], path: str) ->
             where = layout.blob_path(at.digest)
             for each in _entries(_parsed(_read(layout, at)), where):
                 found.setdefault(each.digest, each)
+    from prejit.runtime.format.copied import index_of_copy  # other tools made it
+
     read, others = _split(layout, tuple(found.values()), MANIFEST_MEDIA_TYPE)
     targets = [at for at, _ in read]
     if not targets:
@@ -126,45 +124,6 @@ def _root_of_copy(layout: Layout, entries: tuple[Descriptor, ...], path: str) ->
     if len(targets) > 1:
         return Root(digest_of(content), index, path, None, others)
     return Root(targets[0].digest, index, path, _named(targets[0]), others)
-
-
-def encode_root(index: Index, content: bytes, others: Iterable[Descriptor]) -> bytes:
-    """Return the bytes of the `index.json` of a bundle with all its targets.
-
-    Args:
-        index: the bundle's index.
-        content: the bytes of the same index.
-        others: what refers to the bundle or its targets.
-    """
-    name = index.annotations[BUNDLE_NAME]
-    bundle = Descriptor(
-        INDEX_MEDIA_TYPE,
-        digest_of(content),
-        len(content),
-        ARTIFACT_TYPE,
-        annotations={REF_NAME: name},
-    )
-    targets = [_listed(target, name) for target in index.manifests]
-    return to_json(
-        {
-            "manifests": [bundle, *targets, *others],
-            "mediaType": INDEX_MEDIA_TYPE,
-            "schemaVersion": 2,
-        }
-    )
-
-
-def _listed(target: Descriptor, bundle: str) -> Descriptor:
-    """Return a target's entry of `index.json`. Tools copy it by its name, unless the bundle has the same."""
-    name = (target.annotations or {}).get(REF_NAME, bundle)
-    return Descriptor(
-        target.mediaType,
-        target.digest,
-        target.size,
-        ARTIFACT_TYPE,
-        target.platform,
-        None if name == bundle else {REF_NAME: name},
-    )
 
 
 def _named(at: Descriptor) -> Descriptor:

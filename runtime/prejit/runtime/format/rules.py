@@ -152,7 +152,7 @@ LOADING = (
     Rule(
         "12",
         "The generation config of a bundle with a decoder, when it generates.",
-        ("generation.defaults.check_generation",),
+        ("generation.options.check_generation",),
     ),
     Rule(
         "7",

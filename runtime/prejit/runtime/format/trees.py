@@ -27,9 +27,7 @@ from typing import Any, Literal
 
 from prejit.runtime.format import constants
 from prejit.runtime.format.constants import Constant, EncodedConstant
-
-MAX_DEPTH = 256
-"""Maximum depth of a tree; code walks a tree by recursion."""
+from prejit.runtime.format.limits import MAX_DEPTH
 
 Key = str | int
 Path = tuple[Key, ...]

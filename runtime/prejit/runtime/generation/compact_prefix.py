@@ -8,10 +8,9 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
+from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.cache_arrays import sized
+from prejit.runtime.format.checks.program_signatures import sized
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache
 

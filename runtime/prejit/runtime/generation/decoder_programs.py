@@ -11,7 +11,11 @@ from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros
 from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.format.bundle_schema import Decoder, ProgramEntry
-from prejit.runtime.format.cache_arrays import cache_arrays, is_rewindable, source_array
+from prejit.runtime.format.checks.program_signatures import (
+    cache_arrays,
+    is_rewindable,
+    source_array,
+)
 from prejit.runtime.programs.ready import Programs
 
 

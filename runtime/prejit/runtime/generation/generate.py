@@ -1,4 +1,4 @@
-"""Generation for callers: feed requests into a `Batch`, return text and statistics."""
+"""Generation for callers: feed requests into `Slots`, return text and statistics."""
 
 from __future__ import annotations
 
@@ -6,76 +6,28 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
+from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
-from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.options import (
+    Defaults,
+    Options,
+    Prompt,
+    Request,
+    Resolved,
+    resolve,
+)
 from prejit.runtime.generation.rows import Token, Usage
 from prejit.runtime.generation.sampling import Logprob
-from prejit.runtime.programs.ready import ProgramReport
-from prejit.runtime.text.stop import StopStrings
+from prejit.runtime.generation.slots import Slots
+from prejit.runtime.text.bundle_text import BundleText
 
 if TYPE_CHECKING:
+    from prejit.runtime.generation.finished_text import Result, Stats
+    from prejit.runtime.text.stop import StopStrings
     from prejit.runtime.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What a generation cost.
-
-    Attributes:
-        prompt_tokens, new_tokens: counts.
-        reused_tokens: tokens of the prompt that were in a cache already.
-        queue_seconds: time from the call until the request had a slot.
-        prefill_seconds: time of the insertion that computed its prompt, with the prompts inserted together.
-        decode_seconds: time of the decode calls that it was part of.
-        first_token_seconds: time from the call to the first token.
-        tokens_per_second: rate of the tokens after the first.
-        passes: runs over the weights after prefill; fewer than tokens if drafts were accepted.
-        drafted_tokens, accepted_tokens: counts of prompt lookup.
-        padding: the fraction of computed positions that was wasted, 0 to 1: padding of buckets, free slots,
-            wrong drafts.
-        programs: names of the programs that ran for it. They name the buckets too.
-        obtained: how those of them became ready that were not ready before the call: loaded, compiled, kept.
-    """
-
-    prompt_tokens: int
-    new_tokens: int
-    reused_tokens: int
-    queue_seconds: float
-    prefill_seconds: float
-    decode_seconds: float
-    first_token_seconds: float
-    tokens_per_second: float
-    passes: int
-    drafted_tokens: int
-    accepted_tokens: int
-    padding: float
-    programs: tuple[str, ...]
-    obtained: tuple[ProgramReport, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One finished generation.
-
-    Attributes:
-        text: the text of the new tokens; empty if the bundle has no tokenizer.
-        token_ids: the new tokens, without the stop token.
-        finish_reason: `stop` (a stop token or stop string came), `length` (max_new_tokens), `context` (the
-            longest context of the bundle is full), `mask` (token mask and bias forbid every token) or `nan`
-            (the logits are not numbers: the weights are broken, or the cache dtype overflowed).
-        stats: what it cost.
-        logprobs: log-probabilities of each new token, if the request has `logprobs`.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    stats: Stats
-    logprobs: tuple[Logprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +70,11 @@ class Generation:
         self._programs = decoder.programs
         self._ready = decoder.programs.obtained()
         self._text = tokenizer.stream(request.prompt) if tokenizer is not None else None
-        self._stops = StopStrings(stop)
+        self._stops: StopStrings | None = None
+        if stop:
+            from prejit.runtime.text.stop import StopStrings  # few requests have any
+
+            self._stops = StopStrings(stop)
         self._pieces: list[Piece] = []
         self._entered = self._first = self._last = self._started
 
@@ -134,7 +90,7 @@ class Generation:
     @property
     def has_stops(self) -> bool:
         """Whether a stop string may end the text."""
-        return self._stops.is_needed
+        return self._stops is not None
 
     def take(self, token: Token) -> Piece:
         """Return the piece of text that a token completes. The last piece has a finish_reason."""
@@ -142,14 +98,17 @@ class Generation:
         if self._text is not None:
             if token.token_id is not None:
                 text = self._text.push(token.token_id)
-                if len(self._pieces) >= self.request.min_new_tokens:
-                    text = self._stops.push(text)
+            is_free = len(self._pieces) < self.request.min_new_tokens
+            stops = self._stops
+            if stops is not None and token.token_id is not None and not is_free:
+                text = stops.push(text)
             if reason is not None:
-                text += self._stops.push(self._text.finish())
-            if self._stops.found is not None:
+                rest = self._text.finish()
+                text += rest if stops is None else stops.push(rest)
+            if stops is not None and stops.found is not None:
                 reason = "stop"
-            elif reason is not None:
-                text += self._stops.finish()
+            elif stops is not None and reason is not None:
+                text += stops.finish()
         self._last = time.perf_counter()
         if not self._pieces:
             self._first = self._last
@@ -162,6 +121,8 @@ class Generation:
 
     def result(self) -> Result:
         """Return the finished generation. Call it after the last piece."""
+        from prejit.runtime.generation.finished_text import Result
+
         last = self._pieces[-1]
         assert last.finish_reason is not None
         assert last.stats is not None
@@ -175,35 +136,17 @@ class Generation:
         )
 
     def _stats(self, usage: Usage, new_tokens: int) -> Stats:
-        seconds = self._last - self._first
-        prompt = len(self.request.prompt)
-        # The last new token is never fed back, so nothing is computed for it.
-        useful = prompt - usage.reused_tokens + max(0, new_tokens - 1)
-        obtained = self._programs.obtained()
-        return Stats(
-            prompt_tokens=prompt,
-            new_tokens=new_tokens,
-            reused_tokens=usage.reused_tokens,
-            queue_seconds=self._entered - self._started,
-            prefill_seconds=usage.prefill_seconds,
-            decode_seconds=usage.decode_seconds,
-            first_token_seconds=self._first - self._started,
-            tokens_per_second=(new_tokens - 1) / seconds if new_tokens > 1 and seconds else 0.0,
-            passes=usage.passes,
-            drafted_tokens=usage.drafted_tokens,
-            accepted_tokens=usage.accepted_tokens,
-            padding=max(0.0, 1 - useful / usage.computed_tokens),
-            programs=tuple(usage.programs),
-            obtained=tuple(
-                obtained[name]
-                for name in usage.programs
-                if name in obtained and name not in self._ready
-            ),
-        )
+        from prejit.runtime.generation.finished_text import stats_of
+
+        obtained = {
+            name: how for name, how in self._programs.obtained().items() if name not in self._ready
+        }
+        times = self._started, self._entered, self._first, self._last
+        return stats_of(usage, len(self.request.prompt), new_tokens, times, obtained)
 
 
 def run(
-    decoder: DecoderPrograms, generations: Sequence[Generation], batch: Batch | None = None
+    decoder: DecoderPrograms, generations: Sequence[Generation], batch: Slots | None = None
 ) -> Iterator[tuple[Generation, Piece]]:
     """Generate for several requests, as many at a time as there are slots.
 
@@ -222,7 +165,7 @@ def run(
         ContextError, UsageError: as Batch.insert; or the batch was closed during the generation.
     """
     if batch is None:
-        batch = Batch(decoder, max(1, min(len(generations), decoder.batches[-1])))
+        batch = Slots(decoder, max(1, min(len(generations), decoder.batches[-1])))
     waiting = deque(generations)
     running: dict[int, Generation] = {}
     try:
@@ -253,3 +196,75 @@ def run(
     finally:
         for slot in range(batch.slots):  # all: an interrupt may come before we know our slots
             batch.evict(slot)
+
+
+@final
+class Generator:
+    """The decoder of a bundle with its tokenizer and its defaults. Safe to use from many threads.
+
+    Attributes:
+        decoder: the prefill and decode programs.
+    """
+
+    def __init__(
+        self, name: str, decoder: DecoderPrograms, text: BundleText, defaults: Defaults
+    ) -> None:
+        """Keep the parts of a bundle.
+
+        Args:
+            name: of the bundle, for errors.
+            decoder: its programs.
+            text: its tokenizer, if it has one.
+            defaults: options for calls that do not give their own.
+        """
+        self.decoder = decoder
+        self._name = name
+        self._text = text
+        self._defaults = defaults.options()
+
+    def resolve(self, options: Options) -> Resolved:
+        """Return the options of a call, filled in with the defaults of the bundle.
+
+        Raises:
+            UsageError: one is out of range.
+        """
+        self.decoder.programs.ask()
+        resolved = resolve({**options}, self._defaults)
+        return self.reading(resolved, resolved.common.get("source"))
+
+    def begin(self, prompt: Prompt | None, resolved: Resolved) -> Generation:
+        """Return a generation from a prompt, which `generate.run` runs.
+
+        Raises:
+            UsageError: the prompt is none, or the bundle has no tokenizer and the call needs it.
+        """
+        tokenizer = self._text.tokenizer
+        if resolved.stop and tokenizer is None:
+            raise UsageError(
+                f"{self._name}: this bundle has no tokenizer, so nothing can stop at a string",
+                hint="give stop_token_ids, or build from a model directory with a tokenizer.json",
+            )
+        request = resolved.request(self.token_ids(prompt))
+        return Generation(self.decoder, request, tokenizer, resolved.stop)
+
+    def reading(self, resolved: Resolved, source: Any) -> Resolved:
+        """Return the options of a call with this source; text becomes token ids."""
+        if isinstance(source, str):
+            if self.decoder.source is not None and self.decoder.source.dtype != "int32":
+                raise UsageError(f"source: expected {self.decoder.source}, found a text")
+            source = self._text.need_tokenizer().encode(source)
+        return resolved._replace(common={**resolved.common, "source": source})
+
+    def token_ids(self, prompt: Prompt | None) -> list[int]:
+        """Return the token ids of a prompt, all of them in the vocabulary."""
+        start = self.decoder.decoder.start_token_ids
+        if prompt is None and start:
+            return list(start)
+        checked = arguments.prompt("prompt", prompt, self.decoder.decoder.vocab_size)
+        if not isinstance(checked, str):
+            return checked
+        # Special tokens, such as an end, belong to the source of an encoder-decoder.
+        tokens = self._text.need_tokenizer().encode(
+            checked, add_special_tokens=not start, max_tokens=self.decoder.contexts[-1]
+        )
+        return [*start, *tokens] if start else tokens

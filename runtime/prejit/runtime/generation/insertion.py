@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prejit.runtime.generation.compact_prefix import CompactPrefix
 from prejit.runtime.generation.decoder_programs import DecoderPrograms, common_length
-from prejit.runtime.generation.kv_cache import KVCache, Prefix
-from prejit.runtime.generation.prefill import (
-    Entering,
-    Grow,
-    Limit,
-    computing_prefix,
-    filling,
-    filling_aside,
-)
-from prejit.runtime.generation.prefix_cache import PrefixCache
+from prejit.runtime.generation.kv_cache import KVCache
+from prejit.runtime.generation.prefill import Entering, Grow, Limit, filling
 from prejit.runtime.generation.rows import CachedText, Row
+
+if TYPE_CHECKING:
+    from prejit.runtime.generation.compact_prefix import CompactPrefix
+    from prejit.runtime.generation.prefix_cache import PrefixCache
+    from prejit.runtime.generation.shared_prefix import Prefix
 
 _SHARED_TOKENS = 16
 """Requests inserted together share the computation of a common beginning of at least this many tokens."""
@@ -113,7 +109,10 @@ def inserting(
         cache().copy_rows(prefix.at(cache().context), to)
     in_place = {slot: member for slot, member in waiting.items() if slot not in aside}
     yield from filling(decoder, cache, in_place, limit)
-    yield from filling_aside(decoder, cache, aside, context, grow, limit, prefixes, rows)
+    if aside:
+        from prejit.runtime.generation.filling_aside import filling_aside
+
+        yield from filling_aside(decoder, cache, aside, context, grow, limit, prefixes, rows)
     if prefixes is not None:
         prefixes.trim()
     return members
@@ -182,6 +181,8 @@ def _shared_prefix(
         )
         if common - cached < _SHARED_TOKENS:
             return None
+    from prejit.runtime.generation.filling_aside import computing_prefix
+
     tokens = list(first.prompt[:common])
     usage = rows[0].usage
     return (yield from computing_prefix(decoder, tokens, context, usage, first.prefix, limit))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import final
 
 import numpy as np
 
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import DeviceArray
+from prejit.runtime.device.transfer import DeviceArray, dtype_of
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
-from prejit.runtime.format.cache_arrays import sized
+from prejit.runtime.format.checks.program_signatures import sized
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.programs.ready import Programs
 
@@ -133,23 +131,6 @@ class Allocation:
         return self._arrays
 
 
-def allocating(
-    decoder: DecoderPrograms, batch: int, context: int, limit: Callable[[], int | None]
-) -> Generator[int, None, KVCache]:
-    """Allocate an empty cache in pieces. A piece counts as all the positions that a step may compute.
-
-    Args:
-        decoder: the programs.
-        batch: B.
-        context: S.
-        limit: how many positions a step may compute; None: any number.
-    """
-    allocation = Allocation(decoder, batch, context)
-    while not allocation.advance():
-        yield limit() or 0
-    return KVCache(decoder, batch, context, allocation.arrays())
-
-
 def cache_bytes(decoder: DecoderPrograms, batch: int, context: int) -> int:
     """Return how much a cache of a bucket takes on the device."""
     sizes = {"batch": batch, "context": context}
@@ -168,42 +149,3 @@ def beside_bytes(decoder: DecoderPrograms, batch: int) -> int:
 
 def _bytes(array: Array) -> int:
     return math.prod(array.shape) * dtype_of(array.dtype).itemsize
-
-
-@final
-class Prefix:
-    """A text that many prompts begin with, computed once. Safe to use from many threads.
-
-    Attributes:
-        token_ids: the tokens of the text.
-    """
-
-    def __init__(self, token_ids: Sequence[int], cache: KVCache) -> None:
-        """Keep a cache of one row that nobody else writes to. Use `Bundle.prefix`."""
-        self.token_ids = tuple(token_ids)
-        self._programs = cache.programs
-        self._caches = {cache.context: cache}
-        self._lock = threading.Lock()
-
-    def is_of(self, programs: Programs) -> bool:
-        """Return whether these programs computed the prefix; no others can read it."""
-        return self._programs is programs
-
-    @property
-    def context(self) -> int:
-        """The context of the shortest cache that holds the prefix."""
-        return min(self._caches)
-
-    @property
-    def size_bytes(self) -> int:
-        """How much its caches take on the device."""
-        with self._lock:
-            return sum(cache.size_bytes for cache in self._caches.values())
-
-    def at(self, context: int) -> KVCache:
-        """Return its cache with a context of `self.context` or more, in the bundle's smallest batch."""
-        with self._lock:
-            if context not in self._caches:
-                shorter = max(known for known in self._caches if known < context)
-                self._caches[context] = self._caches[shorter].grown(context)
-            return self._caches[context]

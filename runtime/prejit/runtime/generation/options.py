@@ -12,16 +12,16 @@ This module imports no NumPy, so that the command line can build its flags befor
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.nearest_name import did_you_mean
-from prejit.runtime.errors import UsageError
+from prejit.runtime.errors import RejectError, UsageError
 
 if TYPE_CHECKING:
-    from prejit.runtime.generation.kv_cache import Prefix
+    from prejit.runtime.generation.shared_prefix import Prefix
 
 Prompt = str | Sequence[int]
 """A prompt is text or a list of token ids."""
@@ -85,7 +85,7 @@ def _token_ids(name: str, value: Any) -> frozenset[int]:
 
 
 def _prefix(name: str, value: Any) -> Prefix:
-    from prejit.runtime.generation.kv_cache import Prefix  # imports NumPy, see above
+    from prejit.runtime.generation.shared_prefix import Prefix  # imports NumPy, see above
 
     return arguments.instance(name, value, Prefix)
 
@@ -350,6 +350,8 @@ def resolve(options: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
         UsageError: there is no such option, or a value has the wrong type or is out of range.
     """
     if unknown := options.keys() - OPTIONS.keys():
+        from prejit.runtime.base.nearest_name import did_you_mean
+
         raise UsageError(
             f"expected options of {', '.join(OPTIONS)}; found {min(unknown)!r}"
             + did_you_mean(min(unknown), OPTIONS)
@@ -359,3 +361,85 @@ def resolve(options: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
     stop = arguments.strings("stop", given.pop("stop", ()))
     sampling = {name: given.pop(name) for name in SAMPLING_OPTIONS if name in given}
     return Resolved(Sampling(**sampling), given, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """Options of a bundle's decoder for requests that do not give their own.
+
+    Names and meanings are those of transformers' GenerationConfig. None: the file does not have the option.
+    Its stop tokens are in the bundle's program table instead. Everything else in the file is ignored,
+    `max_length` included, because it counts the prompt too.
+
+    Attributes:
+        do_sample: whether tokens are drawn at random. If not, the most likely token is taken, whatever
+            temperature says.
+        temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`. If do_sample is true and there
+            is no temperature, it is 1.
+        max_new_tokens: stop after this many tokens.
+        min_new_tokens: do not stop before this many tokens.
+    """
+
+    do_sample: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return these as options of `Bundle.generate`, without those that change nothing."""
+        found = {name: getattr(self, name) for name in _PUBLISHED}
+        if not self.do_sample:
+            del found["temperature"]
+        elif self.temperature is None:
+            found["temperature"] = 1.0
+        return {name: value for name, value in found.items() if value is not None}
+
+
+_PUBLISHED = tuple(field.name for field in fields(Defaults) if field.name in OPTIONS)
+"""Names of the options that generation_config.json may set; a test compares them with `OPTIONS`."""
+
+
+def check_generation(content: bytes, path: str) -> Defaults:
+    """12. Check that a decoder's generation config is JSON and that the options in it can be used.
+
+    Args:
+        content: the bytes of the layer.
+        path: the file of the layer, for errors.
+
+    Raises:
+        RejectError: the layer is damaged.
+    """
+    try:
+        return parse_defaults(content)
+    except ValueError as error:
+        raise RejectError(path, str(error)) from error
+
+
+def parse_defaults(content: bytes) -> Defaults:
+    """Read a generation_config.json.
+
+    Raises:
+        ValueError: the content is no JSON object, or a value has a wrong type or is out of range.
+    """
+    try:
+        config = json.loads(content)
+    except RecursionError:
+        raise ValueError("expected JSON, found objects nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"expected JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"expected a JSON object, found {type(config).__name__}")
+    names = ("do_sample", *_PUBLISHED)
+    found = {name: config[name] for name in names if config.get(name) is not None}
+    if not isinstance(found.get("do_sample", False), bool):
+        raise ValueError(f"do_sample: expected true or false, found {found['do_sample']!r:.80}")
+    try:
+        for name in found.keys() - {"do_sample"}:
+            OPTIONS[name].check(name, found[name])
+    except UsageError as error:
+        raise ValueError(f"{error!s:.200}") from error
+    return Defaults(**found)

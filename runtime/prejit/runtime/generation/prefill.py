@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.format.bundle_schema import ProgramEntry
-from prejit.runtime.format.cache_arrays import sized
-from prejit.runtime.generation.compact_prefix import CompactPrefix
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.kv_cache import KVCache, Prefix, allocating
-from prejit.runtime.generation.options import Request, Sampling
-from prejit.runtime.generation.prefix_cache import PrefixCache
-from prejit.runtime.generation.rows import CachedText, Row, Usage
+from prejit.runtime.generation.kv_cache import KVCache
+from prejit.runtime.generation.options import Sampling
+from prejit.runtime.generation.rows import Row
 from prejit.runtime.generation.sampling import (
     Logprob,
     history_row,
@@ -26,6 +21,10 @@ from prejit.runtime.generation.sampling import (
     place_sampling,
     read_logprob,
 )
+
+if TYPE_CHECKING:
+    from prejit.runtime.generation.compact_prefix import CompactPrefix
+    from prejit.runtime.generation.shared_prefix import Prefix
 
 
 @dataclass(slots=True)
@@ -132,128 +131,6 @@ def _next_program(
     if most is not None:
         wanted = min(wanted, max(1, most // cache.batch))
     return decoder.prefill_for(cache.batch, cache.context, wanted)
-
-
-def filling_aside(
-    decoder: DecoderPrograms,
-    cache: Callable[[], KVCache],
-    members: Mapping[int, Entering],
-    context: int,
-    grow: Grow,
-    limit: Limit = no_limit,
-    prefixes: PrefixCache | None = None,
-    rows: int | None = None,
-) -> Chunks:
-    """Compute prompts in a cache of a smaller batch and copy the rows. Arguments as `filling`.
-
-    This is cheaper than `filling` for a few rows of a large batch, because `filling` computes every row. An
-    encoder-decoder reads the sources of the rows first, which makes that cache.
-
-    Args:
-        decoder: the programs.
-        cache: as `filling`.
-        members: as `filling`.
-        context: of the cache in which they are computed, with room for the longest.
-        grow: makes the cache of the batch at least as long, before the rows are copied.
-        limit: as `filling`.
-        prefixes: where to keep the prompts, for later ones that begin with them.
-        rows: the smaller batch; None: the bundle's smallest, as sources need it.
-    """
-    batch = decoder.batches[0] if rows is None else rows
-    waiting = list(members)
-    while waiting:
-        group, waiting = waiting[:batch], waiting[batch:]
-        # A new cache for each group: a NaN that one group leaves would reach the next.
-        if decoder.source is None:
-            aside = yield from allocating(decoder, batch, context, limit)
-        else:
-            aside = encode(decoder, context, [members[slot].row for slot in group])
-        for place, slot in enumerate(group):
-            if (prefix := members[slot].prefix) is not None:
-                aside.copy_rows(prefix.at(aside.context), {place: 0})
-        entering = {place: members[slot] for place, slot in enumerate(group)}
-        computed = {at: member for at, member in entering.items() if not member.can_decode}
-        yield from filling(decoder, partial(_same, aside), computed, limit)
-        yield from grow(context)
-        if aside.context < cache().context:
-            aside = aside.grown(cache().context)
-        cache().copy_rows(aside, {slot: place for place, slot in enumerate(group)})
-        if prefixes is not None:
-            texts = {
-                place: CachedText(member.row.request.prompt, member.row.request.namespace)
-                for place, member in computed.items()
-                if member.token is not None and member.token >= 0  # else it may hold NaN
-            }
-            prefixes.keep_aside(aside, texts)
-
-
-def _same(cache: KVCache) -> KVCache:
-    return cache
-
-
-def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCache:
-    """Read the sources of rows, and return the cache of texts about them that have no token yet.
-
-    Args:
-        decoder: the programs of an encoder-decoder.
-        context: the context of the cache.
-        rows: at most as many as the smallest batch.
-    """
-    assert decoder.source is not None
-    sources = [row.request.source for row in rows]
-    axis = decoder.source.variables.index("source") - 1  # of one source, which has no axis of rows
-    sizes = [source.shape[axis] for source in sources]
-    program = decoder.encode_for(context, max(sizes))
-    # Loading compares the program with the table. The table alone could ask for any amount of memory.
-    decoder.programs[program.name]
-    batch, size = program.bucket["batch"], program.bucket["source"]
-    whole = sized(decoder.source, {"batch": batch, "source": size})
-    given = aligned_zeros(whole.shape, dtype_of(whole.dtype))
-    length = np.ones(batch, np.int32)  # idle rows too: attention to nothing is NaN
-    for place, source in enumerate(sources):
-        given[place][tuple(map(slice, source.shape))] = source
-        length[place] = sizes[place]
-    put = decoder.device.put
-    _, arrays = decoder.run(program, {"source": put(given), "length": put(length)}, ())
-    for row in rows:
-        row.usage.programs[program.name] = None
-    return KVCache(decoder, batch, context, arrays)
-
-
-def computing_prefix(
-    decoder: DecoderPrograms,
-    token_ids: Sequence[int],
-    context: int,
-    usage: Usage,
-    known: Prefix | None = None,
-    limit: Limit = no_limit,
-) -> Generator[int, None, Prefix]:
-    """Compute the keys and values of a text in a cache of its own, in chunks, and return them.
-
-    Args:
-        decoder: the programs.
-        token_ids: the text, at most `context` tokens.
-        context: the context of the cache, one of the buckets.
-        usage: where to add the cost and the reused tokens.
-        known: a prefix whose beginning may be the same, to reuse.
-        limit: how much a chunk may compute.
-    """
-    cache = yield from allocating(decoder, decoder.batches[0], context, limit)
-    start = 0
-    if known is not None:
-        cache.copy_rows(known.at(context), {0: 0})
-        start = decoder.reusable(known.token_ids, token_ids)
-    usage.reused_tokens = start
-    row = Row(Request(token_ids), frozenset(), list(token_ids), usage, None)
-    yield from filling(decoder, lambda: cache, {0: Entering(row, start)}, limit)
-    return Prefix(token_ids, cache)
-
-
-def compute_prefix(
-    decoder: DecoderPrograms, token_ids: Sequence[int], context: int, usage: Usage
-) -> Prefix:
-    """Return the keys and values of a text. Arguments as `computing_prefix`."""
-    return whole(computing_prefix(decoder, token_ids, context, usage))
 
 
 def whole(work: Generator[int, None, Made]) -> Made:

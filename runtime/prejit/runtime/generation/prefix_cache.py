@@ -13,9 +13,10 @@ from prejit.runtime.generation.compact_prefix import (
     compact_bytes,
 )
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.kv_cache import KVCache, Prefix, cache_bytes
+from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
 from prejit.runtime.generation.options import Namespace
 from prejit.runtime.generation.rows import CachedText
+from prejit.runtime.generation.shared_prefix import Prefix
 
 _FEWEST_TOKENS = 16
 """Prompts with fewer tokens than this are computed again: copying them would not save much."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,10 @@ from prejit.runtime.base import arguments
 from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.options import Namespace, Request
-from prejit.runtime.generation.prompt_lookup import PromptLookup
 from prejit.runtime.generation.sampling import Logprob, bias_row, check_bias
+
+if TYPE_CHECKING:
+    from prejit.runtime.generation.prompt_lookup import PromptLookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,42 +171,6 @@ def checked_mask(mask: Any, vocab_size: int) -> np.ndarray[Any, Any] | None:
     return allowed
 
 
-def check_source(source: np.ndarray[Any, Any] | None, programs: DecoderPrograms) -> None:
-    """Check that a request has a source where the model reads one, of the right shape.
-
-    Raises:
-        UsageError: it has none, or one of another shape or kind.
-        ContextError: it is longer than the bundle reads.
-    """
-    if programs.source is None:
-        if source is not None:
-            raise UsageError(
-                "source: expected none, since this model is no encoder-decoder; found one"
-            )
-        return
-    if source is None:
-        raise UsageError(
-            "source: expected what the model is to read, found none",
-            hint='pass it by name: generate(source="...")',
-        )
-    expected = programs.source
-    sizes, axes = expected.shape[1:], expected.variables[1:]
-    fits = len(source.shape) == len(sizes) and all(
-        axis or size == found for axis, size, found in zip(axes, sizes, source.shape, strict=True)
-    )
-    kinds = "iu" if expected.dtype.startswith(("int", "uint")) else "iuf"
-    if not fits or source.dtype.kind not in kinds:
-        shape = ", ".join(
-            "N" if axis else str(size) for axis, size in zip(axes, sizes, strict=True)
-        )
-        raise UsageError(
-            f"source: expected {expected.dtype}[{shape}], found {source.dtype}{list(source.shape)}"
-        )
-    if kinds == "iu":
-        arguments.check_vocabulary("source", source.tolist(), programs.decoder.vocab_size)
-    programs.encode_for(programs.contexts[0], source.shape[axes.index("source")])
-
-
 def admit(request: Request, programs: DecoderPrograms) -> Row:
     """Return a row for a request that the programs can serve.
 
@@ -225,7 +191,11 @@ def admit(request: Request, programs: DecoderPrograms) -> Row:
     if request.stop_token_ids is not None:
         arguments.check_vocabulary("stop_token_ids", request.stop_token_ids, decoder.vocab_size)
     stop = decoder.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids
-    lookup = PromptLookup(prompt) if request.prompt_lookup else None
+    lookup = None
+    if request.prompt_lookup:
+        from prejit.runtime.generation.prompt_lookup import PromptLookup  # few requests ask for it
+
+        lookup = PromptLookup(prompt)
     row = Row(request, frozenset(stop), prompt, Usage(), lookup)
     check_bias(request.sampling, decoder.vocab_size)
     if request.prompt_lookup and not programs.draft_tokens:
@@ -233,7 +203,10 @@ def admit(request: Request, programs: DecoderPrograms) -> Row:
             "prompt_lookup: expected a bundle with programs that verify drafts, found none",
             hint="set draft_tokens, such as 8, in [generate] of the manifest and build again",
         )
-    check_source(request.source, programs)
+    if request.source is not None or programs.source is not None:
+        from prejit.runtime.generation.source_check import check_source
+
+        check_source(request.source, programs)
     if request.prefix is not None and not request.prefix.is_of(programs.programs):
         raise UsageError("prefix: expected one that this bundle computed, found another bundle's")
     return row

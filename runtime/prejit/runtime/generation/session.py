@@ -6,12 +6,12 @@ import threading
 from collections.abc import Iterator
 from typing import Unpack, final
 
-from prejit.runtime.base.one_process import OneProcess
+from prejit.runtime.base.threads_and_forks import OneProcess
 from prejit.runtime.errors import UsageError
-from prejit.runtime.generation.batch import Batch
-from prejit.runtime.generation.generate import Generation, Piece, Result, run
-from prejit.runtime.generation.generator import Generator
+from prejit.runtime.generation.finished_text import Result
+from prejit.runtime.generation.generate import Generation, Generator, Piece, run
 from prejit.runtime.generation.options import Options, Prompt, Resolved
+from prejit.runtime.generation.slots import Slots
 
 
 @final
@@ -28,7 +28,7 @@ class Session(OneProcess):
     def __init__(self, generator: Generator) -> None:
         """Make one slot. Its cache is allocated when it is first needed."""
         self._generator = generator
-        self._batch = Batch(generator.decoder, 1)
+        self._batch = Slots(generator.decoder, 1)
         self._turn = threading.Lock()
         self._busy = False
 

@@ -2,5 +2,5 @@
 
 `decorator` is the public face. `calls` binds a call to the function's parameters, `fitting` finds the program
 that takes it, and `returned` says what the results are made into. jaxlib dispatches later calls of the same
-signature (`device._jaxlib.Dispatch`).
+signature (`device._jit_dispatch.Dispatch`).
 """

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, final, overload
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.once import once
-from prejit.runtime.base.one_process import OneProcess
+from prejit.runtime.base.threads_and_forks import OneProcess, once
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.device import _jaxlib
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import is_jax_array
+from prejit.runtime.device import _jax_parts, _jit_dispatch
+from prejit.runtime.device.jax_arrays import is_jax_array
+from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.errors import AnswerError, FallbackWarning, MismatchError, UsageError
 from prejit.runtime.fallback import count_axis
 from prejit.runtime.jitted.fitting import Fit, MissError, find
@@ -197,7 +196,7 @@ class _Jitted(OneProcess):
             donated=(options["donate_argnums"], options["donate_argnames"]),
         )
         self._jitted = jax.jit(function, **options)
-        self._dispatch = _jaxlib.Dispatch.of(self._jitted)
+        self._dispatch = _jit_dispatch.Dispatch.of(self._jitted)
         self._lock = threading.Lock()
         self._by_name: set[tuple[int | str, ...]] = set()
         """Forms of calls whose arrays come in another order than by name, in which the program takes them:
@@ -218,12 +217,12 @@ class _Jitted(OneProcess):
         with self._lock:
             return JitStats(tuple(self._loaded), tuple(self._traced), tuple(self._compiled))
 
-    def miss(self, *args: Any, **kwargs: Any) -> _jaxlib.Missed:
+    def miss(self, *args: Any, **kwargs: Any) -> _jit_dispatch.Missed:
         """Run a call whose signature is new, and return its results and how to dispatch later calls."""
         form: tuple[int | str, ...] = (len(args), *kwargs)
         if form in self._by_name:
             return self.function(**self._parameters.named(args, kwargs)), None, False
-        if _jaxlib.is_tracing() or _has_tracer((args, kwargs)):
+        if _jax_parts.is_tracing() or _has_tracer((args, kwargs)):
             return self._miss_of_jax(args, kwargs)
         try:
             call = self._parameters.bind(args, kwargs)
@@ -268,7 +267,7 @@ class _Jitted(OneProcess):
 
         return load(self._given, on_mismatch="error" if self._on_miss == "error" else "jit")
 
-    def _miss_of_jax(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _jaxlib.Missed:
+    def _miss_of_jax(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _jit_dispatch.Missed:
         if self._dispatch is None:
             return self._jitted(*args, **kwargs), None, False
         return self._dispatch.jax_miss(*args, **kwargs)
@@ -330,7 +329,7 @@ class _Jitted(OneProcess):
             self._traced[name] = None
         return returned
 
-    def _run(self, bundle: Bundle, fit: Fit, returned: Returned) -> _jaxlib.Missed:
+    def _run(self, bundle: Bundle, fit: Fit, returned: Returned) -> _jit_dispatch.Missed:
         import jax
         import jax.numpy as jnp
 
@@ -353,7 +352,7 @@ class _Jitted(OneProcess):
         ]
         if device.mesh is None:
             avals = [(array.shape, dtype_of(array.dtype), array.weak) for array in results]
-            assemble = _jaxlib.assembler_for_jax(avals, device.first, fit.committed)
+            assemble = _jax_parts.assembler_for_jax(avals, device.first, fit.committed)
             arrays = assemble(executable.loaded.execute_sharded(inputs))
         else:
             arrays = executable.run(inputs)
@@ -392,9 +391,9 @@ class _Jitted(OneProcess):
 
 @final
 class _Interpreted:
-    """A function of `jit` on a jax without the parts that `_jaxlib.Dispatch` needs: no call is remembered."""
+    """A function of `jit` on a jax without the parts that `_jit_dispatch.Dispatch` needs: no call is kept."""
 
-    def __init__(self, jitted: Any, miss: Callable[..., _jaxlib.Missed]) -> None:
+    def __init__(self, jitted: Any, miss: Callable[..., _jit_dispatch.Missed]) -> None:
         self._jitted = jitted
         self._miss = miss
         vars(self).update(vars(jitted))

@@ -9,8 +9,8 @@ from typing import Any
 from prejit.runtime.base import arguments
 from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.device import jax_settings
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import DELETED, default_device, is_jax_array
+from prejit.runtime.device.jax_arrays import DELETED, default_device, is_jax_array
+from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.format import trees
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.jitted.jit_call import JittedCall

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.constants import decode, imported

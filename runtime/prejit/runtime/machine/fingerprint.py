@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from prejit.runtime.base.typed_json import from_any_json
 from prejit.runtime.errors import RejectError, StoreError, UsageError
-from prejit.runtime.machine.accelerator import find_accelerator
-from prejit.runtime.machine.environment import (
-    effective_environment,
-    effective_xla_flags,
-    read_xla_flags,
-)
 from prejit.runtime.machine.requirement import check_axes
 
 CPU_FEATURES = {
@@ -161,8 +158,7 @@ class Fingerprint:
         from jaxlib import version
 
         flags, model = _linux_cpu()
-        found = find_accelerator(os.environ)
-        described = {} if found is None else found.described()
+        described = _accelerator()
         platform_name = described.pop("platform", "cpu")
         try:
             return cls(
@@ -238,9 +234,90 @@ def _linux_cpu() -> tuple[frozenset[str], str]:
     return flags, model
 
 
+def _accelerator() -> dict[str, Any]:
+    """Return the properties of the accelerator that jax would choose; empty: the CPU.
+
+    Raises:
+        UsageError: no platform in JAX_PLATFORMS exists.
+    """
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    if asked == "cpu" or (
+        not asked
+        and not os.path.exists("/dev/nvidiactl")
+        and not os.path.exists("/proc/driver/nvidia")
+        and find_spec("libtpu") is None
+    ):
+        return {}
+    from prejit.runtime.machine.accelerator import find_accelerator  # few machines have one
+
+    found = find_accelerator(os.environ)
+    return {} if found is None else found.described()
+
+
 def _glibc() -> str | None:
     try:
         found = os.confstr("CS_GNU_LIBC_VERSION")
     except (OSError, ValueError):  # another C library has no such name
         return None
     return (found or "").removeprefix("glibc ") or None
+
+
+_FLAGS_WITHOUT_EFFECT = (
+    # Prefixes of XLA flags that change neither results nor speed of executables
+    # (xla/debug_options_flags.cc).
+    *(
+        "--xla_dump",
+        "--xla_hlo_profile",
+        "--xla_backtrace",
+        "--xla_vlog",
+        "--xla_gpu_cuda_data_dir",
+    ),
+    "--xla_cpu_parallel_codegen_split_count",  # set by prejit: the order of kernels in the file
+    "--xla_force_host_platform_device_count",  # compared as the axis device_count
+    *("--xla_gpu_dump_autotune", "--xla_gpu_load_autotune", "--xla_gpu_per_fusion_autotune_cache"),
+    "--xla_cpu_max_isa",  # compared as the axis cpu_features
+)
+_ENVIRONMENT = {
+    # Variables of each platform that change results or speed of compiled code.
+    "cpu": (),
+    # cuBLAS: TF32 for float32 products, and its deterministic mode (cuBLAS documentation).
+    "cuda": ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
+    "tpu": ("LIBTPU_INIT_ARGS",),  # flags of the TPU's compiler and runtime
+}
+_SET_BY_JAX = " --xla_tpu_use_enhanced_launch_barrier=true"
+"""The flag that `import jax` appends to LIBTPU_INIT_ARGS on a TPU (jax/_src/cloud_tpu_init.py). It is
+removed, so that a machine has the same fingerprint before and after the import."""
+
+
+def effective_xla_flags(flags: str) -> tuple[str, ...]:
+    """Return the XLA flags that change results or speed, sorted; of several with one name the last."""
+    named = {flag.partition("=")[0]: flag for flag in flags.split() if flag.startswith("--")}
+    return tuple(
+        sorted(flag for flag in named.values() if not flag.startswith(_FLAGS_WITHOUT_EFFECT))
+    )
+
+
+def effective_environment(platform: str, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the variables that change results or speed on a platform, as NAME=value, sorted."""
+    values = {name: environ.get(name, "") for name in _ENVIRONMENT[platform]}
+    values = {name: value.replace(_SET_BY_JAX, "").strip() for name, value in values.items()}
+    return tuple(f"{name}={value}" for name, value in sorted(values.items()) if value)
+
+
+def read_xla_flags(environ: Mapping[str, str]) -> str:
+    """Return the flags in XLA_FLAGS, which holds flags or the name of a file with flags.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+    flags = environ.get("XLA_FLAGS", "").strip()
+    if not flags or flags.startswith("-"):
+        return flags
+    try:
+        with open(flags, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(
+            f"{flags}: cannot read the file that XLA_FLAGS names: {error}",
+            hint="set XLA_FLAGS to flags, which start with --, or to a file with flags",
+        ) from error

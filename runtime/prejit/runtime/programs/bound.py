@@ -10,16 +10,17 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.base.one_process import OneProcess
+from prejit.runtime.base.threads_and_forks import OneProcess
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.branches import Branch
 from prejit.runtime.programs import pytree
+from prejit.runtime.programs.fitted_arguments import fit, narrows
 from prejit.runtime.programs.known_calls import Held
 from prejit.runtime.programs.steps import Rest, State, Steps
-from prejit.runtime.programs.user_programs import Calls, Pending, are_on_device, fit, narrows
+from prejit.runtime.programs.user_programs import Calls, Pending, are_on_device
 
 
 @final

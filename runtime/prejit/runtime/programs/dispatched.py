@@ -9,9 +9,8 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.device import _jaxlib
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import DeviceArray, to_numpy
+from prejit.runtime.device import _jax_parts, _jit_dispatch
+from prejit.runtime.device.transfer import DeviceArray, dtype_of, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.programs.dispatched_on_jax import JaxDispatchedCalls
@@ -37,7 +36,7 @@ _PLAIN = (dict, tuple, list)
 
 def _are_plain_numpy(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether all leaves are NumPy arrays of dtypes that jaxlib reads as NumPy does."""
-    flat = _jaxlib.flattened((args, kwargs))
+    flat = _jit_dispatch.flattened((args, kwargs))
     return flat is not None and all(
         type(value) is np.ndarray and value.dtype in _DTYPES for value in flat[0]
     )
@@ -79,11 +78,11 @@ class DispatchedCalls:
         leaf: Any = args or kwargs
         while (kind := type(leaf)) in _PLAIN and leaf:
             leaf = next(iter(leaf.values())) if kind is dict else leaf[0]
-        if self._on_jax is not None and kind is _jaxlib.imported_array_class():
+        if self._on_jax is not None and kind is _jax_parts.imported_array_class():
             on_jax = self._on_jax.functions.get(name) or self._on_jax.function(name)
             if on_jax is not None:
                 return on_jax(*args, **kwargs)
-        elif _are_plain_numpy(args, kwargs) and not _jaxlib.looks_for_nans():
+        elif _are_plain_numpy(args, kwargs) and not _jax_parts.looks_for_nans():
             return function(*args, **kwargs)
         return self._calls.call(name, args, kwargs)
 
@@ -105,12 +104,12 @@ class DispatchedCalls:
         def call(*args: Any, **kwargs: Any) -> Any:
             return calls.call(name, args, kwargs)
 
-        return _jaxlib.cpu_function(call, partial(self._miss, name), device.put)
+        return _jit_dispatch.cpu_function(call, partial(self._miss, name), device.put)
 
-    def _miss(self, name: str, /, *args: Any, **kwargs: Any) -> _jaxlib.Missed:
+    def _miss(self, name: str, /, *args: Any, **kwargs: Any) -> _jit_dispatch.Missed:
         """Run a call whose signature is new, and return its results and how jaxlib dispatches later calls."""
         chosen, result = self._calls.call_in_bucket(name, args, kwargs)
-        flat = _jaxlib.flattened((args, kwargs))
+        flat = _jit_dispatch.flattened((args, kwargs))
         plain = flat is not None and self._is_plain(chosen, flat[0])
         plain = plain and not has_registered_tuple((args, kwargs))
         return result, self._path(chosen) if plain else None, False
@@ -139,7 +138,7 @@ class DispatchedCalls:
         def single(arrays: list[DeviceArray]) -> Any:
             return to_numpy(arrays[0])
 
-        return _jaxlib.cpu_path(
+        return _jit_dispatch.cpu_path(
             programs[program.name].loaded,
             programs.weights(program.weights),
             len(chosen.values),

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
-from prejit.runtime.device import _jaxlib
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import default_device
+from prejit.runtime.device import _jax_parts, _jit_dispatch
+from prejit.runtime.device.jax_arrays import default_device
+from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.errors import AnswerError
 from prejit.runtime.format import trees
 from prejit.runtime.programs.known_calls import Held
@@ -53,7 +53,7 @@ class JaxDispatchedCalls:
                 return self._calls.call(name, args, kwargs)
 
             jitted = jax.jit(call)
-            dispatch = _jaxlib.Dispatch.of(jitted)
+            dispatch = _jit_dispatch.Dispatch.of(jitted)
             made = None
             if dispatch is not None:
                 made = dispatch.function(jitted, partial(self._miss, name, dispatch))
@@ -61,13 +61,13 @@ class JaxDispatchedCalls:
         return self.functions[name]
 
     def _miss(
-        self, name: str, dispatch: _jaxlib.Dispatch, /, *args: Any, **kwargs: Any
-    ) -> _jaxlib.Missed:
+        self, name: str, dispatch: _jit_dispatch.Dispatch, /, *args: Any, **kwargs: Any
+    ) -> _jit_dispatch.Missed:
         """Run a call whose signature is new, and return its results and how jaxlib dispatches later calls."""
         import jax
 
         inputs, structure = jax.tree.flatten((args, kwargs))
-        program = None if _jaxlib.looks_for_nans() else self._program(name, inputs, structure)
+        program = None if _jax_parts.looks_for_nans() else self._program(name, inputs, structure)
         if program is None:
             return self._calls.call(name, args, kwargs), None, False
         on_jax = self._programs()
@@ -76,7 +76,7 @@ class JaxDispatchedCalls:
         except AnswerError:  # `Calls` compiles its portable program, or says why not
             return self._calls.call(name, args, kwargs), None, False
         results = on_jax.programs.results(program)
-        assemble = _jaxlib.assembler_for_jax(
+        assemble = _jax_parts.assembler_for_jax(
             [(array.shape, dtype_of(array.dtype), array.weak) for array in results],
             device,
             any(array.committed for array in inputs),
@@ -97,7 +97,7 @@ class JaxDispatchedCalls:
         """
         on_jax = self._programs()
         device = on_jax.device.first
-        of_jax = _jaxlib.imported_array_class()
+        of_jax = _jax_parts.imported_array_class()
         if not all(type(array) is of_jax and _is_on(array, device) for array in leaves):
             return None
         if not any(array.committed for array in leaves) and default_device() != device:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from prejit.runtime.device.device import Device
-from prejit.runtime.device.executable import Executable
+from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.bundle_schema import Config, Golden, ProgramEntry
-from prejit.runtime.format.cache_arrays import cache_arrays
-from prejit.runtime.format.golden_format import GoldenResult, parse_results
+from prejit.runtime.format.bundle_schema import Config, ProgramEntry
+from prejit.runtime.format.checks.program_signatures import cache_arrays
+from prejit.runtime.format.golden_format import Golden
 from prejit.runtime.programs.golden_inputs import Values, golden_inputs, words
 
 if TYPE_CHECKING:
@@ -254,3 +253,51 @@ def _plain(value: Values) -> Values:
 
 def _is_small_integer(dtype: np.dtype[Any]) -> bool:
     return dtype.name in ("int2", "int4", "uint2", "uint4")
+
+
+class GoldenResult(NamedTuple):
+    """The golden values of one result.
+
+    Attributes:
+        exponent: of the scale; None: the values are whole numbers.
+        mean: mean of the absolute values of all finite elements, in units; 0 for whole numbers.
+        samples: the samples; numbers in units, or `n`, `p`, `m`.
+    """
+
+    exponent: int | None
+    mean: int
+    samples: tuple[int | str, ...]
+
+
+def parse_results(text: str) -> tuple[GoldenResult | None, ...]:
+    """Return the golden values of each result; None: it is not compared.
+
+    Args:
+        text: one for which `is_results` is true.
+    """
+    return tuple(map(_parse, text.split(" "))) if text else ()
+
+
+def format_results(results: tuple[GoldenResult | None, ...]) -> str:
+    """Return the text of golden values: the inverse of `parse_results`."""
+    return " ".join(map(_format, results))
+
+
+def _parse(word: str) -> GoldenResult | None:
+    if word == "-":
+        return None
+    if word[0] == "=":
+        return GoldenResult(None, 0, tuple(map(int, word[1:].split(","))))
+    exponent, _, values = word.partition(":")
+    mean, *samples = values.split(",")
+    read = tuple(each if each in ("n", "p", "m") else int(each) for each in samples)
+    return GoldenResult(int(exponent), int(mean), read)
+
+
+def _format(sampled: GoldenResult | None) -> str:
+    if sampled is None:
+        return "-"
+    samples = ",".join(map(str, sampled.samples))
+    if sampled.exponent is None:
+        return f"={samples}"
+    return f"{sampled.exponent}:{sampled.mean}{',' if samples else ''}{samples}"

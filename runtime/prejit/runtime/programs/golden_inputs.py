@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
 

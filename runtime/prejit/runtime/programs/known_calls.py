@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from prejit.runtime.device import _jaxlib
-from prejit.runtime.device.transfer import OnDevice, default_device
+from prejit.runtime.device import _jax_parts, _jit_dispatch
+from prejit.runtime.device.jax_arrays import OnDevice, default_device
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs.placing import Convert
 from prejit.runtime.programs.pytree import has_registered_tuple
@@ -97,10 +97,10 @@ class KnownCalls:
                 arrays of another dtype of.
             has_static: whether the program has static arguments.
         """
-        if (flat := _jaxlib.flattened(given)) is None:
+        if (flat := _jit_dispatch.flattened(given)) is None:
             return choose(given)
         leaves, structure = flat
-        of_jax = _jaxlib.imported_array_class()
+        of_jax = _jax_parts.imported_array_class()
         key: list[Any] = [structure]
         uses_jax = False
         for leaf in leaves:

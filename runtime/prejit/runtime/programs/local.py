@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import final
 
-from prejit.runtime.base.digests import digest_of
-from prejit.runtime.base.once import once
+from prejit.runtime.base.files import digest_of
+from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.device.device import Device
-from prejit.runtime.device.executable import Executable
+from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.portable import bind_calls, custom_calls
 from prejit.runtime.errors import BuildError, MismatchError
 from prejit.runtime.format.arrays import Array

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.format.checks.safetensors import TensorSlice, check_weights, header_end
+from prejit.runtime.device.transfer import dtype_of
+from prejit.runtime.format.checks.layers import TensorSlice, check_weights, header_end
 
 if TYPE_CHECKING:
     from prejit.runtime.format.blobs import Layer

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Iterable
 from typing import final
 
-from prejit.runtime.base.once import once
-from prejit.runtime.device.device import Device
-from prejit.runtime.device.executable import Executable
+from prejit.runtime.base.threads_and_forks import once
+from prejit.runtime.device import _jaxlib
+from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs.ready import Programs
@@ -63,9 +63,26 @@ class JaxPrograms:
 
         Raises:
             RejectError: its bytes are not those in the program table.
-            MismatchError: XLA cannot load it on this machine.
+            MismatchError: XLA cannot load it on this machine, or it gives a wrong answer here.
         """
         with self._lock:
             if name not in self._loaded:
-                self._loaded[name] = self.programs.load_on(name, self.device)
+                self._loaded[name] = self._load(name)
             return self._loaded[name]
+
+    def _load(self, name: str) -> Executable:
+        """Load a program's executable, unless it gives a wrong answer on this machine."""
+        programs = self.programs
+        program, canary = programs.table[name], programs.canary
+        if canary is not None:
+            wrong = canary.quarantined(program)
+            if wrong is None and canary.asks(program):
+                with _jaxlib.unguarded():
+                    wrong = programs.ask_canary(
+                        canary, program, programs.load(program, programs.device)
+                    )
+            if wrong is not None:
+                from prejit.runtime.programs.asked_answers import wrong_answer
+
+                raise wrong_answer(canary, program, wrong)
+        return programs.load(program, self.device)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from prejit.runtime.device.transfer import default_device, is_jax_array, to_jax, to_numpy
+from prejit.runtime.device.jax_arrays import default_device, is_jax_array, to_jax
+from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.programs.pytree import spell

@@ -10,31 +10,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
-from prejit.runtime.base.joined_threads import start_thread
-from prejit.runtime.base.once import once
 from prejit.runtime.base.process_facts import Span, span
+from prejit.runtime.base.threads_and_forks import once, start_thread
 from prejit.runtime.device import _jaxlib
-from prejit.runtime.device.device import Device
-from prejit.runtime.device.executable import Executable
+from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.transfer import DeviceArray
 from prejit.runtime.errors import ClosedError
 from prejit.runtime.format.arrays import Array, parse_sharding
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.layers import check_signature
-from prejit.runtime.format.checks.program_signatures import DECODER_KINDS, ENCODER_KINDS
-from prejit.runtime.format.checks.program_table import check_arrays, check_static, check_tree
-from prejit.runtime.format.constants import Constant
-from prejit.runtime.format.trees import Tree
+from prejit.runtime.format.checks.program_signatures import usage_of
+from prejit.runtime.format.checks.program_table import check_array
 from prejit.runtime.format.verification import VERIFIED, Verification
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from prejit.runtime.programs.canary import Canary, CheckedAnswer
-    from prejit.runtime.programs.golden_check import Deviation
+    from prejit.runtime.format.constants import Constant
+    from prejit.runtime.format.trees import Tree
+    from prejit.runtime.programs.canary import Canary
     from prejit.runtime.programs.local import LocalCompiler
     from prejit.runtime.programs.mapped_weights import Weights
+    from prejit.runtime.store.runtime_cache import KeptAnswer
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +57,9 @@ class Programs:
 
     Attributes:
         bundle: name of the bundle.
+        config: the program table.
+        device: where they run.
+        canary: asks executables for their golden answers; None: nothing does.
         table: the rows of the program table by name.
         verification: of all files of the target; no request ends before it has finished.
         waits: when threads waited for a program or placed weights.
@@ -99,8 +98,8 @@ class Programs:
         """
         self.bundle = config.bundle
         self.table = {program.name: program for program in config.programs}
-        self._config = config
-        self._device = device
+        self.config = config
+        self.device = device
         self._executables = executables
         self._portable = portable
         self._weights = weights
@@ -109,7 +108,7 @@ class Programs:
         self._serve_smaller = serve_smaller and executables is None and not device.in_cluster
         self._calls, self._no_calls = calls or {}, no_calls
         # The processes of a cluster run every program together, and none of them one more.
-        self._canary = None if device.in_cluster else canary
+        self.canary = None if device.in_cluster else canary
         self._weights_on_device: dict[str, list[DeviceArray]] = {}
         self.waits: list[Span] = []
         self.asked: tuple[float, int] | None = None
@@ -151,7 +150,7 @@ class Programs:
             self._weights_on_device.clear()
             self._weights = self._executables = None
             self._portable = replace(self._portable, content=b"")
-            vars(self).pop("_compiler", None)
+            vars(self).pop("compiler", None)
 
     def refuse(self, reason: ClosedError) -> object:
         """Give no program any more, without taking a lock; return what was ready."""
@@ -218,139 +217,41 @@ class Programs:
     def _obtain(self, program: ProgramEntry) -> tuple[Executable, str]:
         """Return the executable of a program and its source: loaded, compiled or kept."""
         if self._executables is None or program.name in self._specialized:
-            return self._compiler.obtain(program, self.results(program.name))
-        if (canary := self._canary) is None:
-            return self._load(program, self._device), "loaded"
+            return self.compiler.obtain(program, self.results(program.name))
+        if (canary := self.canary) is None:
+            return self.load(program, self.device), "loaded"
         if (wrong := canary.quarantined(program)) is None:
-            executable = self._load(program, self._device)
-            if (wrong := canary.ask(program, executable, self.compare)) is None:
+            executable = self.load(program, self.device)
+            if (wrong := self.ask_canary(canary, program, executable)) is None:
                 return executable, "loaded"
         _log.info("%s: %s: golden answer is wrong: %s", self.bundle, program.name, wrong)
-        canary.fall_back(program, wrong)
-        executable, source = self._compiler.obtain(program, self.results(program.name))
-        canary.ask_portable(program, executable, self.compare)
+        from prejit.runtime.programs import asked_answers
+
+        asked_answers.fall_back(canary, program, wrong)
+        executable, source = self.compiler.obtain(program, self.results(program.name))
+        asked_answers.ask_portable(canary, self, program, executable)
         return executable, source
 
-    def compare(self, program: ProgramEntry, executable: Executable) -> Deviation:
-        """Return the largest difference between the golden answer of a program and what it returns here.
+    def ask_canary(
+        self, canary: Canary, program: ProgramEntry, executable: Executable
+    ) -> str | None:
+        """Return what an executable gives in place of its golden answer; None: it is right, or not asked."""
 
-        Args:
-            program: a program with a golden answer of our recipe.
-            executable: the program, loaded or compiled here.
+        def first() -> KeptAnswer:
+            from prejit.runtime.programs.asked_answers import first_answer  # once a machine
 
-        Raises:
-            RejectError: the bundle is damaged.
-        """
-        from prejit.runtime.programs.golden_check import compare, samples_of
+            return first_answer(canary, self, program, executable)
 
-        golden = program.golden
-        assert golden is not None
-        values = self.golden_values(program, executable, golden.seed)
-        results = self.results(program.name)
-        samples = samples_of(self._config, program, results, values, golden.seed)
-        return compare(golden, results, values, samples)
+        return canary.ask(program, first)
 
-    def golden_values(
-        self, program: ProgramEntry, executable: Executable, seed: int, *, nudge: float = 0.0
-    ) -> list[np.ndarray[Any, Any]]:
-        """Return what a program returns for the arguments of the recipe of golden answers.
-
-        Args:
-            program: the program.
-            executable: the program, loaded or compiled here.
-            seed: of the recipe.
-            nudge: add this share of itself to every argument that is no whole number.
-
-        Raises:
-            RejectError: the bundle is damaged.
-        """
-        from prejit.runtime.programs.golden_check import answer
-
-        model = self._config.decoder or self._config.encoder
-        return answer(
-            program,
-            executable,
-            self._device,
-            self.weights(program.weights),
-            self.arguments(program.name),
-            0 if model is None else model.vocab_size,
-            seed,
-            nudge=nudge,
-        )
-
-    def check_answers(self) -> Iterator[CheckedAnswer]:
-        """Run every program that has a golden answer, one after the other, and yield what was found.
-
-        What it answered is kept: a wrong answer puts the executable into quarantine, a right one lifts that.
-
-        Raises:
-            RejectError: the bundle is damaged.
-            BuildError: a portable program does not compile here.
-        """
-        from prejit.runtime.programs.canary import CheckedAnswer, is_known
-
-        for program in list(self.table.values()):
-            if not is_known(program) or program.golden is None:
-                yield CheckedAnswer(program.name, "", "", 0.0)
-                continue
-            ran, lifted = "portable", False
-            if self._executables is None:
-                executable, _ = self._compiler.obtain(program, self.results(program.name))
-                difference = self.compare(program, executable)
-            else:
-                ran, executable = "executable", self._load(program, self._device)
-                difference = self.compare(program, executable)
-                if self._canary is not None:
-                    before = self._canary.quarantined(program)
-                    lifted = self._canary.keep(program, difference).right and before is not None
-            wrong = "" if difference.share <= 1 else difference.described()
-            source = program.golden.source
-            yield CheckedAnswer(program.name, source, ran, difference.share, wrong, lifted)
-
-    def wrong_answers(self) -> Iterator[str]:
-        """Yield what programs return in place of their golden answers: the smallest loaded one of each kind.
-
-        Raises:
-            RejectError: the bundle is damaged.
-        """
-        from prejit.runtime.programs.canary import is_known
-
-        loaded = [self.table[name] for name in list(self._ready)]
-        loaded.sort(key=lambda program: math.prod(program.bucket.values()))
-        smallest: dict[tuple[str, str, str | None], ProgramEntry] = {}
-        for program in filter(is_known, loaded):
-            kind = program.name.partition("/")[0], program.kind, program.weights
-            smallest.setdefault(kind, program)
-        for program in smallest.values():
-            deviation = self.compare(program, self[program.name])
-            if deviation.share > 1:
-                yield f"{program.name}: {deviation.described()}"
-
-    def load_on(self, name: str, device: Device) -> Executable:
-        """Load a program's executable from the bundle, which must match this machine, and do not keep it.
-
-        Args:
-            name: of the program.
-            device: where it will run.
+    def load(self, program: ProgramEntry, device: Device) -> Executable:
+        """Load a program's executable, whether or not it is in quarantine.
 
         Raises:
             RejectError: its bytes are not those in the program table.
             ExecutableError: XLA cannot load it on this machine.
-            AnswerError: it gives a wrong answer on this machine.
             ClosedError: the bundle is closed.
         """
-        program, canary = self.table[name], self._canary
-        if canary is not None:
-            wrong = canary.quarantined(program)
-            if wrong is None and canary.asks(program):
-                with _jaxlib.unguarded():
-                    wrong = canary.ask(program, self._load(program, self._device), self.compare)
-            if wrong is not None:
-                raise canary.error(program, wrong)
-        return self._load(program, device)
-
-    def _load(self, program: ProgramEntry, device: Device) -> Executable:
-        """Load a program's executable, whether or not it is in quarantine. Raises as `load_on`."""
         self._check_open()
         assert self._executables is not None
         path = self._executables.path
@@ -360,11 +261,12 @@ class Programs:
         return executable
 
     @once
-    def _compiler(self) -> LocalCompiler:
+    def compiler(self) -> LocalCompiler:
+        """What compiles portable programs on this machine."""
         from prejit.runtime.programs.local import LocalCompiler  # only a fallback needs it
 
         return LocalCompiler(
-            self._device,
+            self.device,
             self._portable.path,
             self._portable_of,
             self._calls,
@@ -381,8 +283,8 @@ class Programs:
         """Return a program of the user for sizes that no bucket has, and say that it is compiled here.
 
         Args:
-            program: a bucket whose manifest leaves the sizes of these variables open.
-            sizes: the wanted size of each.
+            program: a bucket whose manifest leaves these sizes open.
+            sizes: the wanted ones.
 
         Raises:
             RejectError: the program with symbolic sizes is damaged.
@@ -395,7 +297,7 @@ class Programs:
         takes, gives = self.arguments(program.name), self.results(program.name)
         weights = self._weight_arguments(program.weights)
         entry, portable = specialized(
-            program, symbolic, sizes, weights, takes, gives, self._device.platform
+            program, symbolic, sizes, weights, takes, gives, self.device.platform
         )
         with self._lock:
             if entry.name not in self.table:
@@ -420,7 +322,7 @@ class Programs:
             compiled.donated,
             takes=[*self._weight_arguments(program.weights), *self.arguments(program.name)],
             gives=self.results(program.name),
-            mesh=self._config.mesh,
+            mesh=self.config.mesh,
             path=f"{path}: {program.name}",
         )
 
@@ -433,8 +335,8 @@ class Programs:
 
     def _weight_set(self, name: str | None) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         """Yield name, values and sharding of the tensors of a weight set; nothing for None."""
-        shardings = self._config.weight_shardings or {}
-        for tensor in () if name is None else self._config.weight_sets[name]:
+        shardings = self.config.weight_shardings or {}
+        for tensor in () if name is None else self.config.weight_sets[name]:
             assert self._weights is not None
             value = self._weights.values[tensor]
             yield tensor, value, parse_sharding(shardings.get(tensor, ""), value.ndim)
@@ -452,7 +354,7 @@ class Programs:
         """
         if not self._serve_smaller or name in self._ready:
             return True
-        return self._compiler.is_kept(self.table[name])
+        return self.compiler.is_kept(self.table[name])
 
     def expect(self, names: Sequence[str], remember: Callable[[tuple[str, ...]], object]) -> None:
         """Begin to make the program ready that the first request will probably run first.
@@ -532,10 +434,10 @@ class Programs:
             self._check_open()
             if name not in self._weights_on_device:
                 if self._weights is not None:
-                    self._weights.wait(self._config.weight_sets[name])
+                    self._weights.wait(self.config.weight_sets[name])
                 with _jaxlib.unguarded():
                     self._weights_on_device[name] = [
-                        self._device.put(value, split) for _, value, split in self._weight_set(name)
+                        self.device.put(value, split) for _, value, split in self._weight_set(name)
                     ]
             self.waits.append(span("loading", started))
             return self._weights_on_device[name]
@@ -556,8 +458,13 @@ class Programs:
         self, name: str, texts: tuple[str, ...], known: dict[str, tuple[Array, ...]]
     ) -> tuple[Array, ...]:
         if name not in known:
-            at = f"{self._config.bundle}: program table of {self._config.target}: {name}"
-            known[name] = check_arrays(texts, self.table[name].kind, self._config.mesh, at)
+            at = f"{self.config.bundle}: program table of {self.config.target}: {name}"
+            if self.table[name].kind == "call":
+                from prejit.runtime.format.checks.call_programs import check_arrays
+
+                known[name] = check_arrays(texts, "call", self.config.mesh, at)
+            else:  # check_config has compared these texts with the signature
+                known[name] = tuple(check_array(text, self.config.mesh, at) for text in texts)
         return known[name]
 
     def arguments_tree(self, name: str) -> Tree:
@@ -570,32 +477,25 @@ class Programs:
 
     def _tree(self, name: str, text: str | None, arrays: tuple[Array, ...], side: str) -> Tree:
         if (name, side) not in self._trees:
-            at = f"{self._config.bundle}: program table of {self._config.target}: {name}"
+            from prejit.runtime.format.checks.call_programs import check_tree
+
+            at = f"{self.config.bundle}: program table of {self.config.target}: {name}"
             self._trees[name, side] = check_tree(text, arrays, f"{at}: {side}")
         return self._trees[name, side]
 
     def static(self, name: str) -> dict[str, Constant]:
         """Return the values of the static arguments of a program. Raises as `arguments`."""
         if name not in self._static:
-            at = f"{self._config.bundle}: program table of {self._config.target}: {name}"
+            from prejit.runtime.format.checks.call_programs import check_static
+
+            at = f"{self.config.bundle}: program table of {self.config.target}: {name}"
             self._static[name] = check_static(self.table[name], at)
         return self._static[name]
 
     @property
     def usage(self) -> str:
         """How a caller runs them, for hints: the commands, and the names of functions."""
-        table = tuple(self.table.values())
-        kinds = {program.kind for program in table}
-        found = []
-        if not kinds.isdisjoint(DECODER_KINDS):
-            found.append("generate with `prejit generate` or `Bundle.generate`")
-        if not kinds.isdisjoint(ENCODER_KINDS):
-            found.append("encode sentences with `prejit encode` or `Bundle.encode`")
-        names = {program.name.partition("/")[0] for program in table if program.kind == "call"}
-        if names:
-            known = ", ".join(sorted(names))
-            found.append(f"call one of its programs with `prejit call` or `Bundle.call`: {known}")
-        return "; ".join(found)
+        return usage_of(self.table.values())
 
     def obtained(self) -> dict[str, ProgramReport]:
         """Return how each ready program was obtained, by name."""

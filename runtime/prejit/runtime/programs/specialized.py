@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.device.portable import specialize
 from prejit.runtime.errors import FallbackWarning
 from prejit.runtime.fallback import count_axis

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from prejit.runtime.base.files import write_file
-from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.base.written_files import write_file
+from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from prejit.runtime.base.process_facts import cpus, is_plain_start, seconds_since_exec, text_of
+from prejit.runtime.base.process_facts import cpus, is_plain_start, text_of
+from prejit.runtime.base.process_usage import seconds_since_exec
 from prejit.runtime.programs.ready import ProgramReport
 from prejit.runtime.start.start_report import StartReport
 from prejit.runtime.store.runtime_cache import cache_root

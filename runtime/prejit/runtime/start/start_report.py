@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from prejit.runtime.base import process_facts
+from prejit.runtime.base import process_facts, process_usage
 from prejit.runtime.base.process_facts import Span
 
 
@@ -88,7 +88,7 @@ def split(
     began, spans = loaded.start, [loaded, *spans, *process_facts.imports]
     threads, ended = {loaded.thread}, loaded.end
     if is_first:
-        began = process_facts.exec_time()
+        began = process_usage.exec_time()
         package = import_module("prejit.runtime")  # by name, because it imports every room
         spans.append(Span("process", loaded.thread, began, package.first_line))
     if asked is not None and answered is not None:

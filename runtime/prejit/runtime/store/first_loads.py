@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from prejit.runtime.base.digests import is_digest
+from prejit.runtime.base.files import is_digest
 from prejit.runtime.store.runtime_cache import cache_root, read_own, write_own
 
 _MAX_BYTES = 1 << 16

@@ -18,8 +18,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import final
 
-from prejit.runtime.base.digests import is_digest
-from prejit.runtime.base.files import Identity, digest_file
+from prejit.runtime.base.files import Identity, digest_file, is_digest
 from prejit.runtime.errors import StoreError
 from prejit.runtime.store.runtime_cache import cache_root, read_own, write_own
 

@@ -1,14 +1,19 @@
-"""The directory in which this machine keeps results between starts."""
+"""The directory in which this machine keeps results between starts, and what every start asks it for."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from prejit.runtime.base.files import write_file
-from prejit.runtime.errors import StoreError
+from prejit.runtime.base.files import digest_of
+from prejit.runtime.base.process_facts import is_plain_start
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.errors import RejectError, StoreError
 
 
 def cache_root() -> Path:
@@ -48,6 +53,97 @@ def write_own(path: Path, content: bytes) -> None:
 
     A directory that cannot be written is no error: it costs only the time that the file would save.
     """
+    from prejit.runtime.base.written_files import write_file  # few starts have anything to keep
+
     with contextlib.suppress(OSError, StoreError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_file(path, content, mode=0o600)
+
+
+_MAX_BYTES = 1 << 16
+
+
+def first_programs(digest: str) -> tuple[str, ...]:
+    """Return the names of the programs that an earlier start of a bundle used first.
+
+    A start loads them at once, because most starts of a bundle are alike. A wrong guess costs only time.
+
+    Args:
+        digest: the bundle's digest.
+    """
+    if is_plain_start():
+        return ()
+    with contextlib.suppress(ValueError, RecursionError):
+        names = json.loads(read_own(_first_programs_file(digest), _MAX_BYTES) or b"")
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return tuple(names)
+    return ()
+
+
+def remember_first_programs(digest: str, names: Sequence[str]) -> None:
+    """Keep the names of the programs that a start used first, for the next start."""
+    write_own(_first_programs_file(digest), json.dumps(list(names)).encode())
+
+
+def _first_programs_file(digest: str) -> Path:
+    return cache_root() / "starts" / "v1" / f"{digest.removeprefix('sha256:')}.json"
+
+
+_MAX_BYTES = 1 << 14
+
+
+class KeptAnswer(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
+    """The answer of an executable on this machine, and whether it was right.
+
+    Attributes:
+        right: whether it did.
+        bundle, target, program: where it is; for people.
+        executable: digest of the executable.
+        difference: what it returned instead; for people. Empty: it was right.
+    """
+
+    right: bool
+    bundle: str
+    target: str
+    program: str
+    executable: str
+    difference: str
+
+
+def answer_file(**ingredients: object) -> Path:
+    """Return the file of the kept answer that these ingredients name."""
+    name = digest_of(to_json(ingredients)).removeprefix("sha256:")
+    return cache_root() / "canary" / "v1" / f"{name}.json"
+
+
+def read_answer(path: Path) -> KeptAnswer | None:
+    """Return the kept answer in a file; None: there is none.
+
+    Raises:
+        RejectError: the file is damaged.
+    """
+    if not (content := read_own(path, _MAX_BYTES)):
+        if content is None:
+            return None
+        raise RejectError(str(path), "expected a kept answer, found an empty file", hint=_HINT)
+    try:
+        plain = json.loads(content)
+        answer = KeptAnswer(**plain)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RejectError(str(path), f"expected a kept answer: {error}", hint=_HINT) from error
+    if not isinstance(answer.right, bool) or not all(isinstance(text, str) for text in answer[1:]):
+        raise RejectError(
+            str(path), "expected a kept answer, found values of other types", hint=_HINT
+        )
+    return answer
+
+
+_HINT = "remove the file: prejit checks the executable again"
+
+
+def write_answer(path: Path, answer: KeptAnswer) -> bool:
+    """Write a kept answer whole. Return whether it is there now."""
+    write_own(path, json.dumps(answer._asdict()).encode())
+    with contextlib.suppress(RejectError):
+        return read_answer(path) == answer
+    return False

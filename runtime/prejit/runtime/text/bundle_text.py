@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, final
 
-from prejit.runtime.base import arguments
-from prejit.runtime.base.once import once
 from prejit.runtime.base.process_facts import Span, importing, span
+from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.checks.layers import check_chat
 from prejit.runtime.format.names import CHAT_MEDIA_TYPE, TOKENIZER_MEDIA_TYPE
 
 if TYPE_CHECKING:
@@ -80,55 +78,20 @@ class BundleText:
             )
         return self.tokenizer
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        template: str | None,
-        add_generation_prompt: bool | None,
-        continue_final_message: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        documents: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
-    ) -> str:
-        """Return the text of a conversation. Arguments and errors as `Bundle.apply_chat_template`."""
-        if self._chat is None:
-            raise UsageError(
-                f"{self._bundle}: this bundle has no chat template",
-                hint="give the prompt as text, or build from a model directory whose "
-                "tokenizer_config.json has a chat_template",
-            )
-        if template is not None:
-            arguments.text("template", template)
-        continues = arguments.flag("continue_final_message", continue_final_message)
-        begins = not continues
-        if add_generation_prompt is not None:
-            begins = arguments.flag("add_generation_prompt", add_generation_prompt)
-        try:
-            return self._chat.render(
-                messages,
-                template=template,
-                add_generation_prompt=begins,
-                continue_final_message=continues,
-                tools=tools,
-                documents=documents,
-                variables=variables,
-            )
-        except RecursionError:
-            raise UsageError(
-                "messages: expected objects nested less deeply than Python's recursion limit"
-            ) from None
-
     @once
-    def _chat(self) -> ChatTemplates | None:
+    def chat(self) -> ChatTemplates | None:
+        """The chat templates, or None if the bundle has none.
+
+        Raises:
+            RejectError: they are damaged.
+        """
         layer = self._layers.get(CHAT_MEDIA_TYPE)
         if layer is None:
             return None
         started = time.perf_counter()
-        with importing():
-            from prejit.runtime.text.chat_template import (
-                ChatTemplates,
-            )  # Jinja costs 40 ms, only chats need it
+        with importing():  # Jinja costs 40 ms, only chats need it
+            from prejit.runtime.format.checks.chat_layer import check_chat
+            from prejit.runtime.text.chat_template import ChatTemplates
 
         templates = ChatTemplates(check_chat(bytes(layer.wait()), layer.path), layer.path)
         self.reads.append(span("loading", started))

@@ -14,7 +14,7 @@ from jinja2 import Template
 
 from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.errors import RejectError, UsageError
-from prejit.runtime.format.bundle_schema import Chat
+from prejit.runtime.format.checks.chat_layer import Chat
 from prejit.runtime.text.sandbox import Sandbox, limited, parse
 
 _DEFAULT = "default"

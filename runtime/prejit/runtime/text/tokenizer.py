@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar, final
 
 from tokenizers import Tokenizer as _Tokenizer
 
-from prejit.runtime.base.once import once
+from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.errors import ContextError, RejectError, UsageError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import PolicyError
 from prejit.runtime.trust.dsse import Envelope, encode_envelope, envelope_of, pae
 from prejit.runtime.trust.foreign_json import field, read_object

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
-from prejit.runtime.base.files import write_file
 from prejit.runtime.base.locks import lock_file
+from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import PolicyError, StoreError
 from prejit.runtime.trust.channel import Accepted, KeyMark, KeySet
 from prejit.runtime.trust.foreign_json import field, read_object

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import ExecutableError, RejectError, StoreError, UntrustedError
 from prejit.runtime.format.opening import OpenTarget

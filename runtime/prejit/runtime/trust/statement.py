@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from prejit.runtime.base.digests import is_digest
+from prejit.runtime.base.files import is_digest
 from prejit.runtime.base.typed_json import shown
 from prejit.runtime.trust import foreign_json
 from prejit.runtime.trust.dsse import MAX_ENVELOPE_BYTES

@@ -20,7 +20,7 @@ from prejit.runtime.cli.command_options import (
     on_mismatch,
 )
 from prejit.runtime.cli.output import warnings_on_stderr
-from prejit.runtime.device.start import import_numpy, read_library_ahead
+from prejit.runtime.device.quick_start import import_numpy, read_library_ahead
 from prejit.runtime.errors import UsageError
 
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)=(?P<path>.+)", re.DOTALL)

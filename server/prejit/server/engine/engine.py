@@ -10,12 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.once import once
-from prejit.runtime.base.one_process import OneProcess
+from prejit.runtime.base.threads_and_forks import OneProcess, once
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import ClosedError, ContextError, UsageError
 from prejit.runtime.fallback import fallback_counts
-from prejit.runtime.generation.generate import Result
+from prejit.runtime.generation.finished_text import Result
 from prejit.runtime.generation.options import Options, Prompt
 from prejit.runtime.generation.rows import admit
 from prejit.server.engine.engine_metrics import EngineMetrics

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import aligned_zeros, to_numpy, weakened
+from prejit.runtime.device.jax_arrays import weakened
+from prejit.runtime.device.transfer import aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.trees import Path

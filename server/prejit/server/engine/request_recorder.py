@@ -9,7 +9,7 @@ from functools import reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from prejit.runtime.base.process_facts import host_memory_bytes
+from prejit.runtime.base.process_usage import host_memory_bytes
 from prejit.server.engine.engine_metrics import REASONS, EngineMetrics, Kind, RequestMetrics
 from prejit.server.engine.histograms import (
     COUNT_BOUNDS,
@@ -22,7 +22,7 @@ from prejit.server.engine.histograms import (
 
 if TYPE_CHECKING:
     from prejit.runtime.format.bundle_schema import Config
-    from prejit.runtime.generation.generate import Stats
+    from prejit.runtime.generation.finished_text import Stats
     from prejit.runtime.programs.ready import ProgramReport
 
 GENERATE: tuple[Kind, str] = ("generate", "generate")

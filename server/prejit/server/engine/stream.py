@@ -11,7 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Protocol, Self, final
 
-from prejit.runtime.generation.generate import Generation, Piece, Result
+from prejit.runtime.generation.finished_text import Result
+from prejit.runtime.generation.generate import Generation, Piece
 
 Waker = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 """An event loop, and the future that a task of it waits for."""

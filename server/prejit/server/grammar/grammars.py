@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from prejit.runtime.base.once import once
+from prejit.runtime.base.threads_and_forks import once
 from prejit.server.grammar.grammar_compiling import CompiledGrammar, compiled, tokenizer_of
 from prejit.server.grammar.grammar_sources import (
     GrammarSource,

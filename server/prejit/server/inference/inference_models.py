@@ -15,13 +15,13 @@ from typing import Any, final
 import numpy as np
 
 from prejit.runtime.base.nearest_name import did_you_mean
-from prejit.runtime.base.once import once
-from prejit.runtime.device.transfer import weakened
+from prejit.runtime.base.threads_and_forks import once
+from prejit.runtime.device.jax_arrays import weakened
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
-from prejit.runtime.format.checks.program_table import check_arrays, check_static, check_tree
+from prejit.runtime.format.checks.call_programs import check_arrays, check_static, check_tree
 from prejit.runtime.format.constants import Constant
 from prejit.runtime.programs import pytree
 from prejit.server.inference.inference_schema import TensorMetadata

@@ -12,7 +12,8 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prejit.runtime.generation.generate import Piece, Result, Stats
+from prejit.runtime.generation.finished_text import Result, Stats
+from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.sampling import Logprob
 from prejit.server.gate.http_errors import ApiError
 from prejit.server.gate.server_settings import Settings

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from starlette.requests import Request
 
 from prejit.runtime.errors import NumbersError
-from prejit.runtime.generation.generate import Piece, Result, Stats
+from prejit.runtime.generation.finished_text import Result, Stats
+from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.sampling import Logprob
 from prejit.server.gate import allowed
 from prejit.server.gate.disconnect import unless_gone

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prejit.runtime.errors import PrejitError
-from prejit.runtime.generation.generate import Result, Stats
+from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.sampling import Logprob
 from prejit.server.gate.http_errors import ApiError, as_api_error
 from prejit.server.gate.server_settings import Settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from prejit.runtime.base.joined_threads import start_thread
+from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import ClosedError, PrejitError, printable
 from prejit.server.served.say import say
 from prejit.server.served.served import Models, Served

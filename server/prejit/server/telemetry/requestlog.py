@@ -37,7 +37,8 @@ from prejit.server.served.say import say
 from prejit.server.telemetry.watched_stream import WatchedStream
 
 if TYPE_CHECKING:
-    from prejit.runtime.generation.generate import Piece, Result, Stats
+    from prejit.runtime.generation.finished_text import Result, Stats
+    from prejit.runtime.generation.generate import Piece
     from prejit.server.engine.engine import Engine
     from prejit.server.served.served import Models
 

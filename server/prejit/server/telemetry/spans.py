@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from prejit.runtime.generation.generate import Piece, Result, Stats
+    from prejit.runtime.generation.finished_text import Result, Stats
+    from prejit.runtime.generation.generate import Piece
     from prejit.server.engine.engine import Engine
 
 _OPERATIONS = (

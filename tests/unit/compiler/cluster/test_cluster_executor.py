@@ -25,7 +25,7 @@ from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError, NetworkError, StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Memory, Segment
 

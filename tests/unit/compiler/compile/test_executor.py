@@ -18,7 +18,7 @@ from prejit.compiler.store.interface import BlobWriter, Store
 from prejit.compiler.store.key import SEALED, Key
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError, StoreError
 from prejit.runtime.format.bundle_schema import Memory, Segment
 

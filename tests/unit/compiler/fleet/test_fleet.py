@@ -33,8 +33,7 @@ from prejit.runtime.format.names import REF_NAME, REQUIREMENT
 from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.compare import compare
-from prejit.runtime.machine.environment import effective_xla_flags
-from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.fingerprint import Fingerprint, effective_xla_flags
 from prejit.runtime.machine.requirement import Requirement
 from prejit.runtime.machine.targets import Target, catalogue
 

@@ -14,7 +14,7 @@ from prejit.compiler.pipeline.pack.packed_weights import find_published
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.program_keys import weights_key
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.store import receipts
 
 

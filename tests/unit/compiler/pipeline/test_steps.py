@@ -21,7 +21,7 @@ STORING = (
     # What keeps results decides none.
     "prejit.compiler.store.",
     "prejit.compiler.progress",
-    "prejit.runtime.base.digests",
+    "prejit.runtime.base.files",
     "prejit.runtime.base.files",
     "prejit.runtime.base.locks",
     # What runs the user's code apart from other code, and notes what it reads, decides no result.

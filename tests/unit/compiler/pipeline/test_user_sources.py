@@ -10,7 +10,7 @@ from prejit.compiler.pipeline.describe.user_sources import (
     digest_now,
     manifest_sources,
 )
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 
 
 def write(directory: Path, **files: str) -> Manifest:

@@ -16,7 +16,8 @@ from prejit.compiler.rebuilding.recorded import Recorded
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.elf import read_sections
 from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
-from prejit.runtime.format.opening import match, read_contents
+from prejit.runtime.format.opening import match
+from prejit.runtime.format.target_contents import read_contents
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 CONDITIONS = {
@@ -139,7 +140,7 @@ def test_a_program_that_differs_beside_its_kernels_is_a_finding(
     """Or whoever changes a kernel could change all programs that call it."""
     import zstandard
 
-    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.base.files import digest_of
     from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
 
     changed = with_library(kernel_recipe, other_library)

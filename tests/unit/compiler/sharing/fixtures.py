@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from prejit.compiler.sharing.remote import RemoteError, RemoteFile
 from prejit.compiler.signing.private_key import PrivateKey, parse_private_key
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 
 
 def private_pem() -> bytes:

@@ -17,7 +17,7 @@ from prejit.compiler.sharing.oci_registry import Repository
 from prejit.compiler.sharing.remote import RemoteError
 from prejit.compiler.sharing.shared_result import SharedResult, decode, encode
 from prejit.compiler.store.key import Key
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 
 CONTENT = os.urandom(5 << 20)
 KEY = Key("compile", "demo/decode", (("stablehlo", "x"),))

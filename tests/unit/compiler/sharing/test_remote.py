@@ -30,7 +30,7 @@ from prejit.compiler.sharing.sharing_settings import read_stores
 from prejit.compiler.sharing.tier import Tier
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import UsageError
 
 KEY = Key("compile", "demo/decode", (("stablehlo", "x"),))

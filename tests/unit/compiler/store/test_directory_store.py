@@ -15,7 +15,7 @@ import pytest
 
 from prejit.compiler.store.directory_store import DirectoryStore, default_root
 from prejit.compiler.store.key import Key
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import StoreError
 
 KEY = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("portable", "x")))
@@ -299,7 +299,7 @@ print(len(list((cache.root / "v1" / "temp").iterdir())))
 RACER = """
 import random
 from prejit.compiler.store.key import Key
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 random.seed(sys.argv[2])
 cache = DirectoryStore.open(Path(sys.argv[1]))
 hits = 0

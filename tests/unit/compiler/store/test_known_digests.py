@@ -11,7 +11,7 @@ import pytest
 
 from prejit.compiler.store import known_digests
 from prejit.compiler.store.known_digests import KnownDigests
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 
 DIGEST = digest_of(b"code")
 

@@ -177,14 +177,14 @@ class Checked(Exception):  # noqa: N818 (no error)
 def calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing runs: a call whose arguments are right ends where a program would."""
     from prejit.runtime.encoding.encoder import EncoderPrograms
-    from prejit.runtime.generation import batch as engine
-    from prejit.runtime.generation import generator
+    from prejit.runtime.generation import filling_aside
+    from prejit.runtime.generation.slots import Slots
 
     def stop(*_: Any, **__: Any) -> Any:
         raise Checked
 
-    monkeypatch.setattr(engine.Batch, "_reserve", stop)
-    monkeypatch.setattr(generator, "compute_prefix", stop)
+    monkeypatch.setattr(Slots, "_reserve", stop)
+    monkeypatch.setattr(filling_aside, "compute_prefix", stop)
     monkeypatch.setattr(EncoderPrograms, "encode", stop)
 
 

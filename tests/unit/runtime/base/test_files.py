@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from prejit.runtime.base import files
-from prejit.runtime.base.files import write_file
+from prejit.runtime.base import written_files
+from prejit.runtime.base.written_files import write_file
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_what_a_living_writer_writes_is_not_removed(
             write_file(path, b"of the other")
         replace(old, new)
 
-    monkeypatch.setattr(files.os, "replace", replace_after_another_writer)
+    monkeypatch.setattr(written_files.os, "replace", replace_after_another_writer)
     write_file(path, b"of the first")
     assert path.read_bytes() == b"of the first"
     assert os.listdir(tmp_path) == ["file"]
@@ -58,7 +58,7 @@ def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
             removed.append(removed_file)
         lock(file, how)
 
-    monkeypatch.setattr(files.fcntl, "flock", lock_after_a_removal)
+    monkeypatch.setattr(written_files.fcntl, "flock", lock_after_a_removal)
     write_file(tmp_path / "file", b"whole")
     assert (tmp_path / "file").read_bytes() == b"whole"
 
@@ -69,7 +69,7 @@ def test_a_file_has_its_permissions_when_it_gets_its_name(
     def killed(directory: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files, "sync_directory", killed)
+    monkeypatch.setattr(written_files, "sync_directory", killed)
     with pytest.raises(KeyboardInterrupt):
         write_file(tmp_path / "file", b"secret", mode=0o600)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from prejit.runtime.base.garbage_collector import collector_off
+from prejit.runtime.device.quick_start import collector_off
 
 
 class Node:
@@ -22,7 +22,7 @@ class Node:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process without other threads; pytest-xdist has one."""
-    monkeypatch.setattr("prejit.runtime.base.garbage_collector.is_alone", lambda: True)
+    monkeypatch.setattr("prejit.runtime.device.quick_start.is_alone", lambda: True)
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from prejit.runtime.base.joined_threads import start_thread
+from prejit.runtime.base.threads_and_forks import start_thread
 
 EXITS_AT_ONCE = """
 import threading, time
-from prejit.runtime.base.joined_threads import start_thread
+from prejit.runtime.base.threads_and_forks import start_thread
 
 def work():
     time.sleep(0.2)
@@ -23,7 +23,7 @@ daemon.join()
 
 STARTS_TOO_LATE = """
 import atexit
-from prejit.runtime.base.joined_threads import start_thread
+from prejit.runtime.base.threads_and_forks import start_thread
 
 atexit.register(lambda: print(start_thread(lambda: None, "late"), flush=True))
 """

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from prejit.runtime.base.once import once
+from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.text.bundle_text import BundleText
 

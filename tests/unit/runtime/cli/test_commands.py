@@ -18,7 +18,7 @@ import pytest
 from tests.recipes import with_trees
 
 from prejit.runtime import __main__
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.names import TITLE
 from prejit.runtime.machine.fingerprint import Fingerprint

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prejit.runtime.device import _jaxlib
+from prejit.runtime.device import _jax_parts, _jaxlib, _jit_dispatch
 from prejit.runtime.device.device import Device
 
 
@@ -29,20 +29,20 @@ class Doubling:
         )(jnp.ones(4))
         self.device = device.first
         self.loaded = device.compile(exported.mlir_module_serialized).loaded
-        dispatch = _jaxlib.Dispatch.of(self.jitted)
+        dispatch = _jit_dispatch.Dispatch.of(self.jitted)
         assert dispatch is not None
         self.dispatch = dispatch
         self.function = dispatch.function(self.jitted, self.miss)
         self.misses = 0
 
-    def miss(self, x: Any, n: int = 0) -> _jaxlib.Missed:
+    def miss(self, x: Any, n: int = 0) -> _jit_dispatch.Missed:
         self.misses += 1
         x = jnp.asarray(x)
-        assemble = _jaxlib.assembler_for_jax(
+        assemble = _jax_parts.assembler_for_jax(
             [((4,), np.dtype("float32"), n == 1)], self.device, committed=bool(x.committed)
         )
         (result,) = assemble(self.loaded.execute_sharded([x]))
-        whole = [_jaxlib.single_sharding(self.device)]
+        whole = [_jax_parts.single_sharding(self.device)]
         return result, self.dispatch.path(self.loaded, whole, result, whole), False
 
 
@@ -77,7 +77,7 @@ def test_donated_arguments_are_deleted_at_later_calls_too(device: Device) -> Non
 
 
 def test_it_tells_the_options_of_a_jitted_function() -> None:
-    dispatch = _jaxlib.Dispatch.of(
+    dispatch = _jit_dispatch.Dispatch.of(
         jax.jit(lambda x, mode, y: x, static_argnames="mode", donate_argnums=(0, 2))
     )
     assert dispatch is not None
@@ -86,24 +86,24 @@ def test_it_tells_the_options_of_a_jitted_function() -> None:
 
 
 def test_what_jax_jit_did_not_return_has_no_dispatch() -> None:
-    assert _jaxlib.Dispatch.of(lambda x: x) is None
-    assert _jaxlib.Dispatch.of(object()) is None
+    assert _jit_dispatch.Dispatch.of(lambda x: x) is None
+    assert _jit_dispatch.Dispatch.of(object()) is None
 
 
 def test_a_jax_with_other_parts_has_no_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     jitted = jax.jit(lambda x: x)
-    monkeypatch.setattr(_jaxlib, "_PATH_FIELDS", (*_jaxlib._PATH_FIELDS, "new"))
-    assert _jaxlib.Dispatch.of(jitted) is None
+    monkeypatch.setattr(_jit_dispatch, "_PATH_FIELDS", (*_jit_dispatch._PATH_FIELDS, "new"))
+    assert _jit_dispatch.Dispatch.of(jitted) is None
     monkeypatch.undo()
-    monkeypatch.setattr(_jaxlib, "_STATE_KEYS", {*_jaxlib._STATE_KEYS, "new"})
-    assert _jaxlib.Dispatch.of(jitted) is None
+    monkeypatch.setattr(_jaxlib, "_STATE_KEYS", {*_jit_dispatch._STATE_KEYS, "new"})
+    assert _jit_dispatch.Dispatch.of(jitted) is None
 
 
 def test_tracing_is_seen() -> None:
     seen = []
 
     def function(x: Any) -> Any:
-        seen.append(_jaxlib.is_tracing())
+        seen.append(_jax_parts.is_tracing())
         return x
 
     function(1.0)

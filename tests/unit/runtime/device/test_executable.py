@@ -20,14 +20,14 @@ from prejit.compiler.compile.worker.disassembly import (
 )
 from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
 from prejit.compiler.targets.build_host import cross_compiles, jaxlib_version
-from prejit.runtime.device import _jaxlib
+from prejit.runtime.device import _jax_parts
 from prejit.runtime.device.device import Device
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import aligned_zeros, to_jax, to_numpy
+from prejit.runtime.device.jax_arrays import to_jax
+from prejit.runtime.device.transfer import aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.errors import BuildError, ExecutableError, MismatchError
 from prejit.runtime.format.arrays import DTYPES as TABLE_DTYPES
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
-from prejit.runtime.format.checks.safetensors import SAFETENSORS_DTYPES
+from prejit.runtime.format.checks.layers import SAFETENSORS_DTYPES
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import PLATFORMS
 
@@ -96,8 +96,9 @@ def test_mapped_weights_are_taken_without_a_copy(settled_dir: Path, device: Devi
     from prejit.runtime.format.blobs import check_blobs
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
-    from prejit.runtime.format.opening import match, read_contents
+    from prejit.runtime.format.opening import match
     from prejit.runtime.format.root import read_root
+    from prejit.runtime.format.target_contents import read_contents
     from prejit.runtime.programs.mapped_weights import open_weights
 
     with Layout(settled_dir) as layout:
@@ -538,7 +539,7 @@ def test_what_is_compiled_for_a_level_computes_the_same(name: str, device: Devic
 
 
 def test_the_version_of_jaxlib_decides_whether_it_compiles_for_a_described_cpu() -> None:
-    assert _jaxlib.compiles_for_topology() == cross_compiles(jaxlib_version())
+    assert _jax_parts.compiles_for_topology() == cross_compiles(jaxlib_version())
 
 
 def test_a_host_executable_asks_for_what_this_machine_has() -> None:
@@ -573,6 +574,7 @@ import sys
 import numpy as np
 import ml_dtypes
 from prejit.runtime.device import _jaxlib
+from prejit.runtime.device import _jax_parts
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import to_numpy
 there_before = "jax" in sys.modules
@@ -647,6 +649,7 @@ import sys, threading
 import numpy as np, ml_dtypes
 from pathlib import Path
 from prejit.runtime.device import _jaxlib
+from prejit.runtime.device import _jax_parts
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import to_numpy
 
@@ -732,6 +735,7 @@ import ml_dtypes
 import numpy as np
 from pathlib import Path
 from prejit.runtime.device import _jaxlib
+from prejit.runtime.device import _jax_parts
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import to_numpy
 

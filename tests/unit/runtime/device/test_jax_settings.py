@@ -14,7 +14,7 @@ import pytest
 
 from prejit.compiler import Program, build
 from prejit.runtime import Bundle, UsageError, jit, load
-from prejit.runtime.device import _jaxlib, jax_settings
+from prejit.runtime.device import _jax_parts, jax_settings
 
 HOST, ON_DEVICE = np.arange(4, dtype=np.float32), jnp.arange(4.0)
 Setting = Callable[[], AbstractContextManager[Any]]
@@ -207,7 +207,7 @@ def test_each_context_of_the_user_has_a_name(monkeypatch: pytest.MonkeyPatch) ->
     names, values = ("user_context", "jax_enable_x64", "user_context"), (None, False, 7)
     monkeypatch.setattr(config, "trace_context_names", lambda: names)
     monkeypatch.setattr(config, "trace_context", lambda: values)
-    found = _jaxlib.trace_settings()
+    found = _jax_parts.trace_settings()
     assert (found["user_context"], found["user_context 2"]) == (None, 7)
     assert jax_settings.to_record() == {"user_context 2": "7"}
     assert jax_settings.differing({"user_context 2": "5"}) == "user_context 2: expected 5, found 7"

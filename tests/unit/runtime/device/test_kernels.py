@@ -13,7 +13,7 @@ import pytest
 from tests.kernel_bundles import with_library
 
 from prejit.runtime import __main__
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device import kernels
 from prejit.runtime.errors import FallbackWarning, KernelError, MismatchError, RejectError
@@ -25,8 +25,9 @@ from prejit.runtime.format.names import (
     KERNELS_MEDIA_TYPE,
     kernel_target,
 )
-from prejit.runtime.format.opening import match, read_contents, read_kernels
+from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
+from prejit.runtime.format.target_contents import read_contents, read_kernels
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.page_cache import evict, resident_ranges
-from prejit.runtime.device import library_pages
-from prejit.runtime.device.library_pages import PAGE_BYTES, read_ahead
+from prejit.runtime.device import quick_start
+from prejit.runtime.device.quick_start import PAGE_BYTES, read_ahead
 from scripts.record_library_pages import line, runs
 
 PAGES = 2048
@@ -28,7 +28,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     listed = tmp_path / "listed.txt"
     lines = ["12345 1+2 # another", line(path.stat().st_size, LISTED, "this one")]
     listed.write_text("".join(f"{each}\n" for each in lines), encoding="ascii")
-    monkeypatch.setattr(library_pages, "_LISTED", str(listed))
+    monkeypatch.setattr(quick_start, "_LISTED", str(listed))
     evict(path)
     if resident_ranges(path):
         pytest.skip("this file system keeps all pages in memory")
@@ -52,7 +52,7 @@ def test_the_listed_pages_of_a_cold_library_are_read(library: Path) -> None:
 def test_the_question_reads_nothing(library: Path) -> None:
     with open(library, "rb") as file:
         for _ in range(20):
-            assert not library_pages._is_cached(file.fileno())
+            assert not quick_start._is_cached(file.fileno())
             time.sleep(0.001)
 
 
@@ -61,7 +61,7 @@ def test_a_library_that_is_in_memory_is_left(
     library: Path, is_old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_old:  # a kernel without the call
-        monkeypatch.setattr(library_pages, "_CACHESTAT", 100_000)
+        monkeypatch.setattr(quick_start, "_CACHESTAT", 100_000)
     library.read_bytes()
     assert read_ahead(str(library)) == 0
 
@@ -85,14 +85,14 @@ def test_runs_of_pages() -> None:
 
 
 def test_the_recorded_lists_name_pages_of_their_libraries() -> None:
-    lines = Path(library_pages._LISTED).read_text(encoding="ascii").splitlines()
+    lines = Path(quick_start._LISTED).read_text(encoding="ascii").splitlines()
     assert any(each.endswith("# jaxlib 0.10.2, Python 3.11") for each in lines)
     for each in lines:
         size = int(each.split()[0])
-        found = list(library_pages._listed(size))
+        found = list(quick_start._listed(size))
         assert 20_000_000 < sum(count for _, count in found) * PAGE_BYTES < size / 2
         assert all(first >= 0 and (first + count) * PAGE_BYTES < size for first, count in found)
-        at = library_pages._PROBED_PAGE
+        at = quick_start._PROBED_PAGE
         assert any(first <= at < first + count for first, count in found), "the page that is probed"
 
 
@@ -102,9 +102,9 @@ def test_the_library_is_read_ahead_once_and_before_the_imports(
 ) -> None:
     run_python(
         "import sys\n"
-        "from prejit.runtime.device import library_pages\n"
+        "from prejit.runtime.device import quick_start\n"
         "seen = []\n"
-        "library_pages.read_ahead = lambda path: seen.append(('numpy' in sys.modules, path))\n"
+        "quick_start.read_ahead = lambda path: seen.append(('numpy' in sys.modules, path))\n"
         "from prejit.runtime import load\n"
         f"assert len(seen) == {times}, seen\n"
         "assert not any(imported for imported, _ in seen)\n"

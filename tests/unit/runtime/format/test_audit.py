@@ -21,7 +21,7 @@ from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import RejectError, load
 from prejit.runtime.__main__ import main
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.audit import Audit, audit, check_index_file
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.referrers import Referrer, referrers

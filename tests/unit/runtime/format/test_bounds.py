@@ -28,19 +28,20 @@ from prejit.runtime.cli.accuracy_tables import accuracy_table, forms_table
 from prejit.runtime.errors import PrejitError, RejectError
 from prejit.runtime.format import audit, limits
 from prejit.runtime.format.bundle_schema import Config, Index
+from prejit.runtime.format.checks.call_programs import check_arrays
 from prejit.runtime.format.checks.elf import read_shared_library
+from prejit.runtime.format.checks.layers import check_weights
 from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
 from prejit.runtime.format.checks.program_table import (
     _check_decoder,
-    _check_encoder,
-    check_arrays,
     check_config,
     check_weight_sets,
 )
-from prejit.runtime.format.checks.safetensors import check_weights
+from prejit.runtime.format.checks.seldom_parts import _check_encoder
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.opening import Contents, match, read_contents
+from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
+from prejit.runtime.format.target_contents import Contents, read_contents
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -109,9 +110,9 @@ LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
 READ = """
 import sys
 from prejit.runtime.base.typed_json import from_json, to_json
-from prejit.runtime.format import names, schema
+from prejit.runtime.format import bundle_schema as schema, names
 from prejit.runtime.format.checks.oci import check_manifest
-from prejit.runtime.format.checks.safetensors import check_weights
+from prejit.runtime.format.checks.layers import check_weights
 from prejit.runtime.errors import RejectError
 
 kind, path = sys.argv[1:]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.runtime.base.digests import digest_of, is_digest
+from prejit.runtime.base.files import digest_of, is_digest
 from prejit.runtime.base.typed_json import MAX_INTEGER, from_json, to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
@@ -18,16 +18,15 @@ from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
 from prejit.runtime.format.bundle_schema import (
     CACHE_DTYPES,
     Accuracy,
-    Chat,
     Config,
     Decoder,
     Descriptor,
     Encoder,
-    Golden,
     ImageManifest,
     Index,
 )
-from prejit.runtime.format.golden_format import TOLERANCES
+from prejit.runtime.format.checks.chat_layer import Chat
+from prejit.runtime.format.golden_format import TOLERANCES, Golden
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import _AXIS_FORMS, Requirement
 

@@ -19,7 +19,7 @@ from tests.layouts import index_file, index_of
 
 from prejit.compiler.pipeline.pack.verity_files import VerityHash
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format import blobs
+from prejit.runtime.format import blobs, hashing
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.bundle_schema import Chunks
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
@@ -60,7 +60,7 @@ def weights_with_filler(good: bytes) -> bytes:
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load waits for no chunk, as if each had a size that chunks of real bundles have."""
-    monkeypatch.setattr("prejit.runtime.format.verification.SMALL_BYTES", 0)
+    monkeypatch.setattr("prejit.runtime.format.hashing.SMALL_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +123,11 @@ def test_damage_that_is_found_late_ends_the_request(
 
     def begin_without_threads(opened: Any, *args: Any) -> None:
         monkeypatch.setattr(
-            blobs, "Verification", lambda jobs, **o: waits(jobs, **{**o, "threads": 0})
+            hashing, "HashingVerification", lambda jobs, **o: waits(jobs, **{**o, "threads": 0})
         )
         begin(opened, *args)
 
-    waits = blobs.Verification
+    waits = hashing.HashingVerification
     monkeypatch.setattr(blobs.Blobs, "begin", begin_without_threads)
     flip(weights_of(path), len(content) - 1)
     loaded = load(path)
@@ -287,7 +287,7 @@ def test_a_receipt_of_chunks_is_none_for_the_whole_file(
     chunks_recipe: Any, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forged table may name chunks of another content: nobody may take that file for the right one."""
-    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.base.files import digest_of
     from prejit.runtime.store.receipts import Receipts
 
     monkeypatch.setattr("prejit.runtime.store.receipts.SETTLED_SECONDS", -1.0)

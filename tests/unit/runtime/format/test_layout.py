@@ -24,8 +24,8 @@ import pytest
 from tests.layouts import blobs_of, index_file
 
 from prejit.runtime import __main__
-from prejit.runtime.base import digests
-from prejit.runtime.base.files import digest_file, map_file, write_file
+from prejit.runtime.base.files import digest_file, digest_of, map_file
+from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.blobs import check_blobs, read_whole
 from prejit.runtime.format.layout import Layout
@@ -181,7 +181,7 @@ def test_a_directory_moved_while_open_is_still_read(bundle_dir: Path, tmp_path: 
     with Layout(bundle_dir) as layout:
         bundle_dir.rename(tmp_path / "moved")
         bundle_dir.mkdir()
-        assert digests.digest_of(layout.read_blob(digest, size)) == digest
+        assert digest_of(layout.read_blob(digest, size)) == digest
 
 
 @pytest.mark.parametrize("gone", ["index.json", "everything"])
@@ -292,7 +292,7 @@ def test_a_map_outlives_the_layout_and_the_file(bundle_dir: Path) -> None:
     with Layout(bundle_dir) as layout:
         content = layout.map_blob(digest, size)
     path.unlink()
-    assert digests.digest_of(content[:]) == digest
+    assert digest_of(content[:]) == digest
 
 
 def test_a_file_cut_between_opening_and_mapping_is_damage(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_writing_through_a_map_never_reaches_the_file(bundle_dir: Path) -> None:
     with Layout(bundle_dir) as layout:
         content = layout.map_blob(digest, size)
     content[:4] = b"\0\0\0\0"
-    assert digests.digest_of(path.read_bytes()) == digest
+    assert digest_of(path.read_bytes()) == digest
 
 
 # Writing
@@ -376,14 +376,14 @@ def test_replacing_a_bundle_drops_what_it_no_longer_needs(
     index, expected = make_recipe(score_scale=2.0).only("cpu-host").assemble()
     write_layout(path, index, expected)
     assert {f"sha256:{file.name}" for file in blobs.iterdir()} == {
-        digests.digest_of(index),
+        digest_of(index),
         *expected,
     }
     assert old - {file.name for file in blobs.iterdir()}
     assert sorted(entry.name for entry in path.iterdir()) == [
         *("README", "blobs", "index.json", "oci-layout"),
     ]
-    assert load(path).digest == digests.digest_of(index)
+    assert load(path).digest == digest_of(index)
 
 
 def test_blobs_that_are_there_already_are_not_written_again(recipe: Any, tmp_path: Path) -> None:
@@ -817,4 +817,4 @@ def test_an_empty_layer_is_read_like_any_other(recipe: Any, tmp_path: Path) -> N
     assert __main__.main(["verify", str(path)]) == 0
     assert load(path).call("tick") == 7
     with Layout(path) as layout:
-        assert layout.map_blob(digests.digest_of(b""), 0) == b""
+        assert layout.map_blob(digest_of(b""), 0) == b""

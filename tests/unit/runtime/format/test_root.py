@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.layouts import INDEX, blob, index_file, index_of, write_root
 
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits

@@ -20,7 +20,7 @@ from prejit.runtime import load
 from prejit.runtime.format import checks
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.rules import ATTACHED, LOADING, Rule
-from prejit.runtime.generation.defaults import check_generation
+from prejit.runtime.generation.options import check_generation
 
 RULES = (*LOADING, *ATTACHED)
 X = np.ones((2, 16), np.float32)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from prejit.runtime.errors import RejectError, StoreError
-from prejit.runtime.format.verification import SMALL_BYTES, VERIFIED, Job, Verification
+from prejit.runtime.format.hashing import SMALL_BYTES, HashingVerification, Job
+from prejit.runtime.format.verification import VERIFIED
 
 LARGE = SMALL_BYTES
 
@@ -27,7 +28,9 @@ def jobs(*names: str, run: Callable[[str], None], size: int = LARGE) -> list[Job
 
 def test_a_thread_runs_all_jobs_in_their_order_and_calls_finished_once() -> None:
     ran, finished = list[str](), threading.Event()
-    verification = Verification(jobs("a", "b", run=ran.append), threads=1, finished=finished.set)
+    verification = HashingVerification(
+        jobs("a", "b", run=ran.append), threads=1, finished=finished.set
+    )
     assert finished.wait(10)
     assert ran == ["a0", "a1", "a2", "b0", "b1", "b2"]
     assert verification.is_finished
@@ -37,7 +40,7 @@ def test_a_thread_runs_all_jobs_in_their_order_and_calls_finished_once() -> None
 
 def test_whoever_waits_runs_what_it_needs_and_no_more() -> None:
     ran = list[str]()
-    verification = Verification(jobs("a", "b", run=ran.append))
+    verification = HashingVerification(jobs("a", "b", run=ran.append))
     verification.wait("b", LARGE, LARGE + 1)
     assert ran == ["b1"]
     verification.wait("b", LARGE - 1, LARGE + 1)
@@ -55,7 +58,7 @@ def test_whoever_waits_runs_what_it_needs_and_no_more() -> None:
 def test_a_load_waits_for_small_jobs_alone() -> None:
     ran = list[str]()
     small = jobs("small", run=ran.append, size=SMALL_BYTES - 1)
-    verification = Verification([*jobs("large", run=ran.append), *small])
+    verification = HashingVerification([*jobs("large", run=ran.append), *small])
     verification.wait_for_small()
     assert ran == ["small0", "small1", "small2"]
 
@@ -72,7 +75,9 @@ def test_a_failure_is_raised_to_everyone_and_ends_the_work(threads: int, error: 
         if at == "a1":
             raise error
 
-    verification = Verification(jobs("a", "b", run=run), threads=threads, finished=finished.set)
+    verification = HashingVerification(
+        jobs("a", "b", run=run), threads=threads, finished=finished.set
+    )
     with pytest.raises(type(error)):
         verification.finish()
     for ask in (verification.check, verification.finish, verification.wait_for_small):
@@ -94,7 +99,7 @@ def test_a_waiting_caller_is_woken_by_a_failure_in_a_thread() -> None:
         fail.wait(10)
         raise RejectError("/b", "damaged")
 
-    verification = Verification([Job("a", 0, LARGE, lambda: run("a") or 0.0)], threads=1)
+    verification = HashingVerification([Job("a", 0, LARGE, lambda: run("a") or 0.0)], threads=1)
     assert begun.wait(10)
     threading.Timer(0.05, fail.set).start()
     with pytest.raises(RejectError):
@@ -110,12 +115,14 @@ def test_many_threads_that_wait_get_verified_bytes_alone() -> None:
             time.sleep(generator.random() * 1e-3)
             done.add(at)
 
-        verification = Verification(jobs("a", "b", "c", run=run), threads=generator.randrange(3))
+        verification = HashingVerification(
+            jobs("a", "b", "c", run=run), threads=generator.randrange(3)
+        )
         failures = list[str]()
 
         def wait(
             seed: int,
-            verification: Verification = verification,
+            verification: HashingVerification = verification,
             done: set[str] = done,
             failures: list[str] = failures,
         ) -> None:
@@ -140,9 +147,9 @@ def test_a_process_that_ends_does_not_wait_for_all_jobs(run_python: Any) -> None
     started = time.monotonic()
     run_python(
         "import time\n"
-        "from prejit.runtime.format.verification import Job, Verification\n"
+        "from prejit.runtime.format.hashing import HashingVerification, Job\n"
         "slow = [Job('a', 0, 1 << 20, lambda: time.sleep(0.2) or 0.0) for _ in range(1000)]\n"
-        "Verification(slow, threads=2)"
+        "HashingVerification(slow, threads=2)"
     )
     assert time.monotonic() - started < 30
 

@@ -26,7 +26,7 @@ from tests.format import second_reader
 from tests.layouts import index_file, index_of, write_files
 
 from prejit.runtime import __main__
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.device.device import Device
 from prejit.runtime.encoding.encoder import EncoderPrograms
@@ -34,32 +34,23 @@ from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.bundle_schema import (
-    Config,
-    Descriptor,
-    Index,
-    Portable,
-    Segment,
-    encode_index,
-)
-from prejit.runtime.format.cache_arrays import sized
+from prejit.runtime.format.bundle_schema import Config, Descriptor, Index, Portable, Segment
 from prejit.runtime.format.checks import oci
 from prejit.runtime.format.checks import program_table as config_checks
-from prejit.runtime.format.checks.layers import check_chat, check_signature, unpack
-from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
-from prejit.runtime.format.checks.program_signatures import BUCKETS, Signatures
-from prejit.runtime.format.checks.program_table import (
-    check_array,
-    check_arrays,
-    check_config,
-    check_weight_sets,
-)
-from prejit.runtime.format.checks.safetensors import (
+from prejit.runtime.format.checks.call_programs import check_arrays
+from prejit.runtime.format.checks.chat_layer import check_chat
+from prejit.runtime.format.checks.layers import (
     MAX_WEIGHTS_HEADER_BYTES,
     SAFETENSORS_DTYPES,
     TensorSlice,
+    check_signature,
     check_weights,
+    unpack,
 )
+from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
+from prejit.runtime.format.checks.program_signatures import BUCKETS, Signatures, sized
+from prejit.runtime.format.checks.program_table import check_array, check_config, check_weight_sets
+from prejit.runtime.format.index_bytes import encode_index
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     BUNDLE_FORMAT,
@@ -82,8 +73,9 @@ from prejit.runtime.format.names import (
     TOKENIZER_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import match, read_contents
+from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
+from prejit.runtime.format.target_contents import read_contents
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint

@@ -22,7 +22,7 @@ import pytest
 from tests.layouts import index_of
 
 from prejit.compiler.pipeline.pack.verity_files import VerityHash
-from prejit.runtime.base.verity import measure
+from prejit.runtime.base.files import measure
 from prejit.runtime.cli.output import print_start
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format import blobs

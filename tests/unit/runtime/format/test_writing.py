@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.layouts import blob, blobs_of, index_file, write_root
 
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits, writing
 from prejit.runtime.format.audit import audit

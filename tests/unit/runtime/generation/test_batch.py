@@ -26,6 +26,7 @@ from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.prefix_cache import PrefixCache
 from prejit.runtime.generation.rows import Token
 from prejit.runtime.generation.sampling import Logprob
+from prejit.runtime.generation.slots import Slots
 
 VOCAB, CONTEXT = 48, 72
 TEXT = np.random.default_rng(3).integers(0, VOCAB, CONTEXT).tolist()
@@ -748,14 +749,14 @@ def test_a_session_that_is_closed_while_it_streams_says_so(bundle: Bundle) -> No
 
 
 def test_closing_a_stream_frees_its_memory(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[Batch]] = []
-    init = Batch.__init__
+    made: list[weakref.ref[Slots]] = []
+    init = Slots.__init__
 
-    def note(batch: Batch, *arguments: Any) -> None:
+    def note(batch: Slots, *arguments: Any) -> None:
         init(batch, *arguments)
         made.append(weakref.ref(batch))
 
-    monkeypatch.setattr(Batch, "__init__", note)
+    monkeypatch.setattr(Slots, "__init__", note)
     gc.collect()
     gc.disable()  # whoever closes a stream does not wait for the collector
     try:
@@ -1004,8 +1005,8 @@ def test_a_text_that_grows_finds_the_longer_cache_allocated(
     bundle: Bundle, short_chunks: Batch, small_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contexts of 24 and 72: the last step in the short cache leaves nothing to allocate."""
-    monkeypatch.setattr("prejit.runtime.generation.batch._LASTING_TOKENS", 1)
-    monkeypatch.setattr("prejit.runtime.generation.batch.piece_count", lambda *_: 4)
+    monkeypatch.setattr("prejit.runtime.generation.slots._LASTING_TOKENS", 1)
+    monkeypatch.setattr("prejit.runtime.generation.cache_growth.piece_count", lambda *_: 4)
     batch = short_chunks
     batch.insert(request(TEXT[:5], 40))
     found, sizes = batch.step(), {}

@@ -12,7 +12,7 @@ import pytest
 
 from prejit.runtime import Bundle, Sampling, load
 from prejit.runtime.errors import RejectError, UsageError
-from prejit.runtime.generation.defaults import Defaults, check_generation, parse
+from prejit.runtime.generation.options import Defaults, check_generation, parse_defaults
 
 PROMPT = [1, 2, 3]
 SAID = {
@@ -137,7 +137,7 @@ def test_the_commands_use_and_show_the_defaults(
     ],
 )
 def test_options_of_a_generation_config(said: dict[str, Any], options: dict[str, Any]) -> None:
-    assert parse(json.dumps(said).encode()).options() == options
+    assert parse_defaults(json.dumps(said).encode()).options() == options
 
 
 BROKEN = [

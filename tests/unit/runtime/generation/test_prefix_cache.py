@@ -13,9 +13,10 @@ from tests.decoders import VOCABULARY
 from prejit.runtime import Bundle, load
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.generation.compact_prefix import CompactPrefix
-from prejit.runtime.generation.kv_cache import KVCache, Prefix, cache_bytes
+from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
 from prejit.runtime.generation.prefix_cache import PrefixCache
 from prejit.runtime.generation.rows import CachedText
+from prejit.runtime.generation.shared_prefix import Prefix
 
 MINE = ("me", "")
 

@@ -426,7 +426,7 @@ def test_the_fingerprint_has_the_accelerator_in_it(
     box.add_pci("0x1ae0", "0x0063")
     real = accelerator.find_accelerator
     monkeypatch.setattr(
-        "prejit.runtime.machine.fingerprint.find_accelerator",
+        "prejit.runtime.machine.accelerator.find_accelerator",
         lambda environ: real(environ, box.root),
     )
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_x=1")

@@ -18,15 +18,15 @@ from tests.layouts import index_file, write_index
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, StoreError
 from prejit.runtime.format.arrays import Mesh
-from prejit.runtime.format.bundle_schema import Index, encode_index
+from prejit.runtime.format.bundle_schema import Index
+from prejit.runtime.format.index_bytes import encode_index
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import REQUIREMENT
 from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare, preference
-from prejit.runtime.machine.environment import effective_xla_flags
-from prejit.runtime.machine.fingerprint import CPU_FEATURES, Fingerprint
+from prejit.runtime.machine.fingerprint import CPU_FEATURES, Fingerprint, effective_xla_flags
 from prejit.runtime.machine.requirement import _AXIS_FORMS, Requirement
 
 MACHINE = Fingerprint(

@@ -17,17 +17,18 @@ from tests.recipes import Recipe
 
 import prejit.runtime
 from prejit.runtime import AnswerError, FallbackWarning, PrejitWarning, fallback_counts
-from prejit.runtime.format.bundle_schema import Golden, ProgramEntry
+from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.checks.program_table import check_array
-from prejit.runtime.format.golden_format import (
+from prejit.runtime.format.golden_format import Golden, is_results
+from prejit.runtime.programs import asked_answers
+from prejit.runtime.programs.golden_check import (
     GoldenResult,
+    compare,
     format_results,
-    is_results,
     parse_results,
+    sampled,
 )
-from prejit.runtime.programs.golden_check import compare, sampled
 from prejit.runtime.programs.golden_inputs import golden_inputs, words
-from prejit.runtime.programs.ready import Programs
 
 X = np.ones((2, 16), np.float32)
 MISCOMPILED = (
@@ -103,7 +104,7 @@ from prejit.runtime.programs.ready import Programs
 if "later" in sys.argv:
     def never(*_):
         raise SystemExit("an executable in quarantine was loaded")
-    Programs._load = never
+    Programs.load = never
 bundle = prejit.runtime.load(sys.argv[1], canary="off" if "later" in sys.argv else "one")
 bundle.call("score", x=np.ones((2, 16), np.float32))
 print({each.program: each.source for each in bundle.report()}["score/b2"])
@@ -118,14 +119,14 @@ def test_one_wrong_answer_is_kept_for_ever(
 ) -> None:
     """It is not used in this process, and the next one asks again."""
     found = [False, True]
-    real = Programs.compare
+    real = asked_answers.compare
 
-    def once(self: Programs, *given: Any) -> Any:
-        difference = real(self, *given)
+    def once(*given: Any) -> Any:
+        difference = real(*given)
         is_right = found.pop(0) if found else difference.share <= 1
         return dataclasses.replace(difference, share=0.0) if is_right else difference
 
-    monkeypatch.setattr(Programs, "compare", once)
+    monkeypatch.setattr(asked_answers, "compare", once)
     with prejit.runtime.load(wrong) as bundle, pytest.warns(FallbackWarning, match="asked again"):
         np.testing.assert_allclose(bundle.call("score", x=X), expected(answering), rtol=1e-5)
     assert kept(runtime_cache) == []
@@ -219,7 +220,7 @@ def test_an_executable_is_asked_at_every_start(
         with prejit.runtime.load(path) as bundle:
             bundle.call("score", x=X)
         monkeypatch.setattr(
-            "prejit.runtime.programs.ready.Programs.compare", lambda *_: pytest.fail("asked again")
+            "prejit.runtime.programs.asked_answers.compare", lambda *_: pytest.fail("asked again")
         )
 
 
@@ -254,16 +255,14 @@ def test_a_quarantine_that_cannot_be_kept_is_not_said(
 def test_sixteen_threads_ask_one_executable_sixteen_times(
     answering: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prejit.runtime.programs.ready import Programs
-
     asked: list[str] = []
-    compare_ = Programs.compare
+    compare_ = asked_answers.compare
 
-    def counted(self: Programs, program: ProgramEntry, executable: Any) -> Any:
+    def counted(programs: Any, program: ProgramEntry, executable: Any) -> Any:
         asked.append(program.name)
-        return compare_(self, program, executable)
+        return compare_(programs, program, executable)
 
-    monkeypatch.setattr(Programs, "compare", counted)
+    monkeypatch.setattr(asked_answers, "compare", counted)
     with prejit.runtime.load(answering.write(tmp_path / "right")) as bundle:
         threads = [threading.Thread(target=bundle.prepare) for _ in range(16)]
         for thread in threads:

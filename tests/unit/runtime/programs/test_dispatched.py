@@ -16,7 +16,7 @@ import pytest
 
 from prejit.compiler import Program, build
 from prejit.runtime import Bundle, UsageError, load
-from prejit.runtime.device import _jaxlib
+from prejit.runtime.device import _jaxlib, _jit_dispatch
 from prejit.runtime.programs.user_programs import Calls
 
 
@@ -217,7 +217,7 @@ def test_what_jax_is_set_to_look_for(
 
 
 def test_the_first_call_of_a_process_may_be_one_without_jit(path: Path) -> None:
-    _jaxlib._has_jit_state.cache_clear()
+    _jit_dispatch._has_jit_state.cache_clear()
     x = np.ones((2, 8), np.float32)
     with jax.disable_jit():
         np.testing.assert_array_equal(load(path).call("weighted", x), x * 3)

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from prejit.runtime.base.digests import digest_of
-from prejit.runtime.base.files import Identity, timed_digest_file
+from prejit.runtime.base.files import Identity, digest_of, timed_digest_file
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format import blobs
 from prejit.runtime.format.blobs import check_blobs

@@ -15,7 +15,7 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 
 from tests.signers import signer
 
-from prejit.runtime.base import files
+from prejit.runtime.base import written_files
 from prejit.runtime.errors import PolicyError
 from prejit.runtime.trust.channel import (
     Accepted,
@@ -371,7 +371,7 @@ def test_a_kill_right_after_a_state_got_its_name_locks_nobody_out(
     before = os.umask(0o002)  # with which a new file may be written by its group
     try:
         with state.locked(), monkeypatch.context() as patch:
-            patch.setattr(files, "sync_directory", killed)
+            patch.setattr(written_files, "sync_directory", killed)
             with pytest.raises(KeyboardInterrupt):
                 state.write(trusted("a"))
     finally:

@@ -17,7 +17,7 @@ from tests.signers import key_table, signer, write_policy
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import UntrustedError, load
 from prejit.runtime.__main__ import main
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE
 from prejit.runtime.format.root import read_root

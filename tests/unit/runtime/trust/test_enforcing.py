@@ -20,7 +20,8 @@ from tests.signers import key_table, signer, write_policy
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.compiler.signing.channel_file import release_bundle, rotate_keys, sign_channel
 from prejit.runtime import load
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base import process_facts
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import PolicyError, RejectError, UntrustedError, UntrustedWarning
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE
@@ -28,7 +29,6 @@ from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import read_root
 from prejit.runtime.format.writing import EMPTY, Part, attach
 from prejit.runtime.recorded.recorded_bundle import open_recorded
-from prejit.runtime.trust import policy_paths
 
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 X = np.ones((2, 16), np.float32)
@@ -42,7 +42,7 @@ def rule(text: str = 'keys = ["a"]', names: str = '["example"]') -> str:
 @pytest.fixture(autouse=True)
 def no_other_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREJIT_TRUST", raising=False)
-    monkeypatch.setattr(policy_paths, "SYSTEM_POLICY", tmp_path / "system.toml")
+    monkeypatch.setattr(process_facts, "SYSTEM_POLICY", tmp_path / "system.toml")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -119,7 +119,7 @@ def test_two_people_reach_a_threshold_one_after_the_other(bundle_dir: Path, tmp_
 def test_the_policy_of_the_machine_cannot_be_loosened(
     bundle_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_policy(policy_paths.SYSTEM_POLICY, KEYS, rule())
+    write_policy(process_facts.SYSTEM_POLICY, KEYS, rule())
     loose = write_policy(tmp_path / "loose.toml", rule('level = "skip"', '["*"]'))
     monkeypatch.setenv("PREJIT_TRUST", str(loose))
     for given in (None, loose):
@@ -146,7 +146,7 @@ def test_a_policy_that_is_not_there_is_an_error(bundle_dir: Path, tmp_path: Path
 
 
 def test_a_policy_of_the_machine_behind_a_dead_link_is_an_error(bundle_dir: Path) -> None:
-    policy_paths.SYSTEM_POLICY.symlink_to("nowhere")
+    process_facts.SYSTEM_POLICY.symlink_to("nowhere")
     with pytest.raises(PolicyError, match="cannot read"):
         load(bundle_dir)
 

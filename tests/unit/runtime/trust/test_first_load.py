@@ -21,11 +21,12 @@ from tests.signers import write_policy
 
 from prejit.runtime import load
 from prejit.runtime.__main__ import main
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base import process_facts
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import ExecutableError, PolicyError, RejectError, UntrustedError
 from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
 from prejit.runtime.recorded.recorded_bundle import open_recorded
-from prejit.runtime.trust import first_load, policy_paths
+from prejit.runtime.trust import first_load
 
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 RULE = '[[rules]]\nnames = ["*"]\nlevel = "skip"\n'
@@ -65,7 +66,7 @@ __attribute__((constructor)) static void Begin() {
 @pytest.fixture(autouse=True)
 def no_other_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREJIT_TRUST", raising=False)
-    monkeypatch.setattr(policy_paths, "SYSTEM_POLICY", tmp_path / "system.toml")
+    monkeypatch.setattr(process_facts, "SYSTEM_POLICY", tmp_path / "system.toml")
 
 
 @pytest.fixture

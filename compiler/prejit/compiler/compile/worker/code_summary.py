@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from prejit.compiler.compile.worker.disassembly import machine_code
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError
 
 _HANDLER = re.compile(rb"\bprejit_\w+")

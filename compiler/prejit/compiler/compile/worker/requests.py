@@ -47,7 +47,7 @@ from prejit.compiler.compile.worker.worker_timing import measure, measure_forms,
 from prejit.compiler.compile.worker.xla import CompileFor, import_compiler
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets import cpu_count
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.bundle_schema import Segment
 

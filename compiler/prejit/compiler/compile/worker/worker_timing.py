@@ -102,7 +102,7 @@ def measure_forms(
         forms: digest of the executable of each form.
         kernels: digest of the library that they call.
     """
-    from prejit.runtime.device.dtypes import dtype_of
+    from prejit.runtime.device.transfer import dtype_of
 
     native_kernels.register(native_kernels.load(require_blob(store, kernels)))
     found = Product.parse(product)
@@ -173,7 +173,7 @@ def _runner(
     program: dict[str, Any],
 ) -> Callable[[], float]:
     """Return a function that runs a program with each of its weight sets and returns the seconds it took."""
-    from prejit.runtime.device.dtypes import dtype_of
+    from prejit.runtime.device.transfer import dtype_of
     from prejit.runtime.format.checks.program_table import check_array
 
     serialized = zstandard.ZstdDecompressor().decompress(require_blob(store, program["executable"]))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from prejit.compiler.compile.worker.protobuf import edit_protobuf
-from prejit.runtime.base.digests import digest_of
-from prejit.runtime.device import _jaxlib, kernels
+from prejit.runtime.base.files import digest_of
+from prejit.runtime.device import _jax_parts, _jaxlib, kernels
 from prejit.runtime.device.portable import compile_ahead, register_stand_ins
 from prejit.runtime.errors import BuildError, PrejitError
 from prejit.runtime.format.bundle_schema import Memory
@@ -78,8 +78,8 @@ def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> Com
         if machine.platform == "cpu":
             devices = _jaxlib.new_cpu_client(machine.device_count).devices()
             cpu, features = machine.cpu, machine.cpu_features
-            if cpu and features is not None and _jaxlib.compiles_for_topology():
-                topology = _with_cpu(_jaxlib.topology_of(devices), cpu, features)
+            if cpu and features is not None and _jax_parts.compiles_for_topology():
+                topology = _with_cpu(_jax_parts.topology_of(devices), cpu, features)
         else:
             devices = _described_devices(machine)
         serialized, memory = compile_ahead(

@@ -18,14 +18,14 @@ from jax.tree_util import (
 )
 
 from prejit.compiler.manifest.shape_string import KEY, MAX_SIZE, parse_shape
-from prejit.runtime.device.transfer import is_weak, weakened
+from prejit.runtime.device.jax_arrays import is_weak, weakened
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import DTYPES, Array
 from prejit.runtime.format.constants import Constant, encode
 from prejit.runtime.format.limits import MAX_DIMENSIONS
+from prejit.runtime.programs.fitted_arguments import halved
 from prejit.runtime.programs.pytree import auxiliary, kind_of_dict
-from prejit.runtime.programs.user_programs import halved
 
 
 @dataclasses.dataclass(frozen=True)

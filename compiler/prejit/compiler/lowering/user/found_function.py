@@ -25,7 +25,7 @@ from prejit.compiler.lowering.user.flat_arrays import (
 )
 from prejit.compiler.lowering.user.pytrees import arrays_in, check_fit, differing_names
 from prejit.compiler.manifest.manifest_checks import key_problems
-from prejit.runtime.device.transfer import is_weak, weakened
+from prejit.runtime.device.jax_arrays import is_weak, weakened
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.programs.pytree import changes_itself
 from prejit.runtime.recorded.hook.plain_functions import is_plain

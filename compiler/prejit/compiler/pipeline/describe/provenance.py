@@ -20,7 +20,7 @@ from prejit.compiler.pipeline.program_keys import versions
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.lowering_settings import jax_configuration
 from prejit.compiler.store.own_code import LOWERING, WEIGHTS, code_digest
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.bundle_schema import Config, Index
 from prejit.runtime.format.names import REF_NAME
 from prejit.runtime.trust.statement import (

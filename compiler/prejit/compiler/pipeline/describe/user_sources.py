@@ -21,7 +21,7 @@ from typing import Any, Literal
 from prejit.compiler.base import python_source
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.pipeline.model import file_digest
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 
 Base = Literal["manifest", "model"]
 """The directory that a name is relative to: the manifest's, or the model's."""

@@ -18,7 +18,7 @@ from typing import Any
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.plan import Lowered, OwnFacts
 from prejit.compiler.store.key import Key
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import (
     BuildError,
     CheckpointError,

@@ -18,13 +18,13 @@ from typing import Any
 from prejit.runtime.base.files import Content
 from prejit.runtime.base.typed_json import from_json, from_plain
 from prejit.runtime.device import kernels
-from prejit.runtime.device.device import Device
-from prejit.runtime.device.executable import Executable
+from prejit.runtime.device.device import Device, Executable
+from prejit.runtime.device.user_libraries import load_library
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry, handler_names
-from prejit.runtime.format.golden_format import GoldenResult, format_results
-from prejit.runtime.programs.golden_check import sampled, samples_of
+from prejit.runtime.programs.asked_answers import golden_values
+from prejit.runtime.programs.golden_check import GoldenResult, format_results, sampled, samples_of
 from prejit.runtime.programs.mapped_weights import open_weights
 from prejit.runtime.programs.ready import Programs
 
@@ -96,7 +96,7 @@ def _open(request: GoldenRequest, config: Config, layers: list[Content]) -> Prog
     if libraries:
         for library, content in zip(config.libraries or (), libraries, strict=True):
             symbols = sorted(set(library.handlers.values()))
-            kernels.register(kernels.load_library(bytes(content), symbols, library.name))
+            kernels.register(load_library(bytes(content), symbols, library.name))
         called = handler_names(*config.libraries or ())
     weights = None
     if request.weights is not None:
@@ -136,7 +136,7 @@ def _sampled(
     seed: int,
     nudge: float,
 ) -> tuple[GoldenResult | None, ...]:
-    values = programs.golden_values(program, executable, seed, nudge=nudge)
+    values = golden_values(programs, program, executable, seed, nudge=nudge)
     chosen = samples_of(config, program, programs.results(program.name), values, seed)
     return tuple(
         None if samples is None else sampled(value, samples, tolerance)

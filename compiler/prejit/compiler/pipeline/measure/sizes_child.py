@@ -25,19 +25,17 @@ import numpy as np
 
 from prejit.compiler.pipeline.plan import StoredTrial
 from prejit.runtime.base.typed_json import from_plain
-from prejit.runtime.device.device import Device
-from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.executable import Executable
+from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.portable import specialize
-from prejit.runtime.device.transfer import DeviceArray, to_numpy
+from prejit.runtime.device.transfer import DeviceArray, dtype_of, to_numpy
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.blobs import Layer
+from prejit.runtime.programs.fitted_arguments import fit, padded
 from prejit.runtime.programs.golden_inputs import Values, call_input
 from prejit.runtime.programs.mapped_weights import open_weights
 from prejit.runtime.programs.pytree import spell
-from prejit.runtime.programs.user_programs import fit, padded
 
 SEED = 1
 """The seed of the arguments."""

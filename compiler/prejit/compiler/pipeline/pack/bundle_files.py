@@ -13,33 +13,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prejit.compiler.store.key import Key
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, RejectError
-from prejit.runtime.format.bundle_schema import (
-    Config,
-    Descriptor,
-    ImageManifest,
-    Segment,
-    encode_index,
+from prejit.runtime.format.bundle_schema import Config, Descriptor, ImageManifest, Segment
+from prejit.runtime.format.checks.call_programs import check_programs
+from prejit.runtime.format.checks.layers import (
+    GAP_PREFIX,
+    SAFETENSORS_DTYPES,
+    WEIGHTS_ALIGNMENT_BYTES,
+    check_weights,
 )
 from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
 from prejit.runtime.format.checks.program_table import (
     check_chunks_layers,
     check_config,
     check_kernels_layer,
-    check_library_layers,
     check_packs,
-    check_programs,
-    check_recorded_layer,
     check_weight_sets,
 )
-from prejit.runtime.format.checks.safetensors import (
-    GAP_PREFIX,
-    SAFETENSORS_DTYPES,
-    WEIGHTS_ALIGNMENT_BYTES,
-    check_weights,
-)
+from prejit.runtime.format.checks.seldom_parts import check_library_layers, check_recorded_layer
+from prejit.runtime.format.index_bytes import encode_index
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
     ATTACHED_TYPES,

@@ -28,7 +28,7 @@ from prejit.runtime.format.names import (
     LICENSE_MEDIA_TYPE,
     TOKENIZER_MEDIA_TYPE,
 )
-from prejit.runtime.generation import defaults
+from prejit.runtime.generation import options
 
 
 def read_layers(
@@ -169,7 +169,7 @@ def check_generation(path: Path, content: bytes) -> None:
             f"{path}: expected at most {limits.MAX_GENERATION_BYTES} bytes, found {len(content)}"
         )
     try:
-        defaults.parse(content)
+        options.parse_defaults(content)
     except ValueError as error:
         raise CheckpointError(
             f"{path}: {error}", hint="correct the value, or remove the key to use prejit's default"

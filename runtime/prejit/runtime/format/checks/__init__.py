@@ -3,6 +3,5 @@
 A check takes bytes and raises RejectError, which names the file at fault, or returns what the bytes mean. It
 trusts only what earlier ones have verified: `format.rules` has all of them in the order in which they run.
 
-`program_signatures` has the arguments and results of each kind of program, `elf` reads shared libraries.
-Imports `bundle_schema`, `names`, `arrays` and `limits` of `format`. Begin with `oci`.
+Begin with `oci`.
 """

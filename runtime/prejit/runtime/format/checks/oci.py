@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 
-from prejit.runtime.base.digests import digest_of, is_digest
+from prejit.runtime.base.files import digest_of, is_digest
 from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import date
 
-from prejit.runtime.base.digests import is_digest
+from prejit.runtime.base.files import is_digest
 from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format import limits, trees
+from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh, parse_sharding
 from prejit.runtime.format.bundle_schema import (
     Config,
-    Encoder,
     ImageManifest,
-    ProgramEntry,
     Segment,
 )
-from prejit.runtime.format.cache_arrays import cache_arrays, source_array
 from prejit.runtime.format.checks.program_signatures import (
     BUCKETS,
     DECODER_KINDS,
-    ENCODER_KINDS,
     WITHOUT_WEIGHTS,
     Signatures,
+    cache_arrays,
     difference,
+    source_array,
 )
-from prejit.runtime.format.constants import Constant
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
     FORMAT_VERSION,
@@ -52,12 +47,8 @@ USER_FIELDS = (
 )
 """Fields of a program that only those of kind `call` may have."""
 
-HANDLER_NAME = re.compile(r"[\w.$-]{1,256}", re.ASCII)
-"""The names of custom calls and of symbols that libraries of the user may have."""
 
 _HEX_DIGEST = re.compile("[0-9a-f]{64}")
-_RECORDED_FILE = re.compile(r"[\w.-]{1,180}-[0-9a-f]{64}-cache")
-"""The name of a recorded file. It becomes a name in a directory, so it must lead to no other place."""
 
 
 def check_config(content: bytes, target: str, requirement: Requirement, path: str) -> Config:
@@ -79,6 +70,7 @@ def check_config(content: bytes, target: str, requirement: Requirement, path: st
     names = [program.name for program in config.programs]
     if len(set(names)) != len(names):
         raise RejectError(path, "expected each program once")
+    calls = False  # a handler of the user's libraries
     for program in config.programs:
         if program.weights is not None and program.weights not in config.weight_sets:
             raise RejectError(path, f"{program.name}: unknown weight set {program.weights!r:.80}")
@@ -93,17 +85,18 @@ def check_config(content: bytes, target: str, requirement: Requirement, path: st
                 path,
                 f"{program.name}: expected platforms of {known}, each once; found {platforms!r:.80}",
             )
+        calls = calls or program.calls is not None
     _check_mesh(config, path)
     _check_cache(config, path)
     _check_programs(config, path)
     _check_kernels(config, path)
-    _check_libraries(config, path)
     _check_chunks(config, path)
-    _check_recorded(config, path)
     if config.decoder is not None:
         _check_decoder(config, path)
-    if config.encoder is not None:
-        _check_encoder(config, config.encoder, path)
+    if config.encoder or config.libraries is not None or config.recorded is not None or calls:
+        from prejit.runtime.format.checks import seldom_parts
+
+        seldom_parts.check_seldom_parts(config, path)
     until = None if config.portable is None else config.portable.readable_until
     if until is not None and not _is_date(until):
         raise RejectError(path, f"readable_until: expected YYYY-MM-DD, found {until!r:.80}")
@@ -164,67 +157,6 @@ def check_kernels_layer(config: Config, manifest: ImageManifest, path: str) -> N
         )
 
 
-def _check_libraries(config: Config, path: str) -> None:
-    """Check that programs call handlers of the user's libraries that exist, each in one library."""
-    calls = {name for program in config.programs for name in program.calls or ()}
-    for program in config.programs:
-        names = program.calls
-        if names is not None and (not names or list(names) != sorted(set(names))):
-            raise RejectError(
-                path,
-                f"{program.name}: calls: expected names, each once, sorted; found {names!r:.80}",
-            )
-    libraries = config.libraries
-    if libraries is not None:
-        if config.requirement.platform != "cpu":
-            raise RejectError(
-                path, f"expected libraries for cpu, found {config.requirement.platform!r:.80}"
-            )
-        digests = [library.digest for library in libraries]
-        if not digests or digests != sorted(set(digests)) or not all(map(is_digest, digests)):
-            raise RejectError(
-                path, f"libraries: expected digests, each once, sorted; found {digests!r:.80}"
-            )
-    known = set[str]()
-    for library in libraries or ():
-        texts = (*library.handlers, *library.handlers.values())
-        if not texts or not all(map(HANDLER_NAME.fullmatch, texts)):
-            raise RejectError(
-                path,
-                f"libraries: handlers: expected names of handlers, found {library.handlers!r:.80}",
-            )
-        if twice := sorted(known & library.handlers.keys()):
-            raise RejectError(path, f"libraries: expected each handler once, found {twice!r:.80}")
-        if not calls & library.handlers.keys():
-            raise RejectError(
-                path, f"expected a program that calls {library.name!r:.80}, found none"
-            )
-        known |= library.handlers.keys()
-    if missing := sorted(calls - known):
-        raise RejectError(
-            path,
-            f"expected libraries with the handlers that programs call, found no {missing!r:.80}",
-        )
-
-
-def check_library_layers(config: Config, manifest: ImageManifest, path: str) -> None:
-    """7. Check that the libraries of a config are the layers of libraries of its manifest.
-
-    Args:
-        config: the config of a target.
-        manifest: the manifest of the same target.
-        path: the file of the manifest, for errors.
-    """
-    named = [library.digest for library in config.libraries or ()]
-    found = sorted(at.digest for at in manifest.layers if at.mediaType == LIBRARY_MEDIA_TYPE)
-    if named != found:
-        raise RejectError(
-            path,
-            f"expected libraries {', '.join(named) or 'none'}, as the config; "
-            f"found {', '.join(found) or 'no layer'}",
-        )
-
-
 def check_chunks_layers(config: Config, manifest: ImageManifest, path: str) -> None:
     """7. Check that chunks are of layers of the manifest, and cover each of these layers.
 
@@ -276,28 +208,6 @@ def _check_chunks(config: Config, path: str) -> None:
             )
 
 
-def _check_recorded(config: Config, path: str) -> None:
-    """Check that recorded files have safe names, each once, and that nothing else is in their target."""
-    if config.recorded is None:
-        return
-    if config.programs or config.weight_sets or config.decoder or config.encoder:
-        raise RejectError(path, "expected no programs beside recorded files, found some")
-    files = [program.file for program in config.recorded]
-    if not files or files != sorted(set(files)):
-        raise RejectError(path, "expected recorded files, each once, sorted by name")
-    for program in config.recorded:
-        where = f"{path}: {program.file!r:.80}"
-        if not _RECORDED_FILE.fullmatch(program.file):
-            raise RejectError(where, "expected a file of jax's compilation cache")
-        if not 0 < program.entry.raw_size <= limits.MAX_PROGRAM_BYTES:
-            raise RejectError(
-                where,
-                f"raw_size: expected 1 to {limits.MAX_PROGRAM_BYTES}, found {program.entry.raw_size}",
-            )
-        if not all(map(_HEX_DIGEST.fullmatch, program.ingredients.values())):
-            raise RejectError(where, "ingredients: expected digests of 64 hexadecimal digits")
-
-
 def segments_of(config: Config) -> dict[str, list[Segment]]:
     """Return the frames of each pack of a target, by the pack's media type. Programs may share a frame."""
     programs = config.programs
@@ -343,22 +253,6 @@ def check_packs(config: Config, manifest: ImageManifest, path: str) -> None:
                 path,
                 f"{media_type}: expected programs of at most {most} bytes in {size}, found {raw_bytes}",
             )
-
-
-def check_recorded_layer(config: Config, manifest: ImageManifest, path: str) -> None:
-    """7. Check that a manifest has a layer of recorded files where its config lists some, and not otherwise.
-
-    Args:
-        config: the config of a target.
-        manifest: the manifest of the same target.
-        path: the file of the config, for errors.
-    """
-    has_layer = manifest.has_layer(RECORDED_MEDIA_TYPE)
-    if has_layer != (config.recorded is not None):
-        raise RejectError(
-            path,
-            f"expected {'a' if config.recorded else 'no'} layer of recorded files, as the config",
-        )
 
 
 def _is_date(text: str) -> bool:
@@ -484,7 +378,10 @@ def _check_decoder(config: Config, path: str) -> None:
             raise RejectError(
                 path, f"{kind} of batch {batch} and context {context}: expected {wanted}"
             )
-    _check_encode(config, buckets["encode"], batches[0], contexts, path)
+    if config.decoder is not None and (config.decoder.source is not None or buckets["encode"]):
+        from prejit.runtime.format.checks.seldom_parts import check_sources
+
+        check_sources(config.decoder, buckets["encode"], batches[0], contexts, path)
     if len(drafts) > 1:
         raise RejectError(path, "expected one draft of all verify programs, found several")
     copies = {(batch, context, batches[0], context) for batch, context in grid}
@@ -501,61 +398,6 @@ def _check_decoder(config: Config, path: str) -> None:
         )
 
 
-def _check_encode(
-    config: Config, found: set[tuple[int, ...]], batch: int, contexts: list[int], path: str
-) -> None:
-    """Check that an encoder-decoder has programs that read sources: the same sizes for each context."""
-    assert config.decoder is not None
-    if config.decoder.source is not None and not found:
-        raise RejectError(
-            path, "expected encode programs for the source of the decoder, found none"
-        )
-    sources = sorted({size for _, _, size in found})
-    expected = set[tuple[int, ...]]()
-    # No more than there are programs, as above.
-    for bucket in itertools.product([batch], contexts, sources):
-        if bucket not in found:
-            raise RejectError(
-                path,
-                f"encode of batch {batch}, context {bucket[1]} and source {bucket[2]}: expected one",
-            )
-        expected.add(bucket)
-    for rows, context, size in sorted(found - expected):
-        raise RejectError(
-            path,
-            f"encode of batch {rows}, context {context} and source {size}: expected none but for "
-            f"batch {batch} and the contexts of decode programs",
-        )
-
-
-def _check_encoder(config: Config, encoder: Encoder, path: str) -> None:
-    """Check that each bucket has three programs, and that layers differ only in their weights."""
-    buckets: dict[str, set[tuple[int, int]]] = {kind: set() for kind in ENCODER_KINDS}
-    layers = dict.fromkeys(encoder.layers)  # models may share weights between layers
-    for program in config.programs:
-        if program.kind not in ENCODER_KINDS:
-            continue
-        batch, length = program.bucket["batch"], program.bucket["length"]
-        expected = f"encode/b{batch}-t{length}/{program.kind}"
-        if program.name != expected:
-            raise RejectError(path, f"{program.name!r:.80}: expected the name {expected!r}")
-        buckets[program.kind].add((batch, length))
-        if program.kind == "layer" and program.weights not in layers:
-            raise RejectError(path, f"{program.name}: expected a weight set of encoder.layers")
-    every = set[tuple[int, int]]().union(*buckets.values())
-    if not every:
-        raise RejectError(path, "expected programs for the encoder, found none")
-    for kind in ENCODER_KINDS:
-        for batch, length in sorted(every - buckets[kind]):
-            raise RejectError(path, f"expected encode/b{batch}-t{length}/{kind}, found none")
-    for name in layers:
-        if name not in config.weight_sets:
-            raise RejectError(path, f"encoder: layers: unknown weight set {name!r:.80}")
-    counts = {len(config.weight_sets[name]) for name in layers}
-    if len(counts) > 1:
-        raise RejectError(path, "encoder: layers: expected weight sets of as many tensors each")
-
-
 def check_array(text: str, mesh: Mesh | None, path: str) -> Array:
     """7. Return an argument or result, which must have the format's spelling and split evenly over the mesh.
 
@@ -567,74 +409,6 @@ def check_array(text: str, mesh: Mesh | None, path: str) -> Array:
     except ValueError as error:
         raise RejectError(path, str(error)) from error
     return array
-
-
-def check_arrays(
-    texts: Sequence[str], kind: str, mesh: Mesh | None, path: str
-) -> tuple[Array, ...]:
-    """7. Return the checked arguments or results of a program; those of a `call` program must form a tree."""
-    arrays = tuple(check_array(text, mesh, path) for text in texts)
-    if kind != "call":  # check_config has compared these texts with the signature
-        return arrays
-    paths = [
-        tuple(map(str, array.path)) for array in arrays
-    ]  # keys as text, as files and options spell them
-    if (longest := max(map(len, paths), default=0)) > trees.MAX_DEPTH:
-        raise RejectError(
-            path, f"expected at most {trees.MAX_DEPTH} keys in a path, found {longest}"
-        )
-    inner = {at[:place] for at in paths for place in range(len(at))}
-    if len(set(paths)) != len(paths) or not inner.isdisjoint(paths):
-        raise RejectError(
-            path, "expected paths of a tree, found one twice or one inside of another"
-        )
-    return arrays
-
-
-def check_tree(text: str | None, arrays: Sequence[Array], path: str) -> trees.Tree:
-    """7. Return the tree of a program's arguments or results, whose leaves must be these arrays.
-
-    Args:
-        text: the tree in the program table.
-        arrays: the arguments or results.
-        path: the file, for errors.
-    """
-    try:
-        tree = trees.parse(text or "")
-    except ValueError as error:
-        raise RejectError(path, str(error)) from error
-    if tuple(trees.paths(tree)) != tuple(array.path for array in arrays):
-        raise RejectError(
-            path, "expected a tree whose leaves have the paths of the arrays, in order"
-        )
-    return tree
-
-
-def check_programs(config: Config, path: str) -> None:
-    """7. Check every line of a program table. A load checks those of a program when it is first used."""
-    for program in config.programs:
-        where = f"{path}: {program.name}"
-        for texts, tree in (
-            (program.arguments, program.arguments_tree),
-            (program.results, program.results_tree),
-        ):
-            arrays = check_arrays(texts, program.kind, config.mesh, where)
-            if program.kind == "call":
-                check_tree(tree, arrays, where)
-        check_static(program, where)
-
-
-def check_static(program: ProgramEntry, path: str) -> dict[str, Constant]:
-    """7. Return the values of a program's static arguments by name."""
-    values: dict[str, Constant] = {}
-    for name, text in (program.static or {}).items():
-        value = None
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(text)
-        if type(value) not in (str, int, bool) or json.dumps(value) != text:
-            raise RejectError(path, f"static {name!r:.80}: expected a constant, found {text!r:.80}")
-        values[name] = value
-    return values
 
 
 def _check_split(sharding: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | None) -> None:

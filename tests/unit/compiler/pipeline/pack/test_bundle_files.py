@@ -16,11 +16,11 @@ from safetensors.numpy import load_file
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedTensor, pack, write_weights
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Segment
-from prejit.runtime.format.checks.safetensors import GAP_PREFIX, check_weights
+from prejit.runtime.format.checks.layers import GAP_PREFIX, check_weights
 from prejit.runtime.format.names import TOKENIZER_MEDIA_TYPE
 
 arrays = st_numpy.arrays(

@@ -1,0 +1,88 @@
+"""Write files so that a crash leaves the old file or the new one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from functools import partial
+from io import BufferedWriter
+from pathlib import Path
+
+from prejit.runtime.errors import StoreError
+
+_COPY_BYTES = 1 << 20
+
+
+def write_file(path: Path, content: bytes | Path, *, mode: int = 0o666) -> None:
+    """Write a file whole or not at all: temporary file beside it, fsync, rename, fsync of the directory.
+
+    The temporary files of the same file that killed writers left are removed.
+
+    Args:
+        path: the file; its directory exists.
+        content: the bytes, or a file whose bytes are copied.
+        mode: its permissions, less the umask. It has them as soon as it has its name, so that a kill leaves
+            no file that others may write to.
+
+    Raises:
+        StoreError: the disk is full, or writing is not permitted.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    try:
+        _remove_abandoned(path)
+        with _open_new(temporary, mode) as out:
+            if isinstance(content, Path):
+                with open(content, "rb") as source:
+                    while piece := source.read(_COPY_BYTES):
+                        out.write(piece)
+            else:
+                out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+            os.replace(temporary, path)  # with its lock
+        sync_directory(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # a disk that cannot be written may also refuse this
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise StoreError(
+                f"{path}: cannot write: {error.strerror}", hint=_write_hint(error)
+            ) from error
+        raise
+
+
+def _open_new(path: Path, mode: int) -> BufferedWriter:
+    """Open a new file. Its lock lasts until it is closed, so that `_remove_abandoned` spares it."""
+    while True:
+        file = open(path, "xb", opener=partial(os.open, mode=mode))  # noqa: SIM115 (the caller closes it)
+        with contextlib.suppress(OSError):  # a file system without locks, where nothing is removed
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if path.exists():  # another process may have removed it before it was locked
+            return file
+        file.close()
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the temporary files of a file whose writers are dead."""
+    for name in os.listdir(path.parent):
+        if name.startswith(f".{path.name}.") and name.endswith(".tmp"):
+            with contextlib.suppress(OSError), open(path.with_name(name), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(file.name)
+
+
+def _write_hint(error: OSError) -> str | None:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space on that disk, or write to another; nothing was lost"
+    return None
+
+
+def sync_directory(path: Path) -> None:
+    """Make sure that renames in a directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,81 @@
+"""What people ask a loaded bundle: its answers, how its programs came, where its start spent time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from prejit.runtime.format.names import (
+    PORTABLE_MEDIA_TYPE,
+)
+from prejit.runtime.open_bundle import OpenBundle
+from prejit.runtime.programs.ready import ProgramReport
+
+if TYPE_CHECKING:
+    from prejit.runtime.programs.asked_answers import CheckedAnswer
+    from prejit.runtime.start.start_report import StartReport
+
+
+class BundleReports(OpenBundle):
+    """The methods of `Bundle` that report."""
+
+    def check_answers(self) -> Iterator[CheckedAnswer]:
+        """Run every program that has a golden answer, one after the other, and yield what it found.
+
+        What they answer is kept on this machine: an executable with a wrong answer is in quarantine, and one
+        with a right answer in none. If this machine matches no target, the portable programs are compiled and
+        run.
+
+        Raises:
+            RejectError: the bundle is damaged.
+            BuildError: a portable program does not compile here.
+        """
+        from prejit.runtime.programs.asked_answers import check_answers
+
+        return check_answers(self._programs)
+
+    def wrong_answers(self) -> Iterator[str]:
+        """Yield what loaded programs return in place of their golden answers: the smallest of each kind runs.
+
+        They run on arrays of their own, beside whatever else runs. Unlike `check_answers`, this keeps
+        nothing: the memory of this process or a file may be wrong, and not the executable.
+
+        Raises:
+            RejectError: the bundle is damaged.
+        """
+        from prejit.runtime.programs.asked_answers import wrong_answers
+
+        return wrong_answers(self._programs)
+
+    def report(self) -> tuple[ProgramReport, ...]:
+        """Return how each program was obtained: loaded, compiled here, kept, compiling, or unused so far."""
+        return self._programs.report()
+
+    def start_report(self) -> StartReport:
+        """Return where the time went from the start of this process to the first result, with hints.
+
+        Call it soon after the first request, because hints look at what the process has done so far. Before
+        the first result, a start ends with `load`.
+        """
+        from prejit.runtime.start.hints import hints
+        from prejit.runtime.start.start_report import split
+
+        verification, programs = self._verification, self._programs
+        report = split(
+            self.loaded,
+            programs.asked,
+            programs.answered,
+            (*self.times.reads, *verification.waits, *programs.waits, *self.text.reads),
+            is_first=self.times.is_first,
+            read_share=verification.read_share,
+            hashed_bytes=self.times.hashed_bytes,
+            receipt_bytes=self.times.receipt_bytes,
+            verity_bytes=self.times.verity_bytes,
+        )
+        blob = self._open.layers[PORTABLE_MEDIA_TYPE].path
+        return replace(report, hints=hints(report, blob, programs.report()))
+
+    def device_memory_bytes(self) -> int | None:
+        """Return the peak memory in use on an accelerator; None on a CPU."""
+        return self._device.memory_bytes()

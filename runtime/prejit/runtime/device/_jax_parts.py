@@ -1,0 +1,397 @@
+"""Private parts of jax, and those of jaxlib that a start on one CPU device does not need. See `_jaxlib`.
+
+jax is imported inside the function that needs it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import io
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from prejit.runtime.base import process_facts
+from prejit.runtime.device._jaxlib import (
+    Avals,
+    JaxlibArray,
+    import_jaxlib,
+    importing,
+    is_on_cpu,
+    result_handler,
+)
+from prejit.runtime.errors import UsageError
+
+
+def import_jax() -> None:
+    """Import jax. Its modules import each other in circles, so `jax/__init__` must come first."""
+    with importing:
+        import jax  # noqa: F401
+
+
+def uninterrupted(work: Callable[[], None]) -> None:
+    """Run a function in a thread if this is the main thread, so that ctrl-C does not stop it half-way.
+
+    A native module whose import was interrupted cannot be imported again.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        work()
+        return
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="prejit-first-array")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+def topology_of(devices: Sequence[Any]) -> bytes:
+    """Return XLA's serialized description of devices: a PjRtTopologyDescriptionProto."""
+    return bytes(import_jaxlib()[1].get_topology_for_devices(devices).serialize())
+
+
+def compiles_for_topology() -> bool:
+    """Return whether this jaxlib compiles for a serialized topology (0.11 and later)."""
+    return hasattr(import_jaxlib()[1].DeviceTopology, "deserialize")
+
+
+def single_sharding(device: Any) -> Any:
+    """Return jax's sharding of arrays on one device."""
+    with importing:
+        with process_facts.importing():
+            import jax  # noqa: F401
+            from jax._src import sharding_impls
+
+        return sharding_impls.SingleDeviceSharding(device)
+
+
+def mesh_sharding(
+    grid: np.ndarray[Any, Any], axis_names: Sequence[str], split: Sequence[str]
+) -> Any:
+    """Return jax's sharding of arrays over a mesh.
+
+    Args:
+        grid: the devices, in rows and columns.
+        axis_names: the names of the grid's axes.
+        split: for each dimension of an array, the axis that splits it, or `""`.
+    """
+    with importing:
+        with process_facts.importing():
+            import jax  # noqa: F401
+            from jax._src import mesh, partition_spec, sharding_impls
+
+        spec = partition_spec.PartitionSpec(*(axis or None for axis in split))
+        return sharding_impls.NamedSharding(mesh.Mesh(grid, axis_names), spec)
+
+
+def put_with_jax(
+    shape: tuple[int, ...], dtype: Any, sharding: Any, shards: list[Any], devices: list[Any]
+) -> JaxlibArray:
+    """Return an array made of its shards, one for each device of this process."""
+    _, _jax = import_jaxlib()
+    enable_x64, shaped_array = _jax_types()
+    with enable_x64(True):  # or 64-bit values become 32-bit ones
+        return _jax.batched_device_put(shaped_array(shape, dtype), sharding, shards, devices)
+
+
+def as_result(array: JaxlibArray, *, weak: bool, committed: bool) -> JaxlibArray:
+    """Return an array of jax on one device with the type and place of a result, in the same memory."""
+    if array._committed == committed and array.aval.weak_type == weak:
+        return array
+    _, _jax = import_jaxlib()
+    _, shaped_array = _jax_types()
+    aval = shaped_array(array.shape, array.dtype, weak_type=weak)
+    return _jax.ArrayImpl(aval, array.sharding, [array], committed=committed, _skip_checks=True)
+
+
+def mesh_assembler(avals: Avals, shardings: Sequence[Any]) -> Callable[[Any], list[JaxlibArray]]:
+    """Return a function that makes arrays over a mesh of what `execute_sharded` gives."""
+    _, _jax = import_jaxlib()
+    _, shaped_array = _jax_types()
+    outputs = [
+        (shaped_array(*aval), sharding) for aval, sharding in zip(avals, shardings, strict=True)
+    ]
+
+    def assemble(ran: Any) -> list[JaxlibArray]:
+        shards = ran.disassemble_into_single_device_arrays()
+        return [
+            _jax.ArrayImpl(aval, sharding, arrays, committed=True, _skip_checks=True)
+            for (aval, sharding), arrays in zip(outputs, shards, strict=True)
+        ]
+
+    return assemble
+
+
+@functools.cache
+def _jax_types() -> tuple[Any, Any]:
+    with importing:
+        import jax  # noqa: F401
+        from jax._src import config, core
+
+        return config.enable_x64, core.ShapedArray
+
+
+_UNKEYED = ("jax_default_prng_impl", "jax_enable_custom_prng", "jax_legacy_prng_key")
+"""Settings that traces depend on, although jax does not key them by these."""
+
+
+def trace_context() -> tuple[Any, Any, bool] | None:
+    """Return jax's settings of this thread, to be compared; None: the process has not imported jax.
+
+    They are jax's key of traces, the kind of random keys, and whether it looks for NaNs or infinities.
+    """
+    config: Any = sys.modules.get("jax._src.config")
+    try:
+        looks_for_nans = config.debug_nans.value or config.debug_infs.value
+        return config.trace_context(), config.default_prng_impl.value, looks_for_nans
+    except AttributeError:  # not imported, or another thread is importing it just now
+        return None
+
+
+def trace_settings() -> dict[str, Any]:
+    """Return the settings that traces of this thread depend on, by name; jax must be imported.
+
+    Several contexts of the user are `user_context`, `user_context 2` and so on.
+    """
+    from jax._src import config
+
+    found: dict[str, Any] = {}
+    for name, value in zip(config.trace_context_names(), config.trace_context(), strict=True):
+        same = sum(each.partition(" ")[0] == name for each in found)
+        found[f"{name} {same + 1}" if same else name] = value
+    values = config.config.values
+    return found | {name: values[name] for name in _UNKEYED}
+
+
+def looks_for_nans() -> bool:
+    """Return whether jax_debug_nans or jax_debug_infs is on in this thread."""
+    context = trace_context()
+    return context is not None and context[2]
+
+
+def is_tracing() -> bool:
+    """Return whether jax traces a function in this thread, so that nothing may run now."""
+    from jax._src import core
+
+    return not core.trace_state_clean()
+
+
+def assembler_for_jax(
+    avals: Avals, device: Any, committed: bool
+) -> Callable[[Any], list[JaxlibArray]]:
+    """Return a function that makes jax's arrays of what `execute_sharded` gives on one device.
+
+    Args:
+        avals: the type of each.
+        device: of jax's client.
+        committed: whether they are committed to the device.
+    """
+    sharding = single_sharding(device)
+    _, shaped_array = _jax_types()
+    handlers = [result_handler(shaped_array(*aval), sharding, committed) for aval in avals]
+
+    def assemble(ran: Any) -> list[JaxlibArray]:
+        arrays: list[JaxlibArray] = ran.consume_with_handlers(handlers)
+        return arrays
+
+    return assemble
+
+
+def collect_garbage() -> None:
+    """Drop what XLA's threads have given back: arrays of NumPy whose memory programs have read."""
+    import_jaxlib()[1].collect_garbage()
+
+
+def imported_array_class() -> type[Any] | None:
+    """Return the class of jax's arrays; None: this process has not imported jaxlib yet."""
+    core = sys.modules.get("jaxlib._jax")
+    return None if core is None else core.ArrayImpl
+
+
+def is_whole(array: JaxlibArray) -> bool:
+    """Return whether every device of an array holds all of it."""
+    return bool(array._sharding.is_fully_replicated)
+
+
+def device_count(array: JaxlibArray) -> int:
+    """Return the number of devices that hold an array, those of other processes included."""
+    return len(array._sharding.device_set)
+
+
+def local_shards(array: JaxlibArray) -> list[JaxlibArray]:
+    """Return the parts of an array on this process's devices; none for an array on one device."""
+    return array._arrays or []
+
+
+def read(array: JaxlibArray) -> np.ndarray[Any, Any]:
+    """Return the values of an array on one device, once they are there; on a CPU without a copy."""
+    value: np.ndarray[Any, Any] = array._single_device_array_to_np_array_did_copy()[0]
+    return value
+
+
+def dlpack_capsule(array: JaxlibArray) -> Any:
+    """Return a DLPack capsule of an array on one device."""
+    return import_jaxlib()[1].buffer_to_dlpack_managed_tensor(array)
+
+
+def compile_options(devices: Sequence[Any]) -> Any:
+    """Return options for one program over devices, split as its shardings say (SPMD, by Shardy)."""
+    xla_client, _ = import_jaxlib()
+    options = xla_client.CompileOptions()
+    if len(devices) > 1:
+        options.num_partitions = len(devices)
+        build = options.executable_build_options
+        build.num_partitions = len(devices)
+        build.use_spmd_partitioning = True
+        build.use_shardy_partitioner = True
+    if len(devices) > 1 or devices[0].id:
+        ids = np.array([[device.id for device in devices]], np.int32)
+        assignment = xla_client.DeviceAssignment.create(ids)
+        options.device_assignment = assignment
+        options.executable_build_options.device_assignment = assignment
+    return options
+
+
+@functools.cache
+def import_mlir() -> Any:
+    """Return jaxlib's module `ir` of the MLIR bindings."""
+    with importing:
+        # jax imports `_mlir_libs` first too, and a host program may import jax in another thread.
+        import jaxlib.mlir._mlir_libs  # noqa: F401
+        from jaxlib.mlir import ir
+
+    return ir
+
+
+def parse_stablehlo(portable: bytes) -> Any:
+    """Return the MLIR module of a versioned portable artifact. A context of `import_mlir` must be entered."""
+    return import_jaxlib()[1].mlir.deserialize_portable_artifact(portable)
+
+
+def serialized_portable(module: Any, version: str) -> bytes:
+    """Return a module of StableHLO as a portable artifact of this version of StableHLO."""
+    core = import_jaxlib()[1].mlir
+    bytecode = io.BytesIO()
+    module.operation.write_bytecode(bytecode)
+    return bytes(core.serialize_portable_artifact(bytecode.getvalue(), version, True))
+
+
+def refined(module: Any, version: str) -> bytes:
+    """Return a module as a portable artifact, with the sizes that follow from those of its arguments.
+
+    jax does this when it compiles a call of a function with symbolic sizes (`refine_polymorphic_shapes` in
+    jax/_src/interpreters/mlir.py). Raises whatever MLIR raises if sizes do not follow.
+
+    Args:
+        module: StableHLO whose main function has arguments of static sizes.
+        version: the version of StableHLO to write.
+    """
+    core = import_jaxlib()[1].mlir
+    bytecode = io.BytesIO()
+    module.operation.write_bytecode(bytecode)
+    static = core.refine_polymorphic_shapes(
+        mlir_module=bytecode.getvalue(),
+        enable_shape_assertions=True,
+        validate_static_shapes=True,
+        enable_shardy=True,
+    )
+    return bytes(core.serialize_portable_artifact(static, version, True))
+
+
+def deserialize_topology(serialized: bytes) -> Any:
+    """Return the topology that `topology_of` serialized (jaxlib 0.11 and later)."""
+    return import_jaxlib()[1].DeviceTopology.deserialize(serialized)
+
+
+def any_handler() -> Any:
+    """Return the handler of some custom call, for names that must exist while XLA compiles."""
+    import_jaxlib()
+    from jaxlib.cpu import _sparse  # the only one that loads no other library
+
+    return next(iter(_sparse.registrations().values()))
+
+
+_PACKED = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
+"""Dtypes of less than a byte. A device may hold several values in one byte; NumPy never does."""
+
+
+def read_array(array: JaxlibArray) -> np.ndarray[Any, Any]:
+    """Return the values of an array that is no buffer of Python's. Raises as `to_numpy`."""
+    if is_on_cpu(array):
+        array.block_until_ready()  # raises if the program failed
+        if array.aval.dtype.name not in _PACKED:
+            return _view(array)
+        uninterrupted(import_jax)  # jaxlib unpacks with the help of jax
+    elif not is_whole(array):
+        return _joined(array)
+    elif len(shards := local_shards(array)) > 1:
+        array = shards[0]
+    return read(array)
+
+
+def _joined(array: JaxlibArray) -> np.ndarray[Any, Any]:
+    """Return the values of an array that a mesh has split."""
+    if not array.is_fully_addressable:
+        held = len(local_shards(array))
+        raise UsageError(
+            "expected an array that this process can read whole, found one that a mesh has split over "
+            f"{device_count(array)} devices, and only {held} of them belong to this process",
+            hint="let the function return it whole, or call it in one process that has all devices",
+        )
+    whole: np.ndarray[Any, Any] = np.asarray(array)  # jax does it; a mesh has imported jax
+    return whole
+
+
+def _view(array: JaxlibArray) -> np.ndarray[Any, Any]:
+    """Return a view of an array on our one CPU device whose dtype Python's buffers do not know.
+
+    NumPy refuses a DLPack capsule of such a dtype, so only the address is read from the capsule. jaxlib's
+    other ways import jax in whichever thread reads first, which can deadlock with a host program that
+    imports jax in another thread.
+    """
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.argtypes, pointer_of.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+    capsule = dlpack_capsule(array)
+    # A DLManagedTensor begins with the address of the data (dlpack.h).
+    data = ctypes.c_void_p.from_address(pointer_of(capsule, b"dltensor")).value
+    memory = (ctypes.c_uint8 * array.on_device_size_in_bytes()).from_address(data or 0)
+    memory.array = array  # lives as long as the view
+    view = np.frombuffer(memory, array.aval.dtype).reshape(array.aval.shape)
+    view.flags.writeable = False
+    return view
+
+
+def free_dropped() -> None:
+    """Free the arrays, mapped files and clients of jaxlib to which nobody refers any more."""
+    collect_garbage()
+    gc.collect()  # a client and its devices refer to each other; it has a dozen threads
+    collect_garbage()
+    # glibc keeps what threads have freed, up to hundreds of MB; other C libraries have no such function.
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def client_of_jax(platform: str) -> Any:
+    """Return jax's own client of a platform."""
+    with process_facts.importing():
+        import jax  # the whole of it: a plugin registers its custom calls with it
+
+    try:
+        return jax.devices(platform)[0].client
+    except RuntimeError as error:
+        raise UsageError(
+            f"expected a {platform} device, found none: {error}",
+            hint="install jax for it, such as pip install 'jax[cuda13]', or set JAX_PLATFORMS=cpu",
+        ) from error

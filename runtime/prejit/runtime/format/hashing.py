@@ -1,0 +1,320 @@
+"""Verification of a bundle's files in threads, in the order of need, while the caller does other things.
+
+A caller that needs some bytes waits for them, and helps: on one CPU it does the work itself. A failure is
+raised to whoever waits for anything afterwards, so that no request ends as if the bundle were sound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, final
+
+from prejit.runtime.base.files import digest_file, timed_digest_file
+from prejit.runtime.base.process_facts import span
+from prejit.runtime.base.threads_and_forks import start_thread
+from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.format.bundle_schema import Chunks, Descriptor
+from prejit.runtime.format.layout import Layout, OpenFile
+from prejit.runtime.format.verification import Verification
+
+SMALL_BYTES = 1 << 20
+"""A load waits for jobs that are smaller. SHA-256 takes 0.5 ms for so many bytes."""
+
+
+class Job(NamedTuple):
+    """The verification of a part of a blob.
+
+    Attributes:
+        blob: digest of the blob.
+        start, end: the part, in bytes from the start of the blob.
+        run: verifies it, and returns the seconds that reading it took. Raises RejectError if it is damaged,
+            StoreError if the disk does not give it.
+    """
+
+    blob: str
+    start: int
+    end: int
+    run: Callable[[], float]
+
+
+_WAITING, _RUNNING, _DONE = range(3)
+
+
+@final
+class HashingVerification(Verification):
+    """Jobs that threads run in their order, and callers that wait for some of them. Thread-safe."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        *,
+        threads: int = 0,
+        finished: Callable[[], object] | None = None,
+        failed: Callable[[], object] | None = None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            jobs: in the order in which their bytes are needed.
+            threads: number of threads that run them; 0: only callers that wait do.
+            finished: called once, by the thread that ran the last job, if all jobs succeeded.
+            failed: called once after a failure, when no job runs any more.
+        """
+        super().__init__()
+        self._jobs = jobs
+        self._states = [_WAITING] * len(jobs)
+        self._left = len(jobs)
+        self._first = 0  # no job before it is waiting
+        self._failure: Exception | None = None
+        self._is_finishing = False  # all jobs are done, and `finished` is being called
+        self._finished, self._failed = finished, failed
+        self._running = 0
+        self._job_seconds = self._read_seconds = 0.0  # of all threads together
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        for _ in range(min(threads, len(jobs))):
+            # Without a thread, whoever waits runs the jobs.
+            if (thread := start_thread(self._work, "prejit-verify")) is not None:
+                self._threads.append(thread)
+
+    @property
+    def is_finished(self) -> bool:
+        """True if every job has succeeded and `finished` has returned."""
+        return self._left == 0 and not self._is_finishing
+
+    @property
+    def read_share(self) -> float:
+        """The part of the work so far that was reading, 0 to 1."""
+        return self._read_seconds / self._job_seconds if self._job_seconds else 0.0
+
+    def check(self) -> None:
+        """Raise the failure, if there is one by now. It waits for nothing.
+
+        Raises:
+            RejectError: a part of the bundle is damaged.
+            StoreError: the disk does not give its bytes.
+        """
+        failure = self._failure
+        if failure is not None:
+            # A new error each time: one with a traceback would keep this object, and with it every open file.
+            raised = type(failure).__new__(type(failure), *failure.args)
+            vars(raised).update(vars(failure))
+            raise raised
+
+    def wait(self, blob: str, start: int = 0, end: int | None = None) -> None:
+        """Wait until a part of a blob is verified. Raises as `check`.
+
+        Args:
+            blob: digest of the blob.
+            start: where the part begins, in bytes.
+            end: where it ends; None: at the end of the blob.
+        """
+        needed = [
+            place
+            for place, job in enumerate(self._jobs)
+            if job.blob == blob and job.end > start and (end is None or job.start < end)
+        ]
+        self._help(needed)
+
+    def wait_for_small(self) -> None:
+        """Wait for every job of less than `SMALL_BYTES`. Raises as `check`."""
+        self._help([p for p, job in enumerate(self._jobs) if job.end - job.start < SMALL_BYTES])
+
+    def finish(self) -> None:
+        """Wait until every job has succeeded. Raises as `check`."""
+        if not self.is_finished:
+            self._help(range(len(self._jobs)))
+        self.check()
+
+    def stop(self, reason: Exception) -> None:
+        """Run no more jobs and wait for the threads. Whoever waits for a job that is left gets the reason."""
+        with self._changed:
+            is_over = False
+            if self._left and self._failure is None:
+                self._failure = reason
+                is_over = self._running == 0
+            self._changed.notify_all()
+        if is_over:
+            self._end_after_failure()
+        for thread in self._threads:
+            thread.join()
+
+    def refuse(self, reason: Exception) -> None:
+        """Give everybody who would wait the reason, without taking a lock."""
+        if not self.is_finished:
+            self._failure = reason
+
+    def _help(self, needed: Sequence[int]) -> None:
+        if self.is_finished:
+            return
+        self.check()  # a fork may never get the lock
+        started = time.perf_counter()
+        for place in needed:
+            if self._take(place):
+                self._run(place)
+            self.check()
+        with self._changed:
+            while self._failure is None and (
+                self._is_finishing or any(self._states[place] != _DONE for place in needed)
+            ):
+                self._changed.wait()
+        self.check()
+        self.waits.append(span("verification", started))
+
+    def _take(self, place: int) -> bool:
+        with self._changed:
+            if self._states[place] != _WAITING or self._failure is not None:
+                return False
+            self._states[place] = _RUNNING
+            self._running += 1
+            return True
+
+    def _work(self) -> None:
+        # At exit the interpreter waits for this thread.
+        while self._failure is None and threading.main_thread().is_alive():
+            with self._changed:
+                while self._first < len(self._jobs) and self._states[self._first] != _WAITING:
+                    self._first += 1
+                place = self._first
+            if place == len(self._jobs):
+                return
+            if self._take(place):
+                self._run(place)
+
+    def _run(self, place: int) -> None:
+        failure: Exception | None = None
+        started, reading = time.perf_counter(), 0.0
+        try:
+            reading = self._jobs[place].run()
+        except Exception as error:  # whoever waits gets it
+            failure = error.with_traceback(None)
+        with self._changed:
+            self._states[place] = _DONE
+            self._job_seconds += time.perf_counter() - started
+            self._read_seconds += reading
+            self._failure = self._failure or failure
+            self._left -= failure is None
+            self._running -= 1
+            is_over = self._failure is not None and self._running == 0
+            self._is_finishing = is_last = self._left == 0
+            self._changed.notify_all()
+        if is_over:
+            self._end_after_failure()
+        if is_last:
+            if self._finished is not None:
+                self._finished()
+            with self._changed:
+                self._is_finishing = False
+                self._changed.notify_all()
+            self._forget()
+
+    def _end_after_failure(self) -> None:
+        if self._failed is not None:
+            self._failed()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop the functions of the jobs, which keep the files that they read."""
+        self._jobs = [job._replace(run=_nothing) for job in self._jobs]
+        self._finished = self._failed = None
+
+
+def _nothing() -> float:
+    """Verify nothing: the work is over."""
+    return 0.0
+
+
+_buffers = threading.local()
+"""One buffer a thread, for a chunk: a new one would have to be filled with zeros each time."""
+
+
+def check_chunk(
+    file: OpenFile, start: int, end: int, expected: str, hasher: hashlib._Hash | None = None
+) -> float:
+    """Compare a chunk of a file with its digest.
+
+    It is read, not mapped: if somebody truncates the file meanwhile, the result is an error and no SIGBUS.
+
+    Args:
+        file: the file.
+        start: where the chunk begins, in bytes.
+        end: where it ends.
+        expected: its digest by BLAKE3, in hexadecimal digits.
+        hasher: gets the bytes too.
+
+    Returns:
+        The seconds that reading it took.
+
+    Raises:
+        RejectError: they differ, or the file is shorter.
+        StoreError: the disk does not give its bytes.
+    """
+    from blake3 import blake3  # starts with a receipt do not need it
+
+    size = end - start
+    if len(getattr(_buffers, "chunk", b"")) < size:
+        _buffers.chunk = bytearray(size)
+    view, count = memoryview(_buffers.chunk)[:size], 0
+    started = time.perf_counter()
+    with _readable(file.path):
+        while count < size and (more := os.preadv(file.descriptor, [view[count:]], start + count)):
+            count += more
+    seconds = time.perf_counter() - started
+    where = f"bytes {start} to {end - 1}"
+    if count < size:
+        raise RejectError(file.path, f"{where}: expected {size} bytes, found {count}")
+    found = blake3(view).hexdigest()
+    if found != expected:
+        raise RejectError(file.path, f"{where}: expected blake3 {expected}, found {found}")
+    if hasher is not None:
+        hasher.update(view)
+    return seconds
+
+
+def check_whole(file: OpenFile, digest: str, chunks: Chunks | None) -> float:
+    """Compare a file with its digest and with those of its chunks, in one pass.
+
+    Result and errors as `check_chunk`.
+    """
+    if chunks is None:
+        with _readable(file.path):
+            found, seconds = timed_digest_file(file.descriptor)
+    else:
+        hasher, seconds = hashlib.sha256(), 0.0
+        for start, end, expected in chunks.places(file.identity.size):
+            seconds += check_chunk(file, start, end, expected, hasher)
+        found = f"sha256:{hasher.hexdigest()}"
+    if found != digest:
+        raise RejectError(file.path, f"expected {digest}, found {found}")
+    return seconds
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Raise StoreError where a disk fails."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{path}: cannot read: {error.strerror}",
+            hint="the disk or the network failed, and the bundle may be sound: see the system's log",
+        ) from error
+
+
+def check_blob(layout: Layout, at: Descriptor) -> None:
+    """Check the digest and the size of one blob, without a map of it.
+
+    Raises:
+        RejectError: it is missing, or differs.
+        StoreError: the disk does not give its bytes.
+    """
+    path = layout.blob_path(at.digest)
+    with layout.open_blob(at.digest, at.size) as (descriptor, _), _readable(path):
+        found = digest_file(descriptor)
+    if found != at.digest:
+        raise RejectError(path, f"expected {at.digest}, found {found}")

@@ -1,0 +1,47 @@
+"""What an encoder-decoder may be given to read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from prejit.runtime.base import arguments
+from prejit.runtime.errors import UsageError
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
+
+
+def check_source(source: np.ndarray[Any, Any] | None, programs: DecoderPrograms) -> None:
+    """Check that a request has a source where the model reads one, of the right shape.
+
+    Raises:
+        UsageError: it has none, or one of another shape or kind.
+        ContextError: it is longer than the bundle reads.
+    """
+    if programs.source is None:
+        if source is not None:
+            raise UsageError(
+                "source: expected none, since this model is no encoder-decoder; found one"
+            )
+        return
+    if source is None:
+        raise UsageError(
+            "source: expected what the model is to read, found none",
+            hint='pass it by name: generate(source="...")',
+        )
+    expected = programs.source
+    sizes, axes = expected.shape[1:], expected.variables[1:]
+    fits = len(source.shape) == len(sizes) and all(
+        axis or size == found for axis, size, found in zip(axes, sizes, source.shape, strict=True)
+    )
+    kinds = "iu" if expected.dtype.startswith(("int", "uint")) else "iuf"
+    if not fits or source.dtype.kind not in kinds:
+        shape = ", ".join(
+            "N" if axis else str(size) for axis, size in zip(axes, sizes, strict=True)
+        )
+        raise UsageError(
+            f"source: expected {expected.dtype}[{shape}], found {source.dtype}{list(source.shape)}"
+        )
+    if kinds == "iu":
+        arguments.check_vocabulary("source", source.tolist(), programs.decoder.vocab_size)
+    programs.encode_for(programs.contexts[0], source.shape[axes.index("source")])

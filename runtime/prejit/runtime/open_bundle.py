@@ -1,0 +1,305 @@
+"""What is true of every loaded bundle: its parts, its end, its programs, and how it started."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+
+from prejit.runtime.base.process_facts import Span, is_plain_start, span
+from prejit.runtime.base.threads_and_forks import OneProcess, disown_in_forks
+from prejit.runtime.device.device import Device
+from prejit.runtime.errors import ClosedError
+from prejit.runtime.format.blobs import Layer
+from prejit.runtime.format.bundle_schema import Config, handler_names
+from prejit.runtime.format.checks.program_table import check_weight_sets
+from prejit.runtime.format.names import (
+    EXECUTABLES_MEDIA_TYPE,
+    PORTABLE_MEDIA_TYPE,
+    WEIGHTS_MEDIA_TYPE,
+)
+from prejit.runtime.format.verification import Verification
+from prejit.runtime.programs.mapped_weights import open_weights
+from prejit.runtime.programs.ready import Programs
+from prejit.runtime.store.runtime_cache import first_programs, remember_first_programs
+from prejit.runtime.text.bundle_text import BundleText
+from prejit.runtime.verdict import Axis, Verdict
+
+if TYPE_CHECKING:
+    from prejit.runtime.device.kernels import OpenLibrary
+    from prejit.runtime.encoding.encoder import EncoderPrograms
+    from prejit.runtime.machine.fingerprint import Fingerprint
+    from prejit.runtime.programs.canary import Checks
+    from prejit.runtime.programs.dispatched import DispatchedCalls
+    from prejit.runtime.text.tokenizer import Tokenizer
+
+
+class LoadTimes(NamedTuple):
+    """Times and sizes of `load`, from its call until it makes the Bundle.
+
+    Attributes:
+        started: when it was called, by time.perf_counter.
+        is_first: whether it was the first call in this process.
+        reads: when it read the index, manifests, configs and kernels.
+        hashed_bytes: size of the files to be verified.
+        receipt_bytes: size of the files with a receipt.
+        verity_bytes: size of the files that the kernel verifies by fs-verity.
+    """
+
+    started: float
+    is_first: bool
+    reads: tuple[Span, ...]
+    hashed_bytes: int
+    receipt_bytes: int
+    verity_bytes: int
+
+
+class BundleUser(Protocol):
+    """Whatever holds threads that use a bundle, such as an engine."""
+
+    def close(self) -> None:
+        """End its threads."""
+
+    def disown(self, reason: ClosedError) -> object:
+        """Refuse all calls in a forked process, and return what must not be freed there."""
+
+
+class _Parts(NamedTuple):
+    """The parts of an open bundle, which `close` drops.
+
+    Attributes:
+        layers: verified layers by media type.
+        verification: of all files of the target.
+        text: the tokenizer and the chat templates.
+        device: where programs run.
+        programs: the programs of the target.
+    """
+
+    layers: Mapping[str, Layer]
+    verification: Verification
+    text: BundleText
+    device: Device
+    programs: Programs
+
+
+_CACHED = ("decoder", "generator", "encoder", "user_programs", "dispatched", "on_jax")
+"""Properties that hold parts of an open bundle."""
+
+
+class OpenBundle(OneProcess):
+    """A loaded bundle without what it does: `Bundle` adds that."""
+
+    def __init__(
+        self,
+        digest: str,
+        config: Config,
+        layers: dict[str, Layer],
+        verdicts: tuple[Verdict, ...],
+        *,
+        machine: Fingerprint,
+        matched: bool,
+        times: LoadTimes,
+        serve_smaller: bool = False,
+        kernels: OpenLibrary | None = None,
+        no_libraries: str = "",
+        types: Mapping[str, type[Any]] | None = None,
+        compiles: bool = True,
+        generation_config: bool = True,
+        canary: Checks = "one",
+        on_fallback: Callable[[Axis], object] | None = None,
+    ) -> None:
+        """Bind verified layers to a device. Use `prejit.runtime.load`."""
+        self.name = config.bundle
+        self.digest = digest
+        self.target = config.target
+        self.matched = matched
+        self.verdicts = verdicts
+        self.config = config
+        self._types = types
+        self._compiles = compiles
+        self._generation_config = generation_config
+        verification = layers[PORTABLE_MEDIA_TYPE].verification
+        device = Device(machine.platform, config.mesh)
+        if kernels is not None:  # before any executable is loaded that calls them
+            from prejit.runtime.device.kernels import register
+
+            register(kernels)
+        weights = layers.get(WEIGHTS_MEDIA_TYPE)
+        opened = None if weights is None else open_weights(weights)
+        portable = layers[PORTABLE_MEDIA_TYPE]
+        shapes = {} if opened is None else {n: value.shape for n, value in opened.values.items()}
+        check_weight_sets(config, shapes, (weights or portable).path)
+        asks = None
+        if matched and any(program.golden is not None for program in config.programs):
+            from prejit.runtime.programs.canary import Canary  # only golden answers need it
+
+            asks = Canary(
+                config.bundle,
+                config.target,
+                "" if weights is None else weights.digest,
+                machine,
+                checks=canary,
+                compiles=compiles,
+                on_fallback=on_fallback,
+            )
+        programs = Programs(
+            config,
+            device,
+            layers[EXECUTABLES_MEDIA_TYPE] if matched else None,
+            portable,
+            opened,
+            verification,
+            serve_smaller=serve_smaller,
+            calls={} if no_libraries else handler_names(*config.libraries or ()),
+            no_calls=no_libraries,
+            canary=asks,
+        )
+        text = BundleText(config.bundle, layers)
+        self._users: weakref.WeakSet[BundleUser] = weakref.WeakSet()
+        self._parts: _Parts | None = _Parts(layers, verification, text, device, programs)
+        self._is_forked = False
+        if config.decoder is not None and matched and not is_plain_start():
+            programs.expect(
+                first_programs(digest),
+                lambda names: remember_first_programs(digest, names),
+            )
+        self._begin_loading()
+        disown_in_forks(self, OpenBundle._disown)
+        self.times = times
+        self.loaded = span("loading", times.started)
+        self.load_seconds = self.loaded.end - times.started
+
+    def _begin_loading(self) -> None:
+        """Begin what the first result needs, while threads verify."""
+
+    def close(self) -> None:
+        """Free the bundle: its memory on the device, its mapped files and its threads.
+
+        It closes its engines first. Later calls raise ClosedError; closing again does nothing. Calls that
+        still run end with a result or with ClosedError. A program that is being compiled is waited for.
+        Sessions, batches, prefixes and bound programs hold their own arrays until they are dropped, and
+        native libraries stay in the process.
+        """
+        for user in list(self._users):
+            user.close()
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        reason = self._closed()
+        cached = {name: vars(self).pop(name, None) for name in _CACHED}
+        encoder: EncoderPrograms | None = cached["encoder"]
+        dispatched: DispatchedCalls | None = cached["dispatched"]
+        parts.verification.stop(reason)
+        if encoder is not None:
+            encoder.close()
+        parts.programs.close(reason)
+        if dispatched is not None:
+            dispatched.close()
+        del parts, cached, encoder, dispatched
+        from prejit.runtime.device._jax_parts import free_dropped
+
+        free_dropped()
+
+    def _disown(self) -> object:
+        """Refuse all calls, in a forked process. See `disown_in_forks`."""
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return None
+        self._is_forked = True
+        reason = self._closed()
+        parts.verification.refuse(reason)
+        return (
+            parts,
+            [vars(self).pop(name, None) for name in (*_CACHED, "_once")],
+            parts.programs.refuse(reason),
+            [user.disown(reason) for user in self._users],
+        )
+
+    def close_first(self, user: BundleUser) -> None:
+        """Have `close` end this user before it frees the bundle, unless it is dropped earlier."""
+        self._open  # noqa: B018 (a closed bundle has no use)
+        self._users.add(user)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _open(self) -> _Parts:
+        """The parts of an open bundle.
+
+        Raises:
+            ClosedError: the bundle is closed.
+        """
+        if (parts := self._parts) is None:
+            raise self._closed()
+        return parts
+
+    def _closed(self) -> ClosedError:
+        if self._is_forked:
+            return ClosedError(
+                f"{self.name}: expected a bundle that this process loaded, found one of the process that it "
+                "was forked from, whose threads it does not have",
+                hint="load it in the child, or start processes with multiprocessing's spawn or forkserver",
+            )
+        return ClosedError(
+            f"{self.name}: expected an open bundle, found one that is closed",
+            hint="load it again with `prejit.runtime.load`",
+        )
+
+    @property
+    def _programs(self) -> Programs:
+        return self._open.programs
+
+    @property
+    def _device(self) -> Device:
+        return self._open.device
+
+    @property
+    def text(self) -> BundleText:
+        """The tokenizer and the chat templates, where the bundle has them."""
+        return self._open.text
+
+    @property
+    def _verification(self) -> Verification:
+        return self._open.verification
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether prompts may be text."""
+        return self.text.has_tokenizer
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the bundle, for callers that need token ids or texts of their own.
+
+        Raises:
+            UsageError: the bundle has none.
+            RejectError: it is damaged.
+        """
+        return self.text.need_tokenizer()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the bundle has a template for `apply_chat_template`."""
+        return self.text.has_chat_template
+
+    def finish(self) -> None:
+        """Wait until all bytes of the target are verified, before a caller gets a result.
+
+        Raises:
+            RejectError: the bundle is damaged.
+        """
+        self._verification.finish()
+        self._programs.answer()
+
+    def prepare(self) -> None:
+        """Make every program ready now. Otherwise each becomes ready when it is first used.
+
+        Raises:
+            RejectError: a program is damaged.
+        """
+        for name in self._programs.table:
+            self._programs[name]
