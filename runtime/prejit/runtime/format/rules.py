@@ -115,9 +115,9 @@ LOADING = (
         (
             f"{_TABLE}.check_config",
             f"{_TABLE}.check_kernels_layer",
-            f"{_TABLE}.check_library_layers",
+            f"{_CHECKS}.seldom_parts.check_library_layers",
             f"{_TABLE}.check_chunks_layers",
-            f"{_TABLE}.check_recorded_layer",
+            f"{_CHECKS}.seldom_parts.check_recorded_layer",
             f"{_TABLE}.check_packs",
         ),
     ),
@@ -125,7 +125,7 @@ LOADING = (
         "9",
         "Before the first program: the digest of each kernel layer and library, its exports (of a library "
         "its architecture too), and only then the dynamic linker, on those same bytes.",
-        (f"{_CHECKS}.layers.check_kernels", f"{_CHECKS}.layers.check_library"),
+        (f"{_CHECKS}.layers.check_kernels", f"{_CHECKS}.seldom_parts.check_library"),
     ),
     Rule(
         "8",
@@ -143,12 +143,12 @@ LOADING = (
         "aligned; every tensor of every weight set and of `weight_shardings` is there, split evenly; an "
         "encoder's layers have the same shapes.",
         (
-            f"{_CHECKS}.safetensors.header_end",
-            f"{_CHECKS}.safetensors.check_weights",
+            f"{_CHECKS}.layers.header_end",
+            f"{_CHECKS}.layers.check_weights",
             f"{_TABLE}.check_weight_sets",
         ),
     ),
-    Rule("11", "Chat templates, when one is used.", (f"{_CHECKS}.layers.check_chat",)),
+    Rule("11", "Chat templates, when one is used.", (f"{_CHECKS}.chat_layer.check_chat",)),
     Rule(
         "12",
         "The generation config of a bundle with a decoder, when it generates.",
@@ -160,10 +160,10 @@ LOADING = (
         "evenly.",
         (
             f"{_TABLE}.check_array",
-            f"{_TABLE}.check_arrays",
-            f"{_TABLE}.check_tree",
-            f"{_TABLE}.check_static",
-            f"{_TABLE}.check_programs",
+            f"{_CHECKS}.call_programs.check_arrays",
+            f"{_CHECKS}.call_programs.check_tree",
+            f"{_CHECKS}.call_programs.check_static",
+            f"{_CHECKS}.call_programs.check_programs",
         ),
     ),
     Rule(
@@ -193,7 +193,7 @@ ATTACHED = (
         "subject too, with the right media type and size. A list of parts has `bomFormat` CycloneDX, a "
         "statement the `_type` of in-toto, a signature the `mediaType` of sigstore's bundles.",
         (
-            "format.blobs.check_blob",
+            "format.hashing.check_blob",
             f"{_CHECKS}.attached.check_subject",
             f"{_CHECKS}.attached.check_content",
         ),
