@@ -20,6 +20,7 @@ from prejit.compiler.pipeline.early_checks import check_planned
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.reuse import PlannedExecutable, planned_executables
 from prejit.compiler.pipeline.run import build_all as run_all
+from prejit.compiler.pipeline.run import only_built
 from prejit.compiler.pipeline.shards import Shard
 from prejit.compiler.progress import Progress, Quiet, open_progress
 from prejit.compiler.reporting.report_files import report_build
@@ -213,10 +214,7 @@ def build(
         quiet=quiet,
         done=results.append,
     )
-    [result] = results
-    if isinstance(result, Failed):
-        raise result.error
-    return result
+    return only_built(results)
 
 
 def build_all(

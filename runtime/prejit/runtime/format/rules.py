@@ -114,6 +114,7 @@ LOADING = (
         "the config has one.",
         (
             f"{_TABLE}.check_config",
+            f"{_CHECKS}.seldom_parts.check_seldom_parts",
             f"{_TABLE}.check_kernels_layer",
             f"{_CHECKS}.seldom_parts.check_library_layers",
             f"{_TABLE}.check_chunks_layers",
