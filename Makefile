@@ -94,10 +94,10 @@ format: $(READY) ## format, and fix what the linter can
 	$(BIN)/ruff check --fix .
 
 bench: $(READY) ## beside JAX and llama.cpp, in about 5 minutes (the first time 20 more: llama.cpp is compiled)
-	$(BIN)/python -m benchmarks.run --quick
+	$(BIN)/python -m benchmarks.sections --quick
 
-bench-full: $(READY) ## beside every peer: OpenVINO, ONNX Runtime, CTranslate2, IREE as well; encoder, 1B, start-up
-	$(BIN)/python -m benchmarks.run
+bench-full: $(READY) ## beside every peer: OpenVINO, ONNX Runtime, CTranslate2 as well; encoder, 1B, start-up
+	$(BIN)/python -m benchmarks.sections
 
 forms: $(READY) ## measure the forms of products that ship as recorded (a quiet machine, 15 minutes)
 	$(BIN)/python -m benchmarks.studies.forms

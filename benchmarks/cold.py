@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.harness import cold_report, environments
+from benchmarks.harness import cold_report, peer_environments
 from benchmarks.harness.cold_report import FIRST_LOAD, READ_ALL, READ_BUNDLE, RECEIPT, ByCondition
 from benchmarks.harness.conditions import (
     COLD,
@@ -25,7 +25,7 @@ from benchmarks.harness.conditions import (
     interpreter_directories,
 )
 from benchmarks.harness.control_groups import MEMORY, NoControlGroupError, group
-from benchmarks.harness.measure import (
+from benchmarks.harness.fresh_processes import (
     BENCHMARKS,
     Row,
     Sample,
@@ -176,7 +176,7 @@ def prepare(
         wanted: parts of the names of rows to run, with commas; empty: all.
         failures: receives the reason by name for each row that cannot be prepared.
     """
-    python = environments.interpreter(bench.directory, "prejit")
+    python = peer_environments.interpreter(bench.directory, "prejit")
     work = Work("generate", model, dtypes=dtypes, engines=ENGINES)
     rows: list[Row] = []
     needed_bytes: dict[str, tuple[int, int]] = {}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from benchmarks.harness.measure import Spread
+from benchmarks.harness.fresh_processes import Spread
 
 _WIDTH, _LABELS, _VALUES = 760, 270, 90
 _BAR, _STEP = 20, 30

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks.harness import chart
-from benchmarks.harness.comparison import ours, ratio_within_rounds
+from benchmarks.harness.comparison import ours
 from benchmarks.harness.conditions import COLD, LIMITED, WARM
-from benchmarks.harness.measure import Row, Sample, Spread, spread
-from benchmarks.harness.report import JAX_WARM, MB, Samples, Table, Target, cell, median
+from benchmarks.harness.fresh_processes import Row, Sample, Spread, spread
+from benchmarks.harness.report import (
+    JAX_WARM,
+    MB,
+    Samples,
+    Table,
+    Target,
+    cell,
+    median,
+    ratio_within_rounds,
+)
 
 KEY = "first_seconds"
 FIRST_LOAD, RECEIPT = "first load", "with receipt"

@@ -6,8 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness import workload
-from benchmarks.harness.measure import Row, Sample, Spread, spread
-from benchmarks.harness.report import JAX_WARM, MB, Samples, Table, Target, cell, median
+from benchmarks.harness.fresh_processes import Row, Sample, Spread, spread
+from benchmarks.harness.report import (
+    JAX_WARM,
+    MB,
+    Samples,
+    Table,
+    Target,
+    cell,
+    median,
+    ratio_within_rounds,
+)
 
 REFERENCE = JAX_WARM
 """Name of the row whose tokens are the reference. Without it the first float32 row is."""
@@ -120,15 +129,6 @@ def best_peer(
 
 def _has(samples: Samples, name: str, column: Column) -> bool:
     return bool(samples.get(name)) and column.key in samples[name][0]
-
-
-def ratio_within_rounds(samples: Samples, name: str, other: str, key: str) -> float:
-    """Return the median of the ratios of two rows' figures within each round.
-
-    The speed of a virtual machine drifts more between rounds than within one.
-    """
-    pairs = zip(samples[name], samples[other], strict=True)
-    return Spread.of([mine[key] / theirs[key] for mine, theirs in pairs]).median
 
 
 def compare(samples: Samples, rows: Sequence[Row], columns: Sequence[Column]) -> list[Compared]:

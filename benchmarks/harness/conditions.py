@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.harness.control_groups import Group
-from benchmarks.harness.measure import Row, Sample, command_line, run_once
+from benchmarks.harness.fresh_processes import Row, Sample, command_line, run_once
+from benchmarks.harness.limited_disk import counters, work_since
 from benchmarks.harness.page_cache import make_cold, resident_ranges
-from benchmarks.harness.slow_disk import counters, work_since
 
 RECEIPTS = "PREJIT_RUNTIME_CACHE"
 """Variable that names the directory of prejit's receipts."""
@@ -85,7 +85,7 @@ class Start:
         Returns:
             The sample; where files were made cold, `made_cold` says how, and `cached_share` how much of the
             model's files the page cache still held. If the work of a disk is counted, it has the figures of
-            slow_disk.work_since at the first token.
+            limited_disk.work_since at the first token.
 
         Raises:
             FailedProcessError: the process failed.

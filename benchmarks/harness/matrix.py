@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from tests.parity.cases import Case
+from tests.parity.cases import cases
 
 FUNCTIONS = '''"""Functions of several kinds; each compiles in a fraction of a second."""
 
@@ -52,42 +51,7 @@ TARGETS = ("cpu-x86-64-v2", "cpu-x86-64-v3", "cpu-x86-64-v4")
 """Targets that every x86 machine compiles for."""
 LARGE = 200
 """From this number of programs on, models have several buckets."""
-_DECODERS: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": 48,
-        "n_positions": 128,
-        "n_embd": 24,
-        "n_head": 3,
-        "n_layer": 2,
-        "n_inner": None,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": True,
-    },
-    "llama": {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 48,
-        "hidden_size": 24,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 6,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 128,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-    },
-}
-_DECODERS["mistral"] = {
-    **_DECODERS["llama"],
-    "model_type": "mistral",
-    "architectures": ["MistralForCausalLM"],
-    "sliding_window": 7,
-}
+DECODERS = ("gpt2-01", "llama-00-default", "mistral-00-default")
 
 
 def write_matrix(
@@ -110,8 +74,10 @@ def write_matrix(
     """
     found = [write_functions(directory, programs, targets=targets, jax_versions=jax_versions)]
     batch, context = ([1, 2], [32, 64]) if programs >= LARGE else ([1], [32])
-    for name, config in _DECODERS.items():
-        Case(name, config, seed=1).write(directory / name)
+    for case in cases():
+        if (name := case.name) not in DECODERS:
+            continue
+        case.write(directory / name)
         found.append(directory / f"{name}.toml")
         found[-1].write_text(
             f'[bundle]\nname = "{name}"\n[model]\nsource = "{name}"\ndtype = "float32"\n'

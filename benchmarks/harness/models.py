@@ -4,7 +4,6 @@
 
     DIR/NAME/               Hugging Face layout: GPT-2's weights (in, out) as published, the others (out, in)
     DIR/gpt2.safetensors    GPT-2's weights (out, in) for its peers, every tensor 64-byte aligned
-    DIR/gpt2-4.toml, DIR/gpt2-40.toml
 
 Speed depends on shapes only. With the usual initialization (0.02) a random model repeats one token forever,
 which would hide a broken KV cache. Therefore the weights of the blocks are larger and the norms vary.
@@ -23,7 +22,6 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness.workload import (
-    BUCKETS,
     EPSILON,
     HEADS,
     LAYERS,
@@ -230,9 +228,6 @@ def make(directory: Path, *names: str) -> None:
             make_gpt2(directory)
         else:
             make_llama(directory, name, {"llama-1b": LLAMA_1B, "llama-tiny": LLAMA_TINY}[name])
-    for name, buckets in BUCKETS.items():
-        manifest = decoder_manifest(name, "gpt2", "float32", buckets)
-        (directory / f"{name}.toml").write_text(manifest)
 
 
 if __name__ == "__main__":

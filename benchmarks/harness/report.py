@@ -6,18 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness import workload
-from benchmarks.harness.measure import Sample, Spread, spread
+from benchmarks.harness.fresh_processes import Sample, Spread, spread
 
 MB = 1e6
 Samples = Mapping[str, list[Sample]]
 
-PREJIT = "prejit"
 JAX_COLD, JAX_WARM = "JAX, cold jit", "JAX, persistent cache"
-EAGER, JIT = "JAX op by op, no cache", "JAX jit, no cache"
-JIT_SHORT, JIT_CACHE = "JAX jit, no cache, padded to 18", "JAX jit, KV cache"
-BUILD_COLD_4, BUILD_COLD_40 = "cold build, 4 buckets", "cold build, 40 buckets"
-BUILD_NOOP, HELP, PASS = "no-op rebuild", "prejit --help", "python -c pass"
 
 
 @dataclass(frozen=True)
@@ -93,13 +87,13 @@ def median(samples: Sequence[Sample], key: str) -> float:
     return spread(samples, key).median
 
 
-def ratio(rows: Samples, name: str, other: str, key: str, other_key: str = "") -> float:
+def ratio_within_rounds(samples: Samples, name: str, other: str, key: str) -> float:
     """Return one row's figure divided by another's: the median of the ratios within each round.
 
     The speed of a virtual machine drifts more between rounds than within one.
     """
-    pairs = zip(rows[name], rows[other], strict=True)
-    return Spread.of([mine[key] / theirs[other_key or key] for mine, theirs in pairs]).median
+    pairs = zip(samples[name], samples[other], strict=True)
+    return Spread.of([mine[key] / theirs[key] for mine, theirs in pairs]).median
 
 
 def same_tokens(rows: Samples) -> bool:
@@ -142,88 +136,8 @@ def flat(rows: Samples, failures: Mapping[str, str]) -> tuple[list[Table], list[
         ("llama-1b-float32", "tiny-4", "loaded_seconds", "exec → loaded, 5 GB of weights to 5 MB"),
     ):
         if name in rows and other in rows:
-            targets.append(Target(shown, ratio(rows, name, other, key), 1.1, " x"))
+            targets.append(Target(shown, ratio_within_rounds(rows, name, other, key), 1.1, " x"))
     return [table], targets
-
-
-def kv_cache(rows: Samples) -> tuple[list[Table], list[Target]]:
-    """Return the tables that compare generation with and without a KV cache."""
-    count = workload.SHORT_NEW_TOKENS
-
-    def rate(name: str) -> float:
-        return count / Spread.of([t for s in rows[name] for t in s["warm_seconds"]]).median
-
-    lines = [
-        (
-            name,
-            cell(samples, "all_seconds"),
-            cell(samples, "cold_seconds"),
-            f"{count / rate(name):.3f}",
-            f"{rate(name):.1f}",
-            f"{rate(name) / rate(EAGER):.1f} x",
-        )
-        for name, samples in rows.items()
-    ]
-    table = Table(
-        f"The KV cache earns its keep: GPT-2 124M, {workload.SHORT_PROMPT_TOKENS} tokens in, {count} out",
-        (
-            *("", "exec → 15th token, s", "first request, s", "warm request, s"),
-            *("tokens/s, warm", "ratio"),
-        ),
-        lines,
-        "Without a cache each token takes the whole sequence again, padded to the length of the cache "
-        f"({workload.CONTEXT}) so that no shape changes. "
-        f"Tokens of all rows: {'the same' if same_tokens(rows) else '**not the same**'}.",
-    )
-    return [table], [
-        Target("processes whose tokens differ (KV cache)", 0 if same_tokens(rows) else 1, 0)
-    ]
-
-
-def buckets(rows: Samples) -> tuple[list[Table], list[Target]]:
-    """Return the tables of a process that uses every bucket once."""
-    lines = [
-        (
-            name,
-            str(samples[0]["answers"]),
-            str(len(samples)),
-            cell(samples, "first_seconds"),
-            cell(samples, "last_seconds"),
-            f"{median(samples, 'last_seconds') / median(rows[JAX_COLD], 'last_seconds'):.2f}",
-            f"{Spread.of([s['memory']['Anonymous'] for s in samples]).median / MB:.0f}",
-        )
-        for name, samples in rows.items()
-    ]
-    table = Table(
-        "Until every bucket has answered once: GPT-2 124M, 40 programs",
-        (
-            *("", "programs", "runs", "exec → first answer, s", "exec → every answer, s"),
-            *("to cold jit", "private memory then, MB"),
-        ),
-        lines,
-    )
-    return [table], []
-
-
-def build(rows: Samples) -> tuple[list[Table], list[Target]]:
-    """Return the tables of build times."""
-    lines = [
-        (
-            name,
-            str(len(samples)),
-            cell(samples, "exit_seconds"),
-            str(max(s["compiled"] for s in samples)) if "compiled" in samples[0] else "",
-        )
-        for name, samples in rows.items()
-    ]
-    table = Table("Building", ("", "runs", "s", "programs compiled"), lines)
-    [noop] = [samples for name, samples in rows.items() if name.startswith(BUILD_NOOP)]
-    extra = median(rows[HELP], "exit_seconds") - median(rows[PASS], "exit_seconds")
-    return [table], [
-        Target("no-op rebuild", median(noop, "exit_seconds"), 1.5, " s"),
-        Target("compiled by a no-op rebuild", max(s["compiled"] for s in noop), 0),
-        Target("prejit --help over python -c pass", extra, 0.15, " s"),
-    ]
 
 
 def markdown(

@@ -1,18 +1,24 @@
-"""Begin and end a measurement: facts about the machine, and files with the figures."""
+"""Begin and end a measurement: facts about the machine, and files with the figures.
+
+What stands in a page of docs/performance is repeated by one of these; benchmarks/results holds the latest.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.measure import machine, progress, versions
-from benchmarks.harness.report import Target
+from benchmarks.harness.fresh_processes import BENCHMARKS, machine, progress, versions
+from benchmarks.harness.report import Table, Target, markdown
+
+RESULTS = BENCHMARKS / "results"
 
 Facts = dict[str, Any]
 """The entries of a results file that are not samples."""
@@ -48,3 +54,35 @@ def save(directory: Path, name: str, facts: Mapping[str, Any], page: str) -> Non
     (directory / f"{name}.md").write_text(page, encoding="utf-8")
     print(page)
     progress(f"written to {directory}/{name}.json and .md")
+
+
+def publish(facts: Facts, what: str, title: str, tables: Sequence[Table]) -> None:
+    """Write the page of a study, which names the command that repeats it."""
+    facts["load_average_after"] = os.getloadavg()[0]
+    on, packages = facts["machine"], facts["versions"]
+    page = (
+        f"# {title}\n\n{facts['date']}, {on['cpu']} ({on['family_model']}), {on['cores']} cores, Python "
+        f"{packages['python']}, jax {packages['jax']}, revision {packages['revision']}; load "
+        f"{on['load_average']:.1f} before and {facts['load_average_after']:.1f} after. Rounds: "
+        f"{facts['runs']}. `{_command()}` repeats it.\n\n"
+    )
+    page += "\n".join(table.markdown() for table in tables)
+    save(RESULTS, file_name(facts, what), facts, page)
+
+
+def publish_rows(
+    facts: Facts,
+    what: str,
+    tables: Sequence[Table],
+    targets: Sequence[Target],
+    directory: Path = RESULTS,
+) -> None:
+    """Write the page of a study whose rows are fresh processes that took turns, with its targets."""
+    facts |= {"load_average_after": os.getloadavg()[0], "targets": judged(targets)}
+    page = markdown(facts, tables, targets, command=_command())
+    save(directory, file_name(facts, what), facts, page)
+
+
+def _command() -> str:
+    """Return the command of this process, without its options."""
+    return f"python -m {sys.modules['__main__'].__spec__.name}"  # type: ignore[union-attr]

@@ -4,7 +4,6 @@ The parent holds the clock. It starts just before the child's process and stops 
 
     LOADED         the model is loaded (only prejit's children print it)
     FIRST          the first token is a Python int
-    ALL            the first request is complete (only children that go on print it)
     LAST {json}    the work is done; the figures that the child measured itself
 
 This module imports nothing that would delay a child's first token.
@@ -14,11 +13,12 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-EVENTS = ("LOADED", "FIRST", "ALL", "LAST")
+EVENTS = ("LOADED", "FIRST", "LAST")
 
 LAYERS, WIDTH, HEADS, VOCABULARY, POSITIONS = 12, 768, 12, 50257, 1024
 """Sizes of GPT-2 with 124 million parameters."""
@@ -63,8 +63,6 @@ LLAMA_TINY = Llama(4, 128, 4, 2, 384, 4096, 1024)
 
 PROMPT_TOKENS, NEW_TOKENS, CONTEXT = 32, 64, 128
 """Tokens of the main rows. CONTEXT is the length of the KV cache of both JAX and prejit."""
-SHORT_PROMPT_TOKENS, SHORT_NEW_TOKENS = 4, 15
-"""Tokens of the rows with and without a KV cache."""
 PREFILL_TOKENS, PREFILL_RUNS = 512, 7
 ENCODER_SHAPES = ((1, 16), (1, 128), (8, 128), (64, 128))
 """Shapes (sentences, tokens) of the encoder's rows."""
@@ -72,17 +70,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 """Bytes of one stored weight by dtype."""
 
 Sizes = dict[str, tuple[int, ...]]
-BUCKETS: dict[str, Sizes] = {
-    "gpt2-4": {"batch": (1,), "prompt": (32,), "context": (128, 256)},
-    "gpt2-40": {"batch": (1, 4), "prompt": (16, 32, 64, 128), "context": (128, 256, 512, 1024)},
-}
-"""Manifests of float32 GPT-2 by name. Programs: batch x context x (prompts + 1 for decode)."""
-
-
-def program_count(name: str) -> int:
-    """Return the number of programs of a manifest of BUCKETS."""
-    sizes = BUCKETS[name]
-    return len(sizes["batch"]) * len(sizes["context"]) * (len(sizes["prompt"]) + 1)
+FEW: Sizes = {"batch": (1,), "prompt": (32,), "context": (128, 256)}
+"""Four programs: batch x context x (prompts + 1 for decode)."""
 
 
 def threads() -> int:
@@ -105,10 +94,12 @@ def prompts(count: int, batch: int) -> list[list[int]]:
     return [ids[row * count : (row + 1) * count] for row in range(batch)]
 
 
-def prefill_prompt(number: int) -> list[int]:
-    """Return PREFILL_TOKENS ids, different for each number: some engines cache repeated prompts."""
-    first, *others = prompt_ids(PREFILL_TOKENS)
-    return [(first + number) % VOCABULARY, *others]
+def prefill_prompt(
+    number: int, count: int = PREFILL_TOKENS, vocabulary: int = VOCABULARY
+) -> list[int]:
+    """Return `count` ids, different for each number: some engines cache repeated prompts."""
+    first, *others = (token % vocabulary for token in prompt_ids(count))
+    return [(first + number) % vocabulary, *others]
 
 
 def decode_bytes(dtype: str = "float32") -> int:
@@ -127,21 +118,16 @@ def llama_bytes(dtype: str) -> int:
     return BYTES[dtype] * LLAMA_1B.matrix_weights
 
 
-def kv_cache_bytes(batch: int = 1, context: int = CONTEXT) -> int:
-    """Return the bytes of a float32 KV cache."""
-    return 4 * 2 * LAYERS * batch * context * WIDTH
-
-
 def say_first() -> None:
     """Report that the first token is a Python int."""
     print("FIRST", flush=True)
 
 
 def say_last(**facts: object) -> None:
-    """Report that the work is done, with the child's own figures and its memory."""
+    """Report that the work is done, with the child's own figures."""
     import json
 
-    print("LAST " + json.dumps({**facts, "memory": memory_bytes()}), flush=True)
+    print("LAST " + json.dumps(facts), flush=True)
 
 
 def stream(tokens: Iterable[int], batch: int = 1) -> dict[str, object]:
@@ -163,59 +149,38 @@ def stream(tokens: Iterable[int], batch: int = 1) -> dict[str, object]:
         times.append(time.perf_counter())
         if not found:
             say_first()
+            modules = [*sys.modules]
         found.append(token)
     return {
         "tokens": found,
         "decode_tokens_per_second": batch * (len(found) - 2) / (times[-1] - times[1]),
         "second_token_seconds": times[1] - times[0],
+        "modules": len(modules),
+        "modules_of_prejit": sum(name.startswith("prejit.") for name in modules),
     }
 
 
-def requests(generate: Callable[[], Iterable[int]], warm: int) -> dict[str, object]:
-    """Run one request cold, then the same one warm.
-
-    Returns:
-        Facts for `say_last`.
-    """
-    started = time.perf_counter()
-    found = stream(generate())
-    seconds = [time.perf_counter() - started]
-    print("ALL", flush=True)
-    for _ in range(warm):
-        started = time.perf_counter()
-        for _token in generate():
-            pass
-        seconds.append(time.perf_counter() - started)
-    return {"tokens": found["tokens"], "cold_seconds": seconds[0], "warm_seconds": seconds[1:]}
-
-
-def prefill(first_token: Callable[[list[int]], int]) -> dict[str, object]:
-    """Time prompts of PREFILL_TOKENS in a warm process.
+def prefill(
+    first_token: Callable[[list[int]], int],
+    count: int = PREFILL_TOKENS,
+    vocabulary: int = VOCABULARY,
+) -> dict[str, object]:
+    """Time prompts in a warm process.
 
     Args:
         first_token: function that returns the token after a prompt.
+        count: length of the prompts.
+        vocabulary: number of tokens of the model.
 
     Returns:
         Facts for `say_last`; `tokens` holds the token of the first prompt.
     """
-    token = first_token(prefill_prompt(0))
+    token = first_token(prefill_prompt(0, count, vocabulary))
     say_first()
     seconds = []
     for number in range(1, PREFILL_RUNS + 1):
         started = time.perf_counter()
-        first_token(prefill_prompt(number))
+        first_token(prefill_prompt(number, count, vocabulary))
         seconds.append(time.perf_counter() - started)
-    rate = PREFILL_TOKENS / statistics.median(seconds)
+    rate = count / statistics.median(seconds)
     return {"tokens": [token], "prefill_tokens_per_second": rate}
-
-
-def memory_bytes() -> dict[str, int]:
-    """Return this process's memory now, from smaps_rollup.
-
-    Private_Clean counts pages of a mapped file while no other process maps it. They belong to the page cache,
-    and the kernel can drop them. The memory that a process costs is Private_Dirty.
-    """
-    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
-        fields = [line.split() for line in file if line.rstrip().endswith("kB")]
-    wanted = ("Rss:", "Pss:", "Private_Clean:", "Private_Dirty:", "Anonymous:")
-    return {name[:-1]: int(size) << 10 for name, size, _ in fields if name in wanted}

@@ -12,10 +12,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.harness import workload
-from benchmarks.harness.measure import BENCHMARKS, FailedProcessError, Row, progress, run_once
+from benchmarks.harness.fresh_processes import (
+    BENCHMARKS,
+    FailedProcessError,
+    Row,
+    progress,
+    run_once,
+)
 from benchmarks.harness.models import decoder_manifest
 
-RESULTS = BENCHMARKS / "results"
 LARGE_BYTES = 24_000_000_000
 """Free disk that the model of a billion parameters needs: 2.5 GB, bundles of 9 GB and the same in the build
 cache, GGUF files of 4 GB."""
@@ -139,10 +144,3 @@ def digest_now() -> str:
                 digest.update(f"\0{path.relative_to(BENCHMARKS.parent)}\0".encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def prepare(bench: Bench, names: tuple[str, ...]) -> None:
-    """Make GPT-2 and bundles of workload.BUCKETS if they are missing or stale; empty JAX's cache."""
-    for name in names:
-        bench.built(name, "gpt2", "float32", workload.BUCKETS[name])
-    shutil.rmtree(bench.warm["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)

@@ -22,7 +22,6 @@ import numpy as np
 from benchmarks.harness import workload
 from benchmarks.peers.encode_child import measure
 
-_STARTED = time.perf_counter()
 THREADS = workload.threads()
 
 
@@ -97,7 +96,7 @@ def encode(path: str) -> None:
         mean = np.array(encoder.forward_batch(ids).last_hidden_state).mean(1)
         return mean / np.linalg.norm(mean, axis=-1, keepdims=True)
 
-    measure(embed, _STARTED, workload.ENCODER_SHAPES)
+    measure(embed)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,23 @@
-"""A process of encoder_shapes.py or run.py: run every shape once, then again and again.
+"""Run every shape of an encoder once, then again and again.
 
-    peers/encode_child.py bundle PATH DELAY [peers]   from a bundle, DELAY seconds after load
-    peers/encode_child.py jax    MODEL 0 [peers]      plain JAX, one jitted function
+    peers/encode_child.py bundle PATH     from a bundle
+    peers/encode_child.py jax    MODEL    plain JAX, one jitted function
 
-Both encode rows of token ids that fill each of the 22 shapes, in the manifest's order; with `peers` the four
-shapes that run.py compares. The peers' children call `measure` with their own function.
+Both encode rows of token ids that fill each shape. The peers' children call `measure`, too.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import workload
 
-SHAPES = (
-    *((1, length) for length in (16, 32, 64, 128, 256, 512)),
-    *((batch, length) for batch in (2, 4, 8, 16, 32) for length in (32, 64, 128)),
-    (64, 128),
-)
-STEADY_SECONDS = 0.15
-"""Seconds that each shape is repeated for, but at least three runs."""
-PEERS_SECONDS = 1.0
-"""Seconds that each of the four shapes of run.py is repeated for, but at least five runs."""
+STEADY_SECONDS = 1.0
+"""Seconds that each shape is repeated for, but at least five runs."""
 
 Encode = Callable[[list[list[int]]], Any]
 
@@ -37,65 +29,43 @@ def rows(batch: int, length: int) -> list[list[int]]:
     return [flat[row * length : (row + 1) * length] for row in range(batch)]
 
 
-def measure(
-    encode: Encode,
-    started: float,
-    shapes: Sequence[tuple[int, int]] = SHAPES,
-    **facts: Any,
-) -> None:
-    """Time every shape for the first time, then each until its time is known.
+def measure(encode: Encode) -> None:
+    """Run every shape for the first time, then time each until its time is known.
 
     Args:
         encode: function from B rows of token ids to embeddings, float32 [B, D].
-        started: time when the process began its work.
-        shapes: pairs of sentences and tokens.
-        **facts: further facts for `say_last`.
     """
+    shapes = workload.ENCODER_SHAPES
     sentences = {f"{batch}x{length}": rows(batch, length) for batch, length in shapes}
-    first, sums = {}, {}
+    sums: dict[str, float] = {}
     for shape, ids in sentences.items():
-        begun = time.perf_counter()
         embeddings = encode(ids)
-        first[shape] = time.perf_counter() - begun
-        if len(first) == 1:
+        if not sums:
             workload.say_first()
         sums[shape] = float(embeddings[:, 0].sum())
-    print("ALL", flush=True)
-    every = time.perf_counter() - started
     steady = {}
     for shape, ids in sentences.items():
         times: list[float] = []
-        least, seconds = (3, STEADY_SECONDS) if shapes is SHAPES else (5, PEERS_SECONDS)
-        while len(times) < least or sum(times) < seconds:
+        while len(times) < 5 or sum(times) < STEADY_SECONDS:
             begun = time.perf_counter()
             encode(ids)
             times.append(time.perf_counter() - begun)
         steady[shape] = sorted(times)[len(times) // 2]
-    workload.say_last(first=first, steady=steady, sums=sums, shapes_seconds=every, **facts)
+    workload.say_last(steady=steady, sums=sums)
 
 
-def bundle(path: str, delay: float, shapes: Sequence[tuple[int, int]]) -> None:
+def bundle(path: str) -> None:
     """Encode from a bundle, where nothing may be compiled."""
     from prejit.runtime import load
 
-    started = time.perf_counter()
     loaded = load(path, on_mismatch="error")
-    time.sleep(delay)
-    used: dict[str, dict[str, int]] = {}
-
-    def encode(ids: list[list[int]]) -> Any:
-        encoded = loaded.encode_batch(ids)
-        used.setdefault(f"{len(ids)}x{len(ids[0])}", encoded.stats.buckets)
-        return encoded.embeddings
-
-    measure(encode, started, shapes, load_seconds=loaded.load_seconds, used=used)
+    measure(lambda ids: loaded.encode_batch(ids).embeddings)
     compiled = [r.program for r in loaded.report() if r.source not in ("loaded", "unused")]
     assert not compiled, compiled
 
 
-def plain(path: str, shapes: Sequence[tuple[int, int]]) -> None:
+def plain(path: str) -> None:
     """Encode with the same model as a user of JAX writes it."""
-    started = time.perf_counter()
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -145,13 +115,8 @@ def plain(path: str, shapes: Sequence[tuple[int, int]]) -> None:
         tokens = np.array(ids, np.int32)
         return np.asarray(jitted(weights, tokens, np.full(len(ids), len(ids[0]), np.int32)))
 
-    measure(encode, started, shapes)
+    measure(encode)
 
 
 if __name__ == "__main__":
-    how, path, *more = sys.argv[1:]
-    wanted = workload.ENCODER_SHAPES if "peers" in more else SHAPES
-    if how == "bundle":
-        bundle(path, float(more[0]), wanted)
-    else:
-        plain(path, wanted)
+    {"bundle": bundle, "jax": plain}[sys.argv[1]](sys.argv[2])

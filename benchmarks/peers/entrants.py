@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from benchmarks.harness import environments, workload
-from benchmarks.harness.measure import BENCHMARKS, FailedProcessError, Row, progress, run_once
+from benchmarks.harness import peer_environments, workload
+from benchmarks.harness.fresh_processes import (
+    BENCHMARKS,
+    FailedProcessError,
+    Row,
+    progress,
+    run_once,
+)
 from benchmarks.harness.report import JAX_COLD, JAX_WARM
 from benchmarks.harness.workspace import Bench
 
@@ -84,8 +89,8 @@ def prejit(bench: Bench, work: Work, dtype: str) -> tuple[Command, Mapping[str, 
             f'[bundle]\nname = "{name}"\n\n[model]\nsource = "minilm"\ndtype = "{dtype}"\n\n'
             f'[encode]\nshapes = {shapes}\n\n[[target]]\nname = "cpu-host"\n',
         )
-        return ("peers/encode_child.py", "bundle", path, "0", "peers"), bench.prejit
-    sizes = workload.BUCKETS["gpt2-4"]
+        return ("peers/encode_child.py", "bundle", path), bench.prejit
+    sizes = workload.FEW
     name = f"{work.model}-{dtype}"
     if work.job == "prefill":
         length = workload.PREFILL_TOKENS
@@ -103,13 +108,7 @@ def jax(bench: Bench, work: Work, warm: bool, *options: str) -> tuple[Command, M
     """Return the process of plain JAX, in prejit's own environment."""
     environment = bench.warm if warm else {}
     if work.job == "encode":
-        return (
-            "peers/encode_child.py",
-            "jax",
-            str(bench.model("minilm")),
-            "0",
-            "peers",
-        ), environment
+        return ("peers/encode_child.py", "jax", str(bench.model("minilm"))), environment
     bench.model("gpt2")
     return ("peers/jax_baseline.py", work.job, bench.weights, *work.options, *options), environment
 
@@ -121,7 +120,7 @@ def jax_bfloat16(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
 
 def llama_cpp(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:
     """Return the process of llama.cpp's Python binding."""
-    python = environments.interpreter(bench.directory, "llama.cpp")
+    python = peer_environments.interpreter(bench.directory, "llama.cpp")
     path = gguf_file(bench, work.model, kind, python)
     return child(python, "peers/llama_cpp_child.py", work, path), {}
 
@@ -146,7 +145,7 @@ def gguf_file(bench: Bench, model: str, kind: str, python: str) -> str:
 
 def onnxruntime(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:
     """Return the process of ONNX Runtime on optimum's export; `int8` is its dynamic quantization."""
-    python = environments.interpreter(bench.directory, "onnxruntime")
+    python = peer_environments.interpreter(bench.directory, "onnxruntime")
     path = exported(bench, work, "onnx", TASKS[work.job])
     if kind == "int8":
         path = exported(bench, work, "onnx-int8", source=path)
@@ -155,7 +154,7 @@ def onnxruntime(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[s
 
 def ctranslate2(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:
     """Return the process of CTranslate2 on its own conversion."""
-    python = environments.interpreter(bench.directory, "ctranslate2")
+    python = peer_environments.interpreter(bench.directory, "ctranslate2")
     return child(
         python, "peers/ctranslate2_child.py", work, exported(bench, work, "ctranslate2", kind)
     ), {}
@@ -165,27 +164,9 @@ def openvino(
     bench: Bench, work: Work, weights: str, precision: str
 ) -> tuple[Command, Mapping[str, str]]:
     """Return the process of OpenVINO on optimum-intel's export, with a warm cache of compiled models."""
-    python = environments.interpreter(bench.directory, "openvino")
+    python = peer_environments.interpreter(bench.directory, "openvino")
     path = exported(bench, work, "openvino", TASKS[work.job], weights)
     return child(python, "peers/openvino_child.py", work, path, precision), {}
-
-
-def iree(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
-    """Return the process of IREE on the StableHLO of plain JAX."""
-    python = environments.interpreter(bench.directory, "iree")
-    bench.model("gpt2")
-    path = bench.directory / "exports" / f"{work.model}-iree"
-    if not path.is_dir():
-        progress(f"exporting {path.name}")
-        compiler = str(Path(python).with_name("iree-compile"))
-        run_once(Row(path.name, ("peers/convert/iree_export.py", compiler, str(path))))
-    return child(python, "peers/iree_child.py", work, str(path), bench.weights), {}
-
-
-def pytorch(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
-    """Return the process of PyTorch with transformers' model, op by op, in the environment of the exports."""
-    python = environments.interpreter(bench.directory, "export-onnx")
-    return child(python, "peers/torch_child.py", work, str(bench.model(work.model))), {}
 
 
 TASKS = {
@@ -215,7 +196,7 @@ def exported(bench: Bench, work: Work, form: str, *options: str, source: str = "
     path = bench.directory / "exports" / name
     if not path.is_dir():
         where = "export-openvino" if form == "openvino" else "export-onnx"
-        python = environments.interpreter(bench.directory, where)
+        python = peer_environments.interpreter(bench.directory, where)
         path.parent.mkdir(exist_ok=True)
         given = source or str(bench.model(work.model))
         script = str(BENCHMARKS / "peers/convert/export_model.py")
@@ -298,23 +279,6 @@ ENTRANTS = (
         )
         for dtype in ("float32", "int8")
     ),
-    Entrant(
-        "IREE float32",
-        "float32",
-        iree,
-        _GPT2,
-        environment="iree",
-        packages=("iree-base-runtime",),
-        one_row="its programs are compiled for one row",
-    ),
-    Entrant(
-        "PyTorch float32, transformers",
-        "float32",
-        pytorch,
-        _GPT2,
-        environment="export-onnx",
-        packages=("torch", "transformers"),
-    ),
     Entrant("JAX bfloat16, persistent cache", "bfloat16", jax_bfloat16, _GPT2),
 )
 
@@ -343,7 +307,7 @@ def rows(bench: Bench, work: Work, wanted: str, failures: dict[str, str]) -> lis
             continue
         try:
             command, environment = entrant.prepare(bench, work)
-        except (FailedProcessError, environments.EnvironmentFailedError) as error:
+        except (FailedProcessError, peer_environments.EnvironmentFailedError) as error:
             failures[entrant.name] = str(error).removeprefix(f"{entrant.name}: ")
             progress(f"left out: {entrant.name}: {error}")
         else:
@@ -357,5 +321,5 @@ def versions(bench: Bench, names: Collection[str]) -> dict[str, str]:
     for entrant in ENTRANTS:
         if entrant.environment and entrant.name in names:
             python = bench.directory / "envs" / entrant.environment / "bin" / "python"
-            found |= environments.package_versions(str(python), entrant.packages)
+            found |= peer_environments.package_versions(str(python), entrant.packages)
     return found

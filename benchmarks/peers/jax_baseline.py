@@ -4,10 +4,8 @@ It has a static, donated KV cache, jitted prefill and decode, and the form of ma
 backend runs best at batch 1: weights (out, in), one array a layer, dot_general contracting dimension 1 of
 both.
 
-    peers/jax_baseline.py generate WEIGHTS [BATCH] [--mapped] [--bfloat16]   32 tokens in, 64 out
+    peers/jax_baseline.py generate WEIGHTS [BATCH] [--bfloat16]   32 tokens in, 64 out
     peers/jax_baseline.py prefill  WEIGHTS [--bfloat16]   512 tokens in, again and again
-    peers/jax_baseline.py kv-cache WEIGHTS HOW            4 tokens in, 15 out
-    peers/jax_baseline.py buckets  WEIGHTS MANIFEST       every program of a manifest once
 
 The environment decides whether the compilation cache is cold or warm (JAX_COMPILATION_CACHE_DIR).
 """
@@ -15,7 +13,6 @@ The environment decides whether the compilation cache is cold or warm (JAX_COMPI
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -71,7 +68,7 @@ def forward(
         tokens: int32 [B, T].
         start: position of the first of them.
         last: index of the token whose logits give the next one.
-        cache: per layer, keys and values float32 [B, N, S, H]; empty: attend to the new positions only.
+        cache: per layer, keys and values float32 [B, N, S, H].
 
     Returns:
         The most likely next tokens, int32 [B], and the new cache.
@@ -84,10 +81,9 @@ def forward(
         name = f"h.{layer}"
         fused = linear(layer_norm(x, weights, f"{name}.ln_1"), weights, f"{name}.attn.c_attn")
         query, keys, values = map(heads, jnp.split(fused, 3, -1))
-        if cache:
-            keys = lax.dynamic_update_slice(cache[layer][0], keys, (0, 0, start, 0))
-            values = lax.dynamic_update_slice(cache[layer][1], values, (0, 0, start, 0))
-            updated.append((keys, values))
+        keys = lax.dynamic_update_slice(cache[layer][0], keys, (0, 0, start, 0))
+        values = lax.dynamic_update_slice(cache[layer][1], values, (0, 0, start, 0))
+        updated.append((keys, values))
         scores = jnp.einsum("bnth,bnsh->bnts", query, keys) / np.float32(HEAD_SIZE**0.5)
         visible = jnp.arange(keys.shape[2]) <= start + jnp.arange(count)[:, None]
         attention = jax.nn.softmax(jnp.where(visible, scores, -1e30), -1)
@@ -115,40 +111,17 @@ def decode(
     return forward(weights, token[:, None], position, 0, cache)
 
 
-def without_cache(weights: Weights, tokens: Tokens, last: Number) -> jax.Array:
-    """Return the token that follows token number `last` of a padded sequence int32 [1, T]."""
-    return forward(weights, tokens, 0, last, [])[0]
-
-
 def empty_cache(batch: int, context: int) -> Cache:
     """Return a cache of zeros."""
     shape = (batch, HEADS, context, HEAD_SIZE)
     return [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(LAYERS)]
 
 
-def load_weights(path: str, mapped: bool = False) -> Weights:
-    """Return the weights as jax arrays.
+def load_weights(path: str) -> Weights:
+    """Return the weights of a safetensors file as jax arrays."""
+    from safetensors.numpy import load_file
 
-    Args:
-        path: a safetensors file.
-        mapped: map the file and give its memory to JAX without a copy, as few users do.
-    """
-    if not mapped:
-        from safetensors.numpy import load_file
-
-        return {name: jnp.asarray(value) for name, value in load_file(path).items()}
-    import json
-    import mmap
-
-    with open(path, "rb") as file:
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    start = 8 + int.from_bytes(content[:8], "little")
-    weights = {}
-    for name, tensor in json.loads(content[8:start]).items():
-        begin, end = tensor["data_offsets"]
-        flat = np.frombuffer(content, np.float32, (end - begin) // 4, start + begin)
-        weights[name] = jax.dlpack.from_dlpack(flat.reshape(tensor["shape"]))
-    return weights
+    return {name: jnp.asarray(value) for name, value in load_file(path).items()}
 
 
 def to_bfloat16(weights: Weights) -> Weights:
@@ -169,83 +142,24 @@ def generate(weights: Weights, prompts: list[list[int]], count: int) -> Iterator
         yield int(token[0])
 
 
-def generate_without_cache(
-    weights: Weights, prompt: list[int], count: int, length: int, jit: bool
-) -> Iterator[int]:
-    """Yield greedy tokens; each runs the whole sequence, padded to one length so that no shape changes."""
-    step = jax.jit(without_cache) if jit else without_cache
-    tokens = np.zeros((1, length), np.int32)
-    tokens[0, : len(prompt)] = prompt
-    for last in range(len(prompt) - 1, len(prompt) + count - 1):
-        token = int(step(weights, tokens, np.int32(last))[0])
-        if last + 1 < length:
-            tokens[0, last + 1] = token
-        yield token
-
-
 def first_token(weights: Weights, prompt: list[int]) -> int:
     """Return the token that follows a prompt."""
     cache = empty_cache(1, 2 * workload.PREFILL_TOKENS)
     return int(prefill(weights, np.array([prompt], np.int32), cache)[0][0])
 
 
-def kv_cache(weights: Weights, how: str) -> None:
-    """Generate 15 tokens after 4, once cold, then warm.
-
-    Args:
-        weights: weights of the model.
-        how: `eager`, `jit` (without a cache, padded to the length that the cache has), `jit-short` (padded
-            to what these 15 tokens need) or `jit-cache`.
-    """
-    prompt = workload.prompt_ids(workload.SHORT_PROMPT_TOKENS)
-    count = workload.SHORT_NEW_TOKENS
-    length = len(prompt) + count - 1 if how == "jit-short" else workload.CONTEXT
-
-    def request() -> Iterator[int]:
-        if how == "jit-cache":
-            return generate(weights, [prompt], count)
-        return generate_without_cache(weights, prompt, count, length, how != "eager")
-
-    workload.say_last(**workload.requests(request, warm=1 if how == "eager" else 3))
-
-
-def buckets(weights: Weights, manifest: str) -> None:
-    """Compile and run every program that prejit has for a manifest."""
-    sizes = workload.BUCKETS[manifest]
-    answers = 0
-    for batch in sizes["batch"]:
-        for context in sizes["context"]:
-            cache = empty_cache(batch, context)
-            for length in sizes["prompt"]:
-                tokens = np.array([workload.prompt_ids(length)] * batch, np.int32)
-                token, cache = prefill(weights, tokens, cache)
-                int(token[0])
-                answers += 1
-                if answers == 1:
-                    workload.say_first()
-            int(decode(weights, token, np.int32(length), cache)[0][0])
-            answers += 1
-    workload.say_last(answers=answers)
-
-
 def main(job: str, path: str, *options: str) -> None:
     """Run a job of the module's docstring."""
-    imported = time.perf_counter()
-    weights = load_weights(path, "--mapped" in options)
+    weights = load_weights(path)
     if "--bfloat16" in options:
         weights = to_bfloat16(weights)
-    seconds = time.perf_counter() - imported
     if job == "generate":
         batch = int(options[0]) if options and options[0].isdecimal() else 1
         prompts = workload.prompts(workload.PROMPT_TOKENS, batch)
         facts = workload.stream(generate(weights, prompts, workload.NEW_TOKENS), batch)
-        workload.say_last(**facts, weights_seconds=seconds)
-    elif job == "prefill":
-        workload.say_last(**workload.prefill(partial(first_token, weights)))
-    elif job == "kv-cache":
-        kv_cache(weights, options[0])
+        workload.say_last(**facts)
     else:
-        buckets(weights, options[0])
+        workload.say_last(**workload.prefill(partial(first_token, weights)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ peers/onnxruntime_child.py encode   DIRECTORY             embeddings of four sha
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import onnxruntime
 from benchmarks.harness import workload
 from benchmarks.peers.encode_child import measure
 
-_STARTED = time.perf_counter()
 THREADS = workload.threads()
 
 
@@ -108,7 +106,7 @@ def encode(path: str) -> None:
         mean = loaded.run(["last_hidden_state"], inputs)[0].mean(1)
         return mean / np.linalg.norm(mean, axis=-1, keepdims=True)
 
-    measure(embed, _STARTED, workload.ENCODER_SHAPES)
+    measure(embed)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import openvino
 from benchmarks.harness import workload
 from benchmarks.peers.encode_child import measure
 
-_STARTED = time.perf_counter()
 THREADS = 2
 
 
@@ -99,7 +98,7 @@ def encode(path: str, precision: str) -> None:
         mean = model({name: given[name] for name in names})[0].mean(1)
         return mean / np.linalg.norm(mean, axis=-1, keepdims=True)
 
-    measure(embed, _STARTED, workload.ENCODER_SHAPES)
+    measure(embed)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import workload
-from benchmarks.harness.measure import (
+from benchmarks.harness.fresh_processes import (
     BENCHMARKS,
     Row,
     Sample,
@@ -34,6 +34,8 @@ from benchmarks.harness.results import begin, save, use_two_cores
 from benchmarks.harness.workspace import Bench, bench_directory
 
 BEFORE, AFTER = "before", "after"
+VOCABULARY = "256"
+"""Token ids of the prompts are smaller than this: every model has them."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Figure:
     Attributes:
         what: name of the figure.
         key: name of the figure in a sample.
-        job: job of before_after_child.py.
+        job: job of prejit_child.py.
         scale: divisor of the figure.
         digits: digits after the decimal point.
     """
@@ -102,10 +104,10 @@ def rows(
     bundle: Path, prefill_bundle: Path, prefill_tokens: int, sides: dict[str, dict[str, str]]
 ) -> list[Row]:
     """Return the processes that take turns for one model."""
-    script = "studies/before_after_child.py"
-    jobs = [(script, "generate", str(bundle), str(workload.NEW_TOKENS))]
+    jobs = [("peers/prejit_child.py", "generate", str(bundle), "1", VOCABULARY)]
     if prefill_tokens:
-        jobs.append((script, "prefill", str(prefill_bundle), str(prefill_tokens)))
+        more = (str(prefill_bundle), str(prefill_tokens), VOCABULARY)
+        jobs.append(("peers/prejit_child.py", "prefill", *more))
     return [Row(f"{side} {job[1]}", job, sides[side]) for job in jobs for side in sides]
 
 
@@ -151,7 +153,7 @@ def models(bench: Bench, dtypes: Sequence[str]) -> list[tuple[str, Path, Path, i
     length = workload.PREFILL_TOKENS
     sizes: workload.Sizes = {"batch": (1,), "prompt": (length,), "context": (2 * length,)}
     for dtype in dtypes:
-        main = bench.built(f"gpt2-{dtype}", "gpt2", dtype, workload.BUCKETS["gpt2-4"])
+        main = bench.built(f"gpt2-{dtype}", "gpt2", dtype, workload.FEW)
         prompts = bench.built(f"gpt2-{dtype}-prefill", "gpt2", dtype, sizes)
         found.append((f"GPT-2 124M, {dtype}", Path(main), Path(prompts), length))
     return found

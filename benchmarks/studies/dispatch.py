@@ -1,19 +1,14 @@
 """Measure what one call of a tiny program costs: jax.jit, `jit` from a bundle, and the calls of a Bundle.
 
-    python -m benchmarks.studies.dispatch [--rounds 15] [--calls 2000] [--name NAME]
+    python -m benchmarks.studies.dispatch [--rounds 15] [--calls 2000]
 
-Writes benchmarks/results/NAME.json and .md. The ways run in turns. A time is that of many calls in a row and
-of waiting for the last result, by the number of calls; each call takes the same arguments, but a bound state
-takes what the call before returned. The first calls are measured in fresh processes.
+The ways run in turns. A time is that of many calls in a row and of waiting for the last result, by the
+number of calls; each call takes the same arguments, but a bound state takes what the call before returned.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,30 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness.measure import machine, progress
+from benchmarks.harness.fresh_processes import progress
 from benchmarks.harness.report import Table
-from benchmarks.harness.results import save
-from benchmarks.harness.workspace import RESULTS, bench_directory
+from benchmarks.harness.results import begin, publish
+from benchmarks.harness.workspace import bench_directory
 from prejit.compiler import Program, build, program
 from prejit.runtime import jit, load
 from prejit.runtime.device import _jaxlib
 
 LEAVES = 20
-FIRST_CALL = """
-import json, sys, time
-import jax, jax.numpy as jnp
-jax.devices()
-from benchmarks.studies import dispatch
-way, path, name = sys.argv[1:]
-function, arguments = dispatch.PROGRAMS[name]
-given = jax.block_until_ready(arguments(jnp.asarray))
-if way == "jit from a bundle":
-    from prejit.runtime import jit, load
-start = time.perf_counter()
-called = jax.jit(function) if way == "jax.jit" else jit(function, bundle=path, on_miss="error")
-jax.block_until_ready(called(*given))
-print(json.dumps(time.perf_counter() - start))
-"""
 
 
 def tanh(x: Any) -> Any:
@@ -61,13 +41,6 @@ def decay(state: Any) -> Any:
     return jax.tree.map(lambda x: x * 0.9, state)
 
 
-def layers(x: Any, weights: Any) -> Any:
-    """Return 24 layers of 64 numbers: a program whose compile takes longer."""
-    for weight in weights:
-        x = jax.nn.gelu(x @ weight) + x
-    return x
-
-
 def _state(of: Callable[[Any], Any]) -> tuple[Any, ...]:
     return ({f"layer{n}": of(np.full(256, n, np.float32)) for n in range(LEAVES)},)
 
@@ -75,14 +48,8 @@ def _state(of: Callable[[Any], Any]) -> tuple[Any, ...]:
 PROGRAMS: Mapping[str, tuple[Callable[..., Any], Callable[..., tuple[Any, ...]]]] = {
     "tanh": (tanh, lambda of: (of(np.ones(128, np.float32)),)),
     "decay": (decay, _state),
-    "layers": (
-        layers,
-        lambda of: (of(np.ones(64, np.float32)), [of(np.eye(64, dtype=np.float32))] * 24),
-    ),
 }
 """Functions, each with a function that makes its arguments of NumPy arrays."""
-DONATED = ("tanh", "decay")
-"""Functions that are also measured as a step whose state is donated."""
 
 
 def ways(name: str, path: Path) -> dict[str, Callable[[], Any]]:
@@ -128,17 +95,6 @@ def seconds_per_call(call: Callable[[], Any], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def first_call(way: str, path: Path, name: str) -> float:
-    """Return how long the first call takes in a fresh process that has imported jax, with its arguments."""
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_CALL, way, str(path), name],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return float(json.loads(done.stdout.splitlines()[-1]))
-
-
 def main() -> None:
     """Build, measure and write."""
     parser = argparse.ArgumentParser(
@@ -146,25 +102,15 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=2000)
-    parser.add_argument("--name", default=f"{time.strftime('%Y-%m-%d')}-dispatch")
     given = parser.parse_args()
     programs = [program(f, *arguments(jnp.asarray)) for f, arguments in PROGRAMS.values()]
-    for name in DONATED:
-        function, arguments = PROGRAMS[name]
+    for name, (function, arguments) in PROGRAMS.items():
         args = list(arguments(jnp.asarray))
         programs.append(Program(f"{name}_donated", fn=function, args=args, donate=[0]))
     path = build(programs, bench_directory() / "dispatch", name="dispatch", quiet=True).path
-    facts: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "rounds": given.rounds,
-        "calls": given.calls,
-        "machine": machine(),
-        "versions": {"python": sys.version.split()[0], "jax": jax.__version__},
-        "seconds_per_call": {},
-        "first_call_seconds": {},
-    }
+    facts = begin(given.rounds, calls=given.calls, seconds_per_call={})
     tables = []
-    for name in DONATED:
+    for name in PROGRAMS:
         called = ways(name, path)
         times: dict[str, list[float]] = {way: [] for way in called}
         for number in range(given.rounds + 1):  # the first one warms up
@@ -181,31 +127,7 @@ def main() -> None:
         doc = PROGRAMS[name][0].__doc__ or ""
         heads = ("", "least, us", "median, us", "least by that of jax.jit")
         tables.append(Table(f"A call of {name}", heads, rows, doc))
-    firsts: list[tuple[str, ...]] = []
-    for name in PROGRAMS:
-        found: dict[str, list[float]] = {}
-        for _ in range(max(3, given.rounds // 3)):
-            for way in ("jax.jit", "jit from a bundle"):
-                found.setdefault(way, []).append(first_call(way, path, name))
-        facts["first_call_seconds"][name] = found
-        firsts.append((name, *(f"{1e3 * median(each):.1f}" for each in found.values())))
-    tables.append(
-        Table(
-            "The first call",
-            ("median, ms", "jax.jit", "jit from a bundle"),
-            firsts,
-            "In a fresh process after `import jax`; from a bundle with its load, without imports of prejit.",
-        )
-    )
-    facts["load_average_after"] = os.getloadavg()[0]
-    on = facts["machine"]
-    head = (
-        f"# Dispatch\n\n{facts['date']}, {on['cpu']} ({on['family_model']}), {on['cores']} cores, Python "
-        f"{facts['versions']['python']}, jax {facts['versions']['jax']}. {given.rounds} rounds of "
-        f"{given.calls} calls in turns, on a machine with a load of {on['load_average']:.1f} before and "
-        f"{facts['load_average_after']:.1f} after. `python -m benchmarks.studies.dispatch` repeats it.\n\n"
-    )
-    save(RESULTS, given.name, facts, head + "\n".join(each.markdown() for each in tables))
+    publish(facts, "dispatch", "Dispatch", tables)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.measure import Row, Sample, interleave, progress, run_once
-from benchmarks.harness.report import Table, Target, cell, markdown, ratio
-from benchmarks.harness.results import begin, file_name, judged, save, use_two_cores
-from benchmarks.harness.workspace import RESULTS
+from benchmarks.harness.fresh_processes import Row, Sample, interleave, progress, run_once
+from benchmarks.harness.report import Table, Target, cell, ratio_within_rounds
+from benchmarks.harness.results import begin, publish_rows, use_two_cores
 from prejit.compiler import build
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -112,9 +111,9 @@ def main() -> None:
                     else "0 (equal)",
                 )
             )
-        first = ratio(rows, BUNDLE, CACHED, "first_seconds")
+        first = ratio_within_rounds(rows, BUNDLE, CACHED, "first_seconds")
         targets.append(Target(f"{name}: exec to first result, to {CACHED}", first, 1, " x"))
-        steady = ratio(rows, BUNDLE, COLD, "call_seconds")
+        steady = ratio_within_rounds(rows, BUNDLE, COLD, "call_seconds")
         targets.append(Target(f"{name}: a call, to {COLD}", steady, 1.1, " x"))
     head = ("example", "", "exec → 1st result, s", "a call, ms", "largest difference to jax.jit")
     note = (
@@ -122,21 +121,9 @@ def main() -> None:
         f"`{SPLIT}` runs on a mesh of two CPU devices from the bundle, and on one by jax.jit. "
         "The first result of a decoder is its first token, and a call is one token after it."
     )
-    facts |= {"samples": samples, "targets": judged(targets)}
-    facts["load_average_after"] = begin(given.runs)["machine"]["load_average"]
-    page = markdown(
-        facts,
-        [Table("Examples", head, lines, note)],
-        targets,
-        command="python -m benchmarks.studies.examples"
-        + (f" --only {given.only}" if given.only else ""),
-    )
-    save(
-        RESULTS,
-        file_name(facts, f"examples-{given.only}" if given.only else "examples"),
-        facts,
-        page,
-    )
+    facts["samples"] = samples
+    what = f"examples-{given.only}" if given.only else "examples"
+    publish_rows(facts, what, [Table("Examples", head, lines, note)], targets)
 
 
 if __name__ == "__main__":

@@ -9,28 +9,27 @@
 5. `prejit tune` here, and a second build with XLA's measurements.
 6. Fresh processes that take turns: both bundles, cold jit, JAX's persistent cache.
 
-Results go to benchmarks/results/DATE-GPU.json and .md. Donation is on, as always.
+Results go to benchmarks/results. Donation is on, as always.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 from typing import Any
 
 from benchmarks.harness import report
-from benchmarks.harness.measure import (
+from benchmarks.harness.fresh_processes import (
     Row,
     Sample,
     interleave,
     progress,
     run_once,
 )
-from benchmarks.harness.report import Table, Target, cell, ratio, same_tokens
-from benchmarks.harness.results import begin, judged, save
-from benchmarks.harness.workspace import PREJIT_COMMAND, RESULTS, Bench, bench_directory
+from benchmarks.harness.report import Table, Target, cell, ratio_within_rounds, same_tokens
+from benchmarks.harness.results import begin, publish_rows
+from benchmarks.harness.workspace import PREJIT_COMMAND, Bench, bench_directory
 from prejit.runtime import Fingerprint
 from prejit.runtime.base.typed_json import to_json
 
@@ -111,10 +110,10 @@ def tables(samples: dict[str, Any]) -> tuple[list[Table], list[Target]]:
         (
             name,
             cell(found, "first_seconds"),
-            f"{ratio(rows, name, report.JAX_COLD, 'first_seconds'):.2f}",
-            f"{ratio(rows, name, report.JAX_WARM, 'first_seconds'):.2f}",
+            f"{ratio_within_rounds(rows, name, report.JAX_COLD, 'first_seconds'):.2f}",
+            f"{ratio_within_rounds(rows, name, report.JAX_WARM, 'first_seconds'):.2f}",
             cell(found, "decode_tokens_per_second", 1),
-            f"{ratio(rows, name, report.JAX_COLD, 'decode_tokens_per_second'):.2f}",
+            f"{ratio_within_rounds(rows, name, report.JAX_COLD, 'decode_tokens_per_second'):.2f}",
         )
         for name, found in rows.items()
     ]
@@ -152,15 +151,9 @@ def main() -> None:
     bench = Bench(bench_directory() / "gpu", given.runs, quick=False)
     facts = begin(bench.runs, gpu=json.loads(to_json(here)))
     samples = measure(bench, here)
-    made, targets = tables(samples)
-    facts |= {
-        "samples": samples,
-        "load_average_after": os.getloadavg()[0],
-        "targets": judged(targets),
-    }
-    page = report.markdown(facts, made, targets, command="make gpu")
+    facts["samples"] = samples
     short = re.sub(r"[^a-z0-9]+", "-", str(here.device_kind).lower()).strip("-")
-    save(RESULTS, f"{facts['date'][:10]}-{short}", facts, page)
+    publish_rows(facts, short, *tables(samples))
 
 
 if __name__ == "__main__":

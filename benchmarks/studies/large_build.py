@@ -20,12 +20,12 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.harness.measure import environment, progress
+from benchmarks.harness.fresh_processes import environment, progress
 from benchmarks.harness.models import decoder_manifest
 from benchmarks.harness.report import Table
-from benchmarks.harness.results import begin, save, use_two_cores
+from benchmarks.harness.results import begin, publish, use_two_cores
 from benchmarks.harness.workload import Sizes
-from benchmarks.harness.workspace import PREJIT_COMMAND, RESULTS, Bench, bench_directory
+from benchmarks.harness.workspace import PREJIT_COMMAND, Bench, bench_directory
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,8 @@ def main() -> None:
     ]
     head = ("build", "seconds", "CPU seconds", "peak private memory")
     note = f"Accuracy is measured on {found['the first on a machine'].tokens} tokens."
-    page = f"# A large model in int8\n\n{Table(options.model, head, rows, note).markdown()}"
-    measured = {name: asdict(each) for name, each in found.items()}
-    save(RESULTS, f"{facts['date'][:10]}-large-build", {**facts, "builds": measured}, page)
+    facts["builds"] = {name: asdict(each) for name, each in found.items()}
+    publish(facts, "large-build", "A large model in int8", [Table(options.model, head, rows, note)])
 
 
 if __name__ == "__main__":

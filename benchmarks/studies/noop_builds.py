@@ -4,28 +4,20 @@
     python -m benchmarks.studies.noop_builds --scale 0.05  a try of a minute
 
 The first build compiles with the quick flags of tests/quick_compiling.py, which are no part of any key here.
-Each measured build is a new process: seconds by the clock from start to end, CPU seconds of it and its
-children, and whether it imported jax.
+Each measured build is a new process, by the clock from start to end; none may import jax.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.harness.measure import progress
-from benchmarks.harness.report import Table
-from benchmarks.harness.results import begin, save, use_two_cores
-from benchmarks.harness.workspace import RESULTS
+from benchmarks.harness.fresh_processes import Row, Sample, interleave, progress, run_once
+from benchmarks.harness.report import Table, cell
+from benchmarks.harness.results import begin, publish, use_two_cores
 
 _QUICKLY = """
 import sys
@@ -38,28 +30,9 @@ _NOOP = """
 import sys
 from prejit.runtime.__main__ import main
 status = main(sys.argv[1:])
-print("jax" if "jax" in sys.modules else "no jax", file=sys.stderr)
+assert "jax" not in sys.modules
 sys.exit(status)
 """
-
-
-@dataclass(frozen=True)
-class Noop:
-    """Builds that change nothing.
-
-    Attributes:
-        programs: number of programs.
-        seconds: median by the clock.
-        cpu_seconds: median CPU time of the process and its children.
-        jax: whether it imported jax.
-        first_seconds: the first build, which compiled.
-    """
-
-    programs: int
-    seconds: float
-    cpu_seconds: float
-    jax: bool
-    first_seconds: float
 
 
 def write_functions(directory: Path, count: int, sizes: int) -> Path:
@@ -80,61 +53,38 @@ def write_functions(directory: Path, count: int, sizes: int) -> Path:
     return directory / "functions.toml"
 
 
-def write_decoder(directory: Path, source: Path, programs: int) -> Path:
-    """Write a manifest of a published decoder with at least so many programs."""
-    from prejit.compiler.manifest.reading import read_manifest
-    from prejit.compiler.manifest.specs import program_specs
-
+def write_decoder(directory: Path, programs: int) -> Path:
+    """Write a manifest of the demo model with at least so many programs: 9 for each context."""
+    contexts = [16 * number for number in range(1, 1 + -(-programs // 9))]
     path = directory / "decoder.toml"
-    contexts = [16]
-    while True:
-        path.write_text(
-            f'[bundle]\nname = "decoder"\n[model]\nsource = {json.dumps(str(source))}\n'
-            f"[generate]\nbatch = [1, 2]\nprompt = [8, 16]\ncontext = {contexts}\n"
-            '[[target]]\nname = "cpu-x86-64-v2"\n'
-        )
-        if len(program_specs(read_manifest(path))) >= programs:
-            return path
-        contexts.append(contexts[-1] + 16)
-
-
-def measure(manifest: Path, rounds: int) -> Noop:
-    """Build a manifest once, and then measure builds that change nothing."""
-    directory = manifest.parent
-    env = {
-        **os.environ,
-        "PREJIT_CACHE": str(directory / "cache"),
-        "PREJIT_RUNTIME_CACHE": str(directory / "runtime"),
-    }
-    # An installation has its modules compiled. With this, each process would compile those that are not.
-    env.pop("PYTHONDONTWRITEBYTECODE", None)
-    arguments = ["build", str(manifest), "-o", str(directory / "out"), "--json", "--no-measure"]
-    progress(f"{manifest.stem}: first build")
-    started = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-c", _QUICKLY, *arguments], env=env, check=True, capture_output=True
+    source = json.dumps(str(Path("manifests/demo-model").absolute()))
+    path.write_text(
+        f'[bundle]\nname = "decoder"\n[model]\nsource = {source}\n'
+        f"[generate]\nbatch = [1, 2]\nprompt = [8, 16]\ncontext = {contexts}\n"
+        '[[target]]\nname = "cpu-x86-64-v2"\n'
     )
-    first = time.perf_counter() - started
-    seconds, cpu = [], []
-    for _ in range(rounds + 1):  # the first of them warms the page cache
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        started = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", _NOOP, *arguments],
-            env=env,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        seconds.append(time.perf_counter() - started)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        [built] = json.loads(done.stdout)
+    return path
+
+
+def measure(manifest: Path, rounds: int) -> list[Sample]:
+    """Build a manifest once, and then measure builds that change nothing.
+
+    Raises:
+        SystemExit: a build changed something.
+    """
+    at = manifest.parent
+    arguments = ("build", str(manifest), "-o", str(at / "out"), "--json", "--no-measure")
+    caches = {"PREJIT_CACHE": str(at / "cache"), "PREJIT_RUNTIME_CACHE": str(at / "runtime")}
+    progress(f"{manifest.stem}: first build")
+    run_once(Row("first", (sys.executable, "-c", _QUICKLY, *arguments), caches))
+    row = Row(manifest.stem, (sys.executable, "-c", _NOOP, *arguments), caches)
+    [samples] = interleave([row], rounds).values()
+    for sample in samples:
+        [built] = json.loads(sample["output"])
         if built["compiled"] or built["written"]:
             raise SystemExit(f"{manifest}: expected a build that changes nothing, found {built}")
-    has_jax = done.stderr.splitlines()[-1] == "jax"
-    median = statistics.median
-    return Noop(built["cached"], median(seconds[1:]), median(cpu[1:]), has_jax, first)
+        sample["programs"] = built["cached"]
+    return samples
 
 
 def main() -> None:
@@ -143,45 +93,27 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the programs to build")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    scale: float = options.scale
     use_two_cores()
-    facts = begin(options.rounds, scale=scale)
-
-    def share(count: int) -> int:
-        return max(1, round(scale * count))
-
-    found: dict[str, Noop] = {}
+    facts = begin(options.rounds, scale=options.scale)
+    count = max(1, round(100 * options.scale))
+    rows, facts["builds"] = [], {}
     with tempfile.TemporaryDirectory(prefix="noop-") as root:
-        for name in ("decoder", "functions", "many"):
-            directory = Path(root, name)
-            directory.mkdir()
-            if name == "decoder":
-                source = Path("manifests/demo-model").absolute()
-                manifest = write_decoder(directory, source, share(100))
-            else:
-                sizes = 1 if name == "functions" else 10
-                manifest = write_functions(directory, share(100), sizes)
-            found[name] = measure(manifest, options.rounds)
-    what = {
-        "decoder": "programs of a decoder",
-        "functions": "functions of the user",
-        "many": "programs of 100 functions of the user",
-    }
-    rows = [
-        (
-            f"{each.programs} {what[name]}",
-            f"{each.seconds:.2f}",
-            f"{each.cpu_seconds:.2f}",
-            "yes" if each.jax else "no",
-            f"{each.first_seconds:.0f}",
-        )
-        for name, each in found.items()
-    ]
-    head = ("build", "seconds", "CPU seconds", "imports jax", "first build, seconds")
-    note = "Processes from start to end, medians."
-    page = f"# Builds that change nothing\n\n{Table('Builds', head, rows, note).markdown()}"
-    measured = {name: asdict(each) for name, each in found.items()}
-    save(RESULTS, f"{facts['date'][:10]}-noop-builds", {**facts, "builds": measured}, page)
+        for name, title in (
+            ("decoder", "programs of a decoder"),
+            ("functions", "functions of the user"),
+            ("many", "programs of functions of the user, ten each"),
+        ):
+            at = Path(root, name)
+            at.mkdir()
+            sizes = 10 if name == "many" else 1
+            decoder = name == "decoder"
+            manifest = write_decoder(at, count) if decoder else write_functions(at, count, sizes)
+            samples = facts["builds"][name] = measure(manifest, options.rounds)
+            seconds, cpu = (cell(samples, key) for key in ("exit_seconds", "cpu_seconds"))
+            rows.append((f"{samples[0]['programs']} {title}", seconds, cpu))
+    note = "Whole processes from start to end; none imports jax."
+    table = Table("Builds", ("build", "seconds", "CPU seconds"), rows, note)
+    publish(facts, "noop-builds", "Builds that change nothing", [table])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Measure `prejit serve` beside llama.cpp's server, and the engine beside OpenVINO's continuous batching.
+"""Measure `prejit serve` beside llama.cpp's server and the engine, which is beside OpenVINO's batching.
 
     python -m benchmarks.studies.serving_peers [--rounds 2] [--models gpt2-float32,gpt2-int8,llama-1b-int8]
-        [--systems PART,PART] [--clients 1,4,8,16] [--tokens N] [--name NAME]
+        [--systems PART,PART] [--clients 1,4,8,16] [--tokens N]
 
-Writes benchmarks/results/NAME.json and .md. All have the same weights, and get the same requests: prompts of
+    --systems prejit      what HTTP costs: the server beside the engine
+
+Writes benchmarks/results/. All have the same weights, and get the same requests: prompts of
 32 tokens, greedy, a fixed number of new tokens, no reuse of prompts. N clients send requests one after
 another. The first of each is not counted; then all begin together.
 
@@ -22,10 +24,11 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import os
+import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,15 +40,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import environments, workload
-from benchmarks.harness.measure import BENCHMARKS, environment, progress
+from tests.ports import free_port
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from benchmarks.harness import peer_environments, workload
+from benchmarks.harness.fresh_processes import BENCHMARKS, environment, progress
 from benchmarks.harness.models import decoder_manifest
 from benchmarks.harness.report import Table
-from benchmarks.harness.results import begin, save, use_two_cores
-from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
+from benchmarks.harness.results import begin, publish, use_two_cores
+from benchmarks.harness.workspace import Bench, bench_directory
 from benchmarks.peers.entrants import TASKS, Work, exported, gguf_file
 from benchmarks.peers.serving_child import quantile
-from benchmarks.studies.serving import is_ready, with_tokenizer
 
 CONTEXT = 128
 START_SECONDS = 120
@@ -96,6 +101,7 @@ PREJIT_ENGINE, OPENVINO = "prejit engine", "OpenVINO"
 PAIRS = {
     "Over HTTP": (PREJIT_SERVER, LLAMA_SERVER),
     "In process": (PREJIT_ENGINE, OPENVINO),
+    "What HTTP costs": (PREJIT_SERVER, PREJIT_ENGINE),
 }
 
 
@@ -140,11 +146,11 @@ def prepare(
         manifest = decoder_manifest(f"serving-peers-{name}", source, model.dtype, sizes)
         bundle = bench.built_manifest(f"serving-peers-{name}", manifest)
     if LLAMA_SERVER in systems:
-        python = environments.interpreter(bench.directory, "llama-server")
+        python = peer_environments.interpreter(bench.directory, "llama-server")
         gguf = gguf_file(bench, model.source, model.gguf, python)
         llama_server = str(Path(python).with_name("llama-server"))
     if OPENVINO in systems:
-        openvino_python = environments.interpreter(bench.directory, "openvino")
+        openvino_python = peer_environments.interpreter(bench.directory, "openvino")
         work = Work("generate", model.source)
         openvino = exported(bench, work, "openvino", TASKS["generate"], model.openvino)
     return Prepared(
@@ -159,17 +165,29 @@ def prepare(
     )
 
 
-def free_port() -> int:
-    """Return a port that nothing listens at."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+def with_tokenizer(bench: Bench, name: str) -> Path:
+    """Return the directory of a model with a byte-level tokenizer, whose tokens are words of four letters."""
+    source = bench.model(name)
+    directory = bench.directory / f"{name}-text"
+    if not directory.is_dir():
+        size = json.loads((source / "config.json").read_text())["vocab_size"]
+        letters = "abcdefghijklmnopqrst"
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        words = ("\u0120" + "".join(word) for word in itertools.product(letters, repeat=4))
+        names = itertools.islice(itertools.chain(alphabet, words), size)
+        made = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, []))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        partial = directory.with_suffix(".partial")
+        shutil.copytree(source, partial, copy_function=os.link, dirs_exist_ok=True)
+        made.save(str(partial / "tokenizer.json"))
+        partial.rename(directory)
+    return directory
 
 
 @contextmanager
-def running(command: Sequence[str], port: int, ready: Callable[[int], bool]) -> Iterator[int]:
-    """Run a server; yield its process id when it is ready, and end it.
+def running(command: Sequence[str], port: int, ready: str) -> Iterator[int]:
+    """Run a server; yield its process id when it answers the path `ready`, and end it.
 
     Raises:
         SystemExit: it ended or was not ready in time; its last words are in the text.
@@ -178,7 +196,7 @@ def running(command: Sequence[str], port: int, ready: Callable[[int], bool]) -> 
         server = subprocess.Popen(command, stdout=log, stderr=log, env=environment({}))
         try:
             latest = time.monotonic() + START_SECONDS
-            while not ready(port):
+            while not answers(port, ready):
                 time.sleep(0.02)
                 if server.poll() is not None or time.monotonic() > latest:
                     log.seek(0)
@@ -189,11 +207,11 @@ def running(command: Sequence[str], port: int, ready: Callable[[int], bool]) -> 
             server.wait(60)
 
 
-def llama_ready(port: int) -> bool:
-    """Return whether llama.cpp's server answers that it is ready."""
+def answers(port: int, path: str) -> bool:
+    """Return whether a server answers a path with 200."""
     try:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        connection.request("GET", "/health")
+        connection.request("GET", path)
         return connection.getresponse().status == 200
     except OSError:
         return False
@@ -224,7 +242,7 @@ def prejit_serve(prepared: Prepared) -> Cells:
         "0",  # nothing is kept, as by the others
         "--ignore-unknown-fields",  # one of llama.cpp's
     )
-    with running((*command, "--on-mismatch", "error"), port, is_ready) as process:
+    with running((*command, "--on-mismatch", "error"), port, "/health/ready") as process:
         return child(sys.executable, "http", f"{port}:{process}", prepared)
 
 
@@ -244,7 +262,7 @@ def llama_serve(prepared: Prepared) -> Cells:
     """Return what a fresh llama-server gives."""
     port = free_port()
     command = (prepared.llama_server, *llama_options(prepared), "--port", str(port))
-    with running(command, port, llama_ready) as process:
+    with running(command, port, "/health") as process:
         return child(sys.executable, "http", f"{port}:{process}", prepared)
 
 
@@ -269,7 +287,6 @@ def main() -> None:
     parser.add_argument("--clients", default="1,4,8,16")
     parser.add_argument("--tokens", type=int, default=0, help="new tokens of each request")
     parser.add_argument("--prepare", action="store_true", help="only make what is needed")
-    parser.add_argument("--name", default=f"{time.strftime('%Y-%m-%d')}-serving-peers")
     given = parser.parse_args()
     use_two_cores()
     bench = Bench(bench_directory(), given.rounds, quick=False)
@@ -294,18 +311,18 @@ def main() -> None:
                 progress(f"round {number + 1} of {given.rounds}: {name}, {system}")
                 found.setdefault(f"{name} {system}", []).append(SYSTEMS[system](ready))
         # Written after every round, so that a measurement that is cut short is not lost.
-        more = {"runs": number + 1, "found": found, "load_after": os.getloadavg()[0]}
-        save(RESULTS, given.name, {**facts, **more}, page({**facts, **more}, systems))
+        facts |= {"runs": number + 1, "found": found}
+        publish(facts, "serving-peers", "Beside the servers of peers", tables(facts, systems))
 
 
 def peer_versions(bench: Bench, systems: Sequence[str]) -> dict[str, str]:
     """Return the versions of the peers that took part."""
     found: dict[str, str] = {}
     if LLAMA_SERVER in systems:
-        found |= environments.source_version(bench.directory, "llama-server")
+        found |= peer_environments.source_version(bench.directory, "llama-server")
     if OPENVINO in systems:
-        python = environments.interpreter(bench.directory, "openvino")
-        found |= environments.package_versions(python, ("openvino", "openvino-genai"))
+        python = peer_environments.interpreter(bench.directory, "openvino")
+        found |= peer_environments.package_versions(python, ("openvino", "openvino-genai"))
     return found
 
 
@@ -326,9 +343,14 @@ def cell(facts: dict[str, Any], name: str, pair: Sequence[str], place: int, colu
     )
 
 
-def page(facts: dict[str, Any], systems: Sequence[str]) -> str:
-    """Return the figures as a page."""
-    tables = []
+def tables(facts: dict[str, Any], systems: Sequence[str]) -> list[Table]:
+    """Return the figures of each pair of systems that ran."""
+    made = []
+    tokens = ", ".join(f"{count} of {TITLES[name]}" for name, count in facts["tokens"].items())
+    note = (
+        f"Prompts of {workload.PROMPT_TOKENS} tokens; new tokens of each request: {tokens}. The better "
+        "figure of a pair is bold."
+    )
     for title, pair in PAIRS.items():
         there = [system for system in pair if system in systems]
         rows = [
@@ -336,17 +358,10 @@ def page(facts: dict[str, Any], systems: Sequence[str]) -> str:
             for name in facts["tokens"]
             for place, clients in enumerate(facts["counts"])
         ]
-        if there:
+        if len(there) == 2:
             heads = ("model", "clients", *COLUMNS)
-            tables.append(Table(f"{title}: {' / '.join(there)}", heads, rows))
-    tokens = ", ".join(f"{count} of {TITLES[name]}" for name, count in facts["tokens"].items())
-    head = (
-        f"# Beside the servers of peers\n\n{facts['date']}, {facts['runs']} rounds "
-        "of fresh processes, medians. `python -m benchmarks.studies.serving_peers` repeats it. Prompts of "
-        f"{workload.PROMPT_TOKENS} tokens; new tokens of each request: {tokens}. The better figure of a "
-        "pair is bold.\n\n"
-    )
-    return head + "\n".join(each.markdown() for each in tables)
+            made.append(Table(f"{title}: {' / '.join(there)}", heads, rows, note))
+    return made
 
 
 if __name__ == "__main__":

@@ -13,24 +13,31 @@ benchmarks/results/, or with --model to $PREJIT_BENCH_DIR/results.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import cold
-from benchmarks.cold import Prepared, new_receipts
-from benchmarks.harness import cold_report, report
+from benchmarks.cold import new_receipts
+from benchmarks.harness import cold_report
 from benchmarks.harness.cold_report import FIRST_LOAD, READ_ALL, ByCondition
-from benchmarks.harness.comparison import ours, ratio_within_rounds
+from benchmarks.harness.comparison import ours
 from benchmarks.harness.conditions import Condition, Start
 from benchmarks.harness.control_groups import Group
-from benchmarks.harness.measure import Row, Sample, Spread, interleave, progress
-from benchmarks.harness.report import MB, Samples, Table, Target, cell, median
-from benchmarks.harness.results import begin, file_name, judged, save, use_two_cores
-from benchmarks.harness.slow_disk import READ_AHEAD_KB, NoSlowDiskError, disk_below, slow_disk
-from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
+from benchmarks.harness.fresh_processes import Row, interleave, progress
+from benchmarks.harness.limited_disk import READ_AHEAD_KB, NoSlowDiskError, disk_below, slow_disk
+from benchmarks.harness.report import (
+    MB,
+    Samples,
+    Table,
+    Target,
+    cell,
+    median,
+    ratio_within_rounds,
+)
+from benchmarks.harness.results import RESULTS, begin, publish_rows, use_two_cores
+from benchmarks.harness.workspace import Bench, bench_directory
 
 DTYPE = "float32"
 WARM, COLD = Condition("own disk, page cache warm"), Condition("own disk, cold", cold=True)
@@ -40,23 +47,11 @@ LIMIT = 1.2
 """Largest ratio of a first load to reading what it needs, from the slow disk."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model of the study.
-
-    Attributes:
-        title: title of its table.
-        rows: parts of the names of its rows, with commas.
-    """
-
-    title: str
-    rows: str
-
-
 MODELS = {
-    "gpt2": Model("GPT-2 124M, float32", "prejit,llama.cpp"),
-    "llama-1b": Model("5 GB of weights: Llama's shape, float32", "prejit"),
+    "gpt2": ("GPT-2 124M, float32", "prejit,llama.cpp"),
+    "llama-1b": ("5 GB of weights: Llama's shape, float32", "prejit"),
 }
+"""Models, with the title of their table and parts of the names of their rows."""
 
 
 def measure(
@@ -76,42 +71,31 @@ def measure(
     Raises:
         NoSlowDiskError: this machine lets the benchmark make no slow disk.
     """
-    own = cold.prepare(bench, name, (DTYPE,), MODELS[name].rows, failures)
-    disk = disk_below(bench.directory)
     samples: dict[str, Samples] = {}
-    for condition in (WARM, COLD):
-        samples[condition.name] = under(bench, condition, own, disk, failures)
-    progress("copying everything to the slow disk")
-    with slow_disk(bench.directory, sources(own.rows), bytes_per_second) as slow:
-        # Again, because the bytes that a start needs depend on the disk's read-ahead.
-        prepared = cold.prepare(bench, name, (DTYPE,), MODELS[name].rows, failures)
-        for condition in (SLOW, SLOW_ONE_CPU):
-            samples[condition.name] = under(
-                bench, condition, prepared, slow.device, failures, slow.group
+
+    def under(conditions: Sequence[Condition], disk: str, slow: Group | None = None) -> list[Row]:
+        # For each disk again, because the bytes that a start needs depend on the disk's read-ahead.
+        prepared = cold.prepare(bench, name, (DTYPE,), MODELS[name][1], failures)
+        for condition in conditions:
+            progress(condition.name)
+            start = Start(
+                condition,
+                bench.directory,
+                new_receipts(bench),
+                prepared.files,
+                prepared.models,
+                slow=slow,
+                disk=disk,
             )
-    return chosen(prepared.rows), samples
+            samples[condition.name] = interleave(
+                chosen(prepared.rows), bench.runs, failures=failures, run=start.run
+            )
+        return list(prepared.rows)
 
-
-def under(
-    bench: Bench,
-    condition: Condition,
-    prepared: Prepared,
-    disk: str,
-    failures: dict[str, str],
-    slow: Group | None = None,
-) -> Samples:
-    """Run the rows in turn under one condition."""
-    progress(condition.name)
-    start = Start(
-        condition,
-        bench.directory,
-        new_receipts(bench),
-        prepared.files,
-        prepared.models,
-        slow=slow,
-        disk=disk,
-    )
-    return interleave(chosen(prepared.rows), bench.runs, failures=failures, run=start.run)
+    own = under((WARM, COLD), disk_below(bench.directory))
+    progress("copying everything to the slow disk")
+    with slow_disk(bench.directory, sources(own), bytes_per_second) as slow:
+        return chosen(under((SLOW, SLOW_ONE_CPU), slow.device, slow.group)), samples
 
 
 def chosen(rows: Sequence[Row]) -> list[Row]:
@@ -139,16 +123,28 @@ def table(title: str, rows: Sequence[Row], found: ByCondition) -> Table:
         for row in rows:
             if not samples.get(row.name):
                 continue
-            here = samples[row.name]
+            here, limit = samples[row.name], cold_report.reading_name(READ_ALL, row.dtype)
+            to_reading = (
+                f"{ratio_within_rounds(samples, row.name, limit, cold_report.KEY):.2f}"
+                if ours(row.name) and samples.get(limit)
+                else ""
+            )
+            shares = [
+                {
+                    "busy": 100 * each["disk_busy_seconds"] / each[cold_report.KEY],
+                    "speed": each["disk_read_bytes"] / each[cold_report.KEY],
+                }
+                for each in here
+            ]
             lines.append(
                 (
                     condition,
                     f"**{row.name}**" if ours(row.name) else row.name,
                     cell(here, cold_report.KEY),
-                    to_reading(row, samples),
-                    busy(here),
+                    to_reading,
+                    cell(shares, "busy", 0),
                     f"{median(here, 'disk_read_bytes') / MB:.0f}",
-                    f"{megabytes_per_second(here):.0f}",
+                    f"{median(shares, 'speed') / MB:.0f}",
                 )
             )
     head = (
@@ -156,27 +152,6 @@ def table(title: str, rows: Sequence[Row], found: ByCondition) -> Table:
         *("disk busy, %", "read, MB", "MB/s"),
     )
     return Table(title, head, lines)
-
-
-def to_reading(row: Row, samples: Samples) -> str:
-    """Return the ratio of a row of prejit to reading the bytes that it needs; empty for other rows."""
-    other = cold_report.reading_name(READ_ALL, row.dtype)
-    if not ours(row.name) or not samples.get(other):
-        return ""
-    return f"{ratio_within_rounds(samples, row.name, other, cold_report.KEY):.2f}"
-
-
-def busy(samples: Sequence[Sample]) -> str:
-    """Return the percentage of the time to the first token in which the disk was busy: median and range."""
-    shares = [100 * s["disk_busy_seconds"] / s[cold_report.KEY] for s in samples]
-    spread = Spread.of(shares)
-    return f"{spread.median:.0f} [{spread.low:.0f}..{spread.high:.0f}]"
-
-
-def megabytes_per_second(samples: Sequence[Sample]) -> float:
-    """Return the median speed of the disk over the whole start."""
-    speeds = [s["disk_read_bytes"] / s[cold_report.KEY] / MB for s in samples]
-    return Spread.of(speeds).median
 
 
 def targets(title: str, samples: ByCondition) -> list[Target]:
@@ -197,18 +172,6 @@ def targets(title: str, samples: ByCondition) -> list[Target]:
     ]
 
 
-def note(rate: int, failures: Mapping[str, str]) -> str:
-    """Return the text below the tables."""
-    lines = [
-        f"Slow disk: an image on a loop device, limited to {rate} MB/s, read-ahead {READ_AHEAD_KB} KB, with "
-        "bundle, interpreter and libraries. The disk is busy while a request is in flight (io_ticks of its "
-        "`stat`), from exec to the first token. On the own disk that counts other processes, too. Caches are "
-        "dropped before each cold process. `Reading` reads the bytes that the start needs in large blocks.",
-        *(f"Not there: {name}: {reason}." for name, reason in failures.items()),
-    ]
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Parse the command line, measure, and write the results."""
     parser = argparse.ArgumentParser(
@@ -227,19 +190,25 @@ def main() -> None:
     failures: dict[str, str] = {}
     facts["samples"] = {}
     for name in [given.model] if given.model else list(MODELS):
-        progress(MODELS[name].title)
+        progress(MODELS[name][0])
         try:
             rows, samples = measure(bench, name, given.rate * 1_000_000, failures)
         except NoSlowDiskError as error:
             sys.exit(f"cannot make a slow disk: {error}")
         facts["samples"][name] = samples
-        tables.append(table(MODELS[name].title, rows, samples))
-        goals += targets(MODELS[name].title, samples)
-    facts |= {"load_average_after": os.getloadavg()[0], "targets": judged(goals)}
-    page = report.markdown(facts, tables, goals, command="python -m benchmarks.studies.slow_disk")
-    page += f"\n{note(given.rate, failures)}\n"
+        tables.append(table(MODELS[name][0], rows, samples))
+        goals += targets(MODELS[name][0], samples)
     directory = bench.directory / "results" if given.model else RESULTS
-    save(directory, file_name(facts, "slow-disk"), facts, page)
+    about = [
+        f"Slow disk: an image on a loop device, limited to {given.rate} MB/s, read-ahead {READ_AHEAD_KB} KB, "
+        "with bundle, interpreter and libraries. The disk is busy while a request is in flight (io_ticks of "
+        "its `stat`), from exec to the first token. On the own disk that counts other processes, too. Caches "
+        "are dropped before each cold process. `Reading` reads the bytes that the start needs in large "
+        "blocks.",
+        *(f"Not there: {name}: {reason}." for name, reason in failures.items()),
+    ]
+    tables[-1] = replace(tables[-1], note="\n".join(about))
+    publish_rows(facts, "slow-disk", tables, goals, directory)
 
 
 if __name__ == "__main__":

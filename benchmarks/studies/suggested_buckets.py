@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.report import Table
-from benchmarks.harness.results import begin, save
-from benchmarks.harness.workspace import RESULTS
+from benchmarks.harness.results import begin, publish
 from prejit.compiler.manifest.manifest import Encode, Generate
 from prejit.compiler.manifest.specs import decoder_specs, encoder_specs
 from prejit.compiler.suggesting.chosen_buckets import (
@@ -178,8 +177,10 @@ def main() -> None:
         "target's, one program after the other, from the means of the demo's kinds of programs; an encoder's "
         "kinds count with the mean of all."
     )
-    page = f"# Suggested buckets\n\n{Table('Three loads', head, rows, note).markdown()}"
-    save(RESULTS, f"{facts['date'][:10]}-suggested-buckets", {**facts, "loads": found}, page)
+    facts["loads"] = found
+    publish(
+        facts, "suggested-buckets", "Suggested buckets", [Table("Three loads", head, rows, note)]
+    )
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 from tests.ports import free_port
 from tests.quick_compiling import XLA_FLAGS
-
-from benchmarks.harness.ray_cluster import Cluster, ray_cluster
+from tests.ray_cluster import Cluster, ray_cluster
 
 pytestmark = [
     pytest.mark.thorough,  # a cluster takes 30 s of CPU time, and its parts give up on a busy machine

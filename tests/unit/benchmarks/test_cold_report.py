@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.harness import cold_report
-from benchmarks.harness.measure import Row
+from benchmarks.harness.fresh_processes import Row
 from benchmarks.harness.report import JAX_WARM
 
 FIRST, RECEIPT = "prejit int8, first load", "prejit int8, with receipt"

@@ -13,15 +13,15 @@ import pytest
 from benchmarks.harness import (
     chart,
     comparison,
-    environments,
-    measure,
+    fresh_processes,
     models,
+    peer_environments,
     report,
     workload,
     workspace,
 )
 from benchmarks.harness.comparison import DECODE, FIRST, Goal
-from benchmarks.harness.measure import FailedProcessError, Row, Spread
+from benchmarks.harness.fresh_processes import FailedProcessError, Row, Spread
 
 MINE, PEER, SLOW = "prejit float32", "llama.cpp f32", "JAX, persistent cache"
 
@@ -41,7 +41,7 @@ def test_a_ratio_is_of_processes_of_one_round_not_of_medians() -> None:
         PEER: samples(first_seconds=[2.0, 2.0, 1.0]),
     }
     # The medians alone are equal.
-    assert comparison.ratio_within_rounds(found, MINE, PEER, "first_seconds") == 2.0
+    assert report.ratio_within_rounds(found, MINE, PEER, "first_seconds") == 2.0
 
 
 def test_the_best_peer_is_the_fastest_where_more_is_better_and_the_least_where_less_is() -> None:
@@ -136,7 +136,7 @@ def test_a_row_that_fails_is_left_out_with_its_reason_and_the_others_go_on() -> 
     good = Row("good", (sys.executable, "-c", "print('LAST {\"x\": 1}')"))
     bad = Row("bad", (sys.executable, "-c", "raise SystemExit('no such model')"))
     failures: dict[str, str] = {}
-    found = measure.interleave([bad, good], 2, failures=failures)
+    found = fresh_processes.interleave([bad, good], 2, failures=failures)
     assert len(found["good"]) == 2
     assert "bad" not in found
     assert failures == {"bad": "exit status 1: no such model"}
@@ -145,7 +145,7 @@ def test_a_row_that_fails_is_left_out_with_its_reason_and_the_others_go_on() -> 
 def test_a_row_that_fails_ends_a_benchmark_that_does_not_report_failures() -> None:
     bad = Row("bad", (sys.executable, "-c", "raise SystemExit('no such model')"))
     with pytest.raises(FailedProcessError, match="bad: exit status 1: no such model"):
-        measure.interleave([bad], 1)
+        fresh_processes.interleave([bad], 1)
 
 
 def test_the_probe_runs_before_each_counted_process_and_not_in_the_round_thrown_away(
@@ -155,21 +155,23 @@ def test_the_probe_runs_before_each_counted_process_and_not_in_the_round_thrown_
     code = f"open({str(count)!r}, 'a').write('x'); print('LAST {{\"bytes_per_second\": 7}}')"
     probe = Row("probe", (sys.executable, "-c", code))
     row = Row("row", (sys.executable, "-c", "print('LAST {}')"))
-    found = measure.interleave([row], 2, probe)
+    found = fresh_processes.interleave([row], 2, probe)
     assert [sample["probe_bytes_per_second"] for sample in found["row"]] == [7, 7]
     assert count.read_text() == "xx"
 
 
 def test_the_time_left_counts_each_row_at_its_own_length() -> None:
-    assert measure.left_seconds({"a": 1.0, "b": 3.0}, ["a", "b", "b"]) == 7.0
-    assert measure.left_seconds({"a": 1.0, "b": 3.0}, ["c"]) == 2.0
+    assert fresh_processes.left_seconds({"a": 1.0, "b": 3.0}, ["a", "b", "b"]) == 7.0
+    assert fresh_processes.left_seconds({"a": 1.0, "b": 3.0}, ["c"]) == 2.0
 
 
 def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: Any) -> None:
-    nothing = environments.Environment((str(tmp_path / "no-such-package"),))
-    monkeypatch.setitem(environments.ENVIRONMENTS, "nothing", nothing)
-    with pytest.raises(environments.EnvironmentFailedError, match="environment nothing: ERROR"):
-        environments.interpreter(tmp_path, "nothing")
+    nothing = peer_environments.Environment((str(tmp_path / "no-such-package"),))
+    monkeypatch.setitem(peer_environments.ENVIRONMENTS, "nothing", nothing)
+    with pytest.raises(
+        peer_environments.EnvironmentFailedError, match="environment nothing: ERROR"
+    ):
+        peer_environments.interpreter(tmp_path, "nothing")
     assert not (tmp_path / "envs" / "nothing" / ".ready").exists()
 
 
@@ -222,7 +224,7 @@ def test_names_in_the_picture_are_text_not_markup() -> None:
 def test_figures_are_taken_at_the_event_that_stops_a_process() -> None:
     code = "import time; print('FIRST {\"seen\": 1}', flush=True); time.sleep(60)"
     row = Row("row", (sys.executable, "-c", code))
-    sample = measure.run_once(row, until="FIRST", at_stop=lambda: {"disk_read_bytes": 7})
+    sample = fresh_processes.run_once(row, until="FIRST", at_stop=lambda: {"disk_read_bytes": 7})
     assert (sample["seen"], sample["disk_read_bytes"]) == (1, 7)
 
 

@@ -16,7 +16,7 @@ from benchmarks.harness.conditions import (
     fresh_root,
     read_only,
 )
-from benchmarks.harness.measure import Row
+from benchmarks.harness.fresh_processes import Row
 
 
 def start(tmp_path: Path, condition: Condition) -> Start:

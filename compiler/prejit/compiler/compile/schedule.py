@@ -1,8 +1,7 @@
 """The decisions of a scheduler of compile jobs: which job starts next, again, or a second time.
 
 A `Schedule` has no clock, no threads and no cluster: the caller reports what happened, with the time, and
-asks what to do. So a simulation of 10,000 jobs (benchmarks/studies/schedule_simulation.py) and a real cluster
-run the same code.
+asks what to do. So tests need no cluster and wait for nothing.
 """
 
 from __future__ import annotations

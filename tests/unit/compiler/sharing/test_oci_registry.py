@@ -9,9 +9,9 @@ import socket
 from pathlib import Path
 
 import pytest
+from tests.store_servers import docker_registry
 from tests.unit.compiler.sharing.fixtures import registry
 
-from benchmarks.harness.stores import docker_registry
 from prejit.compiler.sharing.objects import ANSWER_SECONDS
 from prejit.compiler.sharing.oci_registry import Repository
 from prejit.compiler.sharing.remote import RemoteError

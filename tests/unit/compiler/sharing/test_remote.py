@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.store_servers import azurite, docker_registry, moto, nginx
 from tests.unit.compiler.sharing.fixtures import (
     S3_SETTINGS,
     Memory,
@@ -18,7 +19,6 @@ from tests.unit.compiler.sharing.fixtures import (
     s3_store,
 )
 
-from benchmarks.harness.stores import azurite, docker_registry, moto, nginx
 from prejit.compiler.sharing import objects
 from prejit.compiler.sharing import oci_registry as registry_module
 from prejit.compiler.sharing import remote as remote_module

@@ -44,7 +44,7 @@ from prejit.runtime.machine.requirement import PLATFORMS, Requirement
 
 CHUNK_ALGORITHM = "blake3"
 """The hash function of chunks. On one core of a Zen 5 it takes 7.1 GB/s, SHA-256 with its instructions 1.9
-(benchmarks/results/2026-11-21-hashing.md)."""
+(docs/decisions/0041-chunks.md)."""
 
 USER_FIELDS = (
     *("arguments_tree", "results_tree", "static", "mask", "pad", "symbolic", "open_sizes", "calls"),

@@ -1,9 +1,9 @@
 """Compare prejit with what a user would otherwise pick, in fresh processes that take turns: `make bench`.
 
-    python -m benchmarks.run --quick         JAX and llama.cpp, about 5 minutes; the first time 20 more
-    python -m benchmarks.run                 every peer and section, hours the first time: `make bench-full`
-    python -m benchmarks.run --only prefill  one section
-    python -m benchmarks.run --row int8,JAX  rows with one of these in their names
+    python -m benchmarks.sections --quick         JAX and llama.cpp, 5 minutes; the first time 20 more
+    python -m benchmarks.sections                 every peer and section, hours at first: `make bench-full`
+    python -m benchmarks.sections --only prefill  one section
+    python -m benchmarks.sections --row int8,JAX  rows with one of these in their names
 
 Two threads, the same weights, medians with their spread. A whole run writes benchmarks/results/: peers.json
 (every sample), peers.md and peers.svg, or peers-quick.*; a part of one writes to $PREJIT_BENCH_DIR/results,
@@ -15,10 +15,8 @@ bundles and the peers' environments: 3 GB for the quick form, 35 GB for all.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +38,7 @@ from benchmarks.harness.comparison import (
     Column,
     Goal,
 )
-from benchmarks.harness.measure import (
+from benchmarks.harness.fresh_processes import (
     FailedProcessError,
     Row,
     Sample,
@@ -52,16 +50,8 @@ from benchmarks.harness.measure import (
     spread,
 )
 from benchmarks.harness.report import Table, Target
-from benchmarks.harness.results import begin, judged, save, use_two_cores
-from benchmarks.harness.workspace import (
-    PREJIT_COMMAND,
-    RESULTS,
-    Bench,
-    bench_directory,
-    digest_now,
-    prepare,
-    sources_digest,
-)
+from benchmarks.harness.results import RESULTS, begin, judged, save, use_two_cores
+from benchmarks.harness.workspace import Bench, bench_directory, digest_now, sources_digest
 from benchmarks.peers import entrants
 from benchmarks.peers.entrants import Work
 
@@ -310,90 +300,21 @@ FLAT_PROGRAMS: dict[str, workload.Sizes] = {
 def flat(run: Run) -> tuple[list[Table], list[Target]]:
     """Measure how start-up depends on the number of programs and on the size of the weights."""
     bench, failures = run.bench, run.failures.setdefault("flat", {})
-    rows = []
+    rows, vocabulary = [], str(workload.LLAMA_TINY.vocabulary)
     for name, source, sizes in (
         *((name, "llama-tiny", sizes) for name, sizes in FLAT_PROGRAMS.items()),
-        ("gpt2-4", "gpt2", workload.BUCKETS["gpt2-4"]),
-        ("llama-1b-float32", "llama-1b", workload.BUCKETS["gpt2-4"]),
+        ("gpt2-4", "gpt2", workload.FEW),
+        ("llama-1b-float32", "llama-1b", workload.FEW),
     ):
         try:
             path = bench.built(name, source, "float32", sizes)
         except FailedProcessError as error:
             failures[name] = str(error)
         else:
-            rows.append(Row(name, ("peers/prejit_child.py", "generate", path), bench.prejit))
+            command = ("peers/prejit_child.py", "generate", path, "1", vocabulary)
+            rows.append(Row(name, command, bench.prejit))
     samples = run.samples["flat"] = interleave(rows, bench.runs, failures=failures)
     return report.flat(samples, failures)
-
-
-def kv_cache(run: Run) -> tuple[list[Table], list[Target]]:
-    """Measure generation with and without a KV cache."""
-    bench = run.bench
-    prepare(bench, ("gpt2-4",))
-    plain = ("peers/jax_baseline.py", "kv-cache", bench.weights)
-    bundle = ("peers/prejit_child.py", "kv-cache", bench.bundle("gpt2-4"))
-    rows = [
-        Row(report.EAGER, (*plain, "eager")),
-        Row(report.JIT, (*plain, "jit")),
-        Row(report.JIT_SHORT, (*plain, "jit-short")),
-        Row(report.JIT_CACHE, (*plain, "jit-cache")),
-        Row(report.PREJIT, bundle, bench.prejit),
-    ]
-    samples = run.samples["kv-cache"] = interleave(rows, bench.runs)
-    return report.kv_cache(samples)
-
-
-def buckets(run: Run) -> tuple[list[Table], list[Target]]:
-    """Run each of 40 programs once. A process of JAX takes minutes, so there are only three."""
-    bench = run.bench
-    prepare(bench, ("gpt2-40",))
-    plain = ("peers/jax_baseline.py", "buckets", bench.weights, "gpt2-40")
-    warm = {**bench.warm, "JAX_COMPILATION_CACHE_DIR": str(bench.directory / "jax-cache-40")}
-    shutil.rmtree(warm["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
-    progress("every bucket once; JAX compiles 40 programs in each cold process")
-    rows = [
-        Row(
-            report.PREJIT,
-            ("peers/prejit_child.py", "buckets", bench.bundle("gpt2-40")),
-            bench.prejit,
-        ),
-        Row(report.JAX_WARM, plain, warm),
-        Row(report.JAX_COLD, plain),
-    ]
-    samples = run.samples["buckets"] = interleave(rows, min(bench.runs, 3))
-    return report.buckets(samples)
-
-
-def build(run: Run) -> tuple[list[Table], list[Target]]:
-    """Measure cold builds, a rebuild that changes nothing, and the cheapest command."""
-    bench = run.bench
-    prepare(bench, ("gpt2-4", "gpt2-40"))
-    found: dict[str, list[Sample]] = {}
-    scratch = bench.directory / "cold"
-    for name, label in (
-        ("gpt2-4", report.BUILD_COLD_4),
-        ("gpt2-40", report.BUILD_COLD_40),
-    ):
-        shutil.rmtree(scratch, ignore_errors=True)
-        row = bench.build_row(name, label, scratch / "bundles", scratch / "cache")
-        found[label] = [run_once(row)]
-        progress(f"{label}: {found[label][0]['exit_seconds']:.1f} s")
-    shutil.rmtree(scratch, ignore_errors=True)
-    name = "gpt2-40"
-    label = f"{report.BUILD_NOOP}, {workload.program_count(name)} programs"
-    caches = bench.directory / "bundles", bench.directory / "build-cache"
-    found |= interleave([bench.build_row(name, label, *caches)], bench.runs)
-    small = [
-        Row(report.HELP, (PREJIT_COMMAND, "--help")),
-        Row(report.PASS, (sys.executable, "-c", "pass")),
-    ]
-    found |= interleave(small, 3 * bench.runs)
-    for processes in found.values():
-        for sample in processes:
-            if sample["output"].startswith("["):
-                sample["compiled"] = json.loads(sample["output"])[0]["compiled"]
-    run.samples["build"] = found
-    return report.build(found)
 
 
 SECTIONS: dict[str, Section] = {
@@ -405,9 +326,6 @@ SECTIONS: dict[str, Section] = {
     "encoder": encoder,
     "llama": llama,
     "flat": flat,
-    "kv-cache": kv_cache,
-    "buckets": buckets,
-    "build": build,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.studies.cluster_builds import Attempts, count
+from benchmarks.studies.many_machines import Attempts, count
 
 
 def line(program: str, target: str = "cpu-x86-64-v3") -> str:

@@ -1,24 +1,18 @@
-"""Check that memory stays flat: 100,000 generated tokens, then 10,000 sessions, in one fresh process.
+"""Measure how memory grows: generated tokens, then sessions, in this process.
 
-    python -m benchmarks.studies.long_run [--tokens N] [--sessions N]   builds, runs, writes results
-    python -m benchmarks.studies.long_run --bundle BUNDLE ...   runs one bundle here, prints JSON
+    python growing_memory.py BUNDLE TOKENS SESSIONS
 
 Requests of all kinds join and leave the slots of a batch. Sessions have two turns and are closed, dropped, or
 left in the middle of a stream. Memory is private memory (Private_Clean and Private_Dirty of
-/proc/self/smaps_rollup), measured after each tenth of the work. The model is stories260k, in PREJIT_SHARED
-or in a directory `shared` beside the repository.
+/proc/self/smaps_rollup), measured after each tenth of the work. Prints JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,20 +20,7 @@ from typing import Any
 
 from prejit.runtime import Bundle, Request, Sampling, load
 
-HERE = Path(__file__).resolve().parent
 POINTS = 10
-MANIFEST = """[bundle]
-name = "long-run"
-[model]
-source = {source}
-[generate]
-batch = [1, 4]
-prompt = [16, 64]
-context = [64, 256]
-draft_tokens = 4
-[[target]]
-name = "cpu-host"
-"""
 SAMPLINGS = (
     Sampling(),
     Sampling(temperature=0.9, top_k=20, seed=1),
@@ -144,57 +125,5 @@ def run(path: str, token_count: int, session_count: int) -> dict[str, Any]:
     }
 
 
-def measure(token_count: int, session_count: int) -> None:
-    """Build, run a fresh process, write the result."""
-    from benchmarks.harness.measure import environment
-    from benchmarks.harness.results import begin, save
-    from benchmarks.harness.workspace import RESULTS
-
-    shared = Path(os.environ.get("PREJIT_SHARED", HERE.parents[2] / "shared"))
-    source = shared / "data" / "stories260k"
-    if not source.is_dir():
-        raise SystemExit(
-            f"no checkpoint at {source}; set PREJIT_SHARED to the directory that has it"
-        )
-    facts = begin(1)
-    with tempfile.TemporaryDirectory() as directory:
-        manifest = Path(directory, "long-run.toml")
-        manifest.write_text(MANIFEST.format(source=json.dumps(str(source))))
-        prejit = (sys.executable, "-m", "prejit.runtime")
-        output = ("-o", directory, "--cache", str(Path(directory, "cache")))
-        subprocess.run((*prejit, "build", str(manifest), *output), check=True, stdout=sys.stderr)
-        counts = ("--tokens", str(token_count), "--sessions", str(session_count))
-        command = (sys.executable, __file__, "--bundle", str(Path(directory, "long-run")), *counts)
-        done = subprocess.run(
-            command, check=True, capture_output=True, text=True, env=environment({})
-        )
-    facts["runs"] = json.loads(done.stdout)
-    lines = ["| | count | seconds | MB after a tenth | MB at the end | grown, MB |"]
-    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
-    for name, found in facts["runs"].items():
-        first, last = found["bytes"][0] / 1e6, found["bytes"][-1] / 1e6
-        lines.append(
-            f"| {name} | {found['done']:,} | {found['seconds']:.0f} | {first:.1f} | {last:.1f} | "
-            f"{last - first:+.1f} |"
-        )
-    heading = f"# Long runs: stories260k, private memory of one process\n\n{facts['date']}, "
-    page = f"{heading}{facts['machine']['cpu']}, prejit {facts['versions']['revision']}\n\n"
-    page += "\n".join(lines) + "\n"
-    save(RESULTS, f"{facts['date'][:10]}-long-run", facts, page)
-
-
-def main() -> None:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--sessions", type=int, default=10_000)
-    parser.add_argument("--bundle", help="run this one in this process")
-    given = parser.parse_args()
-    if given.bundle:
-        print(json.dumps(run(given.bundle, given.tokens, given.sessions)))
-    else:
-        measure(given.tokens, given.sessions)
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO
 
-from benchmarks.harness.measure import clock, progress
+from benchmarks.harness.fresh_processes import clock, progress
 
 TORCH = os.environ.get("PREJIT_BENCH_TORCH", "torch")
 
@@ -85,10 +85,7 @@ ENVIRONMENTS = {
     ),
     "ctranslate2": Environment(("ctranslate2", "numpy")),
     "onnxruntime": Environment(("onnxruntime", "numpy")),
-    "iree": Environment(("iree-base-compiler", "iree-base-runtime", "numpy")),
     "openvino": Environment(("openvino", "openvino-genai")),
-    "llguidance": Environment(("llguidance",)),
-    "xgrammar": Environment((TORCH, "xgrammar"), 3, unwanted=("triton",)),
     "export-onnx": Environment((TORCH, "optimum-onnx[onnxruntime]", "ctranslate2"), 3),
     "export-openvino": Environment(
         (TORCH, "optimum-intel[openvino]", "onnx"), 3, unwanted=("torchvision",)

@@ -1,8 +1,6 @@
 """Measure the engine: many callers at once, and a long prompt that joins texts that are being written.
 
-    python -m benchmarks.studies.engine [--rounds 5] [--name NAME]
-
-Writes benchmarks/results/NAME.json and .md.
+    python -m benchmarks.studies.many_callers [--rounds 5]
 
 - N threads ask GPT-2 124M (float32, batches of 1, 4 and 8) for 64 tokens each: by `Bundle.generate`, where
   every call has its own batch; by one engine; and by `generate_batch`, which has all prompts from the start.
@@ -17,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +22,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.measure import progress
+from benchmarks.harness.fresh_processes import progress
 from benchmarks.harness.models import decoder_manifest, make_llama
 from benchmarks.harness.report import Table
-from benchmarks.harness.results import begin, save, use_two_cores
+from benchmarks.harness.results import begin, publish, use_two_cores
 from benchmarks.harness.workload import Llama, Sizes
-from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
+from benchmarks.harness.workspace import Bench, bench_directory
 from prejit.runtime import Bundle, load
 from prejit.server import Engine
 
@@ -137,7 +134,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--name", default=f"{time.strftime('%Y-%m-%d')}-engine")
     given = parser.parse_args()
     use_two_cores()
     bench = Bench(bench_directory(), given.rounds, quick=False)
@@ -159,7 +155,7 @@ def main() -> None:
             found = joining(bundle, number, chunk)
             if number:
                 gaps.setdefault(name, []).append(found)
-    facts |= {"tokens_per_second": rates, "joining": gaps, "load_after": os.getloadavg()[0]}
+    facts |= {"tokens_per_second": rates, "joining": gaps}
     rows = [
         (
             str(threads),
@@ -195,8 +191,7 @@ def main() -> None:
             "A Llama of 12 layers of 768, float32, 16 slots. A gap is the time between a stream's tokens.",
         ),
     ]
-    head = f"# Engine\n\n{facts['date']}. `python -m benchmarks.studies.engine` repeats it.\n\n"
-    save(RESULTS, given.name, facts, head + "\n".join(each.markdown() for each in tables))
+    publish(facts, "engine", "Engine", tables)
 
 
 if __name__ == "__main__":
