@@ -15,6 +15,7 @@ import json
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import click
 from prejit.compiler.manifest.manifest_schema import documented, manifest_schema
 from prejit.runtime import errors
 from prejit.runtime.cli.commands import HOUSES, commands
-from prejit.runtime.format import bundle_schema
+from prejit.runtime.format import bundle_schema, rules
 from prejit.server.served.served import Models
 from prejit.server.telemetry.metrics_collector import EngineCollector
 
@@ -102,7 +103,32 @@ def reference_pages() -> dict[Path, str]:
         "metrics.md": metrics_page(),
         "bundle-schema.md": bundle_schema_page(),
     }
-    return {DOCS / "reference" / name: text for name, text in pages.items()}
+    written = {DOCS / "reference" / name: text for name, text in pages.items()}
+    with_rules = (DOCS / "bundle-format.md", DOCS / "how-to" / "trust.md")
+    return written | {page: with_lists_of_rules(page.read_text()) for page in with_rules}
+
+
+def with_lists_of_rules(page: str) -> str:
+    """Return a page with the lists that `<!-- rules: NAME -->` asks for, from the table of rules."""
+    lists = {
+        "loading": [each for each in rules.LOADING if each.number.isdigit()],
+        "policy": [each for each in rules.LOADING if not each.number.isdigit()],
+        "attached": rules.ATTACHED,
+    }
+
+    def listed(found: re.Match[str]) -> str:
+        texts: dict[int, list[str]] = {}
+        for each in lists[found[1]]:
+            texts.setdefault(int(each.number.removeprefix("P")), []).append(each.text)
+        items = []
+        for number, text in sorted(texts.items()):
+            label = f"{number}. "
+            wrap = textwrap.TextWrapper(124, label, " " * len(label), break_long_words=False)
+            wrap.break_on_hyphens = False
+            items.append(wrap.fill(" ".join(text)))
+        return "\n".join((f"<!-- rules: {found[1]} -->", "", *items, "", "<!-- end of rules -->"))
+
+    return re.sub(r"<!-- rules: (\w+) -->.*?<!-- end of rules -->", listed, page, flags=re.DOTALL)
 
 
 def assemble(directory: Path) -> None:

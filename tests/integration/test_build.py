@@ -109,7 +109,12 @@ def test_a_change_compiles_what_it_touches(run: Run, built_project: Path) -> Non
     project = built_project
     wider = MANIFEST.replace("2, 3]", "2, 3, 4]")
     (project / "tiny.toml").write_text(wider)
-    assert build(run, project)["compiled"] == 2
+    at = ("-o", project / "out", "--cache", project / "cache", "--json", "-v")
+    done = run("build", project / "tiny.toml", *at)
+    assert json.loads(done.stdout)[0]["compiled"] == 2
+    decided = [line for line in done.stderr.splitlines() if " INFO prejit.compiler." in line]
+    assert sum(line.endswith(": cached") for line in decided) == 6
+    assert sum(": compiles: first build of this program" in line for line in decided) == 2
 
 
 def test_a_changed_bundle_is_said_to_have_lost_its_signatures(

@@ -373,7 +373,7 @@ def test_a_port_that_another_server_has_is_an_error(serve: Serve, bundle_dir: Pa
 def test_keys_and_a_log_of_requests(serve: Serve, bundle_dir: Path, tmp_path: Path) -> None:
     keys, log = tmp_path / "keys", tmp_path / "log.jsonl"
     keys.write_text("alice: 0123456789abcdef\n")
-    server = serve(bundle_dir, "--keys", keys, "--log", log).wait_until_ready()
+    server = serve(bundle_dir, "--keys", keys, "--log", log, "-vv").wait_until_ready()
     url = f"{server.url}/v2/models/score/infer"
     assert httpx.post(url, json=INFER, timeout=60).status_code == 401
     headers = {"Authorization": "Bearer 0123456789abcdef", "X-Request-Id": "mine"}
@@ -385,6 +385,9 @@ def test_keys_and_a_log_of_requests(serve: Serve, bundle_dir: Path, tmp_path: Pa
     found = next(line for line in lines if line.get("id") == "mine")
     assert (found["client"], found["status"]) == ("alice", 200)
     assert found["calls"][0]["arrays"]["result"]["shape"] == [2, 4]
+    assert "target cpu-host, runs its executables" in server.said
+    assert "drained: nothing runs" in server.said
+    assert "0123456789abcdef" not in server.said
 
 
 def replay(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

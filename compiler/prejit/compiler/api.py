@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from prejit.compiler.pipeline.early_checks import check_planned
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.reuse import PlannedExecutable, planned_executables
 from prejit.compiler.pipeline.run import build_all as run_all
+from prejit.compiler.pipeline.run import only_built
 from prejit.compiler.pipeline.shards import Shard
 from prejit.compiler.progress import Progress, Quiet, open_progress
 from prejit.compiler.reporting.report_files import report_build
@@ -34,6 +36,7 @@ from prejit.runtime.jitted.jit_call import Chosen, Parameters
 
 AnyManifest = Manifest | str | os.PathLike[str]
 """A manifest, or the path of its TOML file."""
+logging.getLogger("prejit.compiler").addHandler(logging.NullHandler())
 EXECUTOR = "PREJIT_EXECUTOR"
 """The environment variable that says where a build compiles."""
 LOCAL = "local"
@@ -211,10 +214,7 @@ def build(
         quiet=quiet,
         done=results.append,
     )
-    [result] = results
-    if isinstance(result, Failed):
-        raise result.error
-    return result
+    return only_built(results)
 
 
 def build_all(

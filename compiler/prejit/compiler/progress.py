@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 import os
 import sys
 import threading
@@ -43,7 +44,14 @@ def open_progress(stream: TextIO | None = None) -> Progress:
     stream = stream or sys.stderr
     if stream is None:  # it was closed when this process started
         return Quiet()
-    if stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", ""):
+    logs = logging.getLogger("prejit").isEnabledFor(
+        logging.INFO
+    )  # its lines would meet the display
+    if (
+        not logs
+        and stream.isatty()
+        and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
+    ):
         return Live(stream)
     return Plain(stream)
 

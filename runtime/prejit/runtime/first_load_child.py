@@ -1,6 +1,6 @@
 """The child process of a first load: load every executable of a bundle, run one program, and say how it went.
 
-    python -P -m prejit.runtime.first_load_child DESCRIPTOR < REQUEST
+    python -P -m prejit.runtime.first_load_child < REQUEST > ANSWER
 
 `trust.first_load` starts it where a policy has `first_load = "child"`, and writes the request.
 """
@@ -16,6 +16,7 @@ import sys
 import warnings
 from typing import Any
 
+from prejit.runtime.base.child_process import take_stdout, write_answer
 from prejit.runtime.base.process_facts import TRUST_VARIABLE
 from prejit.runtime.base.process_usage import free_memory_bytes
 from prejit.runtime.base.typed_json import from_any_json
@@ -26,8 +27,9 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.trust.first_load import become_child, begun_manifests
 
 
-def main(descriptor: int) -> int:
-    """Load the bundle that the request on stdin names, and write the answer to the descriptor."""
+def main() -> None:
+    """Load the bundle that the request on stdin names, and answer."""
+    answers = take_stdout()
     wanted: Any = json.loads(sys.stdin.buffer.read())
     _limit(has_memory_limit=wanted["limited"])
     error, text, path = "", "", ""
@@ -44,8 +46,7 @@ def main(descriptor: int) -> int:
         error, text = "error", f"{type(raised).__name__}: {raised}"
     manifests = list(begun_manifests())
     answer = {"error": error, "path": path, "text": text[:4000], "manifests": manifests}
-    os.write(descriptor, json.dumps(answer).encode())
-    return 0
+    write_answer(answers, answer)
 
 
 def _limit(*, has_memory_limit: bool) -> None:
@@ -96,4 +97,4 @@ def _run_one(bundle: Bundle) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    main()

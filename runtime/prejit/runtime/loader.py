@@ -11,6 +11,7 @@ RejectError.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 import warnings
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
     from prejit.runtime.device.kernels import OpenLibrary
 
+_log = logging.getLogger(__name__)
+logging.getLogger("prejit.runtime").addHandler(logging.NullHandler())
 _loads = itertools.count()
 """Counts the calls of `load` in this process."""
 _CALLER = 4
@@ -135,6 +138,7 @@ def load(
     for text in opened.reported:
         warnings.warn(text, UntrustedWarning, stacklevel=_CALLER)
     choice = _choose(opened, must_match)
+    _log_choice(opened, choice)
     _begin_verifying(opened, choice)
     if not choice.matched:
         from prejit.runtime import fallback
@@ -221,7 +225,9 @@ def _open(
         candidates = [fallback.closest_target(targets)]
     manifests = read_manifests(layout, targets)
     reported: tuple[str, ...] = ()
-    if policies:
+    if not policies:
+        _log.info("%s: no trust policy applies", layout.path)
+    else:
         with importing():
             from prejit.runtime.trust.enforcing import enforce
         reported, wanted_by = enforce(policies, layout, root, candidates, manifests)
@@ -233,6 +239,19 @@ def _open(
     served = {target.name: manifests[target.name] for target in candidates}
     blobs = Blobs(layout, served.values(), Receipts(layout.path))
     return _Opened(layout, root.digest, targets, served, blobs, reported)
+
+
+def _log_choice(opened: _Opened, choice: _Choice) -> None:
+    why = "it matches" if choice.matched else "none matches, and it is the closest"
+    path = opened.layout.path
+    _log.info("%s, %s: chose target %s: %s", path, opened.digest, choice.target.name, why)
+    for verdict in (target.verdict for target in choice.targets):
+        if not verdict.matches:
+            _log.info("%s: target %s does not match: %s", path, verdict.target, verdict.reason())
+        elif verdict.target != choice.target.name:
+            _log.info("%s: target %s matches too, and comes after it", path, verdict.target)
+    if choice.no_libraries:
+        _log.info("%s: its libraries are not loaded: %s", path, choice.no_libraries)
 
 
 _NEEDED_FIRST = (TOKENIZER_MEDIA_TYPE, GENERATION_MEDIA_TYPE, WEIGHTS_MEDIA_TYPE)
@@ -345,6 +364,7 @@ def _load_kernels(opened: _Opened, target: OpenTarget, config: Config) -> OpenLi
     at = opened.manifests[target.name].layer(KERNELS_MEDIA_TYPE)
     content = opened.blobs.read(at)
     check_kernels(content, config.kernels, opened.layout.blob_path(at.digest))
+    _log.debug("loading its kernels %s", at.digest)
     return kernels.load(content)
 
 
@@ -369,6 +389,7 @@ def _register_libraries(opened: _Opened, target: OpenTarget, config: Config) -> 
         path = opened.layout.blob_path(library.digest)
         check_library(content, library, config.requirement.architecture, path)
     for library, content in zip(config.libraries, contents, strict=True):
+        _log.debug("loading its library %s, %s", library.name, library.digest)
         symbols = sorted(set(library.handlers.values()))
         kernels.register(load_library(content, symbols, library.name))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 from prejit.compiler.bench.probes import NEW_TOKENS, PROMPTS, random_prompt
 from prejit.compiler.bench.rounds import Head, Rounds, Say
+from prejit.runtime.base.child_process import run_child
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import ProcessError
 from prejit.runtime.loader import load
@@ -98,12 +98,12 @@ def _fresh_process(setup: Setup, use: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = json.dumps({**asdict(setup), **use})
     command = [sys.executable, "-m", "prejit.compiler.bench.bench_child", given]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+    code, output, errors = run_child(command)
+    if code:
         raise ProcessError(
-            f"{setup.path}: a fresh process ended with {done.returncode}: {done.stderr[-500:].strip()}",
-            done.returncode,
+            f"{setup.path}: a fresh process ended with {code}: {errors[-500:].strip()}",
+            code,
             hint="`prejit generate` or `prejit call` on this bundle may say more",
         )
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    facts: dict[str, Any] = json.loads(output.splitlines()[-1])
     return facts

@@ -11,10 +11,10 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
+from prejit.runtime.base.child_process import run_child
 from prejit.runtime.errors import CheckpointError, PrejitError
 
 _PROBES = {
@@ -56,20 +56,14 @@ def check_tokenizer(path: Path, content: bytes, vocab_size: int) -> None:
     """
     seconds = _CPU_SECONDS + len(content) // _BYTES_A_SECOND
     arguments = (json.dumps(sys.path), str(path), *map(str, (vocab_size, seconds, _MEMORY_BYTES)))
-    status: int | None
     try:
-        done = subprocess.run(
+        status, output, _ = run_child(
             [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, *arguments],
-            input=content,
-            capture_output=True,
+            content,
             # Each thread would reserve memory, which is limited.
             env={**os.environ, "RUST_BACKTRACE": "0", "RAYON_NUM_THREADS": "1"},
-            timeout=_WALL_SECONDS + seconds,
-            check=False,
+            seconds=_WALL_SECONDS + seconds,
         )
-        status, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as error:
-        status, output = None, error.stdout or b""
     except OSError as error:
         raise CheckpointError(f"cannot start {sys.executable}: {error.strerror}") from error
     lines = output.decode("utf-8", "replace").splitlines()

@@ -22,7 +22,7 @@ from prejit.compiler.cli.build_options import (
     TARGETS,
     TIMEOUT,
 )
-from prejit.runtime.cli.command_options import JSON
+from prejit.runtime.cli.command_options import JSON, VERBOSE
 from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     help="Share the build with N - 1 other processes that use the same --store, on any machines; one of them "
     "packs. I is 1 to N.",
 )
+@VERBOSE
 @JSON
 def build(
     manifests: tuple[Path, ...],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prejit.compiler.cli.build_options import CACHE, FORMS, PATH, SHARED, TARGETS
-from prejit.runtime.cli.command_options import JSON
+from prejit.runtime.cli.command_options import JSON, VERBOSE
 from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ PLAN_HAS_CHANGES = 8
 @FORMS
 @CACHE
 @SHARED
+@VERBOSE
 @JSON
 def plan(
     manifest: Path,

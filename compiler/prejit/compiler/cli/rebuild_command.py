@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prejit.compiler.cli.build_options import FILE, JOBS, PATH, TIMEOUT
-from prejit.runtime.cli.command_options import JSON
+from prejit.runtime.cli.command_options import JSON, VERBOSE
 from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ REBUILD_DIFFERS = 8
 )
 @JOBS
 @TIMEOUT
+@VERBOSE
 @JSON
 def rebuild(
     bundle: Path,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prejit.compiler.cli.build_options import FILE, PATH
-from prejit.runtime.cli.command_options import JSON
+from prejit.runtime.cli.command_options import JSON, VERBOSE
 from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     help="Write a manifest of the functions and shapes that the program called, for `prejit build`. A Python "
     "file beside it makes arguments that TOML cannot write.",
 )
+@VERBOSE
 @JSON
 def record(
     command: tuple[str, ...], output: Path | None, manifest: Path | None, as_json: bool

@@ -25,12 +25,12 @@ from typing import Any, final
 from prejit.compiler.cluster.connection import Ended, RayConnection, Size, check_address
 from prejit.compiler.cluster.exchange import address_of, bring, open_exchange, send
 from prejit.compiler.cluster.node import Order, counted_variables, own_cpu
-from prejit.compiler.compile.executor import compile_once, find_compiled
+from prejit.compiler.compile.executor import compile_once, find_compiled, give_error, give_result
 from prejit.compiler.compile.history import need_of
 from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
-from prejit.compiler.compile.worker_process import JOB_SECONDS, OUTPUT_MARK
+from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.interface import Store
@@ -413,7 +413,7 @@ class ClusterExecutor:
             self._progress.add(-1)  # the pool counts it again
             _follow(self._here.submit(job), future)
         except Exception as error:
-            self._fail(job, future, error)
+            give_error(self._progress, job, future, error)
         else:
             self._finish(job, future, outcome, is_new)
         finally:
@@ -431,25 +431,10 @@ class ClusterExecutor:
         if outcome is None:
             future.set_exception(self._failure or CancelledError())
             return
-        try:
-            if is_new:
-                with self._lock:
-                    self._compiled.add(job.key.digest)
-                took = outcome.milliseconds / 1000
-                self._progress.finished(job.program, job.target.name, took)
-            else:
-                self._progress.cached()
-        finally:
-            future.set_result(outcome)
-
-    def _fail(self, job: CompileJob, future: Future[Compiled], error: Exception) -> None:
-        hint = error.hint if isinstance(error, PrejitError) else None
-        kind = StoreError if isinstance(error, StoreError) else BuildError
-        reason = str(error).partition(OUTPUT_MARK)[0]
-        try:
-            self._progress.failed(job.program, job.target.name, reason)
-        finally:
-            future.set_exception(kind(f"{job.program} for {job.target.name}: {error}", hint=hint))
+        if is_new:
+            with self._lock:
+                self._compiled.add(job.key.digest)
+        give_result(self._progress, job, future, outcome, is_new=is_new)
 
 
 def _needs_own_cpu(job: CompileJob) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -18,6 +15,7 @@ from prejit.compiler.bench.bench_comparison import Ratio
 from prejit.compiler.bench.rounds import ratio_in_turns
 from prejit.compiler.comparing.difference import ReadBundle
 from prejit.compiler.targets import environments
+from prejit.runtime.base.child_process import Child, last_line
 from prejit.runtime.errors import UsageError
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -142,23 +140,14 @@ class _Child:
     def __init__(self, command: list[str]) -> None:
         # Its environment has its own packages; what this process inherited would hide them.
         without = ("PYTHONPATH", "PYTHONHOME") if command[0] != sys.executable else ()
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in __exit__)
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={name: value for name, value in os.environ.items() if name not in without},
-            text=True,
-        )
+        environment = {name: value for name, value in os.environ.items() if name not in without}
+        self._child = Child(command, environment=environment, errors="kept")
 
     def __enter__(self) -> _Child:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
+        self._child.release()
 
     def begin(self) -> None:
         """Wait until its programs are loaded.
@@ -175,18 +164,13 @@ class _Child:
         Raises:
             UsageError: the process ended.
         """
-        assert self._process.stdin is not None
-        with suppress(OSError):  # its answer is missing, too
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
+        self._child.send(True)
         found: dict[str, list[float]] = self._read()
         return found
 
     def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._errors.seek(0)
-            last = self._errors.read().strip().splitlines()[-1:] or ["no message"]
-            raise UsageError(f"the process that measures ended: {last[0]}")
-        return json.loads(line)
+        answer = self._child.answer()
+        if answer is None:
+            last = last_line(self._child.errors()) or "no message"
+            raise UsageError(f"the process that measures ended: {last}")
+        return answer

@@ -8,11 +8,11 @@ round {name: [seconds, ...]}. It runs in environments that have the server's dep
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 
 from prejit.compiler.bench.probes import probes_of
+from prejit.runtime.base.child_process import take_stdout, write_answer
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.loader import load
 
@@ -24,6 +24,7 @@ _PROBE_SECONDS = 0.02
 
 def main(path: str) -> None:
     """Measure the programs of a bundle until stdin ends."""
+    answers = take_stdout()
     try:
         bundle = load(path, on_mismatch="error")
         probes = [
@@ -34,9 +35,9 @@ def main(path: str) -> None:
         for probe in probes:
             probe.run()
     except PrejitError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
+        write_answer(answers, {"error": str(error)})
         return
-    print("true", flush=True)
+    write_answer(answers, True)
     for _ in sys.stdin:
         found: dict[str, list[float]] = {}
         for probe in probes:
@@ -44,7 +45,7 @@ def main(path: str) -> None:
             samples = found.setdefault(probe.heads[0].name, [])
             while not samples or time.perf_counter() < end:
                 samples += probe.run()[0]
-        print(json.dumps(found), flush=True)
+        write_answer(answers, found)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Protocol
 
 from prejit.compiler.compile.jobs import Compiled, CompileJob
+from prejit.compiler.compile.worker_process import OUTPUT_MARK
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
@@ -48,6 +49,35 @@ class Executor(Protocol):
 
     def __exit__(self, *raised: object) -> None:
         """Close it."""
+
+
+def give_result(
+    progress: Progress, job: CompileJob, future: Future[Compiled], result: Compiled, *, is_new: bool
+) -> None:
+    """Show that a job has ended and give its future the result."""
+    try:
+        if is_new:
+            progress.finished(job.program, job.target.name, result.milliseconds / 1000)
+        else:
+            progress.cached()
+    finally:  # even where progress cannot be shown, nobody waits for ever
+        future.set_result(result)
+
+
+def give_error(
+    progress: Progress,
+    job: CompileJob,
+    future: Future[Compiled],
+    error: Exception,
+    hint: str | None = None,
+) -> None:
+    """Show that a job has failed and give its future a BuildError or StoreError that names it."""
+    hint = hint or (error.hint if isinstance(error, PrejitError) else None)
+    kind = StoreError if isinstance(error, StoreError) else BuildError
+    try:
+        progress.failed(job.program, job.target.name, str(error).partition(OUTPUT_MARK)[0])
+    finally:
+        future.set_exception(kind(f"{job.program} for {job.target.name}: {error}", hint=hint))
 
 
 def find_compiled(store: Store, key: Key) -> Compiled | None:

@@ -18,20 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
-from prejit.compiler.compile.executor import compile_once, find_compiled
+from prejit.compiler.compile.executor import compile_once, find_compiled, give_error, give_result
 from prejit.compiler.compile.history import need_of, size_need
 from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.compile.schedule import Need
 from prejit.compiler.compile.worker_process import (
     JOB_SECONDS,
-    OUTPUT_MARK,
     WorkerKilledError,
     WorkerProcess,
 )
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.toolchain import Toolchain
-from prejit.runtime.errors import BuildError, PrejitError, StoreError
 
 _SWITCH_SECONDS = 1.0
 """Time to start a worker of another jax or platform: its jobs are taken if they last that much longer."""
@@ -297,14 +295,7 @@ class WorkerPool:
         if outcome is None:
             future.set_exception(CancelledError())
             return
-        try:
-            if compiled:
-                took = outcome.milliseconds / 1000
-                self._progress.finished(job.program, job.target.name, took)
-            else:
-                self._progress.cached()
-        finally:  # even where progress cannot be shown, nobody waits for ever
-            future.set_result(outcome)
+        give_result(self._progress, job, future, outcome, is_new=compiled)
 
     def _fail(self, attempt: _Attempt, error: Exception) -> None:
         job, future = attempt.job, attempt.future
@@ -314,15 +305,10 @@ class WorkerPool:
         if closed:  # `close` killed its worker: the job did not fail by itself
             future.set_exception(CancelledError())
             return
-        hint = error.hint if isinstance(error, PrejitError) else None
+        hint = None
         if attempt.alone and isinstance(error, WorkerKilledError):
             hint = "nothing else was compiled: it may need more memory than this machine has (see `dmesg`)"
-        kind = StoreError if isinstance(error, StoreError) else BuildError
-        reason = str(error).partition(OUTPUT_MARK)[0]
-        try:
-            self._progress.failed(job.program, job.target.name, reason)
-        finally:
-            future.set_exception(kind(f"{job.program} for {job.target.name}: {error}", hint=hint))
+        give_error(self._progress, job, future, error, hint)
 
 
 def _available_bytes() -> int:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import tempfile
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, final
 
-from prejit.compiler.base.process_group import ProcessGroup
 from prejit.compiler.compile.jobs import Compiled, Source
 from prejit.compiler.native.products import Product
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.toolchain import Toolchain
+from prejit.runtime.base.child_process import Child, ending
 from prejit.runtime.errors import BuildError, PrejitError, StoreError
 
 JOB_SECONDS = 3600.0
@@ -31,8 +25,6 @@ _LAST_LINES = 15
 """Maximum lines in an error of a worker's output, and of the stack with which faulthandler ends it."""
 _FATAL = "Fatal Python error: "
 """Begins what faulthandler writes. Its stack begins with the innermost call."""
-_LAST_BYTES = 16 << 10
-"""Maximum bytes of a worker's output that are read for an error."""
 
 
 class WorkerKilledError(BuildError):
@@ -59,29 +51,18 @@ class WorkerProcess:
         """
         self._toolchain, self._store, self._environ = toolchain, store, environ
         command = (*toolchain.command, str(store.root), toolchain.target.platform)
-        # No pipe: nobody would have to read it, and the last lines are there after a crash.
-        self._stderr: BinaryIO = tempfile.TemporaryFile("w+b")  # noqa: SIM115 (see release)
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
-                env=toolchain.environment(environ),
-                start_new_session=True,  # Ctrl-C is ours to handle; and a group can be killed whole
-            )
+            self._child = Child(command, environment=toolchain.environment(environ), errors="kept")
         except OSError as error:
-            self._stderr.close()
             raise BuildError(
                 f"cannot start a worker process, {command[0]}: {error.strerror}",
                 hint="try fewer workers: --jobs 1",
             ) from error
-        self._group = ProcessGroup(self._process)
 
     @property
     def alive(self) -> bool:
         """Return whether it can take another request."""
-        return self._group.alive
+        return self._child.alive
 
     def serves(self, toolchain: Toolchain) -> bool:
         """Return whether a toolchain's programs can be compiled in this process, whatever their target."""
@@ -175,23 +156,8 @@ class WorkerProcess:
             BuildError: the worker answers with an error, or died; then with the last lines it wrote.
             StoreError: the worker cannot read or write the store.
         """
-        start = self._stderr.seek(0, os.SEEK_END)
-        answer: dict[str, Any] = {}
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            self.kill()
-
-        timer = threading.Timer(seconds, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            # OSError: it is dead; ValueError: it died in the middle of its answer.
-            with suppress(OSError, ValueError):
-                answer = self._exchange(request)
-        finally:
-            timer.cancel()
+        answer = self._child.ask(request, seconds)
+        answer = answer if isinstance(answer, dict) else {}
         if "result" in answer:
             return answer["result"]
         if "error" in answer:
@@ -199,20 +165,20 @@ class WorkerProcess:
             kind = StoreError if error["code"] == StoreError.code else BuildError
             raise kind(error["message"], hint=error["hint"])
         # Without an answer the process itself is gone, not only its fork that did the job.
-        code = answer["exit"] if "exit" in answer else self._exit_code()
-        reason, hint = _too_late(seconds) if late.is_set() else _ended(code)
-        lines = "".join(f"{OUTPUT_MARK}{line}" for line in self._last_lines(start))
-        killed = code == -signal.SIGKILL and not late.is_set()
+        code = answer["exit"] if "exit" in answer else self._child.exit_code(_ANSWER_SECONDS)
+        late = self._child.late
+        reason, hint = _too_late(seconds) if late else _ended(code)
+        lines = "".join(f"{OUTPUT_MARK}{line}" for line in _last_lines(self._child.errors()))
+        killed = code == -signal.SIGKILL and not late
         raise (WorkerKilledError if killed else BuildError)(reason + lines, hint=hint)
 
     def kill(self) -> None:
         """End the process and its forks now. Safe from any thread, and again."""
-        self._group.kill()
+        self._child.kill()
 
     def release(self) -> None:
         """Kill the process and close its pipes. Call it from the thread that sends requests."""
-        self._group.release()
-        self._stderr.close()
+        self._child.release()
 
     def __enter__(self) -> WorkerProcess:
         return self
@@ -220,28 +186,11 @@ class WorkerProcess:
     def __exit__(self, *raised: object) -> None:
         self.release()
 
-    def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(json.dumps(request).encode() + b"\n")
-        stdin.flush()
-        answer = json.loads(stdout.readline())
-        return answer if isinstance(answer, dict) else {}
 
-    def _exit_code(self) -> int:
-        try:
-            return self._process.wait(timeout=_ANSWER_SECONDS)
-        except subprocess.TimeoutExpired:  # it lives, but its answer is unusable
-            self.kill()
-            return self._process.wait()
-
-    def _last_lines(self, start: int) -> tuple[str, ...]:
-        end = self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(start, end - _LAST_BYTES))
-        words, fatal, stack = self._stderr.read().decode("utf-8", "replace").partition(_FATAL)
-        stack = (fatal + stack).partition("\nExtension modules: ")[0]
-        return (*_lines_of(words)[-_LAST_LINES:], *_lines_of(stack)[:_LAST_LINES])
+def _last_lines(output: str) -> tuple[str, ...]:
+    words, fatal, stack = output.partition(_FATAL)
+    stack = (fatal + stack).partition("\nExtension modules: ")[0]
+    return (*_lines_of(words)[-_LAST_LINES:], *_lines_of(stack)[:_LAST_LINES])
 
 
 def _lines_of(text: str) -> list[str]:
@@ -262,16 +211,9 @@ def _too_late(seconds: float) -> tuple[str, str]:
 
 def _ended(code: int) -> tuple[str, str]:
     """Return how a worker ended, and what to do about it."""
+    reason = f"its worker {ending(code)}"
     if code >= 0:
-        return (
-            f"its worker ended with exit code {code}",
-            "if the last lines do not show the cause, report them to prejit's authors",
-        )
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    reason = f"its worker was killed by {name}"
+        return reason, "if the last lines do not show the cause, report them to prejit's authors"
     if -code == signal.SIGKILL:
         return reason, "memory may have run out (see `dmesg`): try fewer workers, --jobs 1"
     return reason, "XLA crashed: try another jaxlib, or simplify the program"

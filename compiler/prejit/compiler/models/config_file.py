@@ -78,13 +78,13 @@ def _load_config(directory: Path, known: list[str], section: str, *, other: bool
     )
     family = content.get("model_type") if isinstance(content, dict) else None
     if not isinstance(family, str) or family not in known:
-        elsewhere = {"[encode]": DECODERS, "[generate]": ENCODERS}[section] if other else {}
+        others = {"[encode]": [*DECODERS], "[generate]": [*ENCODERS]}[section] if other else []
         there = "encode" if section == "[generate]" else "generate"
         raise CheckpointError(
             f"{file}: model_type: expected one of {', '.join(map(shown, known))} for {section}, found "
             f"{shown(family)}{did_you_mean(str(family), known)}",
             hint=f"give the manifest [{there}] instead of {section}"
-            if str(family) in elsewhere
+            if str(family) in others
             else BRING_YOUR_OWN,
         )
     classes = content.get("architectures")

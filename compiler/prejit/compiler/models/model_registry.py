@@ -1,8 +1,8 @@
 """Find a model's family by its model_type, and make the model as an abstract flax nnx module.
 
-A decoder family is a module with `describe`, `build` and `NAMING`, listed in `DECODERS`. An encoder family is
-a module with `check`, `max_tokens`, `build` and `NAMING`, listed in `ENCODERS`. Parameters have the names of
-the published tensors, one array each; nothing is stacked.
+A decoder family is a module or a `LlamaFamily` with `describe`, `build` and `NAMING`, listed in `DECODERS`.
+An encoder family is a module with `check`, `max_tokens`, `build` and `NAMING`, listed in `ENCODERS`.
+Parameters have the names of the published tensors, one array each; nothing is stacked.
 """
 
 from __future__ import annotations
@@ -21,31 +21,28 @@ from prejit.compiler.models.families import (
     gemma2,
     gemma3,
     gpt2,
-    llama,
-    mistral,
     phi3,
-    qwen2,
-    qwen3,
     t5,
     whisper,
 )
+from prejit.compiler.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3, LlamaFamily
 from prejit.compiler.models.layers import product_forms
 from prejit.compiler.models.layers.layer_config import DecoderConfig, Naming, unsupported
 from prejit.runtime.errors import CheckpointError
 
-DECODERS: dict[str, ModuleType] = {
+DECODERS: dict[str, ModuleType | LlamaFamily] = {
     "gemma2": gemma2,
     "gemma3_text": gemma3,
     "gpt2": gpt2,
-    "llama": llama,
-    "mistral": mistral,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
     "phi3": phi3,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
     "t5": t5,
     "whisper": whisper,
 }
-"""The module of each family that generates, by model_type: decoders and encoder-decoders."""
+"""The families that generate, by model_type: decoders and encoder-decoders."""
 
 ENCODERS: dict[str, ModuleType] = {"bert": bert, "distilbert": distilbert, "roberta": roberta}
 """The module of each encoder family, by model_type."""
@@ -173,7 +170,7 @@ def encoder_naming(source: EncoderSource) -> Naming:
     return names
 
 
-def _decoder_family(config: Any) -> ModuleType:
+def _decoder_family(config: Any) -> ModuleType | LlamaFamily:
     if config.model_type not in DECODERS:
         raise unsupported(config, f"model_type: found {shown(config.model_type)}")
     return DECODERS[config.model_type]

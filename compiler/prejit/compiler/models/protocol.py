@@ -19,9 +19,8 @@ an array without one holds the state of the whole text. For one B and one S, sha
 same."""
 
 
-@runtime_checkable
-class DecoderModel(Protocol):
-    """A model that writes a text, token by token.
+class WritingModel(Protocol):
+    """A model that writes a text, token by token: of these two kinds.
 
     Attributes:
         vocab_size: V, the number of logits.
@@ -30,17 +29,6 @@ class DecoderModel(Protocol):
 
     vocab_size: int
     max_positions: int | None
-
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Cache:
-        """Return the cache of texts that have no token yet.
-
-        Args:
-            rows: B.
-            positions: S, the number of tokens that each row has room for.
-            dtype: the dtype of keys and values that the manifest asks for: `float32` or `bfloat16`. A model
-                may ignore it.
-        """
-        ...
 
     def __call__(
         self,
@@ -73,18 +61,27 @@ class DecoderModel(Protocol):
 
 
 @runtime_checkable
-class EncoderDecoderModel(Protocol):
+class DecoderModel(WritingModel, Protocol):
+    """A model that writes a text, and reads nothing else."""
+
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Cache:
+        """Return the cache of texts that have no token yet.
+
+        Args:
+            rows: B.
+            positions: S, the number of tokens that each row has room for.
+            dtype: the dtype of keys and values that the manifest asks for: `float32` or `bfloat16`. A model
+                may ignore it.
+        """
+        ...
+
+
+@runtime_checkable
+class EncoderDecoderModel(WritingModel, Protocol):
     """A model that writes a text about a source: a translator, a transcriber.
 
     It is called as a DecoderModel is. `encode` takes the place of `make_cache`.
-
-    Attributes:
-        vocab_size: V, the number of logits.
-        max_positions: the longest text that the model was made for; None: any.
     """
-
-    vocab_size: int
-    max_positions: int | None
 
     def source(self, rows: int, size: int) -> jax.ShapeDtypeStruct:
         """Return the shape and dtype of B sources with N = `size` places each.
@@ -106,16 +103,4 @@ class EncoderDecoderModel(Protocol):
             positions: S, the number of tokens that each row has room for.
             dtype: as for `DecoderModel.make_cache`.
         """
-        ...
-
-    def __call__(
-        self,
-        tokens: jax.Array,
-        start: jax.Array,
-        length: jax.Array,
-        cache: Cache,
-        *,
-        every: bool = False,
-    ) -> tuple[jax.Array, Cache]:
-        """See DecoderModel."""
         ...

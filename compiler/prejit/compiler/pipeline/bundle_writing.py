@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 from prejit.compiler.pipeline.pack.contents import PackedBundle
@@ -22,6 +23,8 @@ from prejit.runtime.format.writing import remove_abandoned, write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.store.receipts import Receipts
 
+_log = logging.getLogger(__name__)
+
 
 def write(bundle: PackedBundle, output: Path, progress: Progress) -> tuple[Path, bool]:
     """Write a bundle into `output/NAME`, unless it is there already.
@@ -35,7 +38,9 @@ def write(bundle: PackedBundle, output: Path, progress: Progress) -> tuple[Path,
     path = output / bundle.name
     if is_current(path, bundle.index):
         remove_abandoned(path)
+        _log.info("%s: is there already, byte for byte", path)
         return path, False
+    _log.info("%s: written anew, because its index differs or there is none", path)
     signed = _is_signed(path)
     with progress.phase(f"writing {path}"):
         write_layout(path, bundle.index, bundle.blobs, digest_of_file=Receipts(path).digest_of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
@@ -14,10 +15,12 @@ from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.library import KernelLibrary
 from prejit.compiler.pipeline.plan import Lowered, Plan, PlannedProgram
-from prejit.compiler.pipeline.reuse import TargetTools, UnknownError, known_job
+from prejit.compiler.pipeline.reuse import TargetTools, UnknownError, known_job, why_made
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.runtime.errors import PrejitError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -138,15 +141,20 @@ class Jobs:
         with self._lock:
             first, awaited = self._first.setdefault(job.key.digest, (job, future))
         if awaited is not future:
+            _log.info("%s for %s: equals %s", job.program, job.target.name, first.program)
             self._progress.add()
             awaited.add_done_callback(partial(self._follow, first, job, future))
             return future, False
         try:
             if (stored := self._find(job)) is not None:
+                _log.info("%s for %s: cached", job.program, job.target.name)
                 self._progress.add()
                 self._progress.cached()
                 future.set_result(stored)
                 return future, False
+            if _log.isEnabledFor(logging.INFO):
+                why = why_made(job.key, self._store)
+                _log.info("%s for %s: compiles: %s", job.program, job.target.name, why)
             found = self._executor.submit(job)
         except BaseException as error:
             future.set_exception(error)  # nobody waits for ever

@@ -134,7 +134,7 @@ def known_job(
     if lowered is None and (program.spec.kind == "call" or manifest.has_own_model):
         raise UntracedError(_why_traced(manifest, program, store))
     if lowered is None and program.key is not None:
-        raise UnknownError(_why(program.key, store))
+        raise UnknownError(why_made(program.key, store))
     if lowered is None:
         assert manifest.model is not None
         raise UnknownError(f"{manifest.model.source} has still to be fetched")
@@ -161,7 +161,7 @@ def planned_executables(plan: Plan, store: Store) -> tuple[PlannedExecutable, ..
             return found(state, str(missing))
         if (where := store.where(job.key)) is not None:
             return found(CACHED, where=where)
-        return found(COMPILE, _why(job.key, store))
+        return found(COMPILE, why_made(job.key, store))
 
     return tuple(store.map(planned, product(plan.programs, plan.targets)))
 
@@ -209,11 +209,16 @@ def known_native(lowered: Key | None, store: Store, forms: Mapping[Product, str]
     assert lowered is not None
     key = native_key(lowered, forms)
     if (found := find_native(key, store)) is None:
-        raise UnknownError(_why(key, store))
+        raise UnknownError(why_made(key, store))
     return found
 
 
-def _why(key: Key, store: Store) -> str:
+def why_made(key: Key, store: Store) -> str:
+    """Return why the result of a key has to be made, beside the last ones of its kind and name.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
     return why(nearest(store.last_keys(key.kind, key.name), key), key)
 
 

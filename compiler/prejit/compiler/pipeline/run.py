@@ -29,18 +29,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
-from prejit.compiler.compile.executor import Executor
-from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.beginning import Begun, begin
 from prejit.compiler.pipeline.built import Built, Failed
 from prejit.compiler.pipeline.executables import Jobs
 from prejit.compiler.pipeline.finishing import finish
-from prejit.compiler.pipeline.services import Services
+from prejit.compiler.pipeline.services import Options, Services
 from prejit.compiler.pipeline.shards import Packing, Shard
-from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.runtime.errors import PrejitError
 
@@ -48,38 +45,15 @@ _Step = TypeVar("_Step")
 
 
 def build(
-    manifest: Manifest,
-    output: Path,
-    *,
-    store: Store,
-    executor: Executor,
-    progress: Progress,
-    only: tuple[str, ...] = (),
-    forms: Path | None = None,
-    measure: bool | None = None,
-    timeout_seconds: float = JOB_SECONDS,
-    retrace: bool = False,
-    shard: Shard | None = None,
-    kernels_by: Mapping[str, str] | None = None,
+    manifest: Manifest, output: Path, *, only: tuple[str, ...] = (), **options: Unpack[Options]
 ) -> Built:
     """Build the bundle of a manifest into `output/NAME`.
 
     Args:
         manifest: what to build.
         output: directory of bundles.
-        store: keeps results.
-        executor: compiles programs and forms of products. The build closes it once all is compiled.
-        progress: shows every step.
         only: names of targets; empty: all targets of the manifest.
-        forms: a table of measured forms, which goes before all others.
-        measure: which products are measured. True: those that this machine has not measured itself; False:
-            none; None: large ones that no table has.
-        timeout_seconds: time limit of measuring one product, of measuring an encoder's programs for a target,
-            and of asking all programs for their golden answers.
-        retrace: whether the user's code is traced again, whatever the store has.
-        shard: which part of the build this is; None: the build has one machine.
-        kernels_by: identity of the C++ compiler that is tried first for each target's kernels, by target; a
-            target that is not named gets no kernels. None: every target, with the first compiler.
+        **options: see `Options`.
 
     Raises:
         BuildError: a program does not compile, or its worker died or took too long. What was finished stays
@@ -88,20 +62,12 @@ def build(
             wrong, or cannot be read.
     """
     results: list[Built | Failed] = []
-    build_all(
-        [(manifest, only)],
-        output,
-        store=store,
-        executor=executor,
-        progress=progress,
-        forms=forms,
-        measure=measure,
-        timeout_seconds=timeout_seconds,
-        retrace=retrace,
-        shard=shard,
-        kernels_by=kernels_by,
-        done=results.append,
-    )
+    build_all([(manifest, only)], output, done=results.append, **options)
+    return only_built(results)
+
+
+def only_built(results: Sequence[Built | Failed]) -> Built:
+    """Return the one build that ended, or raise its error."""
     [result] = results
     if isinstance(result, Failed):
         raise result.error
@@ -112,16 +78,8 @@ def build_all(
     requests: Sequence[tuple[Manifest, tuple[str, ...]]],
     output: Path,
     *,
-    store: Store,
-    executor: Executor,
-    progress: Progress,
-    forms: Path | None = None,
-    measure: bool | None = None,
-    timeout_seconds: float = JOB_SECONDS,
-    retrace: bool = False,
-    shard: Shard | None = None,
-    kernels_by: Mapping[str, str] | None = None,
     done: Callable[[Built | Failed], None],
+    **options: Unpack[Options],
 ) -> None:
     """Build the bundles of several manifests with one executor, each with its targets.
 
@@ -134,33 +92,18 @@ def build_all(
     Args:
         requests: manifests with different bundle names, each with the names of its targets (empty: all).
         output: directory of bundles.
-        store: see `build`.
-        executor: see `build`.
-        progress: see `build`.
-        forms: see `build`.
-        measure: see `build`.
-        timeout_seconds: see `build`.
-        retrace: see `build`.
-        shard: see `build`.
-        kernels_by: see `build`.
         done: called with each build as it ends.
+        **options: see `Options`.
 
     Raises:
         StoreError: the build has shards, and the store cannot be read.
     """
+    executor, store, shard = options["executor"], options["store"], options.get("shard")
     service = Services(
         output=output,
-        store=store,
-        progress=progress,
-        forms=forms,
-        measure=measure,
-        timeout_seconds=timeout_seconds,
-        retrace=retrace,
-        executor=executor,
-        jobs=Jobs(executor, store, progress, several=len(requests) > 1),
-        shard=shard,
+        jobs=Jobs(executor, store, options["progress"], several=len(requests) > 1),
         packings=_packings([manifest for manifest, _ in requests], shard, store),
-        kernels_by=kernels_by,
+        **options,
     )
     left: list[Begun] = []
 

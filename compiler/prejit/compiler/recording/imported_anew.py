@@ -13,7 +13,6 @@ import inspect
 import json
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from prejit.runtime.base.child_process import last_line, run_child
 from prejit.runtime.recorded.hook.jax_texts import COMPUTATION, INGREDIENT, KEY_LOGGER
 from prejit.runtime.recorded.hook.watch import Orders
 from prejit.runtime.recorded.hook_events import JaxRequest
@@ -87,24 +87,18 @@ def _in_new_process(
         ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
         orders = Orders(cache_settings(here / "cache", write=False))
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", __name__, scratch],
-                env=environment_for(orders, environment),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
+        status, _, errors = run_child(
+            [sys.executable, "-m", __name__, scratch],
+            env=environment_for(orders, environment),
+            seconds=_SECONDS,
+        )
+        if status is None:
             return {"trouble": f"importing its module anew took more than {_SECONDS} seconds"}
         try:
             found: dict[str, Any] = json.loads((here / "found.json").read_text(encoding="utf-8"))
         except OSError:
-            last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
-            return {"trouble": f"its module cannot be imported anew: {last[0]}"}
+            last = last_line(errors) or f"status {status}"
+            return {"trouble": f"its module cannot be imported anew: {last}"}
         return found
 
 

@@ -9,6 +9,7 @@ Machines that share one build (`share_with`) also hold a lease in the store whil
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -37,6 +38,7 @@ from prejit.runtime.errors import StoreError
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
+_log = logging.getLogger(__name__)
 _TRANSFERS = 16
 """How many files are read or written at the same time."""
 LOCAL_KINDS = frozenset({"weights", "measure", "pack"})
@@ -267,7 +269,9 @@ class LayeredStore:
                 with self._lock:
                     traffic.found += 1
                     self.fetched[key.digest] = tier.label
+                _log.info("%s %s: fetched from %s", key.kind, key.name, tier.label)
                 return True
+        _log.info("%s %s: no shared store has it", key.kind, key.name)
         self._absent.add(key.digest)
         return False
 

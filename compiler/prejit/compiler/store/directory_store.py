@@ -17,6 +17,7 @@ file is the time of its last use, to the hour; `prejit gc` removes files by it.
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import secrets
 import time
@@ -43,6 +44,7 @@ from prejit.runtime.base.locks import lock_file, remove_and_unlock
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import StoreError
 
+_log = logging.getLogger(__name__)
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
@@ -208,6 +210,11 @@ class DirectoryStore:
 
     def get(self, key: Key, *, verify: bool = False) -> dict[str, Any] | None:
         """See `Store.get`."""
+        found = self._get(key, verify=verify)
+        _log.debug("%s %s: %s", key.kind, key.name, "not here" if found is None else "here")
+        return found
+
+    def _get(self, key: Key, *, verify: bool) -> dict[str, Any] | None:
         body = self._files.read_json(self._action(key))
         if body is None or body["ingredients"] != [list(pair) for pair in key.ingredients]:
             return None

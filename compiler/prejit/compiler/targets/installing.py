@@ -16,12 +16,12 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from prejit.compiler.base.process_group import ProcessGroup
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.environments import MARKER, Environment, EnvironmentSpec, write_error
 from prejit.compiler.targets.interpreters import find_interpreter
 from prejit.compiler.targets.uv import find_uv, install_command, translated
+from prejit.runtime.base.child_process import run_child
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import BuildError, NetworkError, PrejitError, StoreError
 
@@ -153,25 +153,12 @@ def _run(
         PrejitError: it failed.
         OSError: it cannot be started.
     """
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environ,
-        cwd=cwd,
-        pass_fds=(lock,),
-        start_new_session=True,  # Ctrl-C is ours to handle; and a group can be killed whole
-        encoding="utf-8",
-        errors="replace",
+    code, printed, _ = run_child(
+        command, env=environ, cwd=cwd, pass_fds=(lock,), stderr=subprocess.STDOUT
     )
-    try:
-        output, _ = process.communicate()
-    except BaseException:
-        ProcessGroup(process).release()
-        raise
-    if process.returncode:
-        raise _pip_error(spec, path, output, process.returncode)
+    output = printed.decode("utf-8", "replace")
+    if code:
+        raise _pip_error(spec, path, output, code)
     return output
 
 

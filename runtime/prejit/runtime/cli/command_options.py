@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import click
 
 from prejit.runtime.base.process_facts import TRUST_VARIABLE
+from prejit.runtime.cli.output import print_text
 from prejit.runtime.errors import UsageError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -63,6 +66,34 @@ def _apply_trust(_: click.Context, __: click.Parameter, policy: str | None) -> N
         os.environ[TRUST_VARIABLE] = f"{others}{os.pathsep}{path}" if others else path
 
 
+def _apply_verbose(context: click.Context, _: click.Parameter, count: int) -> None:
+    """Print what prejit logs while the command runs: at INFO, or also at DEBUG."""
+    if count == 0:
+        return
+    import logging  # a command that prints no log need not import it
+
+    class Stderr(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            with contextlib.suppress(OSError, ValueError):  # its reader has gone, or it is closed
+                print_text(self.format(record), file=sys.stderr)
+
+    handler, logger = Stderr(), logging.getLogger("prejit")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if count == 1 else logging.DEBUG)
+    context.call_on_close(lambda: logger.setLevel(logging.NOTSET))
+    context.call_on_close(lambda: logger.removeHandler(handler))
+
+
+VERBOSE = click.option(
+    "-v",
+    "--verbose",
+    count=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_apply_verbose,
+    help="Say on stderr what is decided and why; -vv: each step too.",
+)
 TRUST = click.option(
     "--trust",
     **FILE,
@@ -84,7 +115,7 @@ def loads(command: _F) -> _F:
     mismatch = on_mismatch(
         "Where this machine matches no target: compile here, or fail with exit status 3."
     )
-    return FINGERPRINT(TRUST(mismatch(command)))
+    return FINGERPRINT(TRUST(mismatch(VERBOSE(command))))
 
 
 def output(metavar: str, text: str, **more: Any) -> Callable[[_F], _F]:

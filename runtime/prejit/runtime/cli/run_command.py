@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from prejit.runtime.cli.command_options import BUNDLE, TRUST, on_mismatch, output
+from prejit.runtime.cli.command_options import BUNDLE, TRUST, VERBOSE, on_mismatch, output
 from prejit.runtime.cli.output import print_text, warnings_on_stderr, write_text
 from prejit.runtime.errors import MismatchError
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -46,6 +46,7 @@ MISMATCH = MismatchError.exit_code
     help="The program's command and its arguments.",
 )
 @TRUST
+@VERBOSE
 @click.option(
     "--report",
     is_flag=True,

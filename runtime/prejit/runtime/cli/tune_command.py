@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from prejit.runtime.cli.command_options import BUNDLE, TRUST, output
+from prejit.runtime.cli.command_options import BUNDLE, TRUST, VERBOSE, output
 from prejit.runtime.cli.output import print_text
 from prejit.runtime.device import tuning
 
@@ -15,6 +15,7 @@ from prejit.runtime.device import tuning
 @click.command(epilog="Examples:\n\n\b\n  prejit tune artifacts/demo -o h200.json")
 @BUNDLE
 @TRUST
+@VERBOSE
 @output("FILE", "File to write; name it as `tuning` of a [[target]].", required=True)
 def tune(path: str, output: str) -> int:
     """Compile a bundle on this machine's GPU and record what XLA measures, for builds elsewhere."""

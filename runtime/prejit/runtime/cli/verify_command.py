@@ -10,7 +10,7 @@ import click
 
 from prejit.runtime.base.process_facts import policy_paths
 from prejit.runtime.base.text_table import size
-from prejit.runtime.cli.command_options import BUNDLE, FILE, JSON
+from prejit.runtime.cli.command_options import BUNDLE, FILE, JSON, VERBOSE
 from prejit.runtime.cli.golden_commands import forget_failures, run_programs
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.errors import AnswerError
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     help="Then forget what this machine holds against the bundle: first loads that crashed, and executables "
     "in quarantine.",
 )
+@VERBOSE
 @JSON
 def verify(path: str, trust: str | None, run: bool, forget: bool, as_json: bool) -> int:
     """Check every byte: the digests of all blobs, every frame of every pack, each line of each table.

@@ -8,6 +8,7 @@ kernel verifies them by fs-verity.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 import weakref
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from prejit.runtime.format import hashing
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -146,10 +148,13 @@ class Blobs:
             size = file.identity.size
             if table is not None and _is_measured(file, table):
                 self.verity_bytes += size
+                _log.debug("%s: the kernel verifies it, by fs-verity", digest)
                 continue
             if self._holds(file, digest) or (table is not None and self._holds(file, table.name)):
                 self.receipt_bytes += size
+                _log.debug("%s: has a receipt", digest)
                 continue
+            _log.debug("%s: to be hashed%s", digest, "" if table is None else " in chunks")
             from prejit.runtime.format import hashing  # starts with receipts have no job
 
             if table is None:
@@ -176,6 +181,10 @@ class Blobs:
     ) -> None:
         """Begin jobs. If all succeed, files with these names and identities get receipts."""
         self.hashed_bytes = sum(job.end - job.start for job in jobs)
+        _log.info(
+            "verifying: %d bytes are hashed, %d have receipts, %d are left to fs-verity",
+            *(self.hashed_bytes, self.receipt_bytes, self.verity_bytes),
+        )
         if not jobs:
             self._close()
             return
@@ -189,6 +198,7 @@ class Blobs:
 
     def _finish(self, names: Iterable[tuple[str, Identity]], began: float) -> None:
         self._close()
+        _log.info("verified: all that was hashed is right")
         if self._receipts is not None:
             for name, identity in names:
                 self._receipts.add(name, identity, hashed_at=began)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from prejit.runtime.programs.local import LocalCompiler
     from prejit.runtime.programs.mapped_weights import Weights
     from prejit.runtime.store.runtime_cache import KeptAnswer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +206,7 @@ class Programs:
             self._underway.discard(name)
         self.compiled += source == "compiled"
         self._reports[name] = ProgramReport(name, source, time.perf_counter() - started)
+        _log.info("%s: %s: %s in %.3f s", self.bundle, name, source, self._reports[name].seconds)
         self._ready[name] = executable
         if self._closed is not None:  # `close` may have dropped the others before
             self._ready.pop(name, None)
@@ -220,6 +224,7 @@ class Programs:
             executable = self.load(program, self.device)
             if (wrong := self.ask_canary(canary, program, executable)) is None:
                 return executable, "loaded"
+        _log.info("%s: %s: golden answer is wrong: %s", self.bundle, program.name, wrong)
         from prejit.runtime.programs import asked_answers
 
         asked_answers.fall_back(canary, program, wrong)
@@ -300,6 +305,7 @@ class Programs:
                 self._locks[entry.name] = threading.Lock()
                 self.table[entry.name] = entry
                 count_open_size(self.bundle, entry.name)
+                _log.info("%s: %s: no bucket has these sizes", self.bundle, entry.name)
         return entry
 
     def _check_signature(self, program: ProgramEntry, executable: Executable, path: str) -> None:

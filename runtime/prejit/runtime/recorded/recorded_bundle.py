@@ -7,6 +7,7 @@ written, and again at every start, by its receipt or by hashing.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import stat
@@ -36,6 +37,7 @@ from prejit.runtime.store.receipts import Receipts
 from prejit.runtime.store.runtime_cache import cache_root
 from prejit.runtime.verdict import Verdict
 
+_log = logging.getLogger(__name__)
 _UNUSED_DAYS = 30
 """After so many days without a start, unpacked files are removed when another bundle is unpacked."""
 
@@ -82,6 +84,8 @@ def _open(layout: Layout, root: Root, *, machine: Fingerprint) -> RecordedBundle
         targets += match(root, on_cpu(machine))
     closest = min(targets, key=lambda each: each.verdict.distance)
     chosen = next((each for each in targets if each.verdict.matches), closest)
+    fit = "it matches" if chosen.verdict.matches else f"none matches: {chosen.verdict.reason()}"
+    _log.info("%s, %s: chose target %s: %s", layout.path, root.digest, chosen.name, fit)
     contents = read_contents(layout, chosen)
     if policies := policy_paths():
         from prejit.runtime.trust.enforcing import enforce

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from prejit.runtime.trust.channel import (
     MAX_CHANNEL_BYTES,
     Accepted,
@@ -14,6 +16,8 @@ from prejit.runtime.trust.channel import (
 from prejit.runtime.trust.channel_state import ChannelState
 from prejit.runtime.trust.policy import ChannelRule, Policy
 from prejit.runtime.trust.reasons import Reason, RefusedError
+
+_log = logging.getLogger(__name__)
 
 
 def current_release(policy: Policy, channel: ChannelRule, now: float) -> Outcome | Reason:
@@ -67,6 +71,7 @@ def current_release(policy: Policy, channel: ChannelRule, now: float) -> Outcome
                 state.write_mark(key, after)
         if outcome.accepted != kept:
             state.write(outcome.accepted)
+    _log.info("channel %s: version %d is current", channel.name, outcome.release.version)
     return outcome
 
 

@@ -1,17 +1,7 @@
 """The rule: whether a policy lets a bundle run, from what is attached to it. No reading of files.
 
-For each target that may run, in this order:
-
-1. The first rule whose names fit the bundle's name decides. No rule: refused.
-2. A bundle or a manifest that is revoked is refused.
-3. Each attached signature is parsed and verified with the keys of the rule, or a keyless one with its
-   identities. It counts if it is by one that neither expired nor was revoked, and is about the bundle's index
-   or about this target's manifest.
-4. As many different keys and identities as the threshold must be left.
-5. As many of these must have signed the provenance and the list of parts that the rule demands.
-6. The bundle must be the current one of the rule's channel.
-
-A reason is enforced or only reported, by the level of the rule.
+For each target that may run, rules P1 to P6 of `format.rules`, in this order. A reason is enforced or only
+reported, by the level of the rule.
 """
 
 from __future__ import annotations

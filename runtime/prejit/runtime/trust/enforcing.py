@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from prejit.runtime.trust.reasons import Reason
 if TYPE_CHECKING:
     from prejit.runtime.trust.channel import Outcome
 
+_log = logging.getLogger(__name__)
 MAX_LISTED = 256
 """Maximum number of entries of `index.json` that are read as possible signatures, at most 64 KiB each."""
 MAX_ATTACHED = 64
@@ -154,7 +156,22 @@ def verdicts(
             rule = policy.rule_for(target.bundle)
             first_load = "direct" if rule is None else rule.first_load
             found.append(PolicyVerdict(policy.path, target.name, decision, first_load))
+            _log_verdict(found[-1], len(signatures))
     return found
+
+
+def _log_verdict(verdict: PolicyVerdict, count: int) -> None:
+    refusal, reported = verdict.decision.refusal, verdict.decision.reported
+    _log.info(
+        "policy %s: target %s %s; %d signatures, of which those of %s count",
+        verdict.policy,
+        verdict.target,
+        "may run" if refusal is None else f"is refused ({refusal.case}): {refusal.text}",
+        count,
+        ", ".join(verdict.decision.signers) or "nobody",
+    )
+    for reason in reported:
+        _log.info("policy %s only reports (%s): %s", verdict.policy, reason.case, reason.text)
 
 
 def _may_sign(root: Root) -> tuple[Descriptor, ...]:

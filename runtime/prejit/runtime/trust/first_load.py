@@ -7,6 +7,7 @@ not the server. It is not a sandbox: the child runs with the rights of this proc
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from prejit.runtime.store.first_loads import (
     remember_first_load,
 )
 
+_log = logging.getLogger(__name__)
 CHILD_MODULE = "prejit.runtime.first_load_child"
 """The module that the child process runs."""
 
@@ -118,6 +120,7 @@ def check_first_load(wanted: FirstLoad, machine: Fingerprint, policy: str) -> No
         return
     key = digest_of(json.dumps([manifests, asdict(machine)], sort_keys=True).encode())
     outcome = first_load_outcome(key)
+    _log.info("%s wants the first load in a child process: %s", policy, outcome or "it begins")
     if outcome is None:
         for number in range(_TRIES):
             outcome = _tried(wanted, manifests, policy, limited=number < _TRIES - 1)
@@ -142,40 +145,28 @@ def _wanted_by(policy: str) -> str:
 
 def _tried(wanted: FirstLoad, manifests: list[str], policy: str, *, limited: bool) -> str:
     """Return how a child process ended: `loaded`, or how it crashed. Raises as `check_first_load`."""
-    import signal  # later loads need none of these
-    import subprocess
+    import subprocess  # later loads need none of these
 
-    reader, writer = os.pipe()
-    with open(reader, "rb") as answers:
-        try:
-            child = subprocess.Popen(
-                [sys.executable, "-P", "-m", CHILD_MODULE, str(writer)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(writer,),
-                start_new_session=True,
-            )
-        except (OSError, ValueError) as error:
-            raise StoreError(
-                f"{os.fspath(wanted.path)}: cannot start a process for the first load: {error}",
-                hint=_HINT_OF_FAILURE,
-            ) from error
-        finally:
-            os.close(writer)
-        try:
-            child.communicate(wanted.request(limited=limited), timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            return f"took more than {SECONDS:.0f} seconds"
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)  # and what it started
-                child.wait()
-        os.set_blocking(reader, False)  # something that it started may keep the pipe open
-        answer = answers.read(_MAX_ANSWER_BYTES) or b""
+    from prejit.runtime.base.child_process import run_child, signal_name
+
     path = os.fspath(wanted.path)
-    if child.returncode < 0:
-        name = _signal_name(-child.returncode)
+    try:
+        code, answer, _ = run_child(
+            [sys.executable, "-P", "-m", CHILD_MODULE],
+            wanted.request(limited=limited),
+            seconds=SECONDS,
+            stderr=subprocess.DEVNULL,
+            most_bytes=_MAX_ANSWER_BYTES,
+        )
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"{path}: cannot start a process for the first load: {error}",
+            hint=_HINT_OF_FAILURE,
+        ) from error
+    if code is None:
+        return f"took more than {SECONDS:.0f} seconds"
+    if code < 0:
+        name = signal_name(-code)
         if name in _CRASHES and (limited or not _has_memory_limit()):
             return f"ended the process by {name}"
         cause = "within the memory limit of this process" if name in _CRASHES else "from outside"
@@ -186,7 +177,7 @@ def _tried(wanted: FirstLoad, manifests: list[str], policy: str, *, limited: boo
             hint="nothing is held against the bundle: load it again. If this service was not stopped, this "
             "machine had too little memory",
         )
-    _judge(path, manifests, answer, child.returncode, policy)
+    _judge(path, manifests, answer, code, policy)
     return LOADED
 
 
@@ -196,15 +187,6 @@ def _has_memory_limit() -> bool:
 
     kinds = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
     return any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in kinds)
-
-
-def _signal_name(number: int) -> str:
-    import signal
-
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _judge(path: str, manifests: list[str], answer: bytes, status: int, policy: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from prejit.runtime.cli.command_options import JSON, PATH, TRUST
+from prejit.runtime.cli.command_options import JSON, PATH, TRUST, VERBOSE
 from prejit.runtime.cli.output import print_json, print_text, progress, warnings_on_stderr
 from prejit.server.cli.serve_command import named_paths
 
@@ -25,6 +25,7 @@ from prejit.server.cli.serve_command import named_paths
     help="A bundle in place of the one with this name in the log; may be repeated.",
 )
 @TRUST
+@VERBOSE
 @JSON
 def replay(log: str, bundles: tuple[str, ...], as_json: bool) -> int:
     """Run the requests of a log of `prejit serve` again, and compare."""

@@ -10,7 +10,15 @@ from typing import Any
 import click
 
 from prejit.runtime.base.process_facts import importing
-from prejit.runtime.cli.command_options import COUNT, FILE, SECONDS, SIZE, TRUST, on_mismatch
+from prejit.runtime.cli.command_options import (
+    COUNT,
+    FILE,
+    SECONDS,
+    SIZE,
+    TRUST,
+    VERBOSE,
+    on_mismatch,
+)
 from prejit.runtime.cli.output import warnings_on_stderr
 from prejit.runtime.device.quick_start import import_numpy, read_library_ahead
 from prejit.runtime.errors import UsageError
@@ -52,6 +60,7 @@ def _origin(text: str) -> str:
     help="Directory of a bundle, and the name that clients give as their model (default: its own).",
 )
 @TRUST
+@VERBOSE
 @click.option("--host", default="127.0.0.1", metavar="HOST", help="Address to listen at.")
 @click.option(
     "--port",

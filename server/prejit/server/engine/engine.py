@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from prejit.server.engine.microbatch_calls import Calling
     from prejit.server.engine.microbatch_encode import Encoding
 
+_log = logging.getLogger(__name__)
+logging.getLogger("prejit.server").addHandler(logging.NullHandler())
 CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 64, 512
 """How many positions of prompts a step computes beside decoding, on a CPU and on an accelerator."""
 
@@ -154,6 +157,8 @@ class Engine(OneProcess):
         if tokens is None:
             on_cpu = decoder.device.platform == "cpu"
             tokens = CPU_PREFILL_TOKENS if on_cpu else ACCELERATOR_PREFILL_TOKENS
+        name, plan = self._bundle.name, self.plan
+        _log.info("%s: at most %d generations at once: %s", name, self._slots, plan)
         loop = Loop(decoder, self.plan, self._queue, tokens, self._recorder)
         when_dropped(self, loop.close)
         return loop

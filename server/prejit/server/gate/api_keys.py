@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import re
 import threading
@@ -18,6 +19,7 @@ from prejit.runtime.errors import StoreError, UsageError
 from prejit.server.engine.request_queue import NO_LIMITS, Limits
 from prejit.server.served.say import say
 
+_log = logging.getLogger(__name__)
 _MAX_BYTES = 1 << 20
 """The largest file of keys: 10,000 of them."""
 _LINE = re.compile(
@@ -130,6 +132,7 @@ class Keys:
             if self._stamp is not None and self._stamp == _stamp(self._path):
                 return
             self._stamp, said = self._read(), ""
+            _log.info("%s: read again: %d keys", self._path, len(self))
         except OSError as error:
             said = f"{self._path}: cannot read the keys: {error.strerror}"
         except (StoreError, UsageError) as error:

@@ -10,21 +10,20 @@ import contextlib
 import ctypes
 import json
 import os
-import pickle
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
-from socket import socketpair
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO, TypeVar, final
 
+from prejit.runtime.base.child_process import Child, take_stdout, write_answer
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar.grammar_compiling import compiled, tokenizer_of
-from prejit.server.grammar.grammar_sources import GrammarSource
+from prejit.server.grammar.grammar_sources import GrammarSource, SchemaPart
+
+_T = TypeVar("_T")
 
 MAX_SECONDS = 2.0
 """Maximum CPU time of a compilation. A schema of 4,000 properties takes 1.3 seconds."""
@@ -62,7 +61,7 @@ class Trial:
         """
         with self._lock:
             process = self._process
-            if process is None or process.child.poll() is not None:
+            if process is None or not process.child.alive:
                 self._process = process = _Process(self.table)
             answer = process.ask(source)
             if answer is None:
@@ -89,31 +88,16 @@ class _Process:
     """The process and the connection to it."""
 
     def __init__(self, table: Sequence[bytes | None]) -> None:
-        ours, theirs = socketpair()
-        with theirs:
-            self.child = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                process_group=0,  # Ctrl-C is for the server. In a session, `nice` does nothing (sched(7))
-            )
-        self._connection = Connection(ours.detach())
-        weakref.finalize(self, _end, self.child, self._connection)
-        with contextlib.suppress(OSError):  # `ask` finds that it has ended
-            self._connection.send_bytes(pickle.dumps(table))
+        command = [sys.executable, "-P", "-m", __name__]
+        self.child = Child(command, errors="dropped", own_session=False)  # for `nice`
+        weakref.finalize(self, self.child.release)
+        self.child.send([None if each is None else each.decode("latin-1") for each in table])
 
     def ask(self, source: GrammarSource) -> dict[str, Any] | None:
         """Return the answer; None: the process ended or took too long."""
-        try:
-            self._connection.send_bytes(pickle.dumps(source))
-            if self._connection.poll(_WAIT_SECONDS):
-                answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
-                return answer
-        except (OSError, EOFError):
-            pass
-        return None
+        parts = [source.text, source.expected, source.schemas, source.is_gbnf]
+        answer: dict[str, Any] | None = self.child.ask(parts, _WAIT_SECONDS)
+        return answer
 
     def end(self) -> str:
         """End the process and return what it did, for an error.
@@ -121,22 +105,13 @@ class _Process:
         Raises:
             RuntimeError: it could not begin: prejit is broken, not the grammar.
         """
-        try:
-            status = self.child.wait(1)  # after the end of its connection, which comes first
-        except subprocess.TimeoutExpired:
-            status = -signal.SIGPROF
-        _end(self.child, self._connection)
+        status = self.child.exit_code()
+        self.child.release()
         if status == _BROKEN:
             raise RuntimeError("the process that compiles grammars does not work")
-        if status == -signal.SIGPROF:
+        if status == -signal.SIGPROF or self.child.late:
             return f"takes more than {MAX_SECONDS:g} seconds to compile"
         return "needs too much memory or is nested too deeply"
-
-
-def _end(child: subprocess.Popen[bytes], connection: Connection) -> None:
-    connection.close()
-    child.kill()
-    child.wait()
 
 
 # ---------------------------------------------------------------------- in the process
@@ -145,30 +120,39 @@ def _end(child: subprocess.Popen[bytes], connection: Connection) -> None:
 def main() -> None:
     """Answer with sizes and errors until the server is gone."""
     os.nice(_NICE)
-    connection = Connection(int(sys.argv[1]))
+    answers = take_stdout()
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
     # Half of what the threads of the server have: what fits here fits there.
     threading.stack_size((_THREAD_STACK_BYTES if stack == resource.RLIM_INFINITY else stack) // 2)
-    thread = threading.Thread(target=_serve, args=(connection,))
+    thread = threading.Thread(target=_serve, args=(answers,))
     thread.start()
     thread.join()
 
 
-def _received(connection: Connection) -> Any:
-    try:
-        return pickle.loads(connection.recv_bytes())  # noqa: S301 (the server sends it)
-    except (EOFError, OSError):  # the server is gone
+def _received(read: Callable[[Any], _T]) -> _T:
+    if not (line := sys.stdin.buffer.readline()):  # the server is gone
         os._exit(0)
+    try:
+        return read(json.loads(line))
     except Exception:  # the files of prejit changed since the server began
         os._exit(_BROKEN)
 
 
-def _serve(connection: Connection) -> None:
-    tokenizer = tokenizer_of(_received(connection))
+def _table(tokens: list[str | None]) -> list[bytes | None]:
+    return [None if each is None else each.encode("latin-1") for each in tokens]
+
+
+def _source(parts: list[Any]) -> GrammarSource:
+    text, expected, schemas, is_gbnf = parts
+    return GrammarSource(text, expected, tuple(SchemaPart(*each) for each in schemas), is_gbnf)
+
+
+def _serve(answers: BinaryIO) -> None:
+    tokenizer = tokenizer_of(_received(_table))
     _set_limits()
     with contextlib.suppress(OSError):
         while True:
-            source: GrammarSource = _received(connection)
+            source = _received(_source)
             signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # SIGPROF ends the process
             answer: dict[str, Any]
             try:
@@ -180,7 +164,7 @@ def _serve(connection: Connection) -> None:
             except UsageError as error:
                 answer = {"error": str(error), "hint": error.hint}
             signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send_bytes(json.dumps(answer).encode())
+            write_answer(answers, answer)
 
 
 def _set_limits() -> None:

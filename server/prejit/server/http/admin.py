@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING, final
 
@@ -23,6 +24,7 @@ from prejit.server.served.served import Models
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+_log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
 """How often a drain looks whether anything runs."""
 
@@ -66,10 +68,12 @@ async def drain(models: Models, seconds: float, *, ends: bool = False) -> bool:
         ends: whether the server ends then, so that nothing undoes it.
     """
     until = time.monotonic() + seconds
+    _log.info("draining, for at most %g s%s", seconds, ", to end" if ends else "")
     while not (idle := models.drain(ends=ends)) and time.monotonic() < until:
         await asyncio.sleep(_POLL_SECONDS)
         if models.state != "draining":
             return False
+    _log.info("drained: %s", "nothing runs" if idle else "some requests still run")
     return idle
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 from starlette.requests import Request
 
 from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.chat_messages import Function
 from prejit.server.openai.constraints import (
     AnyConstraint,
@@ -19,6 +20,10 @@ from prejit.server.openai.constraints import (
     mask_of,
     mask_of_calls,
 )
+from prejit.server.openai.engine_calls import TextCall, text_call
+from prejit.server.openai.fields import Sampled
+from prejit.server.openai.prompts import off_loop
+from prejit.server.openai.token_limits import limited
 from prejit.server.openai.tool_calls import ForcedReader, Parts, ToolReader
 from prejit.server.served.served import Served
 
@@ -137,27 +142,59 @@ def allowed_functions(functions: Sequence[Function], names: Collection[str]) -> 
     return [each for each in functions if each.name in names]
 
 
-async def masks(
+async def conversation_call(
+    request: Request,
+    settings: Settings,
+    served: Served,
+    body: Sampled,
+    *,
+    prompt: Callable[[], Sequence[int]],
+    tools: Tools,
+    format_constraint: AnyConstraint | None,
+    options: dict[str, Any],
+    choices: int = 1,
+) -> TextCall:
+    """Return what a request for the next message of a conversation asks of the engine.
+
+    Args:
+        request: as of `text_call`.
+        settings: as of `text_call`.
+        served: as of `text_call`.
+        body: as of `text_call`.
+        prompt: makes the token ids.
+        tools: the tools of the request. A call that is forced is forced whatever the format is. If one is
+            strict and the template's form of calls is known, calls that the model may make are right, too.
+        format_constraint: what an answer without calls must be.
+        options: as of `TextCall`.
+        choices: as of `TextCall`.
+
+    Raises:
+        UsageError, ApiError, ContextError, ClientDisconnect: as `mask_of`, `limited` and `text_call`; or an
+            answer that is no JSON is wanted beside tools, which the model could not call then.
+    """
+    stops = options["stop_token_ids"]
+    token_ids = await off_loop(len(await request.body()), prompt)
+    mask = await _mask(request, served, tools, format_constraint, stops)
+    return text_call(
+        request,
+        settings,
+        served,
+        body,
+        prompt=token_ids,
+        options=options,
+        choices=choices,
+        mask=await limited(served, body, mask, stops),
+    )
+
+
+async def _mask(
     request: Request,
     served: Served,
     tools: Tools,
     format_constraint: AnyConstraint | None,
     stop_token_ids: Sequence[int] | None,
 ) -> Callable[[], TokenMask] | None:
-    """Return what makes token masks for an answer; None: it may be anything.
-
-    Args:
-        request: of the answer.
-        served: the model.
-        tools: the tools of the request. A call that is forced is forced whatever the format is. If one is
-            strict and the template's form of calls is known, calls that the model may make are right, too.
-        format_constraint: what an answer without calls must be.
-        stop_token_ids: of the request; None: those of the model.
-
-    Raises:
-        UsageError, ApiError, ClientDisconnect: as `mask_of`; or an answer that is no JSON is wanted beside
-            tools, which the model could not call then.
-    """
+    """Return what makes token masks for an answer; None: it may be anything."""
     constraint = tools.constraint() or format_constraint
     if tools.forced or not tools.functions:
         if constraint is None:

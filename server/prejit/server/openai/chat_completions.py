@@ -23,7 +23,7 @@ from prejit.server.openai.answer_bodies import (
     Tools,
     allowed_functions,
     chosen_tools,
-    masks,
+    conversation_call,
 )
 from prejit.server.openai.bodies import (
     RequestFields,
@@ -46,7 +46,7 @@ from prejit.server.openai.chat_messages import (
     plain_tools,
 )
 from prejit.server.openai.constraints import AnyConstraint, Constraint
-from prejit.server.openai.engine_calls import TextCall, text_call
+from prejit.server.openai.engine_calls import TextCall
 from prejit.server.openai.event_streams import DONE, EventStream
 from prejit.server.openai.fields import (
     Logprobs,
@@ -63,7 +63,6 @@ from prejit.server.openai.logprobs import (
     token_names,
 )
 from prejit.server.openai.prompt_scores import PromptLogprobs, as_vllm
-from prejit.server.openai.token_limits import limited
 from prejit.server.openai.tool_calls import ToolCall
 from prejit.server.served.served import Models, Served
 
@@ -224,22 +223,16 @@ async def chat(models: Models, settings: Settings, request: Request) -> Response
     options["max_new_tokens"] = new_tokens(getattr(body, most), served, settings, name=most)
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
-    wanted = text_call(
+    wanted = await conversation_call(
         request,
         settings,
         served,
         body,
-        prompt=await prompts.off_loop(
-            len(await request.body()), lambda: _prompt(body, served, tools)
-        ),
+        prompt=lambda: _prompt(body, served, tools),
+        tools=tools,
+        format_constraint=_constraint(body),
         options=options,
         choices=body.n or 1,
-        mask=await limited(
-            served,
-            body,
-            await masks(request, served, tools, _constraint(body), options["stop_token_ids"]),
-            options["stop_token_ids"],
-        ),
     )
     [scores] = await prompt_scores.scores(request, served, [wanted], body.prompt_logprobs)
     answer = _Answer(body, served, tools)

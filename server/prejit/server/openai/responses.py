@@ -18,7 +18,12 @@ from prejit.runtime.generation.sampling import Logprob
 from prejit.server.gate.http_errors import ApiError, as_api_error
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import engine_calls, prompts
-from prejit.server.openai.answer_bodies import Tools, allowed_functions, chosen_tools, masks
+from prejit.server.openai.answer_bodies import (
+    Tools,
+    allowed_functions,
+    chosen_tools,
+    conversation_call,
+)
 from prejit.server.openai.bodies import answered, check_only, encode, read, served_model
 from prejit.server.openai.chat_messages import (
     Function,
@@ -28,7 +33,7 @@ from prejit.server.openai.chat_messages import (
     plain_tools,
 )
 from prejit.server.openai.constraints import AnyConstraint, Constraint
-from prejit.server.openai.engine_calls import TextCall, text_call
+from prejit.server.openai.engine_calls import TextCall
 from prejit.server.openai.event_streams import EventStream
 from prejit.server.openai.fields import check_fields, new_tokens
 from prejit.server.openai.logprobs import TokenLogprob, for_chat, token_names
@@ -50,7 +55,6 @@ from prejit.server.openai.responses_schema import (
     ResponseSchemaFormat,
     ResponseUsage,
 )
-from prejit.server.openai.token_limits import limited
 from prejit.server.openai.tool_calls import Parts, ToolCall
 from prejit.server.served.served import Models, Served
 
@@ -75,21 +79,15 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
     )
     if body.include:
         options["logprobs"] = body.top_logprobs or 0
-    wanted = text_call(
+    wanted = await conversation_call(
         request,
         settings,
         served,
         body,
-        prompt=await prompts.off_loop(
-            len(await request.body()), lambda: _prompt(body, served, tools)
-        ),
+        prompt=lambda: _prompt(body, served, tools),
+        tools=tools,
+        format_constraint=_constraint(body),
         options=options,
-        mask=await limited(
-            served,
-            body,
-            await masks(request, served, tools, _constraint(body), options["stop_token_ids"]),
-            options["stop_token_ids"],
-        ),
     )
     answer = _Answer(body, served, tools)
     if body.stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
     from prejit.server.engine.engine import Engine
 
+_log = logging.getLogger(__name__)
 _GC_THRESHOLDS = (100_000, 50, 100)
 """With Python's own thresholds, decoding 3 MB of small lists takes six times as long, because all new objects
 are looked at some hundred times. No other thread runs meanwhile."""
@@ -121,6 +123,7 @@ class Loading(threading.Thread):
             gc.set_threshold(*_GC_THRESHOLDS)
             gc.enable()
             if self._models.change(before, "ready"):
+                _log.info("ready, after %s", before)
                 names = ", ".join(name for _, name in bundles)
                 text = f"{self._url}  {names}  ready in {seconds_since_exec():.2f} s"
                 say(printable(text))
@@ -149,4 +152,6 @@ class Loading(threading.Thread):
         name = source.name or bundle.name
         engine = self._wrap(name, engine)
         self._models.add(Served(name, bundle, engine, int(time.time())))
+        how = "its executables" if bundle.matched else "programs that are compiled here"
+        _log.info("%s: %s, target %s, runs %s", name, bundle.digest, bundle.target, how)
         return bundle, name

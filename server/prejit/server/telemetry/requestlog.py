@@ -32,14 +32,13 @@ import msgspec
 import numpy as np
 
 from prejit.runtime.errors import StoreError
-from prejit.server.engine.request_queue import NO_LIMITS, Limits
+from prejit.server.engine.request_queue import Limits
 from prejit.server.served.say import say
-from prejit.server.telemetry.watched_stream import WatchedStream
+from prejit.server.telemetry.watched_engine import WatchedEngine, WatchedStream
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.finished_text import Result, Stats
     from prejit.runtime.generation.generate import Piece
-    from prejit.server.engine.engine import Engine
     from prejit.server.served.served import Models
 
 KEPT_HEADERS = (b"content-type", b"inference-header-content-length")
@@ -253,16 +252,8 @@ def _open(path: str) -> int:
 
 
 @final
-class RecordedEngine:
+class RecordedEngine(WatchedEngine):
     """An engine that adds what it gives to the entry of the request that called it."""
-
-    def __init__(self, name: str, engine: Engine) -> None:
-        """Wrap the engine of the bundle that is served under this name."""
-        self._name = name
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
     def submit(self, prompt: Any = None, **options: Any) -> Future[Result]:
         """Submit a request, as `Engine.submit`."""
@@ -271,10 +262,6 @@ class RecordedEngine:
         if call is not None:
             future.add_done_callback(lambda done: _take_result(call, done))
         return future
-
-    def generate(self, prompt: Any = None, **options: Any) -> Result:
-        """Generate, as `Engine.generate`."""
-        return self.submit(prompt, **options).result()
 
     def stream(self, prompt: Any = None, **options: Any) -> Any:
         """Stream, as `Engine.stream`."""
@@ -289,14 +276,6 @@ class RecordedEngine:
             future.add_done_callback(lambda done: _take_embeddings(call, done))
         return future
 
-    def encode(self, sentences: Any, **options: Any) -> Any:
-        """Encode, as `Engine.encode`."""
-        return self.submit_encode(sentences, **options).result()
-
-    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run a program, as `Engine.submit_call`."""
-        return self.submit_client_call("", NO_LIMITS, name, *args, **kwargs)
-
     def submit_client_call(
         self, client: str, limits: Limits, name: str, /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
@@ -305,10 +284,6 @@ class RecordedEngine:
         if (call := self._call("call", name)) is not None:
             future.add_done_callback(lambda done: _take_arrays(call, done, _leaves))
         return future
-
-    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a program, as `Engine.call`."""
-        return self.submit_call(name, *args, **kwargs).result()
 
     def _call(self, kind: str, program: str | None = None) -> RecordedCall | None:
         if (entry := current.get()) is None:

@@ -22,8 +22,8 @@ from opentelemetry import propagate
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from prejit.server.engine.histograms import TOKEN_BOUNDS
-from prejit.server.engine.request_queue import NO_LIMITS, Limits
-from prejit.server.telemetry.watched_stream import WatchedStream
+from prejit.server.engine.request_queue import Limits
+from prejit.server.telemetry.watched_engine import WatchedEngine, WatchedStream
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
@@ -320,17 +320,13 @@ def _operation(scope: Scope) -> str | None:
 
 
 @final
-class TracedEngine:
+class TracedEngine(WatchedEngine):
     """An engine that records what it gives to the request that called it."""
 
     def __init__(self, name: str, engine: Engine, telemetry: Telemetry) -> None:
         """Wrap the engine of the bundle that is served under this name."""
-        self._name = name
-        self._engine = engine
+        super().__init__(name, engine)
         self._telemetry = telemetry
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
     def submit(self, prompt: Any = None, **options: Any) -> Future[Result]:
         """Submit a request, as `Engine.submit`."""
@@ -344,10 +340,6 @@ class TracedEngine:
 
         future.add_done_callback(ended)
         return future
-
-    def generate(self, prompt: Any = None, **options: Any) -> Result:
-        """Generate, as `Engine.generate`."""
-        return self.submit(prompt, **options).result()
 
     def stream(self, prompt: Any = None, **options: Any) -> Any:
         """Stream, as `Engine.stream`."""
@@ -370,14 +362,6 @@ class TracedEngine:
             lambda encoded: encoded.stats.tokens,
         )
 
-    def encode(self, sentences: Any, **options: Any) -> Any:
-        """Encode, as `Engine.encode`."""
-        return self.submit_encode(sentences, **options).result()
-
-    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run a program, as `Engine.submit_call`."""
-        return self.submit_client_call("", NO_LIMITS, name, *args, **kwargs)
-
     def submit_client_call(
         self, client: str, limits: Limits, name: str, /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
@@ -387,10 +371,6 @@ class TracedEngine:
             lambda: self._engine.submit_client_call(client, limits, name, *args, **kwargs),
             lambda _: 0,
         )
-
-    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a program, as `Engine.call`."""
-        return self.submit_call(name, *args, **kwargs).result()
 
     def _begin(self, options: Mapping[str, Any]) -> _Request | None:
         """Return the request whose handler calls, with the model and the options that are given."""

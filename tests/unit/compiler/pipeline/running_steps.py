@@ -11,12 +11,11 @@ import functools
 import inspect
 import io
 import json
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 from prejit.compiler.compile import worker_process
@@ -26,7 +25,7 @@ from prejit.compiler.compile.worker.worker_compile import compile_program
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline import early_checks, lowering, run
 from prejit.compiler.pipeline.lowering import lower_native
-from prejit.compiler.pipeline.measure import accuracy, child_process, golden_child
+from prejit.compiler.pipeline.measure import accuracy, asked_programs, golden_child
 from prejit.compiler.pipeline.pack import bundle_files, packed_weights
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.user_code import UserCode
@@ -84,22 +83,21 @@ def watched(step: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def main(manifest_file: Path, output: Path) -> None:
     asked: list[dict[str, Any]] = []
     questions: list[bytes] = []
-    compile_in_worker, start = worker_process.WorkerProcess._ask, subprocess.run
+    compile_in_worker, start = worker_process.WorkerProcess._ask, asked_programs.run_child
 
     def compile_twice(worker: Any, request: Any, seconds: float) -> Any:
         asked.append(request)
         return compile_in_worker(worker, request, seconds)
 
-    def answer_twice(command: Any, **options: Any) -> Any:
+    def answer_twice(command: Any, content: bytes, **options: Any) -> Any:
         if "golden_child" in command[-1]:
-            questions.append(options["input"])
-        return start(command, **options)
+            questions.append(content)
+        return start(command, content, **options)
 
     for step, place, name in WITHIN:
         setattr(place, name, watched(step, getattr(place, name)))
     worker_process.WorkerProcess._ask = compile_twice  # type: ignore[method-assign]
-    watched_run = SimpleNamespace(run=answer_twice, TimeoutExpired=subprocess.TimeoutExpired)
-    child_process.subprocess = watched_run  # type: ignore[attr-defined]
+    asked_programs.run_child = answer_twice  # type: ignore[assignment]
     manifest, store = read_manifest(manifest_file), DirectoryStore.open(output / "cache")
     pool = WorkerPool(store, workers=1)
     run.build(manifest, output, store=store, executor=pool, progress=Quiet())

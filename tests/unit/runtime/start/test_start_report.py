@@ -263,7 +263,7 @@ def test_a_process_starts_before_its_imports(settled_dir: Path, run_python: Any)
         f"bundle = load({str(settled_dir)!r})\n"
         "bundle.call('score', x=np.ones((2, 16), np.float32))\n"
         "ended = time.perf_counter()\n"
-        "from prejit.runtime.base.process_facts import exec_time\n"
+        "from prejit.runtime.base.process_usage import exec_time\n"
         "found = dataclasses.asdict(bundle.start_report())\n"
         "print(json.dumps({**found, 'by_clock': ended - exec_time()}))"
     )

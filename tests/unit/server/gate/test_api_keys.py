@@ -117,8 +117,12 @@ def test_limits_stand_behind_a_key(file: Path) -> None:
 
 
 def test_a_file_that_changes_is_read_again(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("DEBUG", "prejit")
     monkeypatch.setattr("prejit.server.gate.api_keys._LOOK_SECONDS", 0.0)
     line = "alice: sk-000000 tokens_per_minute=600\n"
     file.write_text(line + "bob: sk-111111\n")
@@ -147,6 +151,8 @@ def test_a_file_that_changes_is_read_again(
     (file.parent / "new").rename(file)
     assert keys.find("Bearer sk-222222") is None
     assert found_name(keys, "Bearer sk-333333") == "carol"
+    assert f"{file}: read again: 1 keys" in caplog.text
+    assert "sk-" not in caplog.text
 
 
 def test_a_file_that_does_not_change_is_not_read_again(

@@ -18,7 +18,6 @@ first used, which is in the fork: so one process serves targets with different f
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -47,12 +46,10 @@ from prejit.compiler.compile.worker.worker_timing import measure, measure_forms,
 from prejit.compiler.compile.worker.xla import CompileFor, import_compiler
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets import cpu_count
+from prejit.runtime.base.child_process import end_with_parent, take_stdout, write_answer
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.bundle_schema import Segment
-
-_PR_SET_PDEATHSIG = 1
-"""Number of a prctl option, from linux/prctl.h."""
 
 
 def serve(
@@ -80,12 +77,12 @@ def serve(
         if code is None:
             return
         if code != 0:
-            _send(answers, {"exit": code})
+            write_answer(answers, {"exit": code})
 
 
 def _die_with(parent: int) -> None:
     """End this process when its parent ends, even by SIGKILL: nobody would read its answer."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
 
@@ -103,16 +100,16 @@ def _answer_and_exit(
         try:
             os.environ["XLA_FLAGS"] = request["flags"]
             if "measure" in request:
-                _send(answers, {"result": measure(store, **request["measure"])})
+                write_answer(answers, {"result": measure(store, **request["measure"])})
             elif "measure_forms" in request:
-                _send(answers, {"result": measure_forms(store, **request["measure_forms"])})
+                write_answer(answers, {"result": measure_forms(store, **request["measure_forms"])})
             else:
                 if request["cpus"] is not None:
                     cpu_count.show(request["cpus"], to_parent)
-                _send(answers, {"result": _compile(store, compile_program, request)})
+                write_answer(answers, {"result": _compile(store, compile_program, request)})
         except PrejitError as error:
             body = {"code": error.code, "message": str(error), "hint": error.hint}
-            _send(answers, {"error": body})
+            write_answer(answers, {"error": body})
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -211,16 +208,10 @@ def _wait(
     return os.waitstatus_to_exitcode(status) if descriptor in ready else None
 
 
-def _send(answers: BinaryIO, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer).encode() + b"\n")
-    answers.flush()
-
-
 def main(compile_program: Compile = compile_program) -> None:
     """Run `python -m prejit.compiler.compile.worker STORE PLATFORM`."""
-    answers = open(os.dup(1), "wb")  # noqa: SIM115 (open until the process ends)
+    answers = take_stdout()  # what XLA or a plugin prints must not mix with the answers
     faulthandler.enable(all_threads=False)  # XLA that crashes shows where: the error quotes it
-    os.dup2(2, 1)  # what XLA or a plugin prints must not mix with the answers
     import_compiler(sys.argv[2])  # once for all forks
     requests = open(0, "rb", buffering=0)  # noqa: SIM115
     serve(DirectoryStore(Path(sys.argv[1])), compile_program, requests, answers)

@@ -1,4 +1,4 @@
-"""Decoder families, a file each: `describe`, `build` and `NAMING`.
+"""Decoder families: `describe`, `build` and `NAMING`. Those of Llama's modules share its file.
 
 Imports `layers`. Begin with `llama`.
 """

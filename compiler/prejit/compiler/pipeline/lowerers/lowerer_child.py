@@ -6,11 +6,9 @@ process. What the user's code prints goes to stderr, as in a build.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -55,10 +53,8 @@ from prejit.compiler.pipeline.program_keys import own_lower_key
 from prejit.compiler.pipeline.tracing import parameters_of, remember
 from prejit.compiler.pipeline.user_code import ReadCode, find_code
 from prejit.compiler.progress import Progress
+from prejit.runtime.base.child_process import end_with_parent, take_stdout, write_answer
 from prejit.runtime.errors import PrejitError
-
-_PR_SET_PDEATHSIG = 1
-"""Number of a prctl option, from linux/prctl.h: end this process when the build's ends."""
 
 
 @final
@@ -238,29 +234,23 @@ def begin(project: Project) -> tuple[dict[str, Any], Lowerer | None]:
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer requests until there are no more."""
-
-    def send(body: dict[str, Any]) -> None:
-        answers.write(json.dumps(body).encode() + b"\n")
-        answers.flush()
-
     first = requests.readline()
     if not first:
         return
     body, lowerer = begin(Project.from_plain(json.loads(first)))
-    send(body)
+    write_answer(answers, body)
     if lowerer is None:
         return
     for line in iter(requests.readline, b""):
-        send(answer(line, lowerer))
+        write_answer(answers, answer(line, lowerer))
 
 
 def main() -> None:
     """Serve stdin and stdout."""
     # Code of the user may never return. The thread that started this process lives as long as its crew.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     faulthandler.enable()  # a library that crashes shows where
-    answers = open(os.dup(1), "wb")  # noqa: SIM115 (open until the process ends)
-    os.dup2(2, 1)  # what the user's code prints must not mix with the answers
+    answers = take_stdout()  # what the user's code prints must not mix with the answers
     requests = open(os.dup(0), "rb")  # noqa: SIM115
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)  # nor must it read the requests

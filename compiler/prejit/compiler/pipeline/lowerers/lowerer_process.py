@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, final
 
-from prejit.compiler.base.process_group import ProcessGroup
 from prejit.compiler.pipeline.lowerers.lowerer_messages import (
     Checked,
     Done,
@@ -20,6 +15,7 @@ from prejit.compiler.pipeline.lowerers.lowerer_messages import (
     error_of,
     plain,
 )
+from prejit.runtime.base.child_process import Child, ending
 from prejit.runtime.errors import PrejitError
 
 _COMMAND = (sys.executable, "-P", "-m", "prejit.compiler.pipeline.lowerers.lowerer_child")
@@ -51,22 +47,15 @@ class LoweringProcess:
         self._is_ready = False
         self._error: PrejitError | None = None
         try:
-            self._process = subprocess.Popen(
-                _COMMAND,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is ours to handle; and a group can be killed whole
-            )
+            self._child = Child(_COMMAND)
         except OSError as error:
             raise ProcessEndedError(f"cannot be started: {error.strerror}") from error
-        self._group = ProcessGroup(self._process)
-        with suppress(OSError):  # it has ended already: the answer says so
-            self._send(plain(replace(project, check=check)))
+        self._child.send(plain(replace(project, check=check)))
 
     @property
     def pid(self) -> int:
         """The id of the process."""
-        return self._process.pid
+        return self._child.pid
 
     def checked(self) -> Checked | None:
         """Wait until the process has read its manifest and the code, and return what that shows.
@@ -102,43 +91,21 @@ class LoweringProcess:
             DeclinedError, ProcessEndedError: see `checked`.
         """
         self.checked()
-        with suppress(OSError):
-            self._send({"lower": plain(work)})
+        self._child.send({"lower": plain(work)})
         return Done.from_plain(self._answer()["lowered"])
 
     def kill(self) -> None:
         """End the process now, with those that the user's code started. Safe from any thread, and again."""
-        self._group.kill()
+        self._child.kill()
 
     def release(self) -> None:
         """Kill the process and close its pipes. Call it from the thread that sends requests."""
-        self._group.release()
-
-    def _send(self, request: Mapping[str, Any]) -> None:
-        stdin = self._process.stdin
-        assert stdin is not None
-        stdin.write(json.dumps(request).encode() + b"\n")
-        stdin.flush()
+        self._child.release()
 
     def _answer(self) -> Mapping[str, Any]:
-        stdout = self._process.stdout
-        assert stdout is not None
-        line = stdout.readline()
-        if not line.endswith(b"\n"):
-            self.kill()
-            code = self._process.wait()
-            raise ProcessEndedError(_ended(code))
-        answer: Mapping[str, Any] = json.loads(line)
+        answer: Mapping[str, Any] | None = self._child.answer()
+        if answer is None:
+            raise ProcessEndedError(ending(self._child.exit_code()))
         if "error" in answer:
             raise error_of(answer["error"])
         return answer
-
-
-def _ended(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"was killed by {name}"

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.pipeline.measure.child_process import ask
+from prejit.compiler.pipeline.measure.asked_programs import ask
 from prejit.compiler.pipeline.measure.golden_child import GoldenRequest
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
 from prejit.compiler.pipeline.program_keys import golden_key, measuring_key

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from prejit.compiler.manifest.manifest import UNCHECKED
-from prejit.compiler.pipeline.measure.child_process import ask
+from prejit.compiler.pipeline.measure.asked_programs import ask
 from prejit.compiler.pipeline.measure.golden_answers import NARROW
 from prejit.compiler.pipeline.measure.sizes_child import Compared, SizeDifference, SizesRequest
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer

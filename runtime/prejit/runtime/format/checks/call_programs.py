@@ -18,7 +18,7 @@ from prejit.runtime.format.constants import Constant
 
 
 def _check_paths(arrays: Sequence[Array], path: str) -> None:
-    """7. Check that the arguments or results of a `call` program form a tree."""
+    """Check that the arguments or results of a `call` program form a tree."""
     paths = [
         tuple(map(str, array.path)) for array in arrays
     ]  # keys as text, as files and options spell them

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from typing import Any
 
+from prejit.runtime.base.child_process import last_line, run_child
 from prejit.runtime.base.process_facts import THREADS
 
 
@@ -32,27 +32,18 @@ def ask(
         THREADS: "1",
         "PREJIT_COMPILE_CACHE_BYTES": "0",
     }
-    output, ended = b"", _TOO_LONG
     try:
-        done = subprocess.run(
+        code, output, errors = run_child(
             (sys.executable, "-m", module),
-            input=content,
-            capture_output=True,
+            content,
+            seconds=timeout_seconds,
             env=environment,
-            timeout=timeout_seconds,
-            check=False,
         )
-        output = done.stdout
-        if done.returncode != -signal.SIGPROF:  # a limit that it gave itself
-            last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-            ended = f"its process ended with {done.returncode}: {last:.300}"
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout or b""
     except OSError as error:
-        ended = f"its process cannot be started: {error.strerror}"
+        return [], f"its process cannot be started: {error.strerror}"
+    ended = "its process took too long"
+    if code is not None and code != -signal.SIGPROF:  # a limit that it gave itself
+        ended = f"its process ended with {code}: {last_line(errors):.300}"
     # It may have ended within its last line.
     lines = (line for line in output.splitlines(keepends=True) if line.endswith(b"\n"))
     return [json.loads(line) for line in lines], ended
-
-
-_TOO_LONG = "its process took too long"

@@ -1,12 +1,43 @@
-"""A stream of an engine whose pieces something else sees too: the log of requests, or a span."""
+"""Engines and streams that show what they give to the request that called them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, final
 
+from prejit.server.engine.request_queue import NO_LIMITS
+
 if TYPE_CHECKING:
     from prejit.runtime.generation.generate import Piece
+    from prejit.server.engine.engine import Engine
+
+
+class WatchedEngine:
+    """An engine around another one, which has all methods that are not here."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        """Wrap the engine of the bundle that is served under this name."""
+        self._name = name
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, prompt: Any = None, **options: Any) -> Any:
+        """Generate, as `Engine.generate`."""
+        return self.submit(prompt, **options).result()
+
+    def encode(self, sentences: Any, **options: Any) -> Any:
+        """Encode, as `Engine.encode`."""
+        return self.submit_encode(sentences, **options).result()
+
+    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a program, as `Engine.submit_call`."""
+        return self.submit_client_call("", NO_LIMITS, name, *args, **kwargs)
+
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a program, as `Engine.call`."""
+        return self.submit_call(name, *args, **kwargs).result()
 
 
 @final

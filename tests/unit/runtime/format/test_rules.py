@@ -1,0 +1,120 @@
+"""The table of rules is what the code does: each function is there, and they run in the table's order."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.signers import key_table, signer, write_policy
+
+from prejit.runtime import load
+from prejit.runtime.format import checks
+from prejit.runtime.format.audit import audit
+from prejit.runtime.format.rules import ATTACHED, LOADING, Rule
+from prejit.runtime.generation.options import check_generation
+
+RULES = (*LOADING, *ATTACHED)
+X = np.ones((2, 16), np.float32)
+DECODER = Path(__file__).parents[3] / "format" / "v1" / "decoder"
+
+
+def function_of(name: str) -> Any:
+    """The function that a rule names below prejit.runtime."""
+    module, attributes = f"prejit.runtime.{name}", list[str]()
+    while True:
+        try:
+            found: Any = importlib.import_module(module)
+            break
+        except ModuleNotFoundError:
+            module, _, last = module.rpartition(".")
+            attributes.insert(0, last)
+    for each in attributes:
+        found = getattr(found, each)
+    return inspect.unwrap(found)
+
+
+def test_the_functions_of_the_rules_are_those_that_have_their_numbers() -> None:
+    listed = {(rule.number, function_of(name)) for rule in RULES for name in rule.functions}
+    numbered = set()
+    for found in pkgutil.iter_modules(checks.__path__, f"{checks.__name__}."):
+        module = importlib.import_module(found.name)
+        for function in vars(module).values():
+            if inspect.isfunction(function) and function.__module__ == found.name:
+                number = re.match(r"([0-9]+)\. ", function.__doc__ or "")
+                if number is not None:
+                    numbered.add((number[1], function))
+    assert numbered
+    assert numbered <= listed
+    for number, function in listed:  # elsewhere a number is not said, or is the same
+        said = re.match(r"([0-9]+)\. ", function.__doc__ or "")
+        assert said is None or said[1] == number, function
+
+
+def order_of(run: Callable[[], object], rules: Sequence[Rule]) -> list[str]:
+    """The numbers of rules, as functions of theirs are first called while something runs."""
+    rows = {
+        function_of(name).__code__: place
+        for place, rule in enumerate(rules)
+        for name in rule.functions
+    }
+    found = dict[int, None]()
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code in rows:
+            found.setdefault(rows[frame.f_code])
+
+    sys.setprofile(watch)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    assert [*found] == sorted(found), f"found {' '.join(rules[place].number for place in found)}"
+    return [rules[place].number for place in found]
+
+
+@pytest.fixture
+def signed(bundle_dir: Path) -> Path:
+    """A bundle that a key signed."""
+    pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+    from prejit.compiler.signing.bundle_signing import sign
+
+    sign(bundle_dir, signer("a"))
+    return bundle_dir
+
+
+def test_a_load_comes_to_the_rules_in_their_order(
+    signed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    rule = '[[rules]]\nnames = ["example"]\nkeys = ["a"]\n'
+    policy = write_policy(tmp_path / "trust.toml", key_table("a"), rule)
+
+    def use() -> None:
+        with load(signed, trust=policy) as bundle:
+            bundle.call("score", x=X)
+
+    assert order_of(use, LOADING) == [*"142356", "P1", "P2", "P3", *"78", "10", *"79"]
+
+
+@pytest.mark.usefixtures("no_warnings_of_fallback")
+def test_a_generation_comes_to_the_rules_in_their_order() -> None:
+    def use() -> None:
+        with load(DECODER) as bundle:
+            bundle.generate([1], max_new_tokens=1)
+
+    found = order_of(use, LOADING)  # from there on a thread may make programs ready
+    assert found[:10] == [*"14235678", "10", "12"]
+
+
+def test_an_audit_comes_to_what_is_attached_in_its_order(signed: Path) -> None:
+    found = order_of(lambda: audit(signed, check_generation), ATTACHED)
+    assert found == ["14", "15", "16", "17"]

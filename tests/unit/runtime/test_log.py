@@ -1,0 +1,109 @@
+"""What a load says in the log, and what it never says."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.signers import key_table, write_policy
+
+from prejit.runtime import load
+from prejit.runtime.__main__ import main
+from prejit.runtime.errors import FallbackWarning, UntrustedError
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+DECODER = Path(__file__).parents[2] / "format" / "v1" / "decoder"
+X = np.ones((2, 16), np.float32)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> str:
+    """All lines since the last call. Each begins with the last name of its logger."""
+    lines = [f"{r.name.rpartition('.')[2]}: {r.getMessage()}" for r in caplog.records]
+    caplog.clear()
+    return "\n".join(lines)
+
+
+def test_a_load_says_what_it_verified_chose_and_loaded(
+    settled_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "prejit")
+    with load(settled_dir) as bundle:
+        bundle.call("score", x=X)
+    first = said(caplog)
+    assert f"loader: {settled_dir}: no trust policy applies" in first
+    assert f"{bundle.digest}: chose target cpu-host: it matches" in first
+    assert "blobs: verified: all that was hashed is right" in first
+    assert "ready: example: score/b2: loaded in " in first
+    with load(settled_dir):
+        pass
+    again = said(caplog)
+    assert "blobs: verifying: 0 bytes are hashed, " in again  # by receipts
+    assert "verified: all" not in again
+
+
+def test_a_load_says_why_no_target_matches(
+    settled_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "prejit")
+    other = dataclasses.replace(Fingerprint.current(), jaxlib="0.9.9")
+    with (
+        pytest.warns(FallbackWarning),
+        load(settled_dir, fingerprint=other) as bundle,
+    ):
+        bundle.call("score", x=X)
+    found = said(caplog)
+    assert f"chose target {bundle.target}: none matches, and it is the closest" in found
+    assert f"target {bundle.target} does not match: jaxlib: needs " in found
+    assert "ready: example: score/b2: compiled in " in found
+
+
+def test_a_load_says_which_policy_refuses_it(
+    bundle_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+    caplog.set_level(logging.INFO, "prejit")
+    rule = '[[rules]]\nnames = ["example"]\nkeys = ["a"]\n'
+    policy = write_policy(tmp_path / "trust.toml", key_table("a"), rule)
+    with pytest.raises(UntrustedError):
+        load(bundle_dir, trust=policy)
+    found = said(caplog)
+    assert f"enforcing: policy {policy}: target cpu-host is refused (unsigned): " in found
+    assert "0 signatures, of which those of nobody count" in found
+    assert "chose" not in found
+    assert "loaded" not in found
+
+
+@pytest.mark.usefixtures("no_warnings_of_fallback")
+def test_nothing_is_printed_unless_it_is_asked_for_and_never_a_prompt(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = logging.getLogger("prejit")
+    before = [*log.handlers], log.level
+    asked = ["generate", str(DECODER), "--prompt", "sesame", "--max-new-tokens", "1"]
+    printed = []
+    for more in ([], ["-v"], ["-vv"]):
+        assert main([*asked, *more]) == 0
+        assert ([*log.handlers], log.level) == before, "a command leaves nothing behind"
+        printed.append(capsys.readouterr().err)
+    plain, verbose, steps = printed
+    assert "prejit.runtime" not in plain
+    assert " INFO prejit.runtime.loader: " in verbose
+    assert "DEBUG" not in verbose
+    assert " DEBUG prejit.runtime.format.blobs: sha256:" in steps
+    assert "sesame" not in "".join(printed)
+
+
+def test_control_characters_of_a_path_are_spelt_out_in_the_log(
+    recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "x.npy", X)
+    path = recipe.write(tmp_path / "a\x1b[2Jb")
+    call = ["call", str(path), "score", "--arg", f"x={tmp_path / 'x.npy'}", "-o", str(tmp_path)]
+    assert main([*call, "-v"]) == 0
+    found = capsys.readouterr().err
+    assert r"a\x1b[2Jb" in found
+    assert "\x1b" not in found
