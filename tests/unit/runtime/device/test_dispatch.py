@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prejit.runtime.device import _jax_parts, _jaxlib, _jit_dispatch
+from prejit.runtime.device import _jax_parts, _jit_dispatch
 from prejit.runtime.device.device import Device
 
 
@@ -95,7 +95,7 @@ def test_a_jax_with_other_parts_has_no_dispatch(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(_jit_dispatch, "_PATH_FIELDS", (*_jit_dispatch._PATH_FIELDS, "new"))
     assert _jit_dispatch.Dispatch.of(jitted) is None
     monkeypatch.undo()
-    monkeypatch.setattr(_jaxlib, "_STATE_KEYS", {*_jit_dispatch._STATE_KEYS, "new"})
+    monkeypatch.setattr(_jit_dispatch, "_STATE_KEYS", {*_jit_dispatch._STATE_KEYS, "new"})
     assert _jit_dispatch.Dispatch.of(jitted) is None
 
 

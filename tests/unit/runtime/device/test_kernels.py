@@ -47,7 +47,7 @@ def nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(*_: object) -> None:
         raise AssertionError("a damaged library reached the dynamic linker")
 
-    monkeypatch.setattr(kernels, "_dlopen", reached)
+    monkeypatch.setattr(kernels, "open_sealed", reached)
     monkeypatch.setattr(kernels, "_loaded", {})
 
 

@@ -278,8 +278,8 @@ def test_a_second_load_hashes_nothing(path: Path, monkeypatch: pytest.MonkeyPatc
     def fail(*_: Any) -> None:
         raise AssertionError("it was hashed again")
 
-    monkeypatch.setattr(blobs, "_check_chunk", fail)
-    monkeypatch.setattr(blobs, "_check_whole", fail)
+    monkeypatch.setattr(hashing, "check_chunk", fail)
+    monkeypatch.setattr(hashing, "check_whole", fail)
     load(path).call("score", x=X)
 
 

@@ -163,8 +163,8 @@ def slow_verifying(patch: pytest.MonkeyPatch) -> None:
     first = [True]
 
     class Slow:
-        def __init__(self) -> None:
-            self.real = hashlib.sha256()
+        def __init__(self, content: bytes = b"") -> None:
+            self.real = hashlib.sha256(content)
             self.hexdigest = self.real.hexdigest
 
         def update(self, content: Any) -> None:
