@@ -25,7 +25,7 @@ import click
 from prejit.compiler.manifest.manifest_schema import documented, manifest_schema
 from prejit.runtime import errors
 from prejit.runtime.cli.commands import HOUSES, commands
-from prejit.runtime.format import bundle_schema, rules
+from prejit.runtime.format import bundle_schema, golden_format, rules
 from prejit.server.served.served import Models
 from prejit.server.telemetry.metrics_collector import EngineCollector
 
@@ -267,11 +267,14 @@ def _cell(text: str) -> str:
 # --- the bundle's schema ------------------------------------------------------------------------------------
 
 
+_OF_BUNDLE_SCHEMA = (bundle_schema.__name__, golden_format.__name__)
+
+
 def bundle_schema_page() -> str:
     """Return the reference of a bundle's config: one section for each class, one row for each key."""
     parts = [_BUNDLE_SCHEMA]
     for name, kind in vars(bundle_schema).items():
-        if not isinstance(kind, type) or kind.__module__ != bundle_schema.__name__:
+        if getattr(kind, "__module__", None) not in _OF_BUNDLE_SCHEMA:
             continue
         if dataclasses.is_dataclass(kind):
             summary, meanings = documented(kind)

@@ -36,7 +36,7 @@ from prejit.compiler.pipeline.beginning import Begun, begin
 from prejit.compiler.pipeline.built import Built, Failed
 from prejit.compiler.pipeline.executables import Jobs
 from prejit.compiler.pipeline.finishing import finish
-from prejit.compiler.pipeline.services import Options, Services
+from prejit.compiler.pipeline.services import BuildOptions, Services
 from prejit.compiler.pipeline.shards import Packing, Shard
 from prejit.compiler.store.interface import Store
 from prejit.runtime.errors import PrejitError
@@ -45,7 +45,7 @@ _Step = TypeVar("_Step")
 
 
 def build(
-    manifest: Manifest, output: Path, *, only: tuple[str, ...] = (), **options: Unpack[Options]
+    manifest: Manifest, output: Path, *, only: tuple[str, ...] = (), **options: Unpack[BuildOptions]
 ) -> Built:
     """Build the bundle of a manifest into `output/NAME`.
 
@@ -53,7 +53,7 @@ def build(
         manifest: what to build.
         output: directory of bundles.
         only: names of targets; empty: all targets of the manifest.
-        **options: see `Options`.
+        **options: see `BuildOptions`.
 
     Raises:
         BuildError: a program does not compile, or its worker died or took too long. What was finished stays
@@ -79,7 +79,7 @@ def build_all(
     output: Path,
     *,
     done: Callable[[Built | Failed], None],
-    **options: Unpack[Options],
+    **options: Unpack[BuildOptions],
 ) -> None:
     """Build the bundles of several manifests with one executor, each with its targets.
 
@@ -93,7 +93,7 @@ def build_all(
         requests: manifests with different bundle names, each with the names of its targets (empty: all).
         output: directory of bundles.
         done: called with each build as it ends.
-        **options: see `Options`.
+        **options: see `BuildOptions`.
 
     Raises:
         StoreError: the build has shards, and the store cannot be read.

@@ -15,7 +15,7 @@ from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 
 
-class Options(TypedDict):
+class BuildOptions(TypedDict):
     """The options of a build.
 
     Attributes:
@@ -46,7 +46,7 @@ class Options(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """The services and options of all builds of a command: see `Options`, and these two.
+    """The services and options of all builds of a command: see `BuildOptions`, and these two.
 
     Attributes:
         jobs: gets each program once, whichever build needs it.

@@ -151,7 +151,7 @@ class Child:
         self.release()
 
 
-class Ended(NamedTuple):
+class ChildResult(NamedTuple):
     """The end of a process that `run_child` ran.
 
     Attributes:
@@ -172,7 +172,7 @@ def run_child(
     seconds: float | None = None,
     most_bytes: int = -1,
     **options: Any,
-) -> Ended:
+) -> ChildResult:
     """Run a process to its end, in a session of its own, and kill what it started.
 
     Args:
@@ -201,7 +201,7 @@ def run_child(
             finally:
                 _kill_group(process.pid)
         output.seek(0)
-        return Ended(code, output.read(most_bytes), _last(kept, 0))
+        return ChildResult(code, output.read(most_bytes), _last(kept, 0))
 
 
 def _kill_group(leader: int) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from prejit.runtime.errors import AnswerError, PrejitError, RejectError, UntrustedError
 
 
-class Rule(NamedTuple):
+class NumberedRule(NamedTuple):
     """A rule, or a part of it.
 
     Attributes:
@@ -31,7 +31,7 @@ class Rule(NamedTuple):
 _CHECKS, _TABLE = "format.checks", "format.checks.program_table"
 
 LOADING = (
-    Rule(
+    NumberedRule(
         "1",
         "`oci-layout` has version 1.0.0. Directories and files are opened relative to the one before, "
         "without following links; only regular files; nothing larger than its cap (`index.json` and the "
@@ -44,43 +44,43 @@ LOADING = (
             f"{_CHECKS}.oci.check_layout_version",
         ),
     ),
-    Rule(
+    NumberedRule(
         "4",
         "Every descriptor: sha256, the expected media type, a size under the cap; the file has that size.",
         (f"{_CHECKS}.oci.check_descriptor",),
     ),
-    Rule(
+    NumberedRule(
         "2",
         "`index.json`, then the bundle's index: digest before parsing; a known format, canonical, media "
         "and artifact types.",
         (f"{_CHECKS}.oci.check_index",),
     ),
-    Rule(
+    NumberedRule(
         "3",
         "Each target: a name and a requirement, its axes of the right form.",
         (f"{_CHECKS}.oci.target_of",),
     ),
-    Rule(
+    NumberedRule(
         "5",
         "Manifests of all targets, and the config of the one that is served: digest before parsing.",
         ("format.opening.read_manifest",),
     ),
-    Rule(
+    NumberedRule(
         "6", "Manifest: media and artifact types; known layers.", (f"{_CHECKS}.oci.check_manifest",)
     ),
-    Rule(
+    NumberedRule(
         "P1",
         "The first rule of the policy whose names fit the bundle's name decides. No rule: refused.",
         ("trust.policy.Policy.rule_for",),
         UntrustedError,
     ),
-    Rule(
+    NumberedRule(
         "P2",
         "A bundle or a manifest that is revoked is refused.",
         ("trust.decision._revoked",),
         UntrustedError,
     ),
-    Rule(
+    NumberedRule(
         "P3",
         "Each attached signature is parsed and verified with the keys of the rule, or a keyless one with "
         "its identities. It counts if it is by one that neither expired nor was revoked, and is about the "
@@ -88,25 +88,25 @@ LOADING = (
         ("trust.decision._count",),
         UntrustedError,
     ),
-    Rule(
+    NumberedRule(
         "P4",
         "As many different keys and identities as the threshold must be left.",
         ("trust.decision._why_too_few",),
         UntrustedError,
     ),
-    Rule(
+    NumberedRule(
         "P5",
         "As many of these must have signed the provenance and the list of parts that the rule demands.",
         ("trust.descriptions.missing_descriptions",),
         UntrustedError,
     ),
-    Rule(
+    NumberedRule(
         "P6",
         "The bundle must be the current one of the rule's channel.",
         ("trust.decision._channel_reasons",),
         UntrustedError,
     ),
-    Rule(
+    NumberedRule(
         "7",
         "Config: all of the forms above, in itself, the programs and the manifest; `device_count`, if "
         "present, equal to the mesh's size, and present if a mesh of more than one device is not of `cpu`; "
@@ -122,13 +122,13 @@ LOADING = (
             f"{_TABLE}.check_packs",
         ),
     ),
-    Rule(
+    NumberedRule(
         "9",
         "Before the first program: the digest of each kernel layer and library, its exports (of a library "
         "its architecture too), and only then the dynamic linker, on those same bytes.",
         (f"{_CHECKS}.layers.check_kernels", f"{_CHECKS}.seldom_parts.check_library"),
     ),
-    Rule(
+    NumberedRule(
         "8",
         "All layers and configs of all targets: digest. A reader may compare all chunks instead, or the "
         "[kernel's digest](#fs-verity), and skip a file that it hashed before and whose device, inode, "
@@ -138,7 +138,7 @@ LOADING = (
         "failure is an error. Who may write to the files must be trusted until the bundle is closed.",
         ("format.blobs.Blobs.begin", "format.blobs.Blobs.verify"),
     ),
-    Rule(
+    NumberedRule(
         "10",
         "Weights: the header lies in the file, and has at most 16 MiB; tensors lie in the file, apart, "
         "aligned; every tensor of every weight set and of `weight_shardings` is there, split evenly; an "
@@ -149,13 +149,13 @@ LOADING = (
             f"{_TABLE}.check_weight_sets",
         ),
     ),
-    Rule("11", "Chat templates, when one is used.", (f"{_CHECKS}.chat_layer.check_chat",)),
-    Rule(
+    NumberedRule("11", "Chat templates, when one is used.", (f"{_CHECKS}.chat_layer.check_chat",)),
+    NumberedRule(
         "12",
         "The generation config of a bundle with a decoder, when it generates.",
         ("generation.options.check_generation",),
     ),
-    Rule(
+    NumberedRule(
         "7",
         "When a program is used: its arguments and results are spelled right, and the mesh splits them "
         "evenly.",
@@ -167,7 +167,7 @@ LOADING = (
             f"{_CHECKS}.call_programs.check_programs",
         ),
     ),
-    Rule(
+    NumberedRule(
         "9",
         "When a program is used: digest of its frame, decompression bounded by `raw_size`, digest of the "
         "result, and only then the deserializer, on those same bytes: XLA may crash on others. Before it "
@@ -177,7 +177,7 @@ LOADING = (
         "that only its user can write to.",
         (f"{_CHECKS}.layers.unpack", f"{_CHECKS}.layers.check_signature"),
     ),
-    Rule(
+    NumberedRule(
         "13",
         "After check 9, if a reader wants it: the [golden answer](#golden-answers). If it is wrong, no "
         "result may be used.",
@@ -188,7 +188,7 @@ LOADING = (
 """The rules for what a load uses, in the order in which it comes to them; some only when it needs them."""
 
 ATTACHED = (
-    Rule(
+    NumberedRule(
         "14",
         "What else `index.json` lists, its config and its layers are there, with digest and size; its "
         "subject too, with the right media type and size. A list of parts has `bomFormat` CycloneDX, a "
@@ -199,19 +199,19 @@ ATTACHED = (
             f"{_CHECKS}.attached.check_content",
         ),
     ),
-    Rule(
+    NumberedRule(
         "15",
         "What `dev.prejit.attached` names is attached to the bundle, where the bundle's index is there.",
         (f"{_CHECKS}.attached.check_types",),
     ),
-    Rule(
+    NumberedRule(
         "16",
         "If the first key of `index.json` is `manifests`, prejit wrote it: it and `oci-layout` have the "
         "bytes of our writer: canonical JSON; the bundle, the targets in the order of its index, then all "
         "others, sorted by digest.",
         (f"{_CHECKS}.attached.check_root", f"{_CHECKS}.oci.check_layout_file"),
     ),
-    Rule(
+    NumberedRule(
         "17",
         "There are no other files, links or directories in the layout.",
         (f"{_CHECKS}.attached.check_names",),

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from prejit.runtime.base.threads_and_forks import once
-from prejit.runtime.bundle import Bundle
+from prejit.runtime.bundle_decodes import BundleDecodes
+from prejit.runtime.bundle_encodes import BundleEncodes
 from prejit.runtime.text.bundle_text import BundleText
 
 
@@ -59,8 +60,8 @@ def test_what_fails_is_tried_again() -> None:
 
 def test_what_a_bundle_makes_when_it_is_wanted_is_made_once() -> None:
     for owner, name in (
-        (Bundle, "decoder"),
-        (Bundle, "encoder"),
+        (BundleDecodes, "decoder"),
+        (BundleEncodes, "encoder"),
         (BundleText, "tokenizer"),
         (BundleText, "_chat"),
     ):

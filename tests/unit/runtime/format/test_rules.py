@@ -19,7 +19,7 @@ from tests.signers import key_table, signer, write_policy
 from prejit.runtime import load
 from prejit.runtime.format import checks
 from prejit.runtime.format.audit import audit
-from prejit.runtime.format.rules import ATTACHED, LOADING, Rule
+from prejit.runtime.format.rules import ATTACHED, LOADING, NumberedRule
 from prejit.runtime.generation.options import check_generation
 
 RULES = (*LOADING, *ATTACHED)
@@ -59,7 +59,7 @@ def test_the_functions_of_the_rules_are_those_that_have_their_numbers() -> None:
         assert said is None or said[1] == number, function
 
 
-def order_of(run: Callable[[], object], rules: Sequence[Rule]) -> list[str]:
+def order_of(run: Callable[[], object], rules: Sequence[NumberedRule]) -> list[str]:
     """The numbers of rules, as functions of theirs are first called while something runs."""
     rows = {
         function_of(name).__code__: place
