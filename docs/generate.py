@@ -274,7 +274,7 @@ def bundle_schema_page() -> str:
     """Return the reference of a bundle's config: one section for each class, one row for each key."""
     parts = [_BUNDLE_SCHEMA]
     for name, kind in vars(bundle_schema).items():
-        if getattr(kind, "__module__", None) not in _OF_BUNDLE_SCHEMA:
+        if not isinstance(kind, type) or kind.__module__ not in _OF_BUNDLE_SCHEMA:
             continue
         if dataclasses.is_dataclass(kind):
             summary, meanings = documented(kind)

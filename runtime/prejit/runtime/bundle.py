@@ -1,7 +1,7 @@
 """A loaded bundle: the object that a server holds.
 
 `open_bundle` has what is true of every bundle. What only some bundles do stands beside it, and is imported
-when x
+when it is first used.
 """
 
 from __future__ import annotations
