@@ -53,6 +53,7 @@ NEW_TOKENS = 12
 GENERATE = """
 import dataclasses, json, sys, warnings
 from prejit.runtime import FallbackWarning, Fingerprint, UsageError, load
+from prejit.server import Engine
 
 prompts, count = json.loads(sys.argv[1]), int(sys.argv[2])
 here = Fingerprint.current()
