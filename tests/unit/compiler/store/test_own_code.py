@@ -92,7 +92,7 @@ CHANGES = [
     ("compiler.compile.worker.disassembly:in_order", {"COMPILING"}),
     ("compiler.compile.worker.xla:CompileFor", {"COMPILING"}),
     ("runtime.device.portable:compile_ahead", {"COMPILING"}),
-    ("runtime.device._jaxlib:compile_options", {"COMPILING", "GOLDEN", "SIZES"}),
+    ("runtime.device._jax_parts:compile_options", {"COMPILING", "GOLDEN", "SIZES"}),
     ("compiler.native.library:_LINK_FLAGS", {"KERNELS"}),
     ("compiler.checkpoint.tokenizer_check:", {"TOKENIZER"}),
     # What starts, feeds, keeps, packs, serves or shows decides nothing, even in the same file.

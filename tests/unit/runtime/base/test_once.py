@@ -63,6 +63,6 @@ def test_what_a_bundle_makes_when_it_is_wanted_is_made_once() -> None:
         (BundleDecodes, "decoder"),
         (BundleEncodes, "encoder"),
         (BundleText, "tokenizer"),
-        (BundleText, "_chat"),
+        (BundleText, "chat"),
     ):
         assert isinstance(vars(owner)[name], once), name

@@ -16,7 +16,7 @@ import pytest
 
 from prejit.compiler import Program, build
 from prejit.runtime import Bundle, UsageError, load
-from prejit.runtime.device import _jaxlib, _jit_dispatch
+from prejit.runtime.device import _jit_dispatch
 from prejit.runtime.programs.user_programs import Calls
 
 
@@ -263,7 +263,7 @@ def test_it_needs_no_jax_and_leaves_jax_as_it_is(path: Path, run_python: Any) ->
 def test_a_jaxlib_without_these_parts(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, entered: list[str]
 ) -> None:
-    monkeypatch.setattr(_jaxlib, "cpu_function", lambda *_: None)
+    monkeypatch.setattr(_jit_dispatch, "cpu_function", lambda *_: None)
     x = np.ones((2, 8), np.float32)
     for _ in range(2):
         np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
