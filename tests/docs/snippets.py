@@ -111,7 +111,7 @@ def _check_prejit(words: list[str], where: object) -> None:
             while isinstance(command, click.Group):
                 _, command, words = command.resolve_command(top, words)
             assert command is not None
-            command.make_context("prejit", words, top)
+            command.make_context("prejit", words, top).close()
         except click.exceptions.Exit:
             return  # prejit --version
         except click.ClickException as error:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import click
@@ -79,10 +80,10 @@ def _apply_verbose(context: click.Context, _: click.Parameter, count: int) -> No
 
     handler, logger = Stderr(), logging.getLogger("prejit")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    context.call_on_close(partial(logger.setLevel, logger.level))
+    context.call_on_close(partial(logger.removeHandler, handler))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if count == 1 else logging.DEBUG)
-    context.call_on_close(lambda: logger.setLevel(logging.NOTSET))
-    context.call_on_close(lambda: logger.removeHandler(handler))
 
 
 VERBOSE = click.option(

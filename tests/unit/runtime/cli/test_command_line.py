@@ -64,7 +64,7 @@ def test_every_command_has_help_with_examples_that_it_takes(
     found = re.findall(rf"^    prejit {name}(?: (.*))?$", examples, re.MULTILINE)
     assert found
     for example in found:
-        LEAVES[name].make_context(name, shlex.split(example.partition(">")[0]), TOP)
+        LEAVES[name].make_context(name, shlex.split(example.partition(">")[0]), TOP).close()
 
 
 @pytest.mark.parametrize("name", LEAVES)

@@ -105,7 +105,9 @@ def test_a_load_comes_to_the_rules_in_their_order(
     assert order_of(use, LOADING) == [*"142356", "P1", "P2", "P3", *"78", "10", *"79"]
 
 
-@pytest.mark.usefixtures("no_warnings_of_fallback")
+@pytest.mark.filterwarnings(
+    "ignore::prejit.runtime.errors.PrejitWarning"
+)  # of its date and machine
 def test_a_generation_comes_to_the_rules_in_their_order() -> None:
     def use() -> None:
         with load(DECODER) as bundle:
