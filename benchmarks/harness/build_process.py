@@ -48,7 +48,7 @@ class Built:
 
     @property
     def killed(self) -> bool:
-        """Whether it was killed."""
+        """True if the process was killed."""
         return self.status == -signal.SIGKILL
 
 

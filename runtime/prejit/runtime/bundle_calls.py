@@ -1,4 +1,4 @@
-"""What a bundle with programs of the user does: call them, bind them, and hand them to `jit` and engines."""
+"""Methods of a bundle with programs of the user: call them, bind them, hand them to `jit` and engines."""
 
 from __future__ import annotations
 

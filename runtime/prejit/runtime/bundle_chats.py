@@ -1,4 +1,4 @@
-"""What a bundle with chat templates does: conversations to token ids."""
+"""Methods of a bundle with chat templates: conversations to token ids."""
 
 from __future__ import annotations
 

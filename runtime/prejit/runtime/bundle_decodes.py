@@ -1,4 +1,4 @@
-"""What a bundle with a decoder does: stream text. `bundle_batches` has all ways that wait for the end."""
+"""Methods of a bundle with a decoder: stream text. `bundle_batches` has those that wait for the end."""
 
 from __future__ import annotations
 

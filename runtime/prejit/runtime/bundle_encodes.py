@@ -1,4 +1,4 @@
-"""What a bundle with an encoder does: embeddings of sentences."""
+"""Methods of a bundle with an encoder: embeddings of sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people ask a loaded bundle: its answers, how its programs came, where its start spent time."""
+"""Reports of a loaded bundle: golden answers, how its programs were obtained, times of its start."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from prejit.runtime.device._jaxlib import (
 )
 
 Missed = tuple[Any, Any, bool]
-"""What jaxlib takes from the function that it calls for a new signature: the results of the call, how to
+"""The return value of the function that jaxlib calls for a new signature: the results of the call, how to
 dispatch later calls (None: call that function again), and False."""
 
 

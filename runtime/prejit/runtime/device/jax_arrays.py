@@ -34,7 +34,7 @@ class OnDevice(OneProcess):
 
     @property
     def weak_type(self) -> bool:
-        """Whether jax's type of it is weak."""
+        """True if jax's type of the array is weak."""
         return bool(self.array.aval.weak_type)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:

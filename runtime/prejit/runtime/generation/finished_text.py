@@ -12,7 +12,7 @@ from prejit.runtime.programs.ready import ProgramReport
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a generation cost.
+    """Counts and times of a generation.
 
     Attributes:
         prompt_tokens, new_tokens: counts.

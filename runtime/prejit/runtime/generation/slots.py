@@ -275,7 +275,7 @@ class Slots:
         return decoder.context_for(need)
 
     def _forget(self, *, counts: bool = False) -> None:
-        """Drop what the device has of which rows are live, or of their token counts."""
+        """Drop the device's copy of the live rows, or of their token counts."""
         if self._decoding is not None:
             if counts:
                 self._decoding.reset_counts()

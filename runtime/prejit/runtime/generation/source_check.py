@@ -1,4 +1,4 @@
-"""What an encoder-decoder may be given to read."""
+"""Checks of the source that an encoder-decoder reads."""
 
 from __future__ import annotations
 
