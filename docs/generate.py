@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 
-from prejit.compiler.manifest.manifest_schema import documented, manifest_schema
+from prejit.compiler.manifest.manifest_tables import documented, manifest_schema
 from prejit.runtime import errors
 from prejit.runtime.cli.commands import HOUSES, commands
 from prejit.runtime.format import bundle_schema, golden_format, rules

@@ -26,13 +26,14 @@ from prejit.compiler.manifest.manifest import Encode, Generate
 from prejit.compiler.manifest.specs import decoder_specs, encoder_specs
 from prejit.compiler.suggesting.chosen_buckets import (
     Buckets,
+    CompileSeconds,
     decoder_buckets,
     encoder_buckets,
+    read_seconds,
     suggest_decoder,
     suggest_encoder,
 )
-from prejit.compiler.suggesting.log import LoggedEncoding, LoggedGeneration, LoggedRequests
-from prejit.compiler.suggesting.seconds import CompileSeconds, read_seconds
+from prejit.compiler.suggesting.request_log import LoggedEncoding, LoggedGeneration, LoggedRequests
 from prejit.runtime.errors import UsageError
 
 REQUESTS = 5_000

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Protocol
 from . import faults, processes
 
 if TYPE_CHECKING:
-    from prejit.compiler.recording.merging import RecordedFile
+    from prejit.compiler.recording.recording_run import RecordedFile
 
 PROCESSES = 16
 """So many write, and as many read."""
@@ -277,7 +277,7 @@ class BundleDirectory:
 
     def _write_bundle(self, version: int) -> None:
         from prejit.compiler.pipeline.pack.bundle_files import assemble
-        from prejit.compiler.recording.merging import RecordedTarget, packed
+        from prejit.compiler.recording.recording_run import RecordedTarget, packed
         from prejit.runtime.format.writing import write_layout
         from prejit.runtime.machine.fingerprint import Fingerprint
         from prejit.runtime.machine.requirement import Requirement
@@ -291,7 +291,7 @@ class BundleDirectory:
     def _files(self, version: int) -> Iterator[RecordedFile]:
         import zstandard
 
-        from prejit.compiler.recording.merging import RecordedFile
+        from prejit.compiler.recording.recording_run import RecordedFile
         from prejit.runtime.base.files import digest_of
         from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
 

@@ -21,11 +21,10 @@ from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets import environments, installing
 from prejit.compiler.targets.environments import EnvironmentSpec
-from prejit.compiler.targets.installing import make_environment
+from prejit.compiler.targets.installing import find_uv, make_environment
 from prejit.compiler.targets.listing import EXACT_JAX
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import toolchain_of
-from prejit.compiler.targets.uv import find_uv
 from prejit.runtime.errors import BuildError, NetworkError, PrejitError, StoreError
 from prejit.runtime.machine.targets import Target
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tests.layouts import index_of
 
-from prejit.compiler.cli.plan_command import PLAN_HAS_CHANGES
-from prejit.compiler.manifest.manifest_schema import manifest_schema
+from prejit.compiler.cli.build_commands import PLAN_HAS_CHANGES
+from prejit.compiler.manifest.manifest_tables import manifest_schema
 from prejit.compiler.pipeline import plan
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import ManifestError, PrejitError, UsageError

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from prejit.compiler.checking.check_finding import Finding
-from prejit.compiler.checking.subject import FEWEST_POSITIONS, ROWS, Subject
+from prejit.compiler.checking.subject import FEWEST_POSITIONS, ROWS, Finding, Subject
 from prejit.runtime.format.arrays import DTYPES
 
 _LONGEST = 5000

@@ -1,1 +1,1 @@
-"""The commands of the build side, `NAME` in `NAME_command`. `prejit.runtime.cli.commands` runs them."""
+"""The commands of the build side. `prejit.runtime.cli.commands` finds and runs them."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prejit.compiler.cli.build_options import FILE, PATH
+from prejit.compiler.cli.build_commands import FILE, PATH
 from prejit.runtime.cli.command_options import JSON, VERBOSE
 from prejit.runtime.cli.output import print_json
 

@@ -23,8 +23,8 @@ from prejit.compiler.cluster.exchange import bring, open_exchange, send
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.compile.worker_process import WorkerKilledError, WorkerProcess
 from prejit.compiler.store.directory_store import DirectoryStore
+from prejit.compiler.targets.build_host import host_cpu
 from prejit.compiler.targets.environments import spec_for
-from prejit.compiler.targets.host_cpu import host_cpu
 from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.toolchain import Toolchain, Tuned, host_toolchain, toolchain_of
 from prejit.runtime.errors import BuildError, PrejitError

@@ -11,8 +11,8 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.compiler.bench.bench_comparison import Ratio
-from prejit.compiler.bench.rounds import ratio_in_turns
+from prejit.compiler.bench.bench_report import Ratio
+from prejit.compiler.bench.probes import ratio_in_turns
 from prejit.compiler.comparing.difference import ReadBundle
 from prejit.compiler.targets import environments
 from prejit.runtime.base.child_process import Child, last_line

@@ -9,7 +9,7 @@ from dataclasses import replace
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.store.key import Key
 from prejit.compiler.store.own_code import COMPILING, code_digest
-from prejit.compiler.targets.host_cpu import host_cpu, host_features
+from prejit.compiler.targets.build_host import host_cpu, host_features
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.machine.fingerprint import effective_environment
 

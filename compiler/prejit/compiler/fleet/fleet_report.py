@@ -1,4 +1,4 @@
-"""Explain which target of a bundle each machine of a fleet loads."""
+"""Explain which target of a bundle each machine of a fleet loads, as data and as a page."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prejit.compiler.fleet.additions import Addition, cover_machines
-from prejit.compiler.fleet.candidates import Build
-from prejit.compiler.fleet.groups import Group, group_machines
-from prejit.compiler.fleet.machines import Machine, Unreadable, merge
+from prejit.compiler.fleet.additions import Addition, Build, cover_machines
+from prejit.compiler.fleet.fleet_machines import (
+    Group,
+    Machine,
+    Unreadable,
+    few,
+    group_machines,
+    merge,
+)
+from prejit.compiler.pages import render
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
@@ -124,3 +130,33 @@ def _served(targets: Sequence[tuple[str, Requirement]], machine: Fingerprint) ->
     ranked = sorted(targets, key=lambda target: preference(target[1], machine))
     verdicts = [compare(name, needs, machine) for name, needs in ranked]
     return min(verdicts, key=lambda verdict: verdict.distance)
+
+
+def fleet_page(bundle: str, digest: str, fleet: str, report: FleetReport) -> str:
+    """Return the page as HTML.
+
+    Args:
+        bundle: the name of the bundle.
+        digest: the digest of the bundle.
+        fleet: the directory of fingerprints.
+        report: the report of the fleet.
+    """
+    # Columns in the order of `compare`; the target with the most axes gives the longest list first.
+    axes: dict[str, None] = {}
+    for _, verdict in sorted(report.verdicts, key=lambda item: -len(item[1].axes)):
+        axes.update(dict.fromkeys(axis.name for axis in verdict.axes))
+    return render(
+        "fleet.html",
+        bundle=bundle,
+        digest=digest,
+        fleet=fleet,
+        report=report,
+        total=len(report.verdicts),
+        advice=report.advice() if report.additions else "",
+        axes=tuple(axes),
+        machines=[
+            (machine, verdict, {axis.name: axis.matches for axis in verdict.axes})
+            for machine, verdict in report.verdicts
+        ],
+        few=few,
+    )

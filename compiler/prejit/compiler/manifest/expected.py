@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.base.suggestions import did_you_mean
 from prejit.compiler.manifest.shape_string import EXAMPLE, SIZE
-from prejit.compiler.manifest.toml_lines import KeyPath
 from prejit.compiler.targets.cpu_count import MAX_CPUS
+
+KeyPath = tuple[str | int, ...]
+"""The keys and places that lead to a value of a manifest."""
 
 SIZES = "a list of different positive integers such as [1, 8]"
 STATIC = 'a list of different texts, integers or booleans such as ["fast", "exact"]'

@@ -23,11 +23,11 @@ from prejit.compiler.manifest.expected import (
     SHARDING,
     SIZES,
     STATIC,
+    KeyPath,
     expected,
 )
 from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED, names_object
 from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
-from prejit.compiler.manifest.toml_lines import KeyPath
 from prejit.runtime.format.arrays import MESH_AXES
 from prejit.runtime.format.checks.seldom_parts import HANDLER_NAME
 

@@ -1,5 +1,5 @@
 """Rebuilding: build a bundle again from what its provenance records, and compare the two part by part.
 
-`recorded` reads what a bundle records, `parts` compares two bundles, `verifying` does the whole. Begin with
-`verifying`.
+`recorded` reads what a bundle records, `compared_parts` compares two bundles, `verifying` does the whole:
+begin there.
 """

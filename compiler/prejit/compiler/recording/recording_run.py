@@ -1,34 +1,273 @@
-"""Run a program once, and pack the files of jax's cache that it leaves."""
+"""Run a program once, and merge the files of jax's cache that it leaves into a bundle."""
 
 from __future__ import annotations
 
 import os
 import re
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import zstandard
+
 from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.describe.provenance import recording_provenance
-from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS, assemble, check_readable
-from prejit.compiler.recording.merging import (
-    RecordedTarget,
-    collect,
-    is_of,
-    merged,
-    packed,
-    read_targets,
+from prejit.compiler.pipeline.pack.bundle_files import (
+    DESCRIPTIONS,
+    PackedTarget,
+    assemble,
+    check_readable,
+    layer,
 )
+from prejit.compiler.pipeline.program_keys import versions
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.locks import lock_file, remove_and_unlock
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, StoreError
+from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.bundle_schema import Config, RecordedProgram, Segment
+from prejit.runtime.format.checks.layers import unpack
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import FORMAT_VERSION, RECORDED_MEDIA_TYPE
+from prejit.runtime.format.opening import match
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.target_contents import read_contents
 from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.recorded.hook import jax_texts
 from prejit.runtime.recorded.hook.watch import Orders
-from prejit.runtime.recorded.hook_events import JaxRequest, read_events
+from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess, read_events
+from prejit.runtime.recorded.recorded_bundle import on_cpu, recorded_of
 from prejit.runtime.recorded.recorded_run import cache_settings, environment_for, run_command
+
+_ZSTD_LEVEL = 3
+"""jax has compressed the files already: a higher level makes them no smaller."""
+
+
+@dataclass(frozen=True)
+class RecordedFile:
+    """A file of jax's cache, compressed for a pack.
+
+    Attributes:
+        entry: what the program table says of it; the offset of its frame counts from 0.
+        frame: the frame.
+    """
+
+    entry: RecordedProgram
+    frame: bytes
+
+    def content(self) -> bytes:
+        """Return the file's bytes, verified."""
+        return unpack(self.frame, self.entry.entry, self.entry.file)
+
+
+@dataclass(frozen=True)
+class RecordedTarget:
+    """The contents of a recorded bundle for one class of machines.
+
+    Attributes:
+        requirement: what its programs need of a machine.
+        versions: of the packages that recorded it.
+        programs: its files by name.
+    """
+
+    requirement: Requirement
+    versions: Mapping[str, str]
+    programs: Mapping[str, RecordedFile]
+
+    @property
+    def name(self) -> str:
+        """Return its name: what people want to know first, and some digits that no other target has."""
+        needs = self.requirement
+        kind = re.sub(r"[^a-z0-9]+", "-", (needs.device_kind or needs.platform).lower()).strip("-")
+        return f"{kind}-jaxlib{needs.jaxlib}-{digest_of(to_json(needs))[7:15]}"
+
+
+def read_targets(path: Path) -> tuple[RecordedTarget, ...]:
+    """Return the targets of the bundle at a path, each file verified; none where there is no bundle.
+
+    Raises:
+        RejectError: the bundle is damaged.
+        StoreError: it cannot be read.
+        UsageError: `prejit build` wrote it.
+    """
+    if not path.exists():
+        return ()
+    return read_whole(path, _read_targets)
+
+
+def _read_targets(layout: Layout, root: Root) -> tuple[RecordedTarget, ...]:
+    found = []
+    for target in match(root, Fingerprint.current()):
+        contents = read_contents(layout, target)
+        recorded = recorded_of(layout, contents)
+        at = contents.manifest.layer(RECORDED_MEDIA_TYPE)
+        pack, where = layout.map_blob(at.digest, at.size), layout.blob_path(at.digest)
+        programs = {}
+        for each in recorded:
+            frame = pack[each.entry.offset : each.entry.offset + each.entry.size]
+            unpack(frame, each.entry, where)
+            programs[each.file] = RecordedFile(
+                replace(each, entry=replace(each.entry, offset=0)), frame
+            )
+        config = contents.config
+        found.append(RecordedTarget(config.requirement, config.versions, programs))
+    return tuple(found)
+
+
+def is_of(target: RecordedTarget, machine: Fingerprint) -> bool:
+    """Return whether a recording on this machine adds to this target, or would with its version of jaxlib."""
+    here = {requirement_of(None, None, each) for each in (machine, on_cpu(machine))}
+    return replace(target.requirement, jaxlib=machine.jaxlib) in here
+
+
+def collect(
+    cache: Path,
+    processes: Sequence[WatchedProcess],
+    machine: Fingerprint,
+    known: Collection[str],
+) -> tuple[tuple[RecordedTarget, ...], tuple[str, ...]]:
+    """Return the files that a run left in its cache, by target, and why programs are not among them.
+
+    Args:
+        cache: the directory of jax's cache.
+        processes: what the processes of the run reported.
+        machine: this machine.
+        known: names of files that were there before the run.
+    """
+    asked: dict[str, tuple[WatchedProcess, JaxRequest]] = {}
+    for each in processes:
+        for made in each.requests:
+            if made.key is not None:
+                asked.setdefault(made.key + jax_texts.FILE_SUFFIX, (each, made))
+    left_out = {
+        f"{made.name} at {made.where}: {made.not_kept}": None
+        for each in processes
+        for made in each.requests
+        if made.not_kept is not None
+    }
+    targets: dict[Requirement, RecordedTarget] = {}
+    for path in sorted(cache.glob(f"*{jax_texts.FILE_SUFFIX}")):
+        if path.name in known:
+            continue
+        content = path.read_bytes()
+        if not _is_complete(content):
+            left_out[f"{path.name}: two processes wrote it at once; record again"] = None
+            continue
+        found = asked.get(path.name)
+        process, request = (None, None) if found is None else found  # of a process without the hook
+        needs = requirement_of(process, request, machine)
+        target = targets.setdefault(needs, RecordedTarget(needs, _versions(process), {}))
+        files = {**target.programs, path.name: _file(path.name, content, request)}
+        targets[needs] = replace(target, programs=files)
+    return tuple(targets.values()), tuple(left_out)
+
+
+def requirement_of(
+    process: WatchedProcess | None, request: JaxRequest | None, machine: Fingerprint
+) -> Requirement:
+    """Return what a recorded program needs of a machine.
+
+    jax's own key decides whether it is used, with flags and devices in it. The requirement keeps code from
+    machines that it would crash on, and chooses the target.
+
+    Args:
+        process: the process that compiled it; None: not known.
+        request: the program; None: not known.
+        machine: this machine.
+    """
+    jaxlib = machine.jaxlib if process is None else process.versions["jaxlib"]
+    on_cpu = request is not None and request.conditions.get("platform") == "cpu"
+    if on_cpu or machine.platform == "cpu":
+        return Requirement("cpu", machine.architecture, machine.cpu_features, jaxlib)
+    return Requirement(
+        machine.platform,
+        machine.architecture,
+        (),
+        jaxlib,
+        plugin=machine.plugin,
+        cuda=machine.cuda,
+        device_kind=machine.device_kind,
+        compute_capability=machine.compute_capability,
+        topology=machine.topology,
+    )
+
+
+def _versions(process: WatchedProcess | None) -> dict[str, str]:
+    found = {} if process is None else process.versions
+    return {
+        **versions("prejit"),
+        **{name: found[name] for name in ("jax", "jaxlib") if name in found},
+    }
+
+
+def _file(name: str, content: bytes, request: JaxRequest | None) -> RecordedFile:
+    frame = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True).compress(content)
+    segment = Segment(0, len(frame), digest_of(frame), len(content), digest_of(content))
+    program = RecordedProgram(
+        name=name[: -len(jax_texts.FILE_SUFFIX) - 65],  # 64 digits behind a dash
+        file=name,
+        entry=segment,
+        ingredients={} if request is None else request.ingredients,
+        conditions={} if request is None else request.conditions,
+        arguments=None if request is None else request.arguments,
+        function=None if request is None else request.function,
+    )
+    return RecordedFile(program, frame)
+
+
+def _is_complete(content: bytes) -> bool:
+    """Return whether a file of jax's cache is one whole compressed stream.
+
+    jax writes it in place. If two processes write it at once, the end of the longer one stays behind the
+    shorter.
+    """
+    try:
+        if content.startswith(zstandard.FRAME_HEADER):
+            zstandard.ZstdDecompressor().decompress(content, allow_extra_data=False)
+            return True
+        stream = zlib.decompressobj()
+        stream.decompress(content)
+        return stream.eof and not stream.unused_data
+    except (zstandard.ZstdError, zlib.error):
+        return False
+
+
+def merged(
+    before: Iterable[RecordedTarget], added: Iterable[RecordedTarget]
+) -> tuple[RecordedTarget, ...]:
+    """Return the targets of both, sorted by name. A file that both have is the one from before."""
+    targets: dict[Requirement, RecordedTarget] = {}
+    for target in (*before, *added):
+        there = targets.setdefault(target.requirement, target)
+        programs = {**target.programs, **there.programs}
+        targets[target.requirement] = replace(there, programs=programs)
+    return tuple(sorted(targets.values(), key=lambda target: target.name))
+
+
+def packed(target: RecordedTarget, bundle: str) -> PackedTarget:
+    """Return the config and the layer of a target. Equal targets give equal bytes."""
+    content, recorded = bytearray(), []
+    for file in sorted(target.programs):
+        program = target.programs[file]
+        segment = replace(program.entry.entry, offset=len(content))
+        recorded.append(replace(program.entry, entry=segment))
+        content += program.frame
+    config = Config(
+        format=FORMAT_VERSION,
+        bundle=bundle,
+        target=target.name,
+        requirement=target.requirement,
+        versions=dict(target.versions),
+        programs=(),
+        weight_sets={},
+        recorded=tuple(recorded),
+    )
+    return PackedTarget(config, (layer(RECORDED_MEDIA_TYPE, bytes(content), "programs.jax-cache"),))
 
 
 @dataclass(frozen=True)

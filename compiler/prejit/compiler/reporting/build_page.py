@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prejit.compiler.pages.render import render
+from prejit.compiler.pages import render
 from prejit.compiler.reporting.build_report import COMPILED, BuildReport
 from prejit.compiler.reporting.time_line import BETWEEN, Placed
 from prejit.runtime.base.text_table import size

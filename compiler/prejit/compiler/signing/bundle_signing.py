@@ -1,19 +1,19 @@
-"""Sign a bundle: its index and the manifest of each target, as cosign does, and all its files."""
+"""Sign a bundle: its index and each target's manifest for cosign, all its files for the OpenSSF."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from prejit.compiler.signing.model_signing import model_signature
-from prejit.compiler.signing.signer import Signer
+from prejit.runtime.base.files import digest_of, is_digest
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.audit import audit
@@ -35,6 +35,7 @@ from prejit.runtime.generation.options import check_generation
 from prejit.runtime.trust.dsse import MAX_ENVELOPE_BYTES
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.statement import (
+    MODEL_PREDICATE,
     PARTS_PREDICATE,
     PROVENANCE_PREDICATE,
     SIGNATURE_PREDICATE,
@@ -44,6 +45,91 @@ from prejit.runtime.trust.statement import (
     read_statement,
     signature_statements,
 )
+
+
+class Signer(Protocol):
+    """Makes sigstore bundles."""
+
+    @property
+    def id(self) -> str:
+        """A text that no other signer has."""
+
+    def bundle(self, payload: bytes) -> bytes:
+        """Return the sigstore bundle with its signature of a payload, an in-toto statement."""
+
+    def model_bundle(self, payload: bytes) -> bytes:
+        """Return the same for the OpenSSF's model signing."""
+
+    def signed(self, content: bytes) -> bytes | None:
+        """Return the payload of a sigstore bundle that this signer made; None: somebody else made it."""
+
+
+def files_of(path: Path) -> dict[str, str]:
+    """Return the digest of each file of a bundle's directory, by its name in the notation of POSIX.
+
+    Raises:
+        StoreError: the directory cannot be read.
+        RejectError: it has a file that does not belong there.
+    """
+    found = {}
+    try:
+        for file in sorted(path.rglob("*")):
+            name = file.relative_to(path).as_posix()
+            if file.is_dir() and not file.is_symlink():
+                continue
+            digest = f"sha256:{file.name}"
+            if file.is_symlink():
+                raise RejectError(str(file), "expected a file, found a symbolic link")
+            if name in ("index.json", "oci-layout"):
+                digest = digest_of(file.read_bytes())
+            elif name != f"blobs/sha256/{file.name}" or not is_digest(digest):
+                raise RejectError(
+                    str(file),
+                    "expected files of the bundle alone, found another",
+                    hint="remove it: the signature is of every file in the directory",
+                )
+            found[name] = digest
+    except OSError as error:
+        raise StoreError(f"{path}: cannot read: {error.strerror}") from error
+    return found
+
+
+def model_statement(name: str, files: Mapping[str, str]) -> Statement:
+    """Return the statement about the files of a directory.
+
+    Args:
+        name: name of the model.
+        files: digest by name.
+    """
+    ordered = {each: files[each].removeprefix("sha256:") for each in sorted(files)}
+    root = hashlib.sha256(b"".join(map(bytes.fromhex, ordered.values()))).hexdigest()
+    return Statement(
+        MODEL_PREDICATE,
+        (SignedSubject(f"sha256:{root}", name),),
+        {
+            "resources": [
+                {"algorithm": "sha256", "digest": digest, "name": each}
+                for each, digest in ordered.items()
+            ],
+            "serialization": {
+                "allow_symlinks": False,
+                "hash_type": "sha256",
+                "ignore_paths": [],
+                "method": "files",
+            },
+        },
+    )
+
+
+def model_signature(path: Path, signer: Signer) -> bytes:
+    """Return the content of `NAME.sig` for a bundle's directory.
+
+    Raises:
+        StoreError, RejectError: as of `files_of`.
+    """
+    statement = model_statement(path.resolve().name, files_of(path))
+    return signer.model_bundle(encode_statement(statement))
+
 
 _MAX_DESCRIPTION_BYTES = MAX_ENVELOPE_BYTES // 4 * 3 - (4 << 10)
 """Maximum size of a description that is signed: in base64 it must fit into an envelope."""

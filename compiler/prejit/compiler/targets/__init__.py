@@ -2,9 +2,8 @@
 
 `target_table` turns a `[[target]]` table into a `prejit.runtime.machine.targets.Target`. `toolchain` holds
 what compiles for a target: a worker's command, packages and flags. A target that pins a jax version needs
-an `environments.Environment`; `installing` makes it, with one of this machine's `interpreters`. `listing`
-is `prejit targets`, `build_host` what this machine can compile for, `cpu_count` how many CPUs XLA sees, and
-`gpu_description` what XLA needs of a GPU.
+an `environments.Environment`; `installing` makes it, with one of this machine's `interpreters`. `build_host`
+says what this machine can compile for, `listing` is `prejit targets`, `cpu_count` how many CPUs XLA sees.
 
 This package imports `store`. Begin with `target_table`, then `toolchain`.
 """

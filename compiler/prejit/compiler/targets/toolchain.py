@@ -17,12 +17,54 @@ from typing import Any
 from prejit.compiler.targets import cpu_count
 from prejit.compiler.targets.build_host import cross_compiles
 from prejit.compiler.targets.environments import Environment, worker_command
-from prejit.compiler.targets.gpu_description import gpu_config
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.device.tuning import Tuning
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.fingerprint import read_xla_flags
-from prejit.runtime.machine.targets import PLUGINS, Target
+from prejit.runtime.machine.targets import PLUGINS, Target, capabilities
+
+
+def gpu_config(target: Target) -> str:
+    """Return XLA's description of a GPU: a GpuTargetConfigProto as text.
+
+    The fields are those of xla/stream_executor/device_description.proto. Limits that all GPUs since compute
+    capability 7.0 share are from the CUDA C++ Programming Guide.
+    """
+    gpu, shared = target.gpu, capabilities()[target.compute_capability or ""]
+    assert gpu is not None
+    major, minor = (target.compute_capability or "").split(".")
+    limits = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_core": shared.shared_bytes_per_core,
+        "shared_memory_per_block_optin": shared.shared_bytes_per_block_optin,
+        "threads_per_core_limit": shared.threads_per_core,
+        "core_count": gpu.core_count,
+        "fpus_per_core": shared.fpus_per_core,
+        "block_dim_limit_x": 2147483647,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "memory_bandwidth": gpu.bandwidth_bytes,
+        "l2_cache_size": gpu.l2_bytes,
+        "clock_rate_ghz": gpu.clock_mhz / 1000,
+        "device_memory_size": target.memory_bytes,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+    }
+    lines = [f"  {name}: {value}" for name, value in limits.items()]
+    return "\n".join(
+        (
+            "gpu_device_info {",
+            *lines,
+            f"  cuda_compute_capability {{ major: {major} minor: {minor} }}",
+            "}",
+            'platform_name: "CUDA"',
+            "dnn_version_info { major: 9 minor: 12 }",  # the lowest cuDNN that jax's plugin takes
+            f'device_description_str: "{target.device_kind}"',
+        )
+    )
+
 
 _REPRODUCIBLE = "--xla_cpu_parallel_codegen_split_count=1"
 """XLA flag that puts kernels into the same objects on every build host; `disassembly.in_order` sorts these.

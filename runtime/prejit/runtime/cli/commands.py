@@ -1,7 +1,8 @@
 """All commands by name, and how one is run.
 
-The command `NAME` stands in `NAME_command`, in the room `cli` of its package, and returns the exit status.
-That module is imported by name when the command runs: `prejit --help` and completion need no other.
+The command `NAME` stands in `NAME_command`, or where `FILES` says, in the room `cli` of its package, and
+returns the exit status. That module is imported by name when the command runs: `prejit --help` and completion
+need no other.
 """
 
 from __future__ import annotations
@@ -95,6 +96,13 @@ HOUSES = {
 
 HOMES = {name: package for package, house in HOUSES.items() for name in house.commands}
 """The package of each command."""
+FILES = {
+    **dict.fromkeys(("plan", "build", "rebuild"), "build_commands"),
+    **dict.fromkeys(("check-model", "targets", "suggest", "schema"), "manifest_commands"),
+    **dict.fromkeys(("bench", "fleet", "diff"), "bundle_commands"),
+    **dict.fromkeys(("sign", "channel"), "signing_commands"),
+}
+"""The modules that hold several commands."""
 
 _COMPLETE = "_PREJIT_COMPLETE"
 
@@ -121,7 +129,8 @@ class _Commands(click.Group):
 def _imported(name: str) -> click.Command:
     attribute = name.replace("-", "_")
     with importing():
-        module = importlib.import_module(f"prejit.{HOMES[name]}.cli.{attribute}_command")
+        file = FILES.get(name, f"{attribute}_command")
+        module = importlib.import_module(f"prejit.{HOMES[name]}.cli.{file}")
     command: click.Command = getattr(module, attribute)
     return command
 

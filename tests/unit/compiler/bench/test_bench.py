@@ -16,27 +16,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prejit.compiler.bench.bench_comparison import (
-    MIN_QUARTILE_SAMPLES,
-    Comparison,
-    Ratio,
-    better_of,
-    compare_reports,
+from prejit.compiler.bench.bench_page import (
+    bench_page,
+    notes,
+    regression,
+    spelled,
+    spelled_programs,
+    text,
 )
-from prejit.compiler.bench.bench_page import bench_page
-from prejit.compiler.bench.bench_processes import Setup, _fresh_process
 from prejit.compiler.bench.bench_report import (
     GROUPS,
     MIN_P95_SAMPLES,
     MIN_P99_SAMPLES,
+    MIN_QUARTILE_SAMPLES,
     YARDSTICK,
     BenchReport,
     BenchRow,
+    Comparison,
+    Ratio,
+    better_of,
+    compare_reports,
     read,
     summarize,
 )
-from prejit.compiler.bench.bench_wording import notes, regression, spelled, spelled_programs, text
-from prejit.compiler.bench.rounds import ratio_in_turns
+from prejit.compiler.bench.measure import Setup, _fresh_process
+from prejit.compiler.bench.probes import ratio_in_turns
 from prejit.runtime import __main__, load
 from prejit.runtime.errors import ProcessError, RegressionError, StoreError, UsageError
 from prejit.runtime.programs.ready import ProgramReport

@@ -15,10 +15,8 @@ from tests.parity.cases import cases
 from tests.parity.t5_cases import cases as t5_cases
 from tests.parity.whisper_cases import cases as whisper_cases
 
-from prejit.compiler.checking import parity
-from prejit.compiler.checking.check_finding import TOLERANCE, Finding, difference
-from prejit.compiler.checking.kit import RULES, SHAPES, check_model
-from prejit.compiler.checking.subject import Subject
+from prejit.compiler.checking.kit import RULES, SHAPES, check_model, compare_with
+from prejit.compiler.checking.subject import TOLERANCE, Finding, Subject, difference
 from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.parameters import parametrized
 
@@ -186,7 +184,7 @@ def reference(tokens: Any) -> Any:
 
 
 def against(function: Any, kind: type[Layer] = Tiny, tolerance: float = TOLERANCE) -> Finding:
-    return parity.against(Subject(*apart(random_model(kind)), tolerance, 16), function)
+    return compare_with(Subject(*apart(random_model(kind)), tolerance, 16), function)
 
 
 def test_a_model_is_compared_with_a_reference_after_each_token() -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from prejit.compiler.api import build, program
-from prejit.compiler.bench.bench_comparison import Ratio
+from prejit.compiler.bench.bench_report import Ratio
 from prejit.compiler.comparing.difference import compare_bundles, read_bundle
 from prejit.compiler.comparing.speed import Speed, compare_speed, verdict
 from prejit.compiler.compile.worker.code_summary import summarize

@@ -18,11 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.compiler.fleet import cover
-from prejit.compiler.fleet.cover import fewest_sets
-from prejit.compiler.fleet.fleet_page import fleet_page
-from prejit.compiler.fleet.fleet_report import FleetReport, explain_fleet
-from prejit.compiler.fleet.machines import Machine, read_fleet
+from prejit.compiler.fleet import additions as cover
+from prejit.compiler.fleet.additions import fewest_sets
+from prejit.compiler.fleet.fleet_machines import Machine, read_fleet
+from prejit.compiler.fleet.fleet_report import FleetReport, explain_fleet, fleet_page
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import from_json, to_json

@@ -17,10 +17,9 @@ from tests.extent import examples
 
 from prejit.compiler.manifest.manifest import Generate, Manifest
 from prejit.compiler.manifest.manifest_tables import SECTIONS
-from prejit.compiler.manifest.reading import read_manifest
+from prejit.compiler.manifest.reading import key_lines, read_manifest
 from prejit.compiler.manifest.shape_string import parse_shape
 from prejit.compiler.manifest.specs import program_specs
-from prejit.compiler.manifest.toml_lines import key_lines
 from prejit.compiler.targets.target_table import names as target_names
 from prejit.compiler.targets.target_table import target
 from prejit.runtime.errors import ManifestError, StoreError

@@ -14,8 +14,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 
-from prejit.compiler.manifest.manifest_schema import documented, manifest_schema
-from prejit.compiler.manifest.manifest_tables import SECTIONS
+from prejit.compiler.manifest.manifest_tables import SECTIONS, documented, manifest_schema
 
 from .test_manifest import ENCODER, GOOD, manifests
 

@@ -12,7 +12,7 @@ from prejit.compiler import build
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.pipeline.bundle_writing import check_place
 from prejit.compiler.pipeline.pack.bundle_files import assemble
-from prejit.compiler.recording.merging import RecordedTarget, packed
+from prejit.compiler.recording.recording_run import RecordedTarget, packed
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.requirement import Requirement

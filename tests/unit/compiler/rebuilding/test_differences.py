@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save
 from tests.recipes import export
 
-from prejit.compiler.rebuilding.differences import in_executables, in_programs, in_weights
+from prejit.compiler.rebuilding.compared_parts import in_executables, in_programs, in_weights
 
 
 def elf(content: bytes) -> bytes:

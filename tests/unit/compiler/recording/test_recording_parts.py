@@ -11,16 +11,17 @@ import pytest
 import zstandard
 
 from prejit.compiler.pipeline.pack.bundle_files import assemble
-from prejit.compiler.recording.merging import (
+from prejit.compiler.recording.recording_run import (
     RecordedTarget,
+    bundle_name,
     collect,
+    default_name,
     is_of,
     merged,
     packed,
     read_targets,
     requirement_of,
 )
-from prejit.compiler.recording.recording_run import bundle_name, default_name
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint

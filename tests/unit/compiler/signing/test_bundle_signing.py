@@ -15,8 +15,7 @@ from tests.layouts import blob, index_of
 from tests.recipes import Recipe
 from tests.signers import signer
 
-from prejit.compiler.signing.bundle_signing import sign
-from prejit.compiler.signing.model_signing import files_of
+from prejit.compiler.signing.bundle_signing import files_of, sign
 from prejit.compiler.signing.private_key import parse_private_key, read_private_key
 from prejit.runtime.__main__ import main
 from prejit.runtime.errors import PolicyError, RejectError, StoreError, UsageError

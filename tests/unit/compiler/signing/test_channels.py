@@ -15,9 +15,15 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 from cryptography.hazmat.primitives import serialization
 from tests.signers import signer
 
-from prejit.compiler.signing import channel_file
-from prejit.compiler.signing.channel_file import release_bundle, rotate_keys, sign_channel
-from prejit.compiler.signing.channels import ChannelFile, add_signature, read_channel
+from prejit.compiler.signing import channels as channel_file
+from prejit.compiler.signing.channels import (
+    ChannelFile,
+    add_signature,
+    read_channel,
+    release_bundle,
+    rotate_keys,
+    sign_channel,
+)
 from prejit.runtime.__main__ import main
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.trust.channel import signers

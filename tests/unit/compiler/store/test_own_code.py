@@ -107,7 +107,7 @@ CHANGES = [
     ("compiler.store.directory_store:DirectoryStore", set()),
     ("compiler.targets.toolchain:Toolchain", set()),
     ("compiler.progress:Plain", set()),
-    ("compiler.cli.build_command:build", set()),
+    ("compiler.cli.build_commands:build", set()),
     ("runtime.format.bundle_schema:ImageManifest", set()),
     ("runtime.cli.commands:", set()),
     ("runtime.generation.batch:", set()),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.compiler.suggesting.axis_sizes import (
+from prejit.compiler.suggesting.chosen_buckets import (
     MAX_CANDIDATES,
     best_sizes,
     candidates,

@@ -21,7 +21,7 @@ from prejit.compiler.suggesting.chosen_buckets import (
     suggest_decoder,
     suggest_encoder,
 )
-from prejit.compiler.suggesting.log import LoggedEncoding, LoggedGeneration, LoggedRequests
+from prejit.compiler.suggesting.request_log import LoggedEncoding, LoggedGeneration, LoggedRequests
 from prejit.runtime.errors import UsageError
 
 MODEL = Model(str(Path(__file__).parents[4] / "manifests" / "demo-model"))

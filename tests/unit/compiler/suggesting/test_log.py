@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prejit.compiler.suggesting.log import LoggedEncoding, LoggedGeneration, read_log
+from prejit.compiler.suggesting.request_log import LoggedEncoding, LoggedGeneration, read_log
 from prejit.runtime.errors import StoreError, UsageError
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.targets.gpu_description import gpu_config
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import (
     Toolchain,
     Tuned,
+    gpu_config,
     host_toolchain,
     read_tuning,
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.targets.uv import UvSettings, install_command, translated
+from prejit.compiler.targets.installing import UvSettings, install_command, translated
 
 
 def settings(listed: str, **environ: str) -> UvSettings:

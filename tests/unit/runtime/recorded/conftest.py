@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler.pipeline.pack.bundle_files import assemble, check_readable
-from prejit.compiler.recording.merging import RecordedFile, RecordedTarget, packed
+from prejit.compiler.recording.recording_run import RecordedFile, RecordedTarget, packed
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
 from prejit.runtime.format.writing import write_layout

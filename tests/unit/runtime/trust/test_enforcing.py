@@ -18,7 +18,7 @@ from tests.layouts import blob, index_of, write_root
 from tests.signers import key_table, signer, write_policy
 
 from prejit.compiler.signing.bundle_signing import sign
-from prejit.compiler.signing.channel_file import release_bundle, rotate_keys, sign_channel
+from prejit.compiler.signing.channels import release_bundle, rotate_keys, sign_channel
 from prejit.runtime import load
 from prejit.runtime.base import process_facts
 from prejit.runtime.base.files import digest_of

@@ -1,4 +1,4 @@
-"""Read the fingerprints of many machines."""
+"""The machines of a fleet: read their fingerprints, and group those that load the same target."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from textwrap import shorten
 from typing import Any
 
 from prejit.runtime.errors import PrejitError, StoreError, UsageError
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.verdict import Axis
 
 _INFORMATION = ("cpu_model", "cpu_count", "memory_bytes")
 
@@ -127,3 +129,42 @@ def merge(machines: Iterable[Machine]) -> list[tuple[Machine, ...]]:
 def is_release(version: str) -> bool:
     """Whether a version is a release, which is what a manifest accepts for `jax`."""
     return re.fullmatch(r"\d+(\.\d+){1,3}", version) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Machines with the same verdict.
+
+    Attributes:
+        target: the target that they load, or else the closest one.
+        mismatches: the axes that keep them from loading it; empty: they load it.
+        machines: their names.
+    """
+
+    target: str
+    mismatches: tuple[Axis, ...]
+    machines: tuple[str, ...]
+
+    def reason(self) -> str:
+        """Return why the machines do not load the target, with long values cut; empty: they load it."""
+        return "; ".join(
+            f"{a.name}: needs {shorten(a.needed, WIDTH, placeholder=' ...')}, "
+            f"found {shorten(a.found, WIDTH, placeholder=' ...')}"
+            for a in self.mismatches
+        )
+
+
+def group_machines(found: dict[tuple[str, tuple[Axis, ...]], list[str]]) -> tuple[Group, ...]:
+    """Return machines grouped by target and mismatches, the largest groups first."""
+    groups = [Group(target, why, tuple(sorted(names))) for (target, why), names in found.items()]
+    return tuple(sorted(groups, key=lambda g: (bool(g.mismatches), -len(g.machines), g.machines)))
+
+
+WIDTH = 60
+"""Maximum characters of each value in a reason."""
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names and the number of further ones."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

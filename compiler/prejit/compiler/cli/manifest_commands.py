@@ -1,21 +1,103 @@
-"""`prejit suggest`."""
+"""`prejit targets`, `schema`, `suggest` and `check-model`: what helps to write a manifest."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from prejit.compiler.cli.build_options import FILE, PATH
-from prejit.runtime.cli.command_options import COUNT, JSON
+from prejit.compiler.cli.build_commands import FILE, PATH
+from prejit.runtime.cli.command_options import COUNT, JSON, Number
 from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
+    from prejit.compiler.checking.subject import Finding
     from prejit.compiler.manifest.manifest import Manifest
     from prejit.compiler.suggesting.chosen_buckets import Buckets
-    from prejit.compiler.suggesting.log import LoggedRequests
+    from prejit.compiler.suggesting.request_log import LoggedRequests
+    from prejit.compiler.targets.listing import Listed
+
+
+@click.command(epilog="Examples:\n\n\b\n  prejit targets\n  prejit targets --json")
+@JSON
+def targets(as_json: bool) -> int:
+    """List the targets that a manifest may name, and which of them this machine compiles for."""
+    from importlib.metadata import version
+
+    from prejit.compiler.targets.listing import NO, list_targets
+
+    listed = list_targets(version("jax"))
+    if as_json:
+        rows = [
+            {**asdict(each.target), "builds": each.builds != NO, "packages": each.packages}
+            | {"how": each.builds, "note": each.note}
+            for each in listed
+        ]
+        print_json({"targets": rows})
+    else:
+        _print_targets(listed)
+    return 0
+
+
+def _print_targets(listed: Sequence[Listed]) -> None:
+    """Print a table for each platform; notes below, once each."""
+    from prejit.runtime.base.text_table import size, table
+    from prejit.runtime.machine.requirement import PLATFORMS
+
+    heads = {
+        "cpu": ("cpu", "architecture", "extensions", "loops for"),
+        "cuda": ("device", "capability", "memory", "lowest driver"),
+        "tpu": ("device", "chips", "memory of each"),
+    }
+    for platform in PLATFORMS:
+        rows, notes = [], dict[str, list[str]]()
+        for each in listed:
+            found = each.target
+            if found.platform != platform:
+                continue
+            memory = size(found.memory_bytes) if found.memory_bytes else ""
+            features = found.cpu_features
+            cells = {
+                "cpu": (
+                    found.cpu or "this machine",
+                    found.architecture,
+                    "all of this machine" if features is None else f"{len(features)}",
+                    f"{found.cpus} CPUs",
+                ),
+                "cuda": (
+                    found.device_kind or "",
+                    found.compute_capability or "",
+                    memory,
+                    found.driver or "",
+                ),
+                "tpu": (found.device_kind or "", found.topology or "", memory),
+            }
+            rows.append((found.name, *cells[platform], each.builds))
+            if each.packages:
+                note = f"the first download: {', '.join(each.packages)}"
+                notes.setdefault(note, [])
+            if each.note:
+                notes.setdefault(each.note, []).append(found.name)
+        click.echo(table((platform, *heads[platform], "builds here"), rows))
+        for note, names in notes.items():
+            click.echo(f"  {', '.join(names)}: {note}" if names else f"  {note}")
+        click.echo("")
+
+
+@click.command(
+    epilog="Examples:\n\n\b\n  prejit schema > prejit.schema.json\n\n"
+    "Editors with a TOML language server (taplo, Even Better TOML) complete and check a manifest whose first "
+    "line is `#:schema prejit.schema.json`."
+)
+def schema() -> int:
+    """Print the JSON Schema of manifests."""
+    from prejit.compiler.manifest.manifest_tables import manifest_schema
+
+    print_json(manifest_schema())
+    return 0
 
 
 @click.command(
@@ -51,7 +133,7 @@ def suggest(
 ) -> int:
     """Choose the buckets that pad the requests of LOG least, for a budget of programs."""
     from prejit.compiler.manifest.reading import read_manifest
-    from prejit.compiler.suggesting.log import read_log
+    from prejit.compiler.suggesting.request_log import read_log
     from prejit.runtime.errors import UsageError
 
     of = None if manifest is None else read_manifest(manifest)
@@ -70,7 +152,7 @@ def suggest(
             }
         )
         return 0
-    _print(today, suggested, seconds)
+    _print_buckets(today, suggested, seconds)
     return 0
 
 
@@ -130,7 +212,7 @@ def _seconds(
     """Return the estimated compile seconds of buckets for all targets; None: not known."""
     from prejit.compiler.manifest.manifest import Generate
     from prejit.compiler.manifest.specs import decoder_specs, encoder_specs
-    from prejit.compiler.suggesting.seconds import read_seconds
+    from prejit.compiler.suggesting.chosen_buckets import read_seconds
 
     if report is None or manifest is None:
         return [None for _ in each]
@@ -163,7 +245,7 @@ def _described(buckets: Buckets, seconds: float | None) -> dict[str, Any]:
     }
 
 
-def _print(today: Buckets | None, suggested: Buckets, seconds: list[float | None]) -> None:
+def _print_buckets(today: Buckets | None, suggested: Buckets, seconds: list[float | None]) -> None:
     """Print the comparison, and the lines of the manifest."""
     from prejit.compiler.manifest.manifest import Encode
     from prejit.runtime.base.text_table import table
@@ -190,3 +272,75 @@ def _print(today: Buckets | None, suggested: Buckets, seconds: list[float | None
     click.echo(f"\n[{section}]")
     for name, sizes in _sizes(suggested).items():
         click.echo(f"{name} = {sizes}")
+
+
+@click.command(
+    "check-model",
+    epilog="Examples:\n\n\b\n  prejit check-model model:model\n"
+    "  prejit check-model my_package.model:make_model --params weights.safetensors\n"
+    "  prejit check-model model:model --reference reference:logits\n\n"
+    "A reference takes tokens int32 [B, T] and returns the logits after each token, [B, T, V], as an array "
+    "of NumPy, jax or torch. For an encoder-decoder it takes sources, their lengths, and tokens.\n\n"
+    "Exit status: 0 the model passes all checks, 1 it does not.",
+)
+@click.argument("model", metavar="MODULE:MODEL", help="A decoder, or what makes one.")
+@click.option(
+    "--params",
+    **FILE,
+    help="Values of the model's parameters: a .safetensors file or an orbax directory (default: its own).",
+)
+@click.option(
+    "--reference",
+    metavar="MODULE:FUNCTION",
+    help="Compare the logits after each token with those of a reference.",
+)
+@click.option(
+    "--tolerance",
+    type=Number(0, min_open=True),
+    default=1e-4,
+    metavar="X",
+    help="Largest difference of equal logits, relative to their spread.",
+)
+@click.option(
+    "--source-size",
+    **COUNT,
+    default=16,
+    help="Places of an encoder-decoder's sources, for one that takes a certain number only.",
+)
+def check_model(
+    model: str, params: Path | None, reference: str | None, tolerance: float, source_size: int
+) -> int:
+    """Check that a model of yours generates the same text however the engine cuts, pads and batches it.
+
+    MODULE:MODEL is an object with the methods of a decoder, or a function or class that makes one without
+    arguments. The module is in this directory or installed.
+    """
+    from prejit.compiler.checking.kit import check_user_model
+
+    findings = check_user_model(
+        model, params=params, against=reference, tolerance=tolerance, source_size=source_size
+    )
+    _print_findings(findings)
+    return 0 if all(finding.passed for finding in findings) else 1
+
+
+def _print_findings(findings: Sequence[Finding]) -> None:
+    """Print a table; below, what is wrong and what to change."""
+    from prejit.runtime.base.text_table import table
+    from prejit.runtime.errors import printable
+
+    rows = [
+        (
+            finding.name,
+            "pass" if finding.passed else "FAIL",
+            "" if finding.difference is None else f"{finding.difference:.1e}",
+        )
+        for finding in findings
+    ]
+    click.echo(table(("check", "result", "worst difference"), rows))
+    failed = [finding for finding in findings if not finding.passed]
+    for finding in failed:
+        click.echo(printable(f"\n{finding.name}: {finding.found}\n  change: {finding.change}"))
+    click.echo(
+        f"\n{len(findings)} checks: {len(findings) - len(failed)} passed, {len(failed)} failed"
+    )

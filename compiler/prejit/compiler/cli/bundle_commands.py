@@ -1,0 +1,356 @@
+"""`prejit bench`, `diff` and `fleet`: what a bundle does on machines, and what differs between two."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from prejit.compiler.cli.build_commands import PATH as DIRECTORY
+from prejit.runtime.base.text_table import table
+from prejit.runtime.cli.bundle_loading import load_bundle
+from prejit.runtime.cli.command_options import (
+    BUNDLE,
+    COUNT,
+    DIR,
+    JSON,
+    PATH,
+    SECONDS,
+    Number,
+    check_one,
+    loads,
+    on_mismatch,
+    output,
+    page,
+)
+from prejit.runtime.cli.output import print_json, print_text, progress, write_text
+
+if TYPE_CHECKING:
+    from prejit.compiler.comparing.difference import BundleDifference, ProgramDifference
+    from prejit.compiler.comparing.speed import Speed
+    from prejit.compiler.fleet.fleet_report import FleetReport
+
+
+@click.command(
+    epilog="Examples:\n\n\b\n  prejit bench artifacts/demo --page demo.html\n"
+    "  prejit bench artifacts/demo -o baseline.json\n"
+    "  prejit bench artifacts/demo --baseline baseline.json --tolerance 15\n"
+    "  prejit bench artifacts/demo --against artifacts/demo-before"
+)
+@BUNDLE
+@click.option("--runs", **COUNT, default=5, help="Number of fresh processes that measure start-up.")
+@click.option(
+    "--seconds", **SECONDS, default=20.0, help="Time for all measurements in one process."
+)
+@click.option(
+    "--baseline",
+    type=PATH,
+    metavar="FILE.json",
+    help="Compare with the report that an earlier run wrote with -o.",
+)
+@click.option(
+    "--against",
+    type=PATH,
+    metavar="BUNDLE",
+    help="Compare with another bundle, measured in alternation.",
+)
+@click.option(
+    "--tolerance",
+    type=Number(0, 1e9),
+    default=25.0,
+    metavar="PERCENT",
+    help="Exit 9 where a median is worse by more than this and by more than the spread.",
+)
+@output("FILE.json", "Write the report as JSON.")
+@page("Write the report as an HTML page.")
+@loads
+@JSON
+def bench(
+    path: str,
+    runs: int,
+    seconds: float,
+    baseline: str | None,
+    against: str | None,
+    tolerance: float,
+    output: str | None,
+    page: str | None,
+    as_json: bool,
+    **loading: Any,
+) -> int:
+    """Measure a bundle: start-up, latency, tokens a second, memory.
+
+    Compare it with another bundle or with a saved baseline.
+    """
+    from prejit.compiler.bench.bench_page import bench_page, notes, regression, text
+    from prejit.compiler.bench.bench_report import read
+    from prejit.compiler.bench.measure import Setup, judge
+
+    check_one({"--baseline": baseline, "--against": against})
+    earlier = read(baseline) if baseline is not None else None
+    paths = [path, *([] if against is None else [against])]
+    with progress() as show:
+        report, comparison = judge(
+            [Setup(each, **loading) for each in paths],
+            [load_bundle(each, **loading) for each in paths],
+            earlier,
+            other=against or baseline or "",
+            runs=runs,
+            seconds=seconds,
+            tolerance=tolerance / 100,
+            say=show,
+        )
+    described = {**report.described(), "comparison": asdict(comparison) if comparison else None}
+    if output is not None:
+        write_text(output, json.dumps(described, indent=1) + "\n")
+    if page is not None:
+        write_text(page, bench_page(report, comparison))
+    if as_json:
+        print_json(described)
+        for note in notes(comparison) if comparison is not None else ():
+            print_text(f"note: {note}", file=sys.stderr)
+    else:
+        print_text(text(report, comparison))
+    if comparison is not None and comparison.regressions:
+        raise regression(comparison)
+    return 0
+
+
+_SHOWN = 4
+"""Operations, kinds of instructions and fields of a program that are shown; --json has all."""
+
+
+@click.command(
+    epilog="Examples:\n\n\b\n  prejit diff artifacts/demo releases/demo\n"
+    "  prejit diff before/demo after/demo --speed\n\n"
+    "Exit status: 0 if the bundles are equal, 1 if they differ."
+)
+@click.argument("before", type=DIRECTORY, metavar="A", help="Directory of a bundle.")
+@click.argument("after", type=DIRECTORY, metavar="B", help="Directory of a bundle.")
+@click.option(
+    "--speed",
+    "measures",
+    is_flag=True,
+    help="Run the programs of both in turns, each with its own jaxlib, and name those that became slower.",
+)
+@JSON
+def diff(before: Path, after: Path, measures: bool, as_json: bool) -> int:
+    """Say what differs between bundles A and B: programs, instructions, weights, requirements, versions."""
+    from prejit.compiler.comparing.difference import compare_bundles, read_bundle
+
+    first, second = read_bundle(before), read_bundle(after)
+    found = compare_bundles(first, second)
+    speed: Speed | None = None
+    if measures:
+        from prejit.compiler.comparing.speed import compare_speed
+        from prejit.runtime.cli.output import progress
+
+        with progress() as show:
+            speed = compare_speed(first, second, show)
+    if as_json:
+        described = {"equal": found.is_equal, **asdict(found)}
+        print_json(described | {"speed": None if speed is None else asdict(speed)})
+    else:
+        _print_difference(found)
+        if speed is not None:
+            _print_speed(speed)
+    return 0 if found.is_equal else 1
+
+
+def _print_difference(found: BundleDifference) -> None:
+    if found.is_equal:
+        click.echo(f"equal: {found.before}")
+        return
+    click.echo(f"{found.before[:19]} -> {found.after[:19]}")
+    for target, versions in found.versions.items():
+        changes = (f"{name} {was} -> {now}" for name, (was, now) in versions.items())
+        click.echo(f"{target}: built with {', '.join(changes)}")
+    for target, axes in found.requirements.items():
+        for name, (was, now) in axes.items():
+            click.echo(f"{target}: needs {name} {_short(now)}, needed {_short(was)}")
+    for target, layers in found.layers.items():
+        for name, sizes in layers.items():
+            click.echo(f"{target}: layer {_layer(name)} differs: {_sizes(sizes)}")
+    new = sum(each.has_new_program for each in found.changed)
+    click.echo(
+        f"programs: {len(found.added)} added, {len(found.removed)} removed, {new} changed, "
+        f"{len(found.changed) - new} compiled differently, {found.same} the same"
+    )
+    for sign, names in (("+", found.added), ("-", found.removed)):
+        for name in names:
+            click.echo(f"{sign} {name}")
+    for each in found.changed:
+        click.echo(f"~ {each.program} for {each.target}")
+        for line in _lines(each):
+            click.echo(f"    {line}")
+
+
+def _lines(each: ProgramDifference) -> list[str]:
+    """Return what differs in a program, a line for each kind."""
+    lines = []
+    for name, (was, now) in [*each.fields.items()][:_SHOWN]:
+        lines.append(f"{name}: {_short(was)} -> {_short(now)}")
+    if each.has_new_program:
+        lines.append(
+            f"StableHLO: {_most_changed(each.operations)}"
+            if each.operations
+            else "StableHLO: the same operations with other constants, attributes or order"
+        )
+    if each.has_new_executable:
+        lines.append(f"executable: {_sizes(each.executable_bytes)}")
+    if each.temp_bytes[0] != each.temp_bytes[1]:
+        lines.append(f"temporary memory: {_sizes(each.temp_bytes)}")
+    if each.code is not None:
+        before, after = each.code
+        if before.digest == after.digest:
+            lines.append("machine code: the same; what XLA calls, or stores beside it, differs")
+        else:
+            kinds = {
+                name: (before.instructions.get(name, 0), after.instructions.get(name, 0))
+                for name in sorted({*before.instructions, *after.instructions})
+            }
+            kinds["functions"] = before.functions, after.functions
+            found = _most_changed({k: sides for k, sides in kinds.items() if sides[0] != sides[1]})
+            sizes = _sizes((before.code_bytes, after.code_bytes))
+            lines.append(f"machine code: {sizes}{f'; {found}' if found else ''}")
+        if before.kernels != after.kernels:
+            called = [", ".join(each.kernels) or "none" for each in (before, after)]
+            lines.append(f"native kernels: {called[0]} -> {called[1]}")
+    return lines
+
+
+def _most_changed(counts: dict[str, tuple[int, int]]) -> str:
+    """Return the counts that changed most, as text."""
+    most = sorted(counts.items(), key=lambda item: -abs(item[1][1] - item[1][0]))
+    shown = [f"{name} {was} -> {now}" for name, (was, now) in most[:_SHOWN]]
+    more = [f"{len(most) - _SHOWN} more"] if len(most) > _SHOWN else []
+    return ", ".join([*shown, *more])
+
+
+def _sizes(sides: tuple[int, int]) -> str:
+    from prejit.runtime.base.text_table import size
+
+    was, now = sides
+    return f"{size(was)}, as before" if was == now else f"{size(was)} -> {size(now)}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _layer(media_type: str) -> str:
+    return media_type.removeprefix("application/vnd.prejit.")
+
+
+def _print_speed(speed: Speed) -> None:
+    from prejit.compiler.bench.bench_page import spelled, spelled_ratio
+
+    if speed.why_not:
+        click.echo(f"\nspeed was not measured: {speed.why_not}")
+        return
+    rows: list[Sequence[str]] = [
+        (
+            row.name,
+            spelled(row.before, "s"),
+            spelled(row.after, "s"),
+            *spelled_ratio(row.ratio),
+            row.verdict,
+        )
+        for row in speed.rows
+    ]
+    slower = sum(row.verdict == "slower" for row in speed.rows)
+    faster = sum(row.verdict == "faster" for row in speed.rows)
+    click.echo(f"\nspeed: {slower} slower, {faster} faster, {len(rows) - slower - faster} the same")
+    click.echo(table(("program", "before", "after", "ratio", "spread", ""), rows))
+
+
+@click.command(
+    epilog="Examples:\n\n\b\n  prejit fleet artifacts/demo machines\n"
+    "  prejit fleet artifacts/demo machines --page fleet.html --on-mismatch error\n\n"
+    "Exit status: 3 with --on-mismatch error, where a machine falls back to compiling."
+)
+@BUNDLE
+@click.argument("directory", **DIR, help="Directory of fingerprints; those below it count too.")
+@page("Write the report as an HTML page.")
+@on_mismatch("With error: exit 3 where a machine falls back to compiling.")
+@JSON
+def fleet(path: str, directory: str, page: str | None, on_mismatch: str, as_json: bool) -> int:
+    """Print which target each machine of a fleet loads, and the fewest targets to add for the rest."""
+    from prejit.compiler.fleet.fleet_machines import read_fleet, unread
+    from prejit.compiler.fleet.fleet_report import explain_fleet, fleet_page
+    from prejit.runtime.format.checks.oci import target_of
+    from prejit.runtime.format.layout import Layout
+    from prejit.runtime.format.names import BUNDLE_NAME
+    from prejit.runtime.format.root import read_root
+
+    with Layout(path) as layout:
+        root = read_root(layout)
+        targets = [target_of(descriptor, root.path) for descriptor in root.bundle.manifests]
+    found = read_fleet(directory)
+    report = explain_fleet(targets, found.machines, found.unreadable)
+    if page is not None:
+        write_text(
+            page,
+            fleet_page(root.bundle.annotations[BUNDLE_NAME], root.digest, directory, report),
+        )
+    if as_json:
+        print_json(report.described())
+    else:
+        print_text(_fleet_text(report))
+    if found.unreadable:
+        sys.stdout.flush()  # the report comes before the error
+        raise unread(found.unreadable, len(found.machines) + len(found.unreadable))
+    return 3 if on_mismatch == "error" and report.fallen_back else 0
+
+
+def _fleet_text(report: FleetReport) -> str:
+    """Return the report of a fleet as text for a terminal."""
+    from prejit.compiler.fleet.fleet_machines import few
+
+    parts = [
+        table(
+            ["machines", "loads", "which", "closest", "why not"],
+            [
+                (
+                    str(len(group.machines)),
+                    "nothing: compiles" if group.mismatches else group.target,
+                    few(group.machines),
+                    group.target if group.mismatches else "",
+                    group.reason(),
+                )
+                for group in report.groups
+            ],
+        ),
+        table(["target", "machines"], [(name, str(n)) for name, n in report.serves.items()]),
+    ]
+    total = len(report.verdicts)
+    if not report.fallen_back:
+        return "\n\n".join(
+            [*parts, f"{total} of {total} machines load a target: nothing is compiled"]
+        )
+    parts.append(
+        f"{report.fallen_back} of {total} machines are none of the targets: every program would be "
+        "compiled there"
+    )
+    if report.additions:
+        parts.append(f"{report.advice()} (the path of a file is relative to the manifest):")
+        parts += [
+            f"# serves {len(addition.machines)}: {few(addition.machines)}\n{addition.toml()}"
+            for addition in report.additions
+        ]
+    if report.beyond_help:
+        parts.append("no target that can be added serves:")
+        parts.append(
+            table(
+                ["machines", "which", "what stands in the way"],
+                [
+                    (str(len(group.machines)), few(group.machines), group.reason())
+                    for group in report.beyond_help
+                ],
+            )
+        )
+    return "\n\n".join(parts)
