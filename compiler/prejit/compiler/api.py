@@ -26,7 +26,7 @@ from prejit.compiler.progress import Progress, Quiet, open_progress
 from prejit.compiler.reporting.report_files import report_build
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.leases import Leases
-from prejit.compiler.sharing.patient import Patient
+from prejit.compiler.sharing.remote import Patient
 from prejit.compiler.sharing.sharing_settings import read_stores
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.interface import Store
@@ -399,14 +399,15 @@ def _open_store(
     if not tiers:
         yield local
         return
-    layered = LayeredStore(local, tiers, progress.note, offers=builds)
+    leases = None
     if shard is not None and leading is not None:
-        layered.share_with(Leases(leading, f"shard {shard}"), leading)
+        leases = Leases(leading, f"shard {shard}")
+    layered = LayeredStore(local, tiers, progress.note, offers=builds, leases=leases)
     try:
         yield layered
     except BaseException as error:
         layered.abandon()
-        if shard is not None and leading is not None and (down := layered.why_down(leading)):
+        if down := layered.disagreement:
             raise StoreError(
                 f"shard {shard}: the shared store does not answer any more, and the bundle was not packed: "
                 f"{down}",

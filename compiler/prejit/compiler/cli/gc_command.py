@@ -84,7 +84,7 @@ def gc(
 
 def _make_room(shared: str | None, max_size: int | None, dry_run: bool, as_json: bool) -> None:
     """Remove files of the shared stores that are written, and print how many."""
-    from prejit.compiler.sharing.eviction import evict
+    from prejit.compiler.sharing.remote import evict
     from prejit.compiler.sharing.sharing_settings import read_stores
     from prejit.runtime.base.text_table import size
     from prejit.runtime.errors import UsageError

@@ -23,8 +23,15 @@ from functools import partial
 from typing import Any, final
 
 from prejit.compiler.cluster.connection import Ended, RayConnection, Size, check_address
-from prejit.compiler.cluster.exchange import address_of, bring, open_exchange, send
-from prejit.compiler.cluster.node import Order, counted_variables, own_cpu
+from prejit.compiler.cluster.node import (
+    Order,
+    bring,
+    counted_variables,
+    inputs_of,
+    open_exchange,
+    own_cpu,
+    send,
+)
 from prejit.compiler.compile.executor import compile_once, find_compiled, give_error, give_result
 from prejit.compiler.compile.history import need_of
 from prejit.compiler.compile.jobs import Compiled, CompileJob
@@ -32,6 +39,7 @@ from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.progress import Progress, Quiet
+from prejit.compiler.sharing.sharing_settings import written_address
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets import environments
@@ -57,8 +65,15 @@ class _Task:
         self.job, self.future, self.need = job, future, need
         self.answer: Future[Compiled] = Future()
         self.orders: list[tuple[int, Need]] = []  # attempts that wait until its inputs are sent
-        self.is_prepared = False
-        self.is_shown = False
+        self.is_prepared = self.is_shown = False
+
+    def show(self, progress: Progress, node: str) -> None:
+        self.is_shown = True
+        progress.started(self.job.program, self.job.target.name, node)
+
+    def is_unseen(self) -> bool:
+        """Return whether no thread of its own holds it."""
+        return not self.is_prepared and not self.orders
 
 
 @final
@@ -94,7 +109,7 @@ class ClusterExecutor:
         """
         check_address(address)
         self._address = address
-        self._exchange = address_of(shared)
+        self._exchange = written_address(shared)
         self._store = store
         self._workers = workers
         self._contents = DirectoryStore(store.root)
@@ -225,7 +240,7 @@ class ClusterExecutor:
             self._closed.set()
             self._refuse(CancelledError())
             for task in self._tasks.values():
-                if not task.is_prepared and not task.orders:
+                if task.is_unseen():
                     task.future.cancel()
                 task.answer.cancel()
             with suppress(Exception):
@@ -293,8 +308,6 @@ class ClusterExecutor:
                 bytes=min(need.bytes, size.node_bytes),
                 cores=min(need.cores, max(1, size.node_cores)),
             )
-        variables = counted_variables(dict(os.environ))
-        variables["XLA_FLAGS"] = read_xla_flags(os.environ)
         here = self._remote is None
         order = Order(
             attempt=attempt,
@@ -304,7 +317,7 @@ class ClusterExecutor:
             tuned=job.toolchain.tuned,
             host=own_cpu() if _needs_own_cpu(job) else None,
             source=job.source,
-            variables=variables,
+            variables=counted_variables(os.environ) | {"XLA_FLAGS": read_xla_flags(os.environ)},
             store=self._exchange,
             root=str(self._store.root) if here else None,
             environments=str(environments.root().parent) if here else None,
@@ -316,14 +329,9 @@ class ClusterExecutor:
         self._schedule.began(attempt, time.monotonic(), node)
         if (name := self._attempts.get(attempt)) is None:
             return
-        task = self._tasks[name]
-        if task.is_shown:
+        if (task := self._tasks[name]).is_shown:
             self._progress.note(f"{task.job.program} takes long: a second attempt runs on {node}")
-        self._show_begin(task, node)
-
-    def _show_begin(self, task: _Task, node: str) -> None:
-        task.is_shown = True
-        self._progress.started(task.job.program, task.job.target.name, node)
+        task.show(self._progress, node)
 
     def _take(self, answer: Ended) -> None:
         """Take the end of an attempt."""
@@ -352,7 +360,7 @@ class ClusterExecutor:
             task.answer.set_exception(_error_of(body["error"]))
         else:
             if not task.is_shown:  # Ray's message about the beginning can come after the result
-                self._show_begin(task, body["node"])
+                task.show(self._progress, body["node"])
             task.answer.set_result(Compiled.from_plain(body["result"]))
 
     def _give_up(self, task: _Task, reason: str, losses: tuple[Loss, ...]) -> None:
@@ -371,7 +379,7 @@ class ClusterExecutor:
         for task in self._tasks.values():
             if not task.answer.done():
                 task.answer.set_exception(failure)
-            if not task.is_prepared and not task.orders and not task.future.done():
+            if task.is_unseen() and not task.future.done():
                 task.future.set_exception(failure)
 
     def _refuse(self, failure: Exception) -> None:
@@ -389,9 +397,7 @@ class ClusterExecutor:
 
         def compile_job(job: CompileJob) -> Compiled | None:
             if self._remote is not None:
-                kernels = job.source.kernels
-                for digest in (job.source.program, *(() if kernels is None else (kernels.digest,))):
-                    send(self._remote, self._contents, digest)
+                send(self._remote, self._contents, *inputs_of(job.source))
             self._calls.put(partial(self._prepared, task))
             try:
                 compiled = task.answer.result()
@@ -415,7 +421,13 @@ class ClusterExecutor:
         except Exception as error:
             give_error(self._progress, job, future, error)
         else:
-            self._finish(job, future, outcome, is_new)
+            if outcome is None:
+                future.set_exception(self._failure or CancelledError())
+                return
+            if is_new:
+                with self._lock:
+                    self._compiled.add(job.key.digest)
+            give_result(self._progress, job, future, outcome, is_new=is_new)
         finally:
             keeper = threading.current_thread()
             self._calls.put(partial(self._forget, name, keeper))
@@ -424,17 +436,6 @@ class ClusterExecutor:
         self._schedule.drop(name)  # another build compiled it, or its inputs cannot be sent
         self._tasks.pop(name, None)
         self._keepers.discard(keeper)
-
-    def _finish(
-        self, job: CompileJob, future: Future[Compiled], outcome: Compiled | None, is_new: bool
-    ) -> None:
-        if outcome is None:
-            future.set_exception(self._failure or CancelledError())
-            return
-        if is_new:
-            with self._lock:
-                self._compiled.add(job.key.digest)
-        give_result(self._progress, job, future, outcome, is_new=is_new)
 
 
 def _needs_own_cpu(job: CompileJob) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler import progress
-from prejit.compiler.cluster.exchange import bring, open_exchange, send
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.compile.worker_process import WorkerKilledError, WorkerProcess
+from prejit.compiler.sharing.remote import Remote, RemoteError
+from prejit.compiler.sharing.shared_result import UnusableError, fetch_content, send_content
+from prejit.compiler.sharing.sharing_settings import read_stores
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.build_host import host_cpu
 from prejit.compiler.targets.environments import spec_for
 from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.toolchain import Toolchain, Tuned, host_toolchain, toolchain_of
-from prejit.runtime.errors import BuildError, PrejitError
+from prejit.runtime.errors import BuildError, PrejitError, StoreError
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.targets import Target
 
@@ -67,14 +69,58 @@ class Order:
     environments: str | None
     timeout_seconds: float
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Digests of the contents that the node needs."""
-        kernels = self.source.kernels
-        return (self.source.program, *(() if kernels is None else (kernels.digest,)))
+
+def inputs_of(source: Source) -> tuple[str, ...]:
+    """Return the digests of the contents that a node needs to compile a program."""
+    return (source.program, *(() if source.kernels is None else (source.kernels.digest,)))
 
 
-def counted_variables(environ: dict[str, str]) -> dict[str, str]:
+def open_exchange(address: str) -> Remote:
+    """Return the shared store at an address, through which the build and its nodes send each other contents.
+
+    Only the build writes results, because it alone has the key that signs them.
+    """
+    return read_stores(address).tiers[0].remote
+
+
+def send(remote: Remote, store: DirectoryStore, *digests: str) -> None:
+    """Write contents to the shared store, unless it has them.
+
+    Raises:
+        StoreError: it does not answer, or the contents are missing here.
+    """
+    with _exchanging(remote):
+        for digest in digests:
+            if send_content(remote, store, digest) is None:
+                raise StoreError(
+                    f"{store.root}: expected blob {digest} in the build cache, found none"
+                )
+
+
+def bring(remote: Remote, store: DirectoryStore, *digests: str) -> None:
+    """Read contents from the shared store, unless they are here.
+
+    Raises:
+        StoreError: it does not answer, lacks the contents, or has others.
+    """
+    with _exchanging(remote):
+        for digest in digests:
+            if store.blob_path(digest) is None and not fetch_content(remote, store, digest):
+                raise StoreError(f"{remote.name}: expected {digest}, found none")
+
+
+@contextmanager
+def _exchanging(remote: Remote) -> Iterator[None]:
+    hint = "a cluster needs a shared store that the build and all nodes reach"
+    try:
+        yield
+    except RemoteError as error:
+        raise StoreError(str(error), hint=hint) from error
+    except UnusableError as error:
+        raise StoreError(f"{remote.name}: {error}", hint=hint) from error
+
+
+def counted_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that may change what a compiler does."""
     return {name: value for name, value in environ.items() if name.startswith(_COUNTED)}
 
@@ -102,8 +148,7 @@ def compile_on_node(order: Order, tell: Callable[[int, str], object]) -> dict[st
         store = _open(order.root)
         remote = None if order.store is None else open_exchange(order.store)
         if remote is not None:
-            for digest in order.inputs:
-                bring(remote, store, digest)
+            bring(remote, store, *inputs_of(order.source))
         toolchain = _toolchain(order)
         worker = _worker(toolchain, store, order)
         tell(order.attempt, _name())

@@ -4,34 +4,31 @@ A result that this machine lacks is fetched with its contents, checked, and kept
 here, or that a shared store turns out to lack, is sent in the background. A shared store that does not
 answer, or refuses, is told once; the build goes on without it.
 
-Machines that share one build (`share_with`) also hold a lease in the store while they make a result.
+Machines that share one build also hold a lease in the store while they make a result.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar, final
 
 from prejit.compiler.sharing.leases import Lease, Leases
 from prejit.compiler.sharing.remote import RemoteError
 from prejit.compiler.sharing.shared_result import (
-    MAX_BYTES,
     SharedResult,
+    Tier,
     UnusableError,
-    decode,
-    encode,
+    content_path,
+    fetch_content,
+    send_content,
 )
-from prejit.compiler.sharing.tier import Tier
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.interface import BlobWriter
 from prejit.compiler.store.key import Key
 from prejit.runtime.errors import StoreError
 
@@ -53,9 +50,8 @@ class Traffic:
     """The results and bytes that a build exchanged with a shared store.
 
     Attributes:
-        found: number of results that came from there.
+        found, sent: number of results that came from there, and that went there.
         read_bytes, written_bytes: of contents.
-        sent: number of results that went there.
         down: why the build goes on without it; empty: it works.
         refused: digests of the keys whose results there are damaged, or signed by nobody whom we believe.
     """
@@ -72,12 +68,99 @@ class Traffic:
         return f"{self.found} results read ({read:.1f} MB), {self.sent} written ({written:.1f} MB)"
 
 
-class _GoneError(Exception):
-    """A shared store has a result, and not its contents any more."""
+@final
+class _Behind:
+    """A shared store behind that of this machine. Once it fails, it is not asked any more."""
 
+    def __init__(
+        self, tier: Tier, local: DirectoryStore, note: Callable[[str], object], leads: bool
+    ) -> None:
+        self.tier, self.traffic, self.leads = tier, Traffic(), leads
+        self._local, self._note = local, note
+        self._lock = threading.Lock()
 
-def _content_path(digest: str) -> str:
-    return f"cas/{digest.removeprefix('sha256:')}"
+    @contextmanager
+    def asking(self, key: Key) -> Iterator[None]:
+        """Note what goes wrong in the block with the result of a key, and end the block."""
+        try:
+            yield
+        except RemoteError as error:
+            with self._lock:
+                if self.traffic.down:
+                    return
+                self.traffic.down = str(error)
+            self._note(str(error) if self.leads else f"{error}; this build goes on without it")
+        except UnusableError as error:
+            self.traffic.refused.add(key.digest)
+            self._note(
+                f"{self.tier.label}: the result of {key.kind} {key.name} is not used: {error}"
+            )
+
+    def look(self, key: Key) -> SharedResult | None:
+        """Return a result that may be used; None: there is none."""
+        if not self.traffic.down:
+            with self.asking(key):
+                return self.tier.read(key)
+        return None
+
+    def has(self, key: Key) -> bool:
+        """Return whether there is a result whose contents are all there or on this machine."""
+        if (entry := self.look(key)) is not None:
+            missing = (each for each in entry.blobs if self._local.blob_path(each) is None)
+            with self.asking(key):
+                return all(self.tier.remote.has(content_path(each)) for each in missing)
+        return False
+
+    def fetch(self, key: Key) -> bool:
+        """Bring a result with the contents that this machine lacks; return whether it is here now."""
+        if (entry := self.look(key)) is None:
+            return False
+        with self.asking(key):
+            for digest, size in entry.blobs.items():
+                if self._local.blob_path(digest) is not None:
+                    continue
+                if not fetch_content(self.tier.remote, self._local, digest, size):
+                    return False  # the store dropped it to make room
+                with self._lock:
+                    self.traffic.read_bytes += size
+            self._local.put(key, entry.result, blobs=entry.blobs)
+            with self._lock:
+                self.traffic.found += 1
+            return True
+        return False
+
+    def send(self, key: Key, result: Mapping[str, Any], blobs: Iterable[str]) -> None:
+        """Write a result, after its contents: whoever finds it finds them.
+
+        Contents that are there are sent again if the result was refused: any of them may be damaged.
+        """
+        if self.traffic.down:
+            return
+        sizes: dict[str, int] = {}
+        replace = key.digest in self.traffic.refused
+        with self.asking(key):
+            for digest in blobs:
+                sent = send_content(self.tier.remote, self._local, digest, replace=replace)
+                if sent is None:
+                    return  # another program deletes files here; the build will say so
+                sizes[digest], is_new = sent
+                with self._lock:
+                    self.traffic.written_bytes += sizes[digest] if is_new else 0
+            self.tier.write(key, result, sizes)
+            with self._lock:
+                self.traffic.sent += 1
+            named = {"ingredients": [list(pair) for pair in key.ingredients]}
+            self.tier.write(_last_key(key.kind, key.name), named, {})
+
+    def send_missing(self, key: Key, result: Mapping[str, Any]) -> None:
+        """Send a result of this machine with its contents, unless it is there."""
+        if self.traffic.down:
+            return
+        there = True
+        with self.asking(key):
+            there = self.tier.remote.has(self.tier.path_of(key))
+        if not there and (blobs := self._local.blobs_of(key)) is not None:
+            self.send(key, result, blobs)
 
 
 @final
@@ -91,6 +174,7 @@ class LayeredStore:
         note: Callable[[str], object],
         *,
         offers: bool = True,
+        leases: Leases | None = None,
     ) -> None:
         """Connect to nothing yet.
 
@@ -99,47 +183,32 @@ class LayeredStore:
             tiers: the shared stores, the first to ask first.
             note: shows people a line.
             offers: whether results of this machine that are used, and that a shared store lacks, go there.
+            leases: held while a result is made, in the first tier that is written: other machines share this
+                build. None: they do not.
         """
-        self._local = local
-        self._tiers = tiers
-        self._note = note
-        self.traffic = tuple(Traffic() for _ in tiers)
+        self._behind = [
+            _Behind(tier, local, note, leases is not None and tier is leases.tier) for tier in tiers
+        ]
+        self.traffic = tuple(each.traffic for each in self._behind)
         self.fetched: dict[str, str] = {}
         """The name of the shared store that each result came from, by the digest of its key."""
+        self._local, self._note = local, note
+        self.root, self.namespace = local.root, local.namespace
+        self.seal, self.put_blob, self.blob_writer = local.seal, local.put_blob, local.blob_writer
+        self.read_blob, self.blob_path = local.read_blob, local.blob_path
         self._lock = threading.Lock()
         self._absent: set[str] = set()  # digests of keys that no shared store has
         self._pool = ThreadPoolExecutor(_TRANSFERS, "prejit-transfer")
         self._offers = offers
         self._offered: set[str] = set()  # digests of keys that are sent, or were looked for
-        self._sending: dict[
-            str, list[Future[None]]
-        ] = {}  # by digest of the key, in the order of tiers
-        self._leases: Leases | None = None
-        self._leading = 0  # the place of the tier with the leases
-
-    def share_with(self, leases: Leases, tier: Tier) -> None:
-        """Hold a lease while a result is made: other machines share this build.
-
-        Args:
-            leases: those of this machine.
-            tier: the one of this store's tiers in which they are.
-        """
+        self._sending: dict[str, list[Future[None]]] = {}  # by digest of the key
         self._leases = leases
-        self._leading = self._tiers.index(tier)
-
-    def why_down(self, tier: Tier) -> str:
-        """Return why a tier is not asked any more; empty: it answers."""
-        return self.traffic[self._tiers.index(tier)].down
+        self._leading = next((each for each in self._behind if each.leads), None)
 
     @property
-    def root(self) -> Path:
-        """See `Store.root`."""
-        return self._local.root
-
-    @property
-    def namespace(self) -> str:
-        """See `Store.namespace`."""
-        return self._local.namespace
+    def disagreement(self) -> str:
+        """Why the machines that share this build cannot agree any more; empty: they can."""
+        return "" if self._leading is None else self._leading.traffic.down
 
     def get(self, key: Key, *, verify: bool = False) -> Mapping[str, Any] | None:
         """See `Store.get`."""
@@ -158,11 +227,7 @@ class LayeredStore:
         """See `Store.where`."""
         if (found := self._local.where(key)) is not None or _stays_here(key):
             return found
-        for tier, traffic in zip(self._tiers, self.traffic, strict=True):
-            entry = self._look(tier, traffic, key)
-            if entry is not None and self._has_contents(tier, traffic, entry):
-                return tier.label
-        return None
+        return next((each.tier.label for each in self._behind if each.has(key)), None)
 
     def put(self, key: Key, result: Mapping[str, Any], *, blobs: Iterable[str] = ()) -> None:
         """See `Store.put`."""
@@ -172,7 +237,7 @@ class LayeredStore:
             return
         with self._lock:
             self._offered.add(key.digest)
-        self._send_soon(self._send, key, result, needed)
+        self._send_soon(key, lambda each: each.send(key, result, needed))
 
     @contextmanager
     def making(self, key: Key, *, give_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
@@ -203,42 +268,12 @@ class LayeredStore:
         """See `Store.last_result`."""
         if (found := self._local.last_result(kind, name)) is not None:
             return found
-        for tier, traffic in zip(self._tiers, self.traffic, strict=True):
-            last = self._look(tier, traffic, _last_key(kind, name))
-            key = None if last is None else _key_of(last, kind, name)
-            entry = None if key is None else self._look(tier, traffic, key)
-            if entry is not None:
-                return entry.result
-        return None
+        entries = (each.look(key) for each, key in self._last(kind, name))
+        return next((each.result for each in entries if each is not None), None)
 
     def last_keys(self, kind: str, name: str) -> tuple[Key, ...]:
         """See `Store.last_keys`."""
-        found = [*self._local.last_keys(kind, name)]
-        for tier, traffic in zip(self._tiers, self.traffic, strict=True):
-            entry = self._look(tier, traffic, _last_key(kind, name))
-            if entry is not None and (key := _key_of(entry, kind, name)) is not None:
-                found.append(key)
-        return tuple(found)
-
-    def seal(self, text: str) -> str:
-        """See `Store.seal`."""
-        return self._local.seal(text)
-
-    def put_blob(self, content: bytes) -> str:
-        """See `Store.put_blob`."""
-        return self._local.put_blob(content)
-
-    def blob_writer(self) -> BlobWriter:
-        """See `Store.blob_writer`."""
-        return self._local.blob_writer()
-
-    def read_blob(self, digest: str) -> bytes | None:
-        """See `Store.read_blob`."""
-        return self._local.read_blob(digest)
-
-    def blob_path(self, digest: str) -> Path | None:
-        """See `Store.blob_path`."""
-        return self._local.blob_path(digest)
+        return (*self._local.last_keys(kind, name), *(key for _, key in self._last(kind, name)))
 
     def finish(self) -> None:
         """Wait until everything is sent, and say what was exchanged."""
@@ -247,9 +282,9 @@ class LayeredStore:
         self._pool.shutdown()
         if self._leases is not None:
             self._leases.close()
-        for tier, traffic in zip(self._tiers, self.traffic, strict=True):
-            if traffic.found or traffic.sent:
-                self._note(f"{tier.label}: {traffic}")
+        for behind in self._behind:
+            if behind.traffic.found or behind.traffic.sent:
+                self._note(f"{behind.tier.label}: {behind.traffic}")
 
     def abandon(self) -> None:
         """Send nothing more than what is under way, and let others make what was not finished here."""
@@ -257,101 +292,39 @@ class LayeredStore:
         if self._leases is not None:
             self._leases.close()
 
-    # ------------------------------------------------------------------ reading
-
     def _fetch(self, key: Key) -> bool:
         """Bring a result with its contents to this machine; return whether a shared store has it."""
         if _stays_here(key) or key.digest in self._absent:
             return False
-        for tier, traffic in zip(self._tiers, self.traffic, strict=True):
-            entry = self._look(tier, traffic, key)
-            if entry is not None and self._bring(tier, traffic, entry):
-                with self._lock:
-                    traffic.found += 1
-                    self.fetched[key.digest] = tier.label
-                _log.info("%s %s: fetched from %s", key.kind, key.name, tier.label)
-                return True
-        _log.info("%s %s: no shared store has it", key.kind, key.name)
-        self._absent.add(key.digest)
-        return False
+        label = next((each.tier.label for each in self._behind if each.fetch(key)), None)
+        if label is None:
+            self._absent.add(key.digest)
+            _log.info("%s %s: no shared store has it", key.kind, key.name)
+            return False
+        self.fetched[key.digest] = label
+        _log.info("%s %s: fetched from %s", key.kind, key.name, label)
+        return True
 
     def _fetch_anew(self, key: Key) -> bool:
         """Return whether this machine or a shared store has a result now."""
-        with self._lock:
-            self._absent.discard(key.digest)
+        self._absent.discard(key.digest)
         return self.get(key) is not None
 
-    def _look(self, tier: Tier, traffic: Traffic, key: Key) -> SharedResult | None:
-        """Return a result that may be used; None: the shared store has none."""
-        if traffic.down:
-            return None
-        try:
-            content = tier.remote.read(tier.path_of(key), MAX_BYTES)
-            return None if content is None else decode(content, key, tier.believed)
-        except RemoteError as error:
-            self._lose(traffic, error)
-        except UnusableError as error:
-            self._refuse(tier, traffic, key, str(error))
-        return None
+    def _last(self, kind: str, name: str) -> Iterator[tuple[_Behind, Key]]:
+        """Yield the last key of a name in each shared store that has one."""
+        for each in self._behind:
+            entry = each.look(_last_key(kind, name))
+            if entry is not None and (key := _key_of(entry, kind, name)) is not None:
+                yield each, key
 
-    def _has_contents(self, tier: Tier, traffic: Traffic, entry: SharedResult) -> bool:
-        """Return whether all contents of a result are on this machine or in the shared store."""
-        missing = (digest for digest in entry.blobs if self._local.blob_path(digest) is None)
-        try:
-            return all(tier.remote.has(_content_path(digest)) for digest in missing)
-        except RemoteError as error:
-            self._lose(traffic, error)
-            return False
-
-    def _bring(self, tier: Tier, traffic: Traffic, entry: SharedResult) -> bool:
-        """Fetch the contents of a result that this machine lacks, and keep it here."""
-        for digest, size in entry.blobs.items():
-            if self._local.blob_path(digest) is not None:
-                continue
-            try:
-                self._download(tier, digest, size)
-            except RemoteError as error:
-                self._lose(traffic, error)
-                return False
-            except _GoneError:  # the store dropped it to make room
-                return False
-            except UnusableError as error:
-                self._refuse(tier, traffic, entry.key, str(error))
-                return False
-            with self._lock:
-                traffic.read_bytes += size
-        self._local.put(entry.key, entry.result, blobs=entry.blobs)
-        return True
-
-    def _download(self, tier: Tier, digest: str, size: int) -> None:
-        """Fetch contents. What is damaged is not kept."""
-        with self._local.blob_writer() as blob:
-
-            def take(piece: memoryview) -> None:
-                if blob.size + piece.nbytes > size:
-                    raise UnusableError(f"{digest}: expected {size} bytes, found more")
-                blob.write(piece)
-
-            if not tier.remote.download(_content_path(digest), take):
-                raise _GoneError
-            if blob.digest != digest:
-                raise UnusableError(f"{digest}: expected this digest, found {blob.digest}")
-
-    # ------------------------------------------------------------------ writing
-
-    def _send_soon(
-        self,
-        send: Callable[[Tier, Traffic, Key, Mapping[str, Any], Sequence[str]], None],
-        key: Key,
-        result: Mapping[str, Any],
-        blobs: Sequence[str],
-    ) -> None:
+    def _send_soon(self, key: Key, send: Callable[[_Behind], None]) -> None:
         """Send a result to all shared stores that are written, in the background."""
         with self._lock:
-            sending = self._sending.setdefault(key.digest, [])
-            for tier, traffic in zip(self._tiers, self.traffic, strict=True):
-                if tier.writes and not traffic.down:
-                    sending.append(self._pool.submit(send, tier, traffic, key, result, blobs))
+            self._sending.setdefault(key.digest, []).extend(
+                self._pool.submit(send, each)
+                for each in self._behind
+                if each.tier.writes and not each.traffic.down
+            )
 
     def _offer(self, key: Key, result: Mapping[str, Any]) -> None:
         """Send a result that this machine has, if a shared store lacks it. Each is looked for once."""
@@ -361,78 +334,16 @@ class LayeredStore:
             if key.digest in self._offered:
                 return
             self._offered.add(key.digest)
-        self._send_soon(self._send_missing, key, result, ())
-
-    def _send_missing(
-        self,
-        tier: Tier,
-        traffic: Traffic,
-        key: Key,
-        result: Mapping[str, Any],
-        _: Sequence[str],
-    ) -> None:
-        """Send a result of this machine with its contents, unless it is there."""
-        if traffic.down:
-            return
-        try:
-            there = tier.remote.has(tier.path_of(key))
-        except RemoteError as error:
-            self._lose(traffic, error)
-            return
-        if not there and (blobs := self._local.blobs_of(key)) is not None:
-            self._send(tier, traffic, key, result, blobs)
-
-    def _send(
-        self,
-        tier: Tier,
-        traffic: Traffic,
-        key: Key,
-        result: Mapping[str, Any],
-        blobs: Sequence[str],
-    ) -> None:
-        """Write a result, after its contents: whoever finds it finds them.
-
-        Contents that are there are sent again if the result was refused: any of them may be damaged.
-        """
-        if traffic.down:
-            return
-        sizes: dict[str, int] = {}
-        replaces = key.digest in traffic.refused
-        try:
-            for digest in blobs:
-                if (file := self._local.open_blob(digest)) is None:
-                    return  # another program deletes files here; the build will say so
-                with file:
-                    sizes[digest] = os.fstat(file.fileno()).st_size
-                    if replaces or not tier.remote.has(_content_path(digest)):
-                        tier.remote.write(_content_path(digest), file)
-                        with self._lock:
-                            traffic.written_bytes += sizes[digest]
-            tier.remote.write(
-                tier.path_of(key), encode(SharedResult(key, result, sizes), tier.signer)
-            )
-            with self._lock:
-                traffic.sent += 1
-            last = _last_key(key.kind, key.name)
-            named = {"ingredients": [list(pair) for pair in key.ingredients]}
-            tier.remote.write(
-                tier.path_of(last), encode(SharedResult(last, named, {}), tier.signer)
-            )
-        except RemoteError as error:
-            self._lose(traffic, error)
-
-    # ------------------------------------------------------------------ leases
+        self._send_soon(key, lambda each: each.send_missing(key, result))
 
     def _take_lease(self, key: Key) -> Lease | None:
         assert self._leases is not None
-        traffic = self.traffic[self._leading]
-        if not traffic.down:
-            try:
+        assert self._leading is not None
+        if not self.disagreement:
+            with self._leading.asking(key):
                 return self._leases.take(key)
-            except RemoteError as error:
-                self._lose(traffic, error)
         raise StoreError(
-            f"the machines that share this build cannot agree any more: {traffic.down}",
+            f"the machines that share this build cannot agree any more: {self.disagreement}",
             hint="run it again when the shared store answers; what was finished is not made again",
         )
 
@@ -441,10 +352,9 @@ class LayeredStore:
 
         def release(_: object = None) -> None:
             assert self._leases is not None
-            try:
+            assert self._leading is not None
+            with self._leading.asking(lease.of):
                 self._leases.release(lease)
-            except RemoteError as error:
-                self._lose(self.traffic[self._leading], error)
 
         with self._lock:
             sending = self._sending.get(lease.of.digest)
@@ -453,20 +363,6 @@ class LayeredStore:
             sending[0].add_done_callback(release)
         else:
             release()
-
-    # ------------------------------------------------------------------ what goes wrong
-
-    def _lose(self, traffic: Traffic, error: RemoteError) -> None:
-        with self._lock:
-            if traffic.down:
-                return
-            traffic.down = str(error)
-        shares = self._leases is not None and traffic is self.traffic[self._leading]
-        self._note(str(error) if shares else f"{error}; this build goes on without it")
-
-    def _refuse(self, tier: Tier, traffic: Traffic, key: Key, reason: str) -> None:
-        traffic.refused.add(key.digest)
-        self._note(f"{tier.label}: the result of {key.kind} {key.name} is not used: {reason}")
 
 
 def _stays_here(key: Key) -> bool:

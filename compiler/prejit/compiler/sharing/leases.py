@@ -16,19 +16,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import final
 
-from prejit.compiler.sharing.remote import RemoteError
+from prejit.compiler.sharing.remote import LEASES, RemoteError
 from prejit.compiler.sharing.shared_result import (
     MAX_BYTES,
     SharedResult,
+    Tier,
     UnusableError,
     decode,
     encode,
 )
-from prejit.compiler.sharing.tier import Tier
 from prejit.compiler.store.key import Key
 
-PREFIX = f"ac/{8 * '0'}"
-"""How the names of leases begin, so that who makes room in a store knows them without reading files."""
 LEASE_SECONDS = 30.0
 """A lease that its owner has not written for this time may be taken over."""
 _BEATS = 5
@@ -71,7 +69,7 @@ class Leases:
             owner: who we are, for people.
             seconds: how long a lease lasts that is not written again.
         """
-        self._tier = tier
+        self.tier = tier
         self._owner = owner
         self._seconds = seconds
         self._lock = threading.Lock()  # guards what follows
@@ -90,12 +88,12 @@ class Leases:
         while True:
             lease = Lease(key, generation, time.monotonic())
             path = self._path_of(lease.key)
-            if (content := self._tier.remote.read(path, MAX_BYTES)) is None:
+            if (content := self.tier.remote.read(path, MAX_BYTES)) is None:
                 break
             if not self._is_over(path, lease.key, content):
                 return None
             generation += 1
-        if not self._tier.remote.create(path, self._encoded(lease)):
+        if not self.tier.remote.create(path, self._encoded(lease)):
             return None
         with self._lock:
             self._held[path] = lease
@@ -116,7 +114,7 @@ class Leases:
                 held = self._held.pop(path, None)
             if held is None or not self._is_ours(lease):
                 return
-            remote = self._tier.remote
+            remote = self.tier.remote
             for generation in range(lease.generation, -1, -1):
                 before = self._path_of(_lease_key(lease.of, generation))
                 if not remote.remove(before):
@@ -133,13 +131,13 @@ class Leases:
                 self.release(lease)
 
     def _path_of(self, key: Key) -> str:
-        path = self._tier.path_of(key)
-        return PREFIX + path[len(PREFIX) :]
+        path = self.tier.path_of(key)
+        return LEASES + path[len(LEASES) :]
 
     def _is_over(self, path: str, key: Key, content: bytes) -> bool:
         """Return whether nobody makes a result whose lease has this content."""
         try:
-            found = decode(content, key, self._tier.believed)
+            found = decode(content, key, self.tier.believed)
         except UnusableError:  # of somebody who may not write here, or damaged
             return True
         if found.result.get("owner") == _RELEASED:
@@ -165,12 +163,12 @@ class Leases:
                 with lease.writing, suppress(RemoteError):
                     if path in self._held and self._is_ours(lease):
                         now = time.monotonic()
-                        self._tier.remote.write(path, self._encoded(lease))
+                        self.tier.remote.write(path, self._encoded(lease))
                         lease.written = now
 
     def _encoded(self, lease: Lease, owner: str | None = None) -> bytes:
         result = {"owner": self._owner if owner is None else owner, "beat": secrets.token_hex(16)}
-        return encode(SharedResult(lease.key, result, {}), self._tier.signer)
+        return encode(SharedResult(lease.key, result, {}), self.tier.signer)
 
 
 def _lease_key(of: Key, generation: int) -> Key:

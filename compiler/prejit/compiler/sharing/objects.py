@@ -13,7 +13,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
 from io import BytesIO
@@ -92,30 +92,22 @@ class Objects:
         """See `Remote.download`."""
         import obstore
 
-        try:
+        with self._asking(path):
             for piece in obstore.get(self._objects, path).stream(min_chunk_size=_PIECE_BYTES):
                 write(memoryview(piece))
-        except FileNotFoundError:
-            return False
-        except (obstore.exceptions.BaseError, OSError) as error:
-            raise self._failed(path, error) from error
-        if self._directory is not None:
-            _note_use(self._directory / path)
-        return True
+            self._note_use(path)
+            return True
+        return False
 
     def has(self, path: str) -> bool:
         """See `Remote.has`."""
         import obstore
 
-        try:
+        with self._asking(path):
             obstore.head(self._objects, path)
-        except FileNotFoundError:
-            return False
-        except (obstore.exceptions.BaseError, OSError) as error:
-            raise self._failed(path, error) from error
-        if self._directory is not None:
-            _note_use(self._directory / path)  # a new result needs it
-        return True
+            self._note_use(path)  # a new result needs it
+            return True
+        return False
 
     def write(self, path: str, content: bytes | BinaryIO) -> None:
         """See `Remote.write`."""
@@ -126,74 +118,60 @@ class Objects:
             options["use_multipart"] = False  # a protocol of object stores
             if path.startswith("ac/"):  # bazel-remote reads a result as JSON where its type says so
                 options["attributes"] = {"Content-Type": _JSON}
-        try:
+        with self._asking(path, may_be_missing=False):
             if self._directory is not None:
                 _write_synced(self._directory, path, content)
             elif size_of(content) <= _SMALL_BYTES:
                 obstore.put(self._objects, path, content, **options)
             else:
                 asyncio.run(self._upload(path, content, options))
-        except (obstore.exceptions.BaseError, OSError) as error:
-            raise self._failed(path, error) from error
 
     def create(self, path: str, content: bytes) -> bool:
         """See `Remote.create`. Directories and object stores arbitrate; HTTP servers do not.
 
-        What a store refuses to do with a condition, it does as an HTTP server does.
+        Some servers of the S3 API ignore conditions. So the first file that is created is created again,
+        which must fail. What a store refuses to do with a condition, it does as an HTTP server does.
         """
-        if self._arbitrates is not False:
-            try:
-                return self._create(path, content)
-            except NotImplementedError:
-                self._arbitrates = False
+        try:
+            if self._arbitrates is None:
+                if self.read(path, LEASE_BYTES) not in (None, content):
+                    return False
+                if self._put_new(path, content):
+                    self._arbitrates = not self._put_new(path, content)
+            if self._arbitrates is not False:
+                return self._put_new(path, content) or self.read(path, LEASE_BYTES) == content
+        except NotImplementedError:
+            self._arbitrates = False
         return claim(self, path, content)
 
-    def _create(self, path: str, content: bytes) -> bool:
-        """Do what `create` does, in a store that knows conditions.
-
-        Some servers of the S3 API ignore them. So the first file that is created is created again, which must
-        fail.
+    def _put_new(self, path: str, content: bytes) -> bool:
+        """Write a file on the condition that there is none; return whether it was written.
 
         Raises:
             NotImplementedError: the store does not know conditions.
         """
-        if self._arbitrates is None:
-            if self.read(path, LEASE_BYTES) not in (None, content):
-                return False
-            if self._put_new(path, content):
-                if self._put_new(path, content):
-                    raise NotImplementedError
-                self._arbitrates = True
-        return self._put_new(path, content) or self.read(path, LEASE_BYTES) == content
-
-    def _put_new(self, path: str, content: bytes) -> bool:
-        """Write a file on the condition that there is none; return whether it was written."""
         import obstore
 
-        try:
-            obstore.put(self._objects, path, content, mode="create")
-        except obstore.exceptions.AlreadyExistsError:
-            return False
-        except (obstore.exceptions.BaseError, OSError) as error:
-            refusal = _NO_CONDITIONS if self._directory is None else _NO_LINKS
-            if refusal.search(str(error)):
-                raise NotImplementedError from error
-            raise self._failed(path, error) from error
+        with self._asking(path, may_be_missing=False):
+            try:
+                obstore.put(self._objects, path, content, mode="create")
+            except obstore.exceptions.AlreadyExistsError:
+                return False
+            except (obstore.exceptions.BaseError, OSError) as error:
+                refusal = _NO_CONDITIONS if self._directory is None else _NO_LINKS
+                if refusal.search(str(error)):
+                    raise NotImplementedError from error
+                raise
         return True
 
     def remove(self, path: str) -> bool:
         """See `Remote.remove`. HTTP servers keep or drop files as they are configured."""
         import obstore
 
-        if self._is_http:
-            return False
-        try:
-            obstore.delete(self._objects, path)
-        except FileNotFoundError:
-            pass
-        except (obstore.exceptions.BaseError, OSError) as error:
-            raise self._failed(path, error) from error
-        return True
+        if not self._is_http:
+            with self._asking(path):
+                obstore.delete(self._objects, path)
+        return not self._is_http
 
     def listed(self) -> Iterator[RemoteFile]:
         """See `Remote.listed`. A directory has the time of the last use, an object store that of writing."""
@@ -205,16 +183,12 @@ class Objects:
                 "HTTP server",
                 hint="limit its size in the server itself: bazel-remote has --max_size",
             )
-        try:
+        with self._asking(""):
             for some in obstore.list(self._objects):
                 for each in some:
                     if each["path"].startswith(("ac/", "cas/")):
                         used = each["last_modified"].timestamp()
                         yield RemoteFile(each["path"], each["size"], used)
-        except FileNotFoundError:
-            return
-        except (obstore.exceptions.BaseError, OSError) as error:
-            raise self._failed("", error) from error
 
     @cached_property
     def _uploads(self) -> ObjectStore:
@@ -238,9 +212,25 @@ class Objects:
         finally:
             upload.cancel()
 
-    def _failed(self, path: str, error: Exception) -> RemoteError:
-        reason = str(error).partition("\n")[0].replace(path, "").strip()
-        return RemoteError(f"{self.name}: {path[:16]}: {reason:.300}")
+    @contextmanager
+    def _asking(self, path: str, *, may_be_missing: bool = True) -> Iterator[None]:
+        """End the block where there is no such file, and turn any other failure into a RemoteError."""
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except (BaseError, OSError) as error:
+            if not (may_be_missing and isinstance(error, FileNotFoundError)):
+                reason = str(error).partition("\n")[0].replace(path, "").strip()
+                raise RemoteError(f"{self.name}: {path[:16]}: {reason:.300}") from error
+
+    def _note_use(self, path: str) -> None:
+        """Set the time of a file of a directory to now."""
+        if self._directory is not None:
+            with suppress(OSError):  # we may only read, or the file was just removed
+                file = self._directory / path
+                if abs(time.time() - file.stat().st_mtime) > _NOTE_SECONDS:
+                    os.utime(file)
 
 
 def _write_synced(directory: Path, path: str, content: bytes | BinaryIO) -> None:
@@ -258,12 +248,6 @@ def _write_synced(directory: Path, path: str, content: bytes | BinaryIO) -> None
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(file.parent)
-
-
-def _note_use(path: Path) -> None:
-    with suppress(OSError):  # a directory that we may only read, or a file that was just removed
-        if abs(time.time() - path.stat().st_mtime) > _NOTE_SECONDS:
-            os.utime(path)
 
 
 def _headers(user: str | None, password: str | None, scheme: str) -> dict[str, str]:
@@ -287,19 +271,17 @@ def _open(url: str, headers: dict[str, str], answer_seconds: float) -> ObjectSto
             hint="pip install 'prejit[store]'",
         ) from error
     seconds = timedelta(seconds=ANSWER_SECONDS)
-    answer = timedelta(seconds=answer_seconds)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"mkdir": True}
     if not url.startswith("file:"):
-        options["client_options"] = {
+        client = {
             "allow_http": True,
             "connect_timeout": seconds,
-            "read_timeout": answer,
+            "read_timeout": timedelta(seconds=answer_seconds),
             "timeout": timedelta(seconds=_TRANSFER_SECONDS),
             "default_headers": headers if url.startswith("http") else {},
         }
-        options["retry_config"] = {"max_retries": 0, "retry_timeout": seconds}
-    else:
-        options["mkdir"] = True
+        retries = {"max_retries": 0, "retry_timeout": seconds}
+        options = {"client_options": client, "retry_config": retries}
     try:
         return from_url(url, **options)
     except (exceptions.BaseError, ValueError, OSError) as error:

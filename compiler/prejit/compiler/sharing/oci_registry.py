@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
 
@@ -28,7 +29,7 @@ from prejit.runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from oras.auth.base import AuthBackend
-    from requests import PreparedRequest, Response, Session
+    from requests import Response, Session
 
 RESULT = "dev.prejit.result"
 """The annotation of a manifest that has a result, as base64."""
@@ -217,27 +218,15 @@ def _at(path: str) -> str:
 
 
 def _session() -> Session:
+    """Return a session whose requests wait a second for each answer, where they say nothing else."""
     import requests
     from requests.adapters import HTTPAdapter
 
-    class Impatient(HTTPAdapter):
-        """Waits a second for each answer, where a request says nothing else."""
-
-        def send(
-            self,
-            request: PreparedRequest,
-            stream: bool = False,
-            timeout: Any = None,
-            verify: bool | str = True,
-            cert: Any = None,
-            proxies: Any = None,
-        ) -> Response:
-            timeout = timeout or ANSWER_SECONDS
-            return super().send(request, stream, timeout, verify, cert, proxies)
-
     session = requests.Session()
     for scheme in ("http://", "https://"):
-        session.mount(scheme, Impatient(pool_maxsize=32))
+        session.mount(scheme, HTTPAdapter(pool_maxsize=32))
+    # Its own `get`, with which oras asks for tokens, passes here too.
+    session.request = partial(session.request, timeout=ANSWER_SECONDS)  # type: ignore[method-assign]
     return session
 
 

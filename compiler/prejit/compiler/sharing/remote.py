@@ -1,12 +1,19 @@
-"""The interface of what holds the files of a shared store."""
+"""The interface of what holds the files of a shared store, and what is built on any of them.
+
+`Patient` asks a store again, `claim` lets one machine create a file, and `evict` makes room. Nothing here and
+in `objects` and `oci_registry` knows what the files are.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar, final
+
+from prejit.runtime.errors import StoreError
 
 _Answer = TypeVar("_Answer")
 
@@ -16,6 +23,15 @@ LEASE_BYTES = 1 << 20
 """Maximum size of a file that is read to see whose it is."""
 UPLOAD_BYTES_PER_SECOND = 256 << 10
 """A file may take this long to arrive at a store: a slow network is not a store that is down."""
+PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Pauses of `Patient` before each further attempt. A server is restarted in this time, and leases last
+longer."""
+LEASES = f"ac/{8 * '0'}"
+"""How the names of leases begin, so that `evict` knows them without reading files."""
+_KEPT_SECONDS = 86_400
+"""`evict` keeps leases that were written in this time before the newest file, by the clock of the store."""
+_REQUESTS = 16
+"""How many files `evict` removes at the same time."""
 
 
 class RemoteError(Exception):
@@ -164,3 +180,123 @@ def claim(remote: Remote, path: str, content: bytes) -> bool:
         return False
     time.sleep(max(SETTLE_SECONDS, 2 * (time.monotonic() - began)))
     return remote.read(path, LEASE_BYTES) == content
+
+
+@final
+class Patient:
+    """A `Remote` whose requests are tried several times.
+
+    Machines that share a build cannot go on without it.
+    """
+
+    def __init__(self, remote: Remote) -> None:
+        """Wrap a remote store."""
+        self._remote = remote
+
+    @property
+    def name(self) -> str:
+        """See `Remote.name`."""
+        return self._remote.name
+
+    def read(self, path: str, most: int) -> bytes | None:
+        """See `Remote.read`."""
+        return again(lambda: self._remote.read(path, most), PAUSES_SECONDS)
+
+    def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
+        """See `Remote.download`. A further attempt skips what was written before."""
+        written = 0
+
+        def attempt() -> bool:
+            place = 0
+
+            def take(piece: memoryview) -> None:
+                nonlocal place, written
+                begin = max(0, written - place)
+                place += piece.nbytes
+                if begin < piece.nbytes:
+                    write(piece[begin:])
+                    written = place
+
+            return self._remote.download(path, take)
+
+        return again(attempt, PAUSES_SECONDS)
+
+    def has(self, path: str) -> bool:
+        """See `Remote.has`."""
+        return again(lambda: self._remote.has(path), PAUSES_SECONDS)
+
+    def write(self, path: str, content: bytes | BinaryIO) -> None:
+        """See `Remote.write`."""
+
+        def attempt() -> None:
+            if not isinstance(content, bytes):
+                content.seek(0)
+            self._remote.write(path, content)
+
+        again(attempt, PAUSES_SECONDS)
+
+    def create(self, path: str, content: bytes) -> bool:
+        """See `Remote.create`."""
+        return again(lambda: self._remote.create(path, content), PAUSES_SECONDS)
+
+    def remove(self, path: str) -> bool:
+        """See `Remote.remove`."""
+        return again(lambda: self._remote.remove(path), PAUSES_SECONDS)
+
+    def listed(self) -> Iterator[RemoteFile]:
+        """See `Remote.listed`. It is tried once."""
+        return self._remote.listed()
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What was removed from a shared store.
+
+    Attributes:
+        name: the store.
+        removed, freed_bytes: the files that went, or would go, and their sizes.
+        kept, kept_bytes: the files that stay, and their sizes.
+    """
+
+    name: str
+    removed: int
+    freed_bytes: int
+    kept: int
+    kept_bytes: int
+
+
+def evict(remote: Remote, max_bytes: int, *, dry_run: bool = False) -> Evicted:
+    """Remove files, the last used last, until the rest has at most so many bytes.
+
+    Any result or content may go at any time, also beside running builds: a build makes again what is gone.
+    Leases stay for a day. Without that of a machine that died, the lease of the machine that took over counts
+    for nobody.
+
+    Args:
+        remote: the store.
+        max_bytes: size of what may stay.
+        dry_run: whether to remove nothing.
+
+    Raises:
+        UsageError: this kind of store cannot list its files.
+        StoreError: it does not answer, or does not let us delete.
+    """
+    try:
+        files = sorted(remote.listed(), key=lambda each: (each.used, each.path))
+        total = left = sum(each.size for each in files)
+        gone = list[str]()
+        for each in files:
+            if left <= max_bytes:
+                break
+            if not each.path.startswith(LEASES) or files[-1].used - each.used > _KEPT_SECONDS:
+                gone.append(each.path)
+                left -= each.size
+        if not dry_run:
+            with ThreadPoolExecutor(_REQUESTS, "prejit-evict") as pool:
+                list(pool.map(remote.remove, gone))
+    except RemoteError as error:
+        raise StoreError(
+            f"{error}: cannot make room in this store",
+            hint="check that it answers, and that its credentials let you list and delete",
+        ) from error
+    return Evicted(remote.name, len(gone), total - left, len(files) - len(gone), left)

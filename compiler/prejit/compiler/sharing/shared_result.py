@@ -7,6 +7,8 @@ together with the result. What counts is the in-toto statement in `stdoutRaw`, a
 with its signature. Its subject is the digest of the key, and its predicate has the key, the result, and the
 digests of its contents. So a signed result cannot pass for that of another key, and nobody can exchange its
 contents.
+
+A `Tier` is a shared store as a build uses it. `send_content` and `fetch_content` move contents.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from prejit.compiler.sharing.remote import Remote
 from prejit.compiler.signing.private_key import PrivateKey
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.runtime.base.files import is_digest
 from prejit.runtime.trust.dsse import encode_envelope, envelope_of, pae
@@ -42,6 +48,10 @@ class UnusableError(Exception):
     """A result of a shared store cannot be used. The text says why."""
 
 
+class _GoneError(Exception):
+    """A shared store lacks contents."""
+
+
 @dataclass(frozen=True, slots=True)
 class SharedResult:
     """A result.
@@ -55,6 +65,117 @@ class SharedResult:
     key: Key
     result: Mapping[str, Any]
     blobs: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A shared store, and what a build does with it.
+
+    Attributes:
+        remote: where its files are.
+        namespace: separates the results of those who may write it from others in the same remote store.
+        believed: keys; one of them must have signed a result. Empty: anyone may have written it.
+        writes: whether results that are made here go there.
+        signer: signs them; None: nobody does.
+    """
+
+    remote: Remote
+    namespace: str = ""
+    believed: tuple[PublicKey, ...] = ()
+    writes: bool = True
+    signer: PrivateKey | None = None
+
+    @property
+    def label(self) -> str:
+        """Name of the remote store and namespace, for people."""
+        return f"{self.remote.name} ({self.namespace})" if self.namespace else self.remote.name
+
+    def path_of(self, key: Key) -> str:
+        """Return the name of the file with a key's result."""
+        return f"ac/{key.digits_in(self.namespace)}"
+
+    def read(self, key: Key) -> SharedResult | None:
+        """Return the result of a key; None: the store has none.
+
+        Raises:
+            RemoteError: the store does not answer.
+            UnusableError: see `decode`.
+        """
+        content = self.remote.read(self.path_of(key), MAX_BYTES)
+        return None if content is None else decode(content, key, self.believed)
+
+    def write(self, key: Key, result: Mapping[str, Any], blobs: Mapping[str, int]) -> None:
+        """Write the result of a key. Its contents must be there: whoever finds it must find them.
+
+        Raises:
+            RemoteError: the store does not answer, or does not let us write.
+        """
+        content = encode(SharedResult(key, result, blobs), self.signer)
+        self.remote.write(self.path_of(key), content)
+
+
+def content_path(digest: str) -> str:
+    """Return the name of the file with contents."""
+    return f"cas/{digest.removeprefix('sha256:')}"
+
+
+def send_content(
+    remote: Remote, store: DirectoryStore, digest: str, *, replace: bool = False
+) -> tuple[int, bool] | None:
+    """Write contents of this machine's store to a remote store that lacks them.
+
+    Args:
+        remote: the remote store.
+        store: this machine's.
+        digest: digest of the contents.
+        replace: whether to write them even if they are there.
+
+    Returns:
+        Their size, and whether they were written; None: this machine's store lacks them.
+
+    Raises:
+        RemoteError: the remote store does not answer, or does not let us write.
+        StoreError: they cannot be read here.
+    """
+    if (file := store.open_blob(digest)) is None:
+        return None
+    with file:
+        path, size = content_path(digest), os.fstat(file.fileno()).st_size
+        writes = replace or not remote.has(path)
+        if writes:
+            remote.write(path, file)
+    return size, writes
+
+
+def fetch_content(
+    remote: Remote, store: DirectoryStore, digest: str, size: int | None = None
+) -> bool:
+    """Read contents of a remote store into this machine's; return whether they are there.
+
+    Args:
+        remote: the remote store.
+        store: this machine's. What is damaged is not kept.
+        digest: digest of the contents.
+        size: number of their bytes, where it is known.
+
+    Raises:
+        RemoteError: the remote store does not answer.
+        UnusableError: the contents are damaged.
+        StoreError: they cannot be written here.
+    """
+    with suppress(_GoneError), store.blob_writer() as blob:
+
+        def take(piece: memoryview) -> None:
+            if size is not None and blob.size + piece.nbytes > size:
+                raise UnusableError(f"{digest}: expected {size} bytes, found more")
+            blob.write(piece)
+
+        if not remote.download(content_path(digest), take):
+            raise _GoneError
+        if blob.digest != digest:
+            raise UnusableError(f"{digest}: expected this digest, found {blob.digest}")
+        return True
+    return False
 
 
 def encode(entry: SharedResult, signer: PrivateKey | None) -> bytes:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.sharing.remote import Remote
-from prejit.compiler.sharing.tier import Tier
+from prejit.compiler.sharing.shared_result import Tier
 from prejit.compiler.signing.private_key import PASSWORD_VARIABLE, PrivateKey, read_private_key
 from prejit.runtime.errors import PrejitError, StoreError, UsageError
 from prejit.runtime.trust.public_keys import MAX_KEY_BYTES, PublicKey, read_key
@@ -67,6 +67,30 @@ def read_stores(given: str | None, environ: dict[str, str] | None = None) -> Sha
         if not given:
             error.args = (f"{STORE}: {error}",)
         raise
+
+
+def written_address(given: str | None) -> str | None:
+    """Return the address of the shared store that a build writes, for other machines; None: it has no store.
+
+    Args:
+        given: see `read_stores`, which has accepted it.
+
+    Raises:
+        UsageError: the stores of a TOML file are only read.
+    """
+    found = given or os.environ.get(STORE, "")
+    if found.endswith(".toml"):
+        tables = tomllib.loads(Path(found).read_text("utf-8"))["store"]
+        written = next((each["url"] for each in tables if each.get("write")), None)
+        if written is None:
+            raise UsageError(
+                f"{found}: expected a store with write = true for a cluster, found none",
+                hint="nodes send executables through the store: let this build write it",
+            )
+        found = written
+    if not found:
+        return None
+    return found if "://" in found else str(Path(found).expanduser().absolute())
 
 
 def _remote(url: str) -> Remote:

@@ -15,12 +15,12 @@ import pytest
 from prejit.compiler.cluster import cluster_executor as cluster_executor
 from prejit.compiler.cluster.cluster_executor import ClusterExecutor
 from prejit.compiler.cluster.connection import Ended, Size, check_address
-from prejit.compiler.cluster.exchange import address_of, bring, open_exchange, send
-from prejit.compiler.cluster.node import Order
+from prejit.compiler.cluster.node import Order, bring, inputs_of, open_exchange, send
 from prejit.compiler.compile.executor import find_compiled
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.schedule import Loss, Need
 from prejit.compiler.progress import Plain, Progress, Quiet
+from prejit.compiler.sharing.sharing_settings import written_address
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets.target_table import target
@@ -216,7 +216,7 @@ def test_programs_and_executables_go_through_the_shared_store(site: Site, tmp_pa
 
     def behave(order: Order) -> Ended:
         assert (order.store, order.root) == (shared, None)
-        for digest in order.inputs:
+        for digest in inputs_of(order.source):
             bring(remote, node, digest)
         answer = compiled_by(node, order)
         assert answer.body is not None
@@ -270,10 +270,10 @@ def test_a_store_that_is_only_read_is_refused_for_a_cluster(tmp_path: Path) -> N
     stores.write_text(
         '[[store]]\nurl = "http://a.example"\n[[store]]\nurl = "s3://b"\nwrite = true\n'
     )
-    assert address_of(str(stores)) == "s3://b"
+    assert written_address(str(stores)) == "s3://b"
     stores.write_text('[[store]]\nurl = "http://a.example"\n')
     with pytest.raises(UsageError, match="write = true"):
-        address_of(str(stores))
+        written_address(str(stores))
 
 
 @pytest.mark.parametrize("address", ["slurm", "ray://", "http://a:1", "Ray://a:1"])

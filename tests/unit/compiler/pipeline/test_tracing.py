@@ -35,7 +35,7 @@ from prejit.compiler.pipeline.tracing import parameters_of, remember
 from prejit.compiler.pipeline.user_code import find_code
 from prejit.compiler.progress import Quiet
 from prejit.compiler.sharing.layered import LayeredStore
-from prejit.compiler.sharing.tier import Tier
+from prejit.compiler.sharing.shared_result import Tier
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.interface import Store
 from prejit.runtime.base.files import digest_of

@@ -11,13 +11,12 @@ import pytest
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, Memory, s3_store
 
 from prejit.compiler.sharing import objects
-from prejit.compiler.sharing.eviction import evict
 from prejit.compiler.sharing.layered import LayeredStore
-from prejit.compiler.sharing.leases import PREFIX, Leases
+from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.objects import Objects
 from prejit.compiler.sharing.oci_registry import Repository
-from prejit.compiler.sharing.remote import RemoteFile
-from prejit.compiler.sharing.tier import Tier
+from prejit.compiler.sharing.remote import LEASES, RemoteFile, evict
+from prejit.compiler.sharing.shared_result import Tier
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.runtime.cli.commands import run
@@ -115,7 +114,7 @@ def test_the_lease_of_a_machine_that_died_stays_for_its_successor(place: str) ->
 
 
 def test_an_old_lease_goes() -> None:
-    old, new = f"{PREFIX}{'a' * 56}", f"{PREFIX}{'b' * 56}"
+    old, new = f"{LEASES}{'a' * 56}", f"{LEASES}{'b' * 56}"
 
     class Dated(Memory):
         def listed(self) -> Iterator[RemoteFile]:

@@ -12,10 +12,10 @@ import pytest
 from tests.unit.compiler.sharing.fixtures import Memory, private_key
 
 from prejit.compiler.sharing.layered import LayeredStore
-from prejit.compiler.sharing.leases import PREFIX, Leases
+from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.objects import Objects
-from prejit.compiler.sharing.shared_result import SharedResult, encode
-from prejit.compiler.sharing.tier import Tier
+from prejit.compiler.sharing.remote import LEASES
+from prejit.compiler.sharing.shared_result import SharedResult, Tier, encode
 from prejit.compiler.store.directory_store import LOCAL, DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.runtime.errors import StoreError
@@ -308,7 +308,8 @@ class Sharing(Machine):
 
     def __init__(self, directory: Path, tier: Tier) -> None:
         super().__init__(directory, tier)
-        self.store.share_with(Leases(tier, str(directory)), tier)
+        leases = Leases(tier, str(directory))
+        self.store = LayeredStore(self.local, [tier], self.notes.append, leases=leases)
 
 
 def test_machines_that_share_a_build_make_a_result_once(tmp_path: Path, place: Memory) -> None:
@@ -348,7 +349,7 @@ def test_a_store_that_gives_a_lease_to_everybody_gives_nobody_a_wrong_result(
             return True
 
         def read(self, path: str, most: int) -> bytes | None:
-            return None if path.startswith(PREFIX) else super().read(path, most)
+            return None if path.startswith(LEASES) else super().read(path, most)
 
     place = Liar()
     machines = [Sharing(tmp_path / name, Tier(place)) for name in "ab"]

@@ -12,7 +12,7 @@ from tests.unit.compiler.sharing.fixtures import Memory, private_key
 from prejit.compiler.sharing import remote as remote_module
 from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.remote import RemoteError, claim
-from prejit.compiler.sharing.tier import Tier
+from prejit.compiler.sharing.shared_result import Tier
 from prejit.compiler.store.key import Key
 
 KEY = Key("compile", "demo/decode", (("stablehlo", "x"),))

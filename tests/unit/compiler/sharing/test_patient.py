@@ -8,14 +8,13 @@ from collections.abc import Callable
 import pytest
 from tests.unit.compiler.sharing.fixtures import Memory
 
-from prejit.compiler.sharing import patient
-from prejit.compiler.sharing.patient import Patient
-from prejit.compiler.sharing.remote import RemoteError
+from prejit.compiler.sharing import remote
+from prejit.compiler.sharing.remote import Patient, RemoteError
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patient, "PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(remote, "PAUSES_SECONDS", (0.0, 0.0))
 
 
 class Hiccup(Memory):

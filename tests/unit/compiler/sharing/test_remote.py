@@ -25,9 +25,8 @@ from prejit.compiler.sharing import remote as remote_module
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.remote import Remote, claim
-from prejit.compiler.sharing.shared_result import SharedResult, encode
+from prejit.compiler.sharing.shared_result import SharedResult, Tier, encode
 from prejit.compiler.sharing.sharing_settings import read_stores
-from prejit.compiler.sharing.tier import Tier
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.runtime.base.files import digest_of

@@ -31,7 +31,7 @@ from prejit.compiler.pipeline.user_code import find_code
 from prejit.compiler.progress import Progress
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.objects import Objects
-from prejit.compiler.sharing.tier import Tier
+from prejit.compiler.sharing.shared_result import Tier
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.interface import Store
 from prejit.runtime.errors import PrejitError
