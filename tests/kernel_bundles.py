@@ -123,8 +123,8 @@ def with_kernels(build_cache: Path) -> Any:
     import jax
 
     from prejit.compiler.models.layers.product_forms import Forms
-    from prejit.compiler.native.kernel_names import KERNEL_CALLS
     from prejit.compiler.native.library import SOURCES
+    from prejit.compiler.native.products import KERNEL_CALLS
     from prejit.runtime.device import kernels
     from prejit.runtime.format.names import kernel_target
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.native.form_choice import KnownForms
 from prejit.compiler.native.form_table import (
     RECORDED,
     FormTable,
+    KnownForms,
     conditions_of,
     read_own,
     to_text,

@@ -14,7 +14,7 @@ from tests.extent import every_second
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry
-from prejit.compiler.models.families import t5
+from prejit.compiler.models.families import encoder_decoders
 from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.parameters import with_parameters
 
@@ -111,4 +111,6 @@ def test_buckets_are_those_of_torch(count: int, farthest: int, *, causal: bool) 
     expected = T5Attention._relative_position_bucket(
         torch.from_numpy(distance), not causal, count, farthest
     )
-    assert np.array_equal(t5.buckets(distance, count, farthest, causal=causal), expected.numpy())
+    assert np.array_equal(
+        encoder_decoders.buckets(distance, count, farthest, causal=causal), expected.numpy()
+    )

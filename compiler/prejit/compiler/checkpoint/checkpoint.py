@@ -24,7 +24,7 @@ import numpy as np
 from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint.tensor_files import Tensor, tensors
-from prejit.compiler.models.encoders.sentence_layout import SentenceLayout, read_layout
+from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from prejit.compiler.lowering.cache import (
     padded,
     source_array,
 )
-from prejit.compiler.lowering.export import export_on, export_program, export_with
-from prejit.compiler.lowering.program import LoweredProgram
+from prejit.compiler.lowering.export import LoweredProgram, export_on, export_program, export_with
 from prejit.compiler.lowering.sampling_programs import (
     Chosen,
     SamplingInputs,
@@ -29,9 +28,9 @@ from prejit.compiler.lowering.sampling_programs import (
 )
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models.layers import linear
+from prejit.compiler.models.layers.attention import each_row
 from prejit.compiler.models.layers.layer_config import DecoderConfig
 from prejit.compiler.models.layers.product_forms import Forms
-from prejit.compiler.models.layers.row_updates import each_row
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.protocol import Cache
 from prejit.runtime.format.arrays import Array, Mesh

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from prejit.compiler.lowering.export import export_with
-from prejit.compiler.lowering.program import LoweredProgram, Shapes
+from prejit.compiler.lowering.export import LoweredProgram, Shapes, export_with
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.models.encoders import sentence
+from prejit.compiler.models.families import sentence
 from prejit.compiler.models.layers.product_forms import Forms
 from prejit.compiler.models.parameters import flat_parameters, with_parameters
 from prejit.runtime.format.arrays import Array

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from prejit.compiler.models.layers.row_updates import each_row
+from prejit.compiler.models.layers.attention import each_row
 
 TOP_LOGPROBS = 20
 """Number of most likely tokens returned with their log-probabilities; all if the vocabulary is smaller."""

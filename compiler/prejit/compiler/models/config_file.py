@@ -9,11 +9,11 @@ from typing import Any
 
 from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.suggestions import did_you_mean, shown
-from prejit.compiler.models.encoders.sentence import EncoderSource
-from prejit.compiler.models.encoders.sentence_layout import read_layout
-from prejit.compiler.models.layers.config_checks import check_config, check_file
+from prejit.compiler.models.families.family_table import DECODERS, ENCODERS
+from prejit.compiler.models.families.sentence import EncoderSource
+from prejit.compiler.models.families.sentence_layout import read_layout
+from prejit.compiler.models.layers.config_checks import Checks, check_config, check_file
 from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN
-from prejit.compiler.models.model_registry import DECODERS, ENCODERS
 from prejit.runtime.errors import CheckpointError
 
 _TEXT_MODELS = {"gemma3": "gemma3_text"}
@@ -103,8 +103,12 @@ def _load_config(directory: Path, known: list[str], section: str, *, other: bool
             hint="take the checkpoint in float32, bfloat16 or float16",
         )
     config = _completed(file, content)
-    check_config(file, config)
+    check_config(file, config, _checks(config.model_type))
     return config
+
+
+def _checks(family: str) -> Checks:
+    return {**DECODERS, **ENCODERS}[family].keys
 
 
 def _class_names(section: str) -> str:
@@ -130,7 +134,7 @@ def _completed(file: Path, content: Mapping[str, Any]) -> Any:
                 hint="correct config.json, or take the one that was published with the weights",
             )
         text, prefix, family = part, "text_config.", _TEXT_MODELS[family]
-    check_file(file, text, family, CONFIG_MAPPING[family].attribute_map, prefix)
+    check_file(file, text, _checks(family), CONFIG_MAPPING[family].attribute_map, prefix)
     read = {key: value for key, value in text.items() if key not in _UNREAD}
     try:
         config = CONFIG_MAPPING[family].from_dict(read)

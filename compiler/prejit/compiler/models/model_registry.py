@@ -1,51 +1,22 @@
 """Find a model's family by its model_type, and make the model as an abstract flax nnx module.
 
-A decoder family is a module or a `LlamaFamily` with `describe`, `build` and `NAMING`, listed in `DECODERS`.
-An encoder family is a module with `check`, `max_tokens`, `build` and `NAMING`, listed in `ENCODERS`.
-Parameters have the names of the published tensors, one array each; nothing is stacked.
+families/family_table.py lists the families. Parameters have the names of the published tensors, one array
+each; nothing is stacked.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 from flax import nnx
 
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.models import precision
-from prejit.compiler.models.encoders import bert, distilbert, roberta
-from prejit.compiler.models.encoders.sentence import EncoderConfig, EncoderSource, SentenceEncoder
-from prejit.compiler.models.families import (
-    gemma2,
-    gemma3,
-    gpt2,
-    phi3,
-    t5,
-    whisper,
-)
-from prejit.compiler.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3, LlamaFamily
+from prejit.compiler.models.families.family_table import DECODERS, ENCODERS, Family
+from prejit.compiler.models.families.sentence import EncoderConfig, EncoderSource, SentenceEncoder
 from prejit.compiler.models.layers import product_forms
 from prejit.compiler.models.layers.layer_config import DecoderConfig, Naming, unsupported
 from prejit.runtime.errors import CheckpointError
-
-DECODERS: dict[str, ModuleType | LlamaFamily] = {
-    "gemma2": gemma2,
-    "gemma3_text": gemma3,
-    "gpt2": gpt2,
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "phi3": phi3,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "t5": t5,
-    "whisper": whisper,
-}
-"""The families that generate, by model_type: decoders and encoder-decoders."""
-
-ENCODERS: dict[str, ModuleType] = {"bert": bert, "distilbert": distilbert, "roberta": roberta}
-"""The module of each encoder family, by model_type."""
 
 
 def describe(config: Any, cache_dtype: str = "float32") -> DecoderConfig:
@@ -58,8 +29,10 @@ def describe(config: Any, cache_dtype: str = "float32") -> DecoderConfig:
     Raises:
         CheckpointError: a setting is not supported; the error names file, key, value and what is allowed.
     """
-    described: DecoderConfig = _decoder_family(config).describe(config)
-    return replace(described, cache_dtype=cache_dtype)
+    family = _decoder_family(config)
+    family.require_supported(config)
+    positions = family.positions(config)
+    return DecoderConfig(config.model_type, config.vocab_size, cache_dtype, positions)
 
 
 def make_decoder(
@@ -90,8 +63,7 @@ def make_decoder(
 
 def decoder_naming(config: Any) -> Naming:
     """Return how published checkpoints of a decoder's family name their tensors."""
-    names: Naming = _decoder_family(config).NAMING
-    return names
+    return _decoder_family(config).naming
 
 
 def describe_encoder(source: EncoderSource) -> EncoderConfig:
@@ -102,14 +74,8 @@ def describe_encoder(source: EncoderSource) -> EncoderConfig:
     """
     config, layout = source.config, source.layout
     family = ENCODERS[config.model_type]
-    family.check(config)
+    family.require_supported(config)
     width: int = config.hidden_size
-    if width % config.num_attention_heads:
-        heads = config.num_attention_heads
-        raise unsupported(
-            config,
-            f"hidden_size: expected a multiple of the {heads} attention heads, found {width}",
-        )
     if layout.width not in (None, width):
         raise CheckpointError(
             f"{layout.files[-1]}: word_embedding_dimension: expected {width}, the width that "
@@ -123,7 +89,7 @@ def describe_encoder(source: EncoderSource) -> EncoderConfig:
                 f"before it; found {part.inputs}"
             )
         width = part.outputs
-    positions: int = family.max_tokens(config)
+    positions = family.positions(config)
     if positions < 1:
         raise unsupported(
             config,
@@ -155,10 +121,9 @@ def make_encoder(
     """
     describe_encoder(source)
     family = ENCODERS[source.config.model_type]
-    prefix = family.NAMING.prefix
     with product_forms.storing(out_in=out_in):
         module: SentenceEncoder = nnx.eval_shape(
-            lambda: SentenceEncoder(source, prefix, family.build(source.config))
+            lambda: SentenceEncoder(source, family.naming.prefix, family.build(source.config, None))
         )
     precision.store(module, dtype)
     return module
@@ -166,11 +131,10 @@ def make_encoder(
 
 def encoder_naming(source: EncoderSource) -> Naming:
     """Return how published checkpoints of an encoder's transformer name their tensors."""
-    names: Naming = ENCODERS[source.config.model_type].NAMING
-    return names
+    return ENCODERS[source.config.model_type].naming
 
 
-def _decoder_family(config: Any) -> ModuleType | LlamaFamily:
+def _decoder_family(config: Any) -> Family:
     if config.model_type not in DECODERS:
         raise unsupported(config, f"model_type: found {shown(config.model_type)}")
     return DECODERS[config.model_type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import jax
@@ -81,3 +82,22 @@ def names_of(state: nnx.State) -> list[str]:
         ".".join(str(step.key) for step in path if isinstance(step, jax.tree_util.DictKey))
         for path in paths
     ]
+
+
+class NameStep(nnx.Module):
+    """A step in the names of published tensors; it computes nothing."""
+
+
+def place(module: nnx.Module, name: str, part: Any) -> None:
+    """Put a part into a module under a published name, `self_attn.q_proj`, with a NameStep for each step."""
+    *steps, last = name.split(".")
+    for step in steps:
+        if not hasattr(module, step):
+            setattr(module, step, NameStep())
+        module = getattr(module, step)
+    setattr(module, last, part)
+
+
+def part_of(module: nnx.Module, name: str) -> Any:
+    """Return the part that `place` put there."""
+    return reduce(getattr, name.split("."), module)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
 
-from prejit.compiler.models.families import gpt2
 from prejit.compiler.models.layers.layer_config import Split
 from prejit.compiler.models.layers.linear import Embedding, Linear
-from prejit.compiler.models.layers.rotary_decoder import SPLIT, RotaryDecoder
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import Mesh
 
-_SPLITS: dict[type[nnx.Module], Split] = {gpt2.GPT2: gpt2.SPLIT, RotaryDecoder: SPLIT}
-"""Which parameters a mesh splits, by the class of the decoder."""
 
-
-def shardings(module: nnx.Module, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+def shardings(module: Any, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Return the mesh axis that splits each dimension, for each parameter that is split, by name.
 
     Args:
@@ -27,7 +23,7 @@ def shardings(module: nnx.Module, mesh: Mesh) -> dict[str, tuple[str, ...]]:
         mesh: the devices.
     """
     found: dict[str, tuple[str, ...]] = {}
-    rules = _SPLITS[type(module)]
+    rules: Split = module.mesh_split
     for path, part in nnx.iter_modules(module):
         name = ".".join(map(str, path))
         last = str(path[-1]) if path else ""
@@ -49,7 +45,7 @@ def shardings(module: nnx.Module, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def check_mesh(mesh: Mesh, module: nnx.Module, at: str, config: Path) -> None:
+def check_mesh(mesh: Mesh, module: Any, at: str, config: Path) -> None:
     """Check that a decoder can be split over a mesh.
 
     Args:
@@ -62,7 +58,7 @@ def check_mesh(mesh: Mesh, module: nnx.Module, at: str, config: Path) -> None:
         ManifestError: models of this family are not split, or `mesh.tensor` does not divide the heads or a
             matrix.
     """
-    if type(module) not in _SPLITS:
+    if not hasattr(module, "mesh_split"):
         raise ManifestError(
             f"{at}: mesh: expected none, because the family of {config} is not "
             f"split over devices; found data = {mesh.data}, tensor = {mesh.tensor}",
@@ -81,9 +77,9 @@ def check_mesh(mesh: Mesh, module: nnx.Module, at: str, config: Path) -> None:
             )
 
 
-def _split_sizes(module: nnx.Module) -> dict[str, int]:
+def _split_sizes(module: Any) -> dict[str, int]:
     """Return the size of the split dimension of each linear layer that is always split, by name."""
-    rules = _SPLITS[type(module)]
+    rules: Split = module.mesh_split
     return {
         ".".join(map(str, path)): _extent(part, outputs=path[-1] in rules.outputs)
         for path, part in nnx.iter_modules(module)

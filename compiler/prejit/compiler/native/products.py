@@ -1,7 +1,10 @@
-"""Matrix products of a program, and the forms that can compute each. No JAX.
+"""Matrix products of a program, the forms that can compute each, and the names that call kernels. No JAX.
 
 A *product* is a matrix product of a program, described by what decides its speed. A *form* is one way to
 compute it. The *default form* is used where nothing was measured.
+
+XLA finds a kernel by a name that ends in the digest of its library. Lowering writes PLACEHOLDER there, so
+that one program serves the libraries of all levels; the worker that compiles it inserts the digest.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import re
 from dataclasses import dataclass
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
+from prejit.runtime.format.names import kernel_target
 
 KERNEL = "kernel"
 """The form that calls the native kernel `linear`."""
@@ -83,3 +87,27 @@ class Product:
             )
         rows, inputs, outputs = map(int, found.group(2, 3, 4))
         return cls(found[1], rows, inputs, outputs, found[5] == "in,out")
+
+
+PLACEHOLDER = "sha256:" + "0" * 64
+KERNELS = ("linear", "attention", "encoder_attention", "norm")
+"""Names of the kernels; each is exported as `prejit_NAME`."""
+KERNEL_CALLS = {kernel: kernel_target(kernel, PLACEHOLDER) for kernel in KERNELS}
+"""The name that lowering writes for each kernel."""
+
+_CALLED = re.compile("|".join(map(re.escape, KERNEL_CALLS.values())).encode())
+
+
+def called(program: bytes) -> bool:
+    """Return whether a lowered program calls a kernel."""
+    return _CALLED.search(program) is not None
+
+
+def with_library(program: bytes, digest: str) -> bytes:
+    """Return a lowered program with its calls bound to the library of this digest.
+
+    Names keep their lengths, which MLIR's bytecode stores (mlir/docs/BytecodeFormat.md, string section).
+    """
+    for kernel, name in KERNEL_CALLS.items():
+        program = program.replace(name.encode(), kernel_target(kernel, digest).encode())
+    return program

@@ -14,8 +14,7 @@ import zstandard
 
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.native.kernel_names import called
-from prejit.compiler.native.products import Product
+from prejit.compiler.native.products import Product, called
 from prejit.compiler.pipeline.model import (
     ReadModel,
     cache_dtype,
@@ -44,7 +43,7 @@ from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Segment
 
 if TYPE_CHECKING:
-    from prejit.compiler.lowering.program import LoweredProgram
+    from prejit.compiler.lowering.export import LoweredProgram
     from prejit.compiler.lowering.user.own_decoder import OwnModel
     from prejit.compiler.models.layers.layer_config import DecoderConfig
     from prejit.compiler.models.layers.product_forms import Forms
@@ -330,7 +329,7 @@ def lower_function(plan: Plan, program: PlannedProgram, code: UserCode) -> Lower
         BuildError: it cannot be traced or lowered.
         ManifestError: its arguments or shardings have mistakes.
     """
-    from prejit.compiler.lowering.program import LoweredProgram
+    from prejit.compiler.lowering.export import LoweredProgram
     from prejit.compiler.lowering.user import lower as of_user
 
     manifest, spec = plan.manifest, program.spec

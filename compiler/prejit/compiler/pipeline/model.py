@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from prejit.compiler.checkpoint.checkpoint import Checkpoint, open_checkpoint, open_encoder
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.models.encoders.sentence_layout import SentenceLayout, read_layout
+from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.native.library import KERNELS_ARCHITECTURE
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.machine.targets import Target

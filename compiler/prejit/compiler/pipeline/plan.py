@@ -22,9 +22,10 @@ from prejit.compiler.checkpoint.source import find_source
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec, program_specs
-from prejit.compiler.native.form_choice import FormChoice, KnownForms
 from prejit.compiler.native.form_table import (
+    FormChoice,
     FormTable,
+    KnownForms,
     conditions_of,
     own_path,
     read_own,
@@ -69,7 +70,7 @@ _WITHOUT_KERNELS = ("copy", "embed", "call")
 
 @dataclass(frozen=True, slots=True)
 class StoredTrial:
-    """A function at other sizes than a bucket's, in the store: see `lowering.program.SizedTrial`.
+    """A function at other sizes than a bucket's, in the store: see `lowering.export.SizedTrial`.
 
     Attributes:
         sizes: the size of each variable that differs.

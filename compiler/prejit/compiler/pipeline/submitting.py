@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import final
 
-from prejit.compiler.native.form_choice import KnownForms
+from prejit.compiler.native.form_table import KnownForms
 from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
 from prejit.compiler.pipeline.executables import Submitted, submit, submit_known
 from prejit.compiler.pipeline.lowerers.crew import Crew

@@ -30,7 +30,7 @@ from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError
 
 if TYPE_CHECKING:
-    from prejit.compiler.lowering.program import LoweredProgram
+    from prejit.compiler.lowering.export import LoweredProgram
     from prejit.compiler.lowering.user.modules import UserModules
 
 _CHECK_SECONDS = 2.0
@@ -216,7 +216,7 @@ def _check_stored(
     programs = [store.read_blob(each.portable.raw_digest) for each in (before, made)]
     if None in programs:
         return
-    from prejit.compiler.lowering.user.purity import differing_line
+    from prejit.compiler.lowering.user.traced_primitives import differing_line
 
     first, second = programs
     assert first is not None
@@ -228,7 +228,7 @@ def _check_stored(
 def _impure(
     plan: Plan, program: PlannedProgram, first: LoweredProgram, second: LoweredProgram
 ) -> BuildError:
-    from prejit.compiler.lowering.user.purity import differing_line, differing_operation
+    from prejit.compiler.lowering.user.traced_primitives import differing_line, differing_operation
 
     found = None
     if first.traced is not None and second.traced is not None:

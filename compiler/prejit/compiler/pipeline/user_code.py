@@ -18,7 +18,7 @@ from prejit.runtime.errors import CheckpointError, ManifestError
 from prejit.runtime.format.arrays import DTYPES
 
 if TYPE_CHECKING:
-    from prejit.compiler.lowering.program import LoweredProgram
+    from prejit.compiler.lowering.export import LoweredProgram
     from prejit.compiler.lowering.user.found_function import UserFunction
     from prejit.compiler.lowering.user.own_decoder import OwnModel
 
@@ -116,8 +116,7 @@ def _parameters(
             raise CheckpointError(f"{where}: {error}", hint=hint) from error
     import jax
 
-    from prejit.compiler.lowering.user.flat_arrays import is_key
-    from prejit.compiler.lowering.user.pytrees import NO_RANDOM_STATE
+    from prejit.compiler.lowering.user.flat_arrays import NO_RANDOM_STATE, is_key
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     names = _names_in_nnx(params) or [".".join(map(_step, path)) or "params" for path, _ in leaves]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.lowering.program import LoweredProgram
+from prejit.compiler.lowering.export import LoweredProgram
 from prejit.compiler.lowering.user.found_function import find_function
 from prejit.compiler.lowering.user.lower import lower_function
 from prejit.compiler.lowering.user.modules import UserModules

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
-from prejit.compiler.lowering.program import LoweredProgram
+from prejit.compiler.lowering.export import LoweredProgram
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.layers import layer_config

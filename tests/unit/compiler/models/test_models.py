@@ -336,7 +336,7 @@ def test_the_longest_context_of_a_bundle_chooses_longropes_factors(
     expected = rope.frequencies(config(LLAMA), 6).frequencies / np.array(
         LONGROPE[f"{factors}_factor"]
     )
-    found = model_registry.make_decoder(long, context).model.layers[0].self_attn.heads.rotary
+    found = model_registry.make_decoder(long, context).model.layers[0].heads.rotary
     assert np.allclose(found.frequencies, expected, rtol=1e-6)
 
 
@@ -372,7 +372,11 @@ def test_the_description_holds_what_the_runtime_needs() -> None:
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention: expected false, found true"),
         ("gpt2", {"n_head": 5}, "n_embd: expected a multiple of n_head = 5, found 12"),
         ("llama", {"hidden_act": "mish"}, "hidden_act: expected"),
-        ("llama", {"num_key_value_heads": 3}, "expected a divisor of num_attention_heads = 4"),
+        (
+            "llama",
+            {"num_key_value_heads": 3},
+            "num_attention_heads: expected a multiple of num_key_value_heads = 3, found 4",
+        ),
         ("llama", {"head_dim": 3}, "head_dim: expected an even number, found 3"),
         (
             "llama",
@@ -474,7 +478,7 @@ _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"num_hidden_layers": -1}, "num_hidden_layers: expected"),
     ("llama", {"num_attention_heads": 0}, "num_attention_heads: expected"),
     ("llama", {"num_key_value_heads": 0}, "num_key_value_heads: expected"),
-    ("llama", {"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor"),
+    ("llama", {"num_key_value_heads": 3}, "expected a multiple of num_key_value_heads"),
     ("llama", {"head_dim": 0}, "head_dim: expected"),
     ("llama", {"head_dim": [6]}, "head_dim: expected"),
     ("llama", {"max_position_embeddings": None}, "max_position_embeddings"),
@@ -554,7 +558,10 @@ BERT = {
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_attention_heads": 5}, "hidden_size: expected a multiple of the 5 attention heads"),
+        (
+            {"num_attention_heads": 5},
+            "hidden_size: expected a multiple of num_attention_heads = 5, found 12",
+        ),
         ({"num_attention_heads": 0}, "num_attention_heads: expected"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers: expected"),
         ({"pad_token_id": 19}, "max_position_embeddings: expected more than pad_token_id + 1 = 20"),

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint, open_encoder
 from prejit.compiler.models import config_file, model_registry
-from prejit.compiler.models.encoders.sentence_layout import read_layout
+from prejit.compiler.models.families.sentence_layout import read_layout
 from prejit.compiler.models.parameters import parameters_of
 from prejit.runtime.errors import CheckpointError
 

@@ -21,7 +21,7 @@ from tests.parity.t5_cases import Case
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry, precision
-from prejit.compiler.models.families import t5
+from prejit.compiler.models.families import encoder_decoders
 from prejit.compiler.models.layers.layer_config import DecoderConfig
 from prejit.compiler.models.parameters import flat_parameters, parameters_of, with_parameters
 from prejit.compiler.models.protocol import EncoderDecoderModel
@@ -292,7 +292,7 @@ def test_buckets_of_published_models(*, causal: bool) -> None:
     if causal:
         before = [*range(16), 16, 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
     distance = np.arange(-200, 201)
-    found = t5.buckets(distance, 32, 128, causal=causal)
+    found = encoder_decoders.buckets(distance, 32, 128, causal=causal)
     backward = [int(np.flatnonzero(found[200::-1] == bucket)[0]) for bucket in range(len(before))]
     assert backward == before
     if causal:

@@ -13,13 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prejit.compiler.native.form_choice import LEAST_BYTES, MARGIN, KnownForms, fastest_form
 from prejit.compiler.native.form_table import (
+    LEAST_BYTES,
+    MARGIN,
     RECORDED,
     Conditions,
     FormTable,
+    KnownForms,
     Measured,
     _sources_digest,
+    fastest_form,
     merge_into,
     read_own,
     read_recorded,

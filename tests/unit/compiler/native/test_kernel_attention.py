@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.compiler.models.encoders.sentence import attention as encoder_form
+from prejit.compiler.models.families.sentence import attention as encoder_form
 from prejit.compiler.models.layers.attention import NewTokens
 from prejit.compiler.models.layers.attention import attention as decoder_form
 

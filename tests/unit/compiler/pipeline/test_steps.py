@@ -25,9 +25,8 @@ STORING = (
     "prejit.runtime.base.written_files",
     "prejit.runtime.base.locks",
     # What runs the user's code apart from other code, and notes what it reads, decides no result.
-    "prejit.compiler.lowering.user.native_reading",
-    "prejit.compiler.lowering.user.observer",
     "prejit.compiler.lowering.user.observing",
+    "prejit.compiler.lowering.user.observer",
     "prejit.compiler.lowering.user.modules",
     "prejit.compiler.manifest.manifest",
 )

@@ -71,7 +71,7 @@ MODELS = {"LOWERING", "WEIGHTS", "ACCURACY"}
 LOWERED = {"LOWERING", "USER_DECODERS"}
 CHANGES = [
     # What decides a result makes it again, and no other.
-    ("compiler.models.families.gpt2:GPT2", MODELS),
+    ("compiler.models.families.decoders:TextDecoder", MODELS),
     ("compiler.models.layers.rope:frequencies", MODELS),
     ("compiler.models.sharding:shardings", {"LOWERING"}),
     (

@@ -13,7 +13,7 @@ import zstandard
 
 from prejit.compiler.compile.worker.disassembly import in_order, narrowed, used_features
 from prejit.compiler.compile.worker.xla import CompileFor, compile_portable, stand_in_for_kernels
-from prejit.compiler.native.kernel_names import with_library
+from prejit.compiler.native.products import with_library
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.device.portable import bind_calls, register_stand_ins
 from prejit.runtime.format.bundle_schema import Memory

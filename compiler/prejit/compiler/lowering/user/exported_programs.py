@@ -12,7 +12,7 @@ from jax import export
 from jax.extend.mlir import ir as mlir_ir
 from jax.extend.mlir.dialects import stablehlo as mlir_stablehlo
 
-from prejit.compiler.lowering.program import LoweredProgram
+from prejit.compiler.lowering.export import LoweredProgram
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from flax import linen, nnx
 
-from prejit.compiler.lowering.user.pytrees import (
+from prejit.compiler.lowering.user.flat_arrays import (
     ALL_BUT_RANDOM_STATE,
     NO_RANDOM_STATE,
     check_fit,

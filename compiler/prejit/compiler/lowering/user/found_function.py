@@ -15,15 +15,17 @@ import jax
 import numpy as np
 
 from prejit.compiler.base.suggestions import did_you_mean
-from prejit.compiler.lowering.program import LoweredProgram, Shapes
+from prejit.compiler.lowering.export import LoweredProgram, Shapes
 from prejit.compiler.lowering.user.exported_programs import read_file
 from prejit.compiler.lowering.user.flat_arrays import (
     Example,
+    arrays_in,
+    check_fit,
+    differing_names,
     example_of,
     narrow_parameter,
     narrowed,
 )
-from prejit.compiler.lowering.user.pytrees import arrays_in, check_fit, differing_names
 from prejit.compiler.manifest.manifest_checks import key_problems
 from prejit.runtime.device.jax_arrays import is_weak, weakened
 from prejit.runtime.errors import ManifestError

@@ -15,16 +15,19 @@ from jax import export
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import use_abstract_mesh
 
-from prejit.compiler.lowering.export import abstract_mesh, export_program, sharding_on
-from prejit.compiler.lowering.program import LoweredProgram, SizedTrial
+from prejit.compiler.lowering.export import (
+    LoweredProgram,
+    SizedTrial,
+    abstract_mesh,
+    export_program,
+    sharding_on,
+)
 from prejit.compiler.lowering.user.chance import refusing_chance
 from prejit.compiler.lowering.user.flat_arrays import Arrays, Example, arrays_of, is_key, key_name
 from prejit.compiler.lowering.user.found_function import UserFunction
 from prejit.compiler.lowering.user.inputs import is_installed
-from prejit.compiler.lowering.user.padding import Shapes, Variables, variables_of
 from prejit.compiler.lowering.user.repeating import repeated
 from prejit.compiler.lowering.user.shardings import Shardings, split_results
-from prejit.compiler.lowering.user.size_limits import size_limits
 from prejit.compiler.lowering.user.traced_primitives import (
     CALLBACKS,
     PALLAS,
@@ -32,7 +35,15 @@ from prejit.compiler.lowering.user.traced_primitives import (
     find_calls,
     source_files,
 )
-from prejit.compiler.lowering.user.trial_sizes import numbers_in, open_sizes, padded_sizes
+from prejit.compiler.lowering.user.varying_sizes import (
+    Shapes,
+    Variables,
+    numbers_in,
+    open_sizes,
+    padded_sizes,
+    size_limits,
+    variables_of,
+)
 from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.runtime.device import jax_settings

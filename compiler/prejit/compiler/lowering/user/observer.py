@@ -40,10 +40,7 @@ _JAX = re.compile(r"[/\\](site|dist)-packages[/\\](jax|jaxlib)[/\\]")
 _ALIVE = ("/proc/", "/sys/", "/dev/")
 _ANYONE = "a thread"
 """In place of a module of the user: a thread without one on its stack, such as in a pool."""
-_HOOKS = tuple(
-    str(Path(__file__).with_name(name))
-    for name in ("observer.py", "observing.py", "native_reading.py")
-)
+_HOOKS = tuple(str(Path(__file__).with_name(name)) for name in ("observer.py", "observing.py"))
 """The code between what is observed and its observer."""
 
 Owner = Literal["user", "ours", "installed"]

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
+from prejit.compiler.lowering.user.flat_arrays import Bind, arrays_in, check_fit, differing_names
 from prejit.compiler.lowering.user.flax_modules import own_values, variables_of
 from prejit.compiler.lowering.user.found_function import nested_by_dots
-from prejit.compiler.lowering.user.pytrees import Bind, arrays_in, check_fit, differing_names
 from prejit.compiler.models import precision
 from prejit.compiler.models.narrowing import Stored, narrowed
 from prejit.compiler.models.parameters import Parametrized, flat_parameters, parametrized

@@ -1,4 +1,4 @@
-"""Decoder families: `describe`, `build` and `NAMING`. Those of Llama's modules share its file.
+"""The families of models as data, and the modules that they configure.
 
-Imports `layers`. Begin with `llama`.
+Imports `layers`. Begin with `family_table`, then `decoders`.
 """

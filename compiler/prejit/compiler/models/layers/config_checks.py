@@ -24,7 +24,7 @@ _HINT = "correct config.json, or take the one that was published with the weight
 
 
 @dataclass(frozen=True)
-class _Number:
+class NumberCheck:
     """A number from `low` to `high`, an integer if `whole`, or null if `optional`."""
 
     low: float
@@ -43,11 +43,11 @@ class _Number:
         return type(value) in types and self.low <= value <= self.high
 
 
-_integer = partial(_Number, whole=True)
+integer = partial(NumberCheck, whole=True)
 
 
 @dataclass(frozen=True)
-class _Type:
+class TypeCheck:
     """A value of one of Python's types, or null if `optional`."""
 
     kind: type
@@ -63,10 +63,10 @@ class _Type:
 
 
 @dataclass(frozen=True)
-class _List:
+class ListCheck:
     """A list of values that `item` allows, or null if `optional`."""
 
-    item: _Number | _Type
+    item: NumberCheck | TypeCheck
     optional: bool = False
 
     def __str__(self) -> str:
@@ -77,137 +77,71 @@ class _List:
         return isinstance(value, list | tuple) and all(map(self.item.allows, value))
 
 
-_Check = _Number | _Type | _List
+Check = NumberCheck | TypeCheck | ListCheck
+Checks = Mapping[str, Check]
 
 _LARGEST = 2**31 - 1
-_WIDTH = _integer(1, 2**20)
-_INNER = _integer(1, 2**22)
-_HEADS = _integer(1, 2**14)
-_LAYERS = _integer(1, MAX_LAYERS)
-_VOCABULARY = _integer(1, 2**24)
-_POSITIONS = _integer(1, _LARGEST)
-_BOOL = _Type(bool)
-_TEXT = _Type(str)
+_WIDTH = integer(1, 2**20)
+INNER = integer(1, 2**22)
+"""An inner width, or the number of rows of a table of positions."""
+_SIZE = integer(1, 2**14)
+_LAYERS = integer(1, MAX_LAYERS)
+_BOOL, _TEXT = TypeCheck(bool), TypeCheck(str)
 # Within these bounds the numbers and their squares are normal float32 numbers.
-_EPSILON = _Number(1e-30, 1.0)
-_SCALE = _Number(1e-6, 1e12)
-_FACTOR = _Number(1e-6, 1e9)
+_EPSILON = NumberCheck(1e-30, 1.0)
+_SCALE = NumberCheck(1e-6, 1e12)
+_FACTOR = NumberCheck(1e-6, 1e9)
+_ANY_FACTOR = NumberCheck(1e-6, 1e9, optional=True)
 
-_ROTARY: Mapping[str, _Check] = {
-    "vocab_size": _VOCABULARY,
-    "hidden_size": _WIDTH,
-    "intermediate_size": _INNER,
-    "num_hidden_layers": _LAYERS,
-    "num_attention_heads": _HEADS,
-    "num_key_value_heads": _HEADS,
-    "max_position_embeddings": _POSITIONS,
-    "rms_norm_eps": _EPSILON,
-    "tie_word_embeddings": _BOOL,
-    "rope_parameters": _Type(dict),
-}
-_HEAD_SIZE: Mapping[str, _Check] = {"head_dim": _integer(1, 2**14, optional=True)}
-# The family checks which windows and kinds of layers it supports.
-_WINDOW: Mapping[str, _Check] = {"sliding_window": _integer(0, _LARGEST, optional=True)}
-_LAYER_TYPES: Mapping[str, _Check] = {"layer_types": _List(_TEXT)}
-_ACTIVATION: Mapping[str, _Check] = {"hidden_act": _TEXT}
-_BIAS: Mapping[str, _Check] = {"attention_bias": _BOOL}
-_QWEN: Mapping[str, _Check] = {
-    "use_sliding_window": _BOOL,
-    "max_window_layers": _integer(0, _LARGEST),
-}
-_GEMMA: Mapping[str, _Check] = {
-    **{**_ROTARY, **_HEAD_SIZE, **_WINDOW, **_LAYER_TYPES, **_BIAS},
-    "hidden_activation": _TEXT,
+_KEYS: Checks = {
+    **dict.fromkeys(("vocab_size", "type_vocab_size"), integer(1, 2**24)),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "num_mel_bins"), _WIDTH),
+    **dict.fromkeys(("intermediate_size", "d_ff", "hidden_dim"), INNER),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), INNER),
+    **dict.fromkeys(("n_positions", "max_source_positions", "max_target_positions"), INNER),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), _LAYERS),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), _LAYERS),
+    **dict.fromkeys(("num_layers", "num_decoder_layers"), _LAYERS),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), _SIZE),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), _SIZE),
+    **dict.fromkeys(("n_head", "n_heads", "d_kv"), _SIZE),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), _EPSILON),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "activation"), _TEXT),
+    **dict.fromkeys(("activation_function", "dense_act_fn", "feed_forward_proj"), _TEXT),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), _BOOL),
+    **dict.fromkeys(("use_sliding_window", "scale_decoder_outputs"), _BOOL),
+    **dict.fromkeys(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), _BOOL),
+    **dict.fromkeys(("is_gated_act", "is_encoder_decoder"), _BOOL),
+    "max_position_embeddings": integer(1, _LARGEST),
+    "n_inner": integer(1, 2**22, optional=True),
+    "head_dim": integer(1, 2**14, optional=True),
+    "pad_token_id": integer(0, 2**22),
+    "rope_parameters": TypeCheck(dict),
+    # The family checks which windows and kinds of layers it supports.
+    "sliding_window": integer(0, _LARGEST, optional=True),
+    "layer_types": ListCheck(_TEXT),
+    "max_window_layers": integer(0, _LARGEST),
     "query_pre_attn_scalar": _SCALE,
-    "final_logit_softcapping": _Number(1e-6, 1e12, optional=True),
-    "attn_logit_softcapping": _Number(1e-6, 1e12, optional=True),
+    "final_logit_softcapping": NumberCheck(1e-6, 1e12, optional=True),
+    "attn_logit_softcapping": NumberCheck(1e-6, 1e12, optional=True),
+    # Each of two directions has a bucket for the distance 0 and one for larger distances.
+    "relative_attention_num_buckets": integer(4, 2**16),
+    "relative_attention_max_distance": integer(1, 2**20),
 }
-_BERT: Mapping[str, _Check] = {
-    "vocab_size": _VOCABULARY,
-    "hidden_size": _WIDTH,
-    "intermediate_size": _INNER,
-    "num_hidden_layers": _LAYERS,
-    "num_attention_heads": _HEADS,
-    "max_position_embeddings": _INNER,
-    "type_vocab_size": _VOCABULARY,
-    "layer_norm_eps": _EPSILON,
-    "hidden_act": _TEXT,
-}
-_FAMILIES: Mapping[str, Mapping[str, _Check]] = {
-    "gpt2": {
-        "vocab_size": _VOCABULARY,
-        "n_positions": _INNER,
-        "n_embd": _WIDTH,
-        "n_head": _HEADS,
-        "n_layer": _LAYERS,
-        "n_inner": _integer(1, 2**22, optional=True),
-        "layer_norm_epsilon": _EPSILON,
-        "activation_function": _TEXT,
-        "tie_word_embeddings": _BOOL,
-        "scale_attn_weights": _BOOL,
-        "scale_attn_by_inverse_layer_idx": _BOOL,
-    },
-    "llama": {**_ROTARY, **_HEAD_SIZE, **_ACTIVATION, **_BIAS, "mlp_bias": _BOOL},
-    "mistral": {**_ROTARY, **_HEAD_SIZE, **_ACTIVATION, **_WINDOW},
-    "phi3": {**_ROTARY, **_HEAD_SIZE, **_ACTIVATION, **_WINDOW},
-    "qwen2": {**_ROTARY, **_HEAD_SIZE, **_ACTIVATION, **_WINDOW, **_LAYER_TYPES, **_QWEN},
-    "qwen3": {**_ROTARY, **_HEAD_SIZE, **_ACTIVATION, **_WINDOW, **_LAYER_TYPES, **_QWEN, **_BIAS},
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,
-    "whisper": {
-        "vocab_size": _VOCABULARY,
-        "num_mel_bins": _WIDTH,
-        "d_model": _WIDTH,
-        "encoder_layers": _LAYERS,
-        "encoder_attention_heads": _HEADS,
-        "encoder_ffn_dim": _INNER,
-        "decoder_layers": _LAYERS,
-        "decoder_attention_heads": _HEADS,
-        "decoder_ffn_dim": _INNER,
-        "max_source_positions": _INNER,
-        "max_target_positions": _INNER,
-        "activation_function": _TEXT,
-        "tie_word_embeddings": _BOOL,
-    },
-    "t5": {
-        "vocab_size": _VOCABULARY,
-        "d_model": _WIDTH,
-        "d_kv": _integer(1, 2**14),
-        "d_ff": _INNER,
-        "num_layers": _LAYERS,
-        "num_decoder_layers": _LAYERS,
-        "num_heads": _HEADS,
-        # Each of two directions has a bucket for the distance 0 and one for larger distances.
-        "relative_attention_num_buckets": _integer(4, 2**16),
-        "relative_attention_max_distance": _integer(1, 2**20),
-        "layer_norm_epsilon": _EPSILON,
-        "feed_forward_proj": _TEXT,
-        "dense_act_fn": _TEXT,
-        "is_gated_act": _BOOL,
-        "is_encoder_decoder": _BOOL,
-        "tie_word_embeddings": _BOOL,
-        "scale_decoder_outputs": _BOOL,
-    },
-    "bert": _BERT,
-    "roberta": {**_BERT, "pad_token_id": _integer(0, 2**22)},
-    "distilbert": {
-        "vocab_size": _VOCABULARY,
-        "dim": _WIDTH,
-        "hidden_dim": _INNER,
-        "n_layers": _LAYERS,
-        "n_heads": _HEADS,
-        "max_position_embeddings": _INNER,
-        "activation": _TEXT,
-    },
-}
-"""The keys that the family of each model_type reads, with the check of each value."""
+"""The check of each key that a family may read."""
 
-_ROPE: Mapping[str, _Check] = {
+
+def checks_of(*keys: str, **others: Check) -> Checks:
+    """Return the checks of keys, and those of others, which mean something else in one family."""
+    return {**{key: _KEYS[key] for key in keys}, **others}
+
+
+_ROPE: Checks = {
     "rope_theta": _SCALE,
-    "partial_rotary_factor": _Number(1e-6, 1.0, optional=True),
+    "partial_rotary_factor": NumberCheck(1e-6, 1.0, optional=True),
 }
-_PRETRAINED = _integer(2, _LARGEST)
-_ROPE_KINDS: Mapping[str, Mapping[str, _Check]] = {
+_PRETRAINED = integer(2, _LARGEST)
+_ROPE_KINDS: Mapping[str, Checks] = {
     "linear": {"factor": _FACTOR},
     "llama3": {
         "factor": _FACTOR,
@@ -216,20 +150,20 @@ _ROPE_KINDS: Mapping[str, Mapping[str, _Check]] = {
         "high_freq_factor": _FACTOR,
     },
     "yarn": {
-        "factor": _Number(1e-6, 1e9, optional=True),
+        "factor": _ANY_FACTOR,
         "original_max_position_embeddings": _PRETRAINED,
-        "attention_factor": _Number(1e-6, 1e9, optional=True),
-        "mscale": _Number(0, 1e9, optional=True),
-        "mscale_all_dim": _Number(0, 1e9, optional=True),
-        "beta_fast": _Number(1e-6, 1e9, optional=True),
-        "beta_slow": _Number(1e-6, 1e9, optional=True),
+        "attention_factor": _ANY_FACTOR,
+        "mscale": NumberCheck(0, 1e9, optional=True),
+        "mscale_all_dim": NumberCheck(0, 1e9, optional=True),
+        "beta_fast": _ANY_FACTOR,
+        "beta_slow": _ANY_FACTOR,
     },
     "longrope": {
-        "factor": _Number(1e-6, 1e9, optional=True),
+        "factor": _ANY_FACTOR,
         "original_max_position_embeddings": _PRETRAINED,
-        "attention_factor": _Number(1e-6, 1e9, optional=True),
-        "short_factor": _List(_FACTOR),
-        "long_factor": _List(_FACTOR),
+        "attention_factor": _ANY_FACTOR,
+        "short_factor": ListCheck(_FACTOR),
+        "long_factor": ListCheck(_FACTOR),
     },
 }
 """The keys of `rope_parameters` that rope.py reads, with the check of each value, by rope_type."""
@@ -238,7 +172,7 @@ _ROPE_KINDS: Mapping[str, Mapping[str, _Check]] = {
 def check_file(
     file: Path,
     content: Mapping[str, Any],
-    family: str,
+    checks: Checks,
     aliases: Mapping[str, str],
     prefix: str = "",
 ) -> None:
@@ -247,7 +181,7 @@ def check_file(
     Args:
         file: config.json.
         content: its content, or that of the object in it at `prefix`.
-        family: a supported model_type.
+        checks: the keys that the family reads, each with the check of its value.
         aliases: other names of keys, each with the name that the family reads: transformers'
             `attribute_map`.
         prefix: prefix of keys in errors: `text_config.`.
@@ -256,7 +190,6 @@ def check_file(
         CheckpointError: a value has another type or is out of range; the error names the file, the key and
             what is allowed.
     """
-    checks = _FAMILIES[family]
     for key, value in content.items():
         check = checks.get(aliases.get(key, key))
         if check is not None and value is not None and not check.allows(value):
@@ -267,17 +200,17 @@ def check_file(
             _check_file_rope(file, prefix + key, content.get(key))
 
 
-def check_config(file: Path, config: Any) -> None:
+def check_config(file: Path, config: Any, checks: Checks) -> None:
     """Check a configuration as transformers completes it.
 
     Args:
         file: config.json.
         config: transformers' configuration of a supported family.
+        checks: as of `check_file`.
 
     Raises:
         CheckpointError: as `check_file`.
     """
-    checks = _FAMILIES[config.model_type]
     _check(file, "", {key: getattr(config, key, None) for key in checks}, checks)
     if "layer_types" in checks and len(config.layer_types) != config.num_hidden_layers:
         raise CheckpointError(
@@ -300,7 +233,7 @@ def check_rope(file: Path, key: str, parameters: Any, kind: str | None = None) -
         CheckpointError: as `check_file`.
     """
     if not isinstance(parameters, dict):
-        raise _error(file, key, _Type(dict), parameters)
+        raise _error(file, key, TypeCheck(dict), parameters)
     checks = _ROPE if kind is None else _ROPE_KINDS.get(kind, {})
     _check(file, f"{key}.", {name: parameters.get(name) for name in checks}, checks)
 
@@ -310,7 +243,7 @@ def _check_file_rope(file: Path, key: str, content: Any) -> None:
     if content is None:
         return
     if not isinstance(content, dict):
-        raise _error(file, key, _Type(dict, optional=True), content)
+        raise _error(file, key, TypeCheck(dict, optional=True), content)
     kind = content.get("rope_type", content.get("type"))
     numbers = _ROPE_KINDS.get(kind, {}) if isinstance(kind, str) else {}
     _check_present(file, f"{key}.", content, {**_ROPE, **numbers})
@@ -319,23 +252,19 @@ def _check_file_rope(file: Path, key: str, content: Any) -> None:
             _check_file_rope(file, f"{key}.{name}", part)
 
 
-def _check_present(
-    file: Path, prefix: str, content: Mapping[str, Any], checks: Mapping[str, _Check]
-) -> None:
+def _check_present(file: Path, prefix: str, content: Mapping[str, Any], checks: Checks) -> None:
     for key, check in checks.items():
         value = content.get(key)
         if value is not None and not check.allows(value):
             raise _error(file, prefix + key, check, value)
 
 
-def _check(
-    file: Path, prefix: str, values: Mapping[str, Any], checks: Mapping[str, _Check]
-) -> None:
+def _check(file: Path, prefix: str, values: Mapping[str, Any], checks: Checks) -> None:
     for key, check in checks.items():
         value = values[key]
         if not (value is None and getattr(check, "optional", False)) and not check.allows(value):
             raise _error(file, prefix + key, check, value)
 
 
-def _error(file: Path, key: str, check: _Check, value: Any) -> CheckpointError:
+def _error(file: Path, key: str, check: Check, value: Any) -> CheckpointError:
     return CheckpointError(f"{file}: {key}: expected {check}, found {shown(value)}", hint=_HINT)

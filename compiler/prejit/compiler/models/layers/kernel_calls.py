@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prejit.compiler.native.kernel_names import KERNEL_CALLS
+from prejit.compiler.native.products import KERNEL_CALLS
 
 _ACTIVATIONS = {None: 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "relu": 3, "silu": 4}
 _ACTIVATIONS["swish"] = _ACTIVATIONS["silu"]

@@ -17,9 +17,9 @@ from prejit.compiler.compile.compile_key import executable_key
 from prejit.compiler.compile.executor import Executor, collect
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.worker_process import JOB_SECONDS, WorkerProcess
-from prejit.compiler.native.form_choice import KnownForms
 from prejit.compiler.native.form_table import (
     FormTable,
+    KnownForms,
     Measured,
     conditions_of,
     merge_into,
@@ -152,7 +152,7 @@ def _compile(
     store: Store,
     executor: Executor,
 ) -> dict[tuple[Product, str], Compiled]:
-    from prejit.compiler.lowering.product import lower_product
+    from prejit.compiler.lowering.export import lower_product
 
     target, futures = toolchain.target.name, {}
     for product in products:

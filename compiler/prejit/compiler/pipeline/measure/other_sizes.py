@@ -2,8 +2,8 @@
 
 A program that is padded, or that has symbolic sizes, may give another answer than its function: a mean counts
 the padding, and code that looks at a size while it is traced sees that of the bucket, or none. The lowering
-keeps the function at a few sizes (`lowering.user.trial_sizes`); here both run, in a process of their own. The
-store keeps that they were compared, so a build that changes nothing compares nothing.
+keeps the function at a few sizes (`lowering.user.varying_sizes`); here both run, in a process of their own.
+The store keeps that they were compared, so a build that changes nothing compares nothing.
 """
 
 from __future__ import annotations

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from prejit.compiler.models.encoders.sentence_layout import DenseModule, SentenceLayout
+from prejit.compiler.models.families.sentence_layout import DenseModule, SentenceLayout
 from prejit.compiler.models.layers import kernel_calls, product_forms
-from prejit.compiler.models.layers.layer_config import require
-from prejit.compiler.models.layers.linear import ACTIVATIONS, Linear
+from prejit.compiler.models.layers.linear import Linear
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 """The score of a hidden token. With minus infinity a row without a token would become NaN."""
@@ -244,12 +243,3 @@ DENSE_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "torch.nn.modules.activation.SiLU": jax.nn.silu,
     "torch.nn.modules.activation.Sigmoid": jax.nn.sigmoid,
 }
-
-
-def check_activation(config: Any, key: str) -> None:
-    """Check that the activation of a configuration is supported.
-
-    Raises:
-        CheckpointError: it is not in ACTIVATIONS.
-    """
-    require(config, key, getattr(config, key), ACTIVATIONS)

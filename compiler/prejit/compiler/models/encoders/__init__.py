@@ -1,4 +1,0 @@
-"""Encoder families, a file each, and the sentence-transformers layout around them.
-
-Imports `layers`. Begin with `bert`.
-"""
