@@ -9,7 +9,7 @@ from typing import Any
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.programs.ready import ProgramReport
-from prejit.runtime.start.start_report import StartReport
+from prejit.runtime.start_report import StartReport
 from prejit.runtime.verdict import Axis, Verdict
 from prejit.server.engine.engine_metrics import EngineMetrics
 from prejit.server.engine.request_queue import Limits

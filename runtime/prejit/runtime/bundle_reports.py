@@ -14,7 +14,7 @@ from prejit.runtime.programs.ready import ProgramReport
 
 if TYPE_CHECKING:
     from prejit.runtime.programs.asked_answers import CheckedAnswer
-    from prejit.runtime.start.start_report import StartReport
+    from prejit.runtime.start_report import StartReport
 
 
 class BundleReports(OpenBundle):
@@ -58,8 +58,7 @@ class BundleReports(OpenBundle):
         Call it soon after the first request, because hints look at what the process has done so far. Before
         the first result, a start ends with `load`.
         """
-        from prejit.runtime.start.hints import hints
-        from prejit.runtime.start.start_report import split
+        from prejit.runtime.start_report import hints, split
 
         verification, programs = self._verification, self._programs
         report = split(

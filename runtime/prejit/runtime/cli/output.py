@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from prejit.runtime.errors import PrejitWarning, StoreError, printable
 
 if TYPE_CHECKING:
-    from prejit.runtime.start.start_report import StartReport
+    from prejit.runtime.start_report import StartReport
 
 _PROGRESS_SECONDS = 5
 """Where stderr is not a terminal, a line of progress appears at most this often."""

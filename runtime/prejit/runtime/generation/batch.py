@@ -19,7 +19,7 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.prefill import Entering, Limit, no_limit
-from prejit.runtime.generation.prefix_cache import PrefixCache
+from prejit.runtime.generation.prefixes import PrefixCache
 from prejit.runtime.generation.rows import CachedText, Row, Token
 from prejit.runtime.generation.slots import Slots, nothing
 

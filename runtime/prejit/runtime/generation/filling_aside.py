@@ -22,15 +22,15 @@ from prejit.runtime.generation.prefill import (
     no_limit,
     whole,
 )
+from prejit.runtime.generation.prefixes import Prefix
 from prejit.runtime.generation.rows import CachedText, Row, Usage
-from prejit.runtime.generation.shared_prefix import Prefix
 
 if TYPE_CHECKING:
-    from prejit.runtime.generation.prefix_cache import PrefixCache
+    from prejit.runtime.generation.prefixes import PrefixCache
 if TYPE_CHECKING:
-    from prejit.runtime.generation.prefix_cache import PrefixCache
+    from prejit.runtime.generation.prefixes import PrefixCache
 if TYPE_CHECKING:
-    from prejit.runtime.generation.prefix_cache import PrefixCache
+    from prejit.runtime.generation.prefixes import PrefixCache
 
 
 def filling_aside(

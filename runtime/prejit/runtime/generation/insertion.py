@@ -14,9 +14,7 @@ from prejit.runtime.generation.prefill import Entering, Grow, Limit, filling
 from prejit.runtime.generation.rows import CachedText, Row
 
 if TYPE_CHECKING:
-    from prejit.runtime.generation.compact_prefix import CompactPrefix
-    from prejit.runtime.generation.prefix_cache import PrefixCache
-    from prejit.runtime.generation.shared_prefix import Prefix
+    from prejit.runtime.generation.prefixes import CompactPrefix, Prefix, PrefixCache
 
 _SHARED_TOKENS = 16
 """Requests inserted together share the computation of a common beginning of at least this many tokens."""

@@ -23,8 +23,7 @@ from prejit.runtime.generation.sampling import (
 )
 
 if TYPE_CHECKING:
-    from prejit.runtime.generation.compact_prefix import CompactPrefix
-    from prejit.runtime.generation.shared_prefix import Prefix
+    from prejit.runtime.generation.prefixes import CompactPrefix, Prefix
 
 
 @dataclass(slots=True)

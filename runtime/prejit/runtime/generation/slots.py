@@ -31,7 +31,7 @@ from prejit.runtime.generation.sampling import Logprob
 if TYPE_CHECKING:
     from prejit.runtime.generation.cache_growth import Growth
     from prejit.runtime.generation.decode import Call, Decoding, Masks
-    from prejit.runtime.generation.prefix_cache import PrefixCache
+    from prejit.runtime.generation.prefixes import PrefixCache
 
 _LASTING_TOKENS = 32
 """A new cache uses the smallest context bucket with room for this many more tokens; growing it costs about

@@ -13,7 +13,7 @@ from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.errors import ContextError, RejectError, UsageError
 
 if TYPE_CHECKING:
-    from prejit.runtime.text.token_bytes import TokenBytes
+    from prejit.runtime.text.vocabulary import TokenBytes
 
 T = TypeVar("T")
 
@@ -117,7 +117,7 @@ class Tokenizer:
     @once
     def token_bytes(self) -> TokenBytes:
         """The bytes of each token by its id."""
-        from prejit.runtime.text.token_bytes import TokenBytes  # only log-probabilities need it
+        from prejit.runtime.text.vocabulary import TokenBytes  # only log-probabilities need it
 
         return TokenBytes(self._tokenizer)
 

@@ -13,7 +13,7 @@ from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.generate import Piece
-from prejit.runtime.generation.prefix_cache import PrefixCache
+from prejit.runtime.generation.prefixes import PrefixCache
 from prejit.runtime.generation.rows import Token
 from prejit.server.engine.admission import positions_between, positions_of_call
 from prejit.server.engine.memory import CachePlan

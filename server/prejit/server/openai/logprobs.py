@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import final
 
 from prejit.runtime.generation.sampling import Logprob
-from prejit.runtime.text.token_bytes import TokenBytes
+from prejit.runtime.text.vocabulary import TokenBytes
 from prejit.server.openai.bodies import ResponseFields
 from prejit.server.served.served import Served
 

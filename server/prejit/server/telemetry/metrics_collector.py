@@ -32,7 +32,7 @@ from prejit.server.engine.histograms import HistogramValue
 from prejit.server.served.served import State
 
 if TYPE_CHECKING:
-    from prejit.runtime.start.start_report import StartReport
+    from prejit.runtime.start_report import StartReport
     from prejit.server.served.served import Models, Served
 
 

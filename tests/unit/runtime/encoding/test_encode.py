@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from prejit.runtime.encoding.encoder_buckets import Bucket, loading_order, partition
+from prejit.runtime.encoding.encoder import Bucket, loading_order, partition
 from prejit.runtime.encoding.sentences import check_ids, shorten
 from prejit.runtime.errors import ContextError, TruncationWarning, UsageError
 from prejit.runtime.text.tokenizer import Tokenizer

@@ -23,7 +23,7 @@ from prejit.runtime.generation import decode, kv_cache
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.options import Request
-from prejit.runtime.generation.prefix_cache import PrefixCache
+from prejit.runtime.generation.prefixes import PrefixCache
 from prejit.runtime.generation.rows import Token
 from prejit.runtime.generation.sampling import Logprob
 from prejit.runtime.generation.slots import Slots

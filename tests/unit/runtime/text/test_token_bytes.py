@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from prejit.runtime.text.token_bytes import TokenBytes
+from prejit.runtime.text.vocabulary import TokenBytes
 
 
 def test_byte_level_tokens_are_bytes() -> None:

@@ -33,7 +33,7 @@ from prejit.runtime.generation import decode
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
 from prejit.runtime.generation.options import Request
-from prejit.runtime.generation.prefix_cache import PrefixCache
+from prejit.runtime.generation.prefixes import PrefixCache
 from prejit.server.engine.engine import Engine
 from prejit.server.engine.loop import Loop
 from prejit.server.engine.memory import plan_caches

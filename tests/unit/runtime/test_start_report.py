@@ -23,7 +23,7 @@ from prejit.runtime.device.device import Device
 from prejit.runtime.format.hashing import HashingVerification, Job
 from prejit.runtime.loader import load
 from prejit.runtime.programs import placing
-from prejit.runtime.start.start_report import split
+from prejit.runtime.start_report import split
 
 X = np.ones((2, 16), np.float32)
 PARTS = ("process", "imports", "reading", "verifying", "loading", "first_run", "other")

@@ -12,11 +12,9 @@ from tests.decoders import VOCABULARY
 
 from prejit.runtime import Bundle, load
 from prejit.runtime.device.transfer import to_numpy
-from prejit.runtime.generation.compact_prefix import CompactPrefix
 from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
-from prejit.runtime.generation.prefix_cache import PrefixCache
+from prejit.runtime.generation.prefixes import CompactPrefix, Prefix, PrefixCache
 from prejit.runtime.generation.rows import CachedText
-from prejit.runtime.generation.shared_prefix import Prefix
 
 MINE = ("me", "")
 
@@ -30,7 +28,7 @@ def bundle(make_decoder: Callable[..., Path]) -> Bundle:
 @pytest.fixture
 def whole_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes are kept as on an accelerator."""
-    monkeypatch.setattr("prejit.runtime.generation.prefix_cache.can_compact", lambda _: False)
+    monkeypatch.setattr("prejit.runtime.generation.prefixes.can_compact", lambda _: False)
 
 
 @pytest.fixture(params=["compact", "whole caches"])
@@ -85,7 +83,7 @@ def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle: Bundle) -> None:
 def test_a_small_model_does_not_keep_prefixes_without_end(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prejit.runtime.generation.prefix_cache._MOST_PREFIXES", 3)
+    monkeypatch.setattr("prejit.runtime.generation.prefixes._MOST_PREFIXES", 3)
     kept = PrefixCache(bundle.decoder, 1 << 20)
     texts = [prefix(bundle, number).token_ids for number in range(5)]
     for number in range(5):

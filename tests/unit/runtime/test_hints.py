@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
+from prejit.runtime import start_report as module
 from prejit.runtime.programs.ready import ProgramReport
-from prejit.runtime.start import hints as module
-from prejit.runtime.start.hints import hints
-from prejit.runtime.start.start_report import StartReport
+from prejit.runtime.start_report import StartReport, hints
 
 QUICK = StartReport(0.01, 0.04, 0.01, 0.01, 0.01, 0.01, 0.0, 0.1, 0, 10_000_000, 0)
 LOCAL = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
