@@ -31,9 +31,9 @@ from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache
 from prejit.runtime.generation.options import Request
-from prejit.runtime.generation.prefixes import Prefix
 from prejit.runtime.generation.rows import Token
 from prejit.runtime.generation.sampling import Logprob, bias_row, history_row, place_sampling
+from prejit.runtime.generation.shared_prefix import Prefix
 
 from .conftest import SHARED
 

@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from prejit.runtime.generation.finished_text import Result, Stats
     from prejit.runtime.generation.generate import Piece
     from prejit.runtime.generation.options import Defaults, Options, Request, Sampling
-    from prejit.runtime.generation.prefixes import Prefix
     from prejit.runtime.generation.rows import Token, Usage
     from prejit.runtime.generation.sampling import Logprob
     from prejit.runtime.generation.session import Session
+    from prejit.runtime.generation.shared_prefix import Prefix
     from prejit.runtime.jitted.decorator import JitStats, jit
     from prejit.runtime.loader import load
     from prejit.runtime.machine.fingerprint import Fingerprint
@@ -72,7 +72,7 @@ _HOMES = {
     "generation.batch": ("Batch",),
     "generation.finished_text": ("Result", "Stats"),
     "generation.generate": ("Piece",),
-    "generation.prefixes": ("Prefix",),
+    "generation.shared_prefix": ("Prefix",),
     "generation.options": ("Defaults", "Options", "Request", "Sampling"),
     "generation.rows": ("Token", "Usage"),
     "generation.sampling": ("Logprob",),

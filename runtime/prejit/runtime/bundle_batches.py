@@ -22,8 +22,8 @@ from prejit.runtime.generation.options import (
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.batch import Batch
-    from prejit.runtime.generation.prefixes import Prefix
     from prejit.runtime.generation.session import Session
+    from prejit.runtime.generation.shared_prefix import Prefix
 
 
 class BundleBatches(BundleDecodes):

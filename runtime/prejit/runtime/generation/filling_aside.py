@@ -22,8 +22,8 @@ from prejit.runtime.generation.prefill import (
     no_limit,
     whole,
 )
-from prejit.runtime.generation.prefixes import Prefix
 from prejit.runtime.generation.rows import CachedText, Row, Usage
+from prejit.runtime.generation.shared_prefix import Prefix
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.prefixes import PrefixCache

@@ -14,7 +14,8 @@ from prejit.runtime.generation.prefill import Entering, Grow, Limit, filling
 from prejit.runtime.generation.rows import CachedText, Row
 
 if TYPE_CHECKING:
-    from prejit.runtime.generation.prefixes import CompactPrefix, Prefix, PrefixCache
+    from prejit.runtime.generation.prefixes import CompactPrefix, PrefixCache
+    from prejit.runtime.generation.shared_prefix import Prefix
 
 _SHARED_TOKENS = 16
 """Requests inserted together share the computation of a common beginning of at least this many tokens."""

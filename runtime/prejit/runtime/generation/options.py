@@ -21,7 +21,7 @@ from prejit.runtime.base import arguments
 from prejit.runtime.errors import RejectError, UsageError
 
 if TYPE_CHECKING:
-    from prejit.runtime.generation.prefixes import Prefix
+    from prejit.runtime.generation.shared_prefix import Prefix
 
 Prompt = str | Sequence[int]
 """A prompt is text or a list of token ids."""
@@ -85,7 +85,7 @@ def _token_ids(name: str, value: Any) -> frozenset[int]:
 
 
 def _prefix(name: str, value: Any) -> Prefix:
-    from prejit.runtime.generation.prefixes import Prefix  # imports NumPy, see above
+    from prejit.runtime.generation.shared_prefix import Prefix  # imports NumPy, see above
 
     return arguments.instance(name, value, Prefix)
 

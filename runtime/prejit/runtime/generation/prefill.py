@@ -23,7 +23,8 @@ from prejit.runtime.generation.sampling import (
 )
 
 if TYPE_CHECKING:
-    from prejit.runtime.generation.prefixes import CompactPrefix, Prefix
+    from prejit.runtime.generation.prefixes import CompactPrefix
+    from prejit.runtime.generation.shared_prefix import Prefix
 
 
 @dataclass(slots=True)

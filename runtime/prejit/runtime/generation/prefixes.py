@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -16,7 +15,7 @@ from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
 from prejit.runtime.generation.options import Namespace
 from prejit.runtime.generation.rows import CachedText
-from prejit.runtime.programs.ready import Programs
+from prejit.runtime.generation.shared_prefix import Prefix
 
 _FEWEST_TOKENS = 16
 """Prompts with fewer tokens than this are computed again: copying them would not save much."""
@@ -177,45 +176,6 @@ class PrefixCache:
         """Drop all prefixes."""
         self._prefixes = []
         self.size_bytes = 0
-
-
-@final
-class Prefix:
-    """A text that many prompts begin with, computed once. Safe to use from many threads.
-
-    Attributes:
-        token_ids: the tokens of the text.
-    """
-
-    def __init__(self, token_ids: Sequence[int], cache: KVCache) -> None:
-        """Keep a cache of one row that nobody else writes to. Use `Bundle.prefix`."""
-        self.token_ids = tuple(token_ids)
-        self._programs = cache.programs
-        self._caches = {cache.context: cache}
-        self._lock = threading.Lock()
-
-    def is_of(self, programs: Programs) -> bool:
-        """Return whether these programs computed the prefix; no others can read it."""
-        return self._programs is programs
-
-    @property
-    def context(self) -> int:
-        """The context of the shortest cache that holds the prefix."""
-        return min(self._caches)
-
-    @property
-    def size_bytes(self) -> int:
-        """How much its caches take on the device."""
-        with self._lock:
-            return sum(cache.size_bytes for cache in self._caches.values())
-
-    def at(self, context: int) -> KVCache:
-        """Return its cache with a context of `self.context` or more, in the bundle's smallest batch."""
-        with self._lock:
-            if context not in self._caches:
-                shorter = max(known for known in self._caches if known < context)
-                self._caches[context] = self._caches[shorter].grown(context)
-            return self._caches[context]
 
 
 @final

@@ -13,8 +13,9 @@ from tests.decoders import VOCABULARY
 from prejit.runtime import Bundle, load
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
-from prejit.runtime.generation.prefixes import CompactPrefix, Prefix, PrefixCache
+from prejit.runtime.generation.prefixes import CompactPrefix, PrefixCache
 from prejit.runtime.generation.rows import CachedText
+from prejit.runtime.generation.shared_prefix import Prefix
 
 MINE = ("me", "")
 
