@@ -99,7 +99,29 @@ class Parameters:
             by_place = frozenset(place for place, name in both if name in by_name)
         elif names is None:
             by_name = frozenset(name for place, name in both if place in by_place)
+        if min(by_place, default=0) < 0 and _jax_version() >= (0, 12):
+            return self._from_the_end(by_place, by_name if names is not None else None)
         return by_place, by_name
+
+    def _from_the_end(
+        self, places: frozenset[int], names: frozenset[str] | None
+    ) -> tuple[frozenset[int], frozenset[str]]:
+        """Return places below 0 as those of parameters, as jax counts them from 0.12 on, and their names.
+
+        jax 0.10 and 0.11 count static ones from the last argument of a call, and donate none of them.
+        """
+        parameters = self._signature.parameters
+        if names is None:  # jax counts these from the last parameter of any kind
+            names = frozenset(
+                name
+                for place, (name, each) in enumerate(parameters.items())
+                if each.kind is Parameter.POSITIONAL_OR_KEYWORD
+                and not places.isdisjoint((place, place - len(parameters)))
+            )
+        count = len(self._names)
+        if count and Parameter.VAR_POSITIONAL not in {each.kind for each in parameters.values()}:
+            places = frozenset(place % count if place < 0 else place for place in places)
+        return places, names
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return all arguments by name, of a call of which `bind` said that they are nameable."""
@@ -157,6 +179,13 @@ class Parameters:
         }
         donated = frozenset(chosen & arrays.keys())
         return JittedCall(arrays, tuple(placed), nameable, static, donated, tuple(order))
+
+
+def _jax_version() -> tuple[int, ...]:
+    """Return the version of jax, which only unusual options need."""
+    import jax
+
+    return tuple(jax.__version_info__)
 
 
 def _item(place: int) -> str:
