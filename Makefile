@@ -1,13 +1,18 @@
 # prejit: the Makefile is the interface. `make demo` and `make test` need only python3 (3.11 or newer) and make.
 
-PYTHON ?= python3
+# The first of these versions that is here and can make an environment: on the PATH, or of pyenv.
+find_python = $(shell for v in $(1); do for p in "$$(command -v python$$v)" $$HOME/.pyenv/versions/$$v.*/bin/python; do \
+	"$$p" -c 'import ensurepip' 2>/dev/null && echo "$$p" && exit; done; done)
+# The newest interpreter runs everything, with the newest jax.
+ifndef PYTHON
+PYTHON := $(or $(call find_python,3.13 3.12),python3)
+endif
 VENV := .venv
 BIN := $(VENV)/bin
 # Stamps: an environment is made again when what it is made from changes.
 READY := $(VENV)/.ready
-# A second interpreter, where there is one, for the jax versions that the first cannot have.
-OTHER := $(shell for v in 3.13 3.12; do p=$$(command -v python$$v) && "$$p" -c '' 2>/dev/null && echo $$p && break; \
-	p=$$(ls -d $$HOME/.pyenv/versions/$$v.*/bin/python 2>/dev/null | head -n 1); [ -n "$$p" ] && echo $$p && break; done)
+# The oldest other one, with the oldest jax that it can have, runs what can differ there.
+OTHER := $(call find_python,$(filter-out $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'),3.11 3.12 3.13))
 OTHER_VENV := .venv-other
 OTHER_READY := $(OTHER_VENV)/.ready
 # The three wheels, and what an environment with all of them is made from.
@@ -30,7 +35,7 @@ WORKERS ?= logical
 CAMPAIGN := -o faulthandler_timeout=0
 AT_ONCE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
-# What the newer interpreter runs.
+# What the oldest interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
 .PHONY: help demo artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos evaluation soak hostile-clients differential docs clean
@@ -48,26 +53,26 @@ artifacts: $(READY) ## build every manifest that this machine can build
 	@$(BIN)/python -m benchmarks.harness.encoder_model manifests/minilm-random
 	@$(BIN)/prejit build manifests/*.toml -o artifacts --skip-unbuildable
 
-test: $(READY) $(TOOLS_READY) ## the tests on one interpreter, and on a newer one what can differ there
+test: $(READY) $(TOOLS_READY) ## the tests on the newest interpreter, and on the oldest one what can differ there
 	@tests/both.sh $(MAKE)
 
 test-all: $(READY) $(TOOLS_READY) ## before a release: all cases of all tests, on both interpreters
 	PREJIT_TEST_ALL=1 PREJIT_TEST_ALL_OF_JAX=1 $(BIN)/python -m pytest $(AT_ONCE)
 	@PREJIT_TEST_ALL=1 $(MAKE) --no-print-directory test-other-all
 
-test-main: $(READY) $(TOOLS_READY) ## the tests on one interpreter
+test-main: $(READY) $(TOOLS_READY) ## the tests on the newest interpreter
 	$(BIN)/python -m pytest $(AT_ONCE)
 
 test-fast: $(READY) ## the unit tests
 	$(BIN)/python -m pytest $(AT_ONCE) tests/unit
 
-test-other-all: CHOSEN :=
-test-other test-other-all: ## on a newer interpreter and jax, where one is present, what can differ there, or all
+test-other-all: CHOSEN := tests/unit tests/parity tests/format
+test-other test-other-all: ## on the oldest interpreter and jax, where one is present, what can differ there, or all
 ifneq ($(OTHER),)
 	@$(MAKE) --no-print-directory $(OTHER_READY)
-	$(OTHER_VENV)/bin/python -m pytest $(AT_ONCE) $(CHOSEN) tests/unit tests/parity tests/format -q
+	$(OTHER_VENV)/bin/python -m pytest $(AT_ONCE) $(CHOSEN) -q
 else
-	@echo 'no python3.12 or python3.13 here: the tests run on $(PYTHON) alone'
+	@echo 'no other interpreter from 3.11 to 3.13 here: the tests run on $(PYTHON) alone'
 endif
 
 coverage: $(READY) ## lines and branches that tests run, processes that they start included
@@ -162,10 +167,16 @@ clean: ## remove environments, bundles and caches of this checkout
 # To compile all of 13,000 modules takes half a minute of CPU time; most of them are never imported.
 LATE := --no-compile
 
-define environment
+# An empty environment. One of another version of Python, as those of older checkouts are, is made again.
+define venv
 	@echo 'setting up $(1) (a few minutes the first time)'
+	@test "$$($(1)/bin/python -V 2>&1)" = "$$($(2) -V 2>&1)" || rm -rf $(1)
 	@$(2) -m venv $(1)
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+endef
+
+define environment
+	$(call venv,$(1),$(2))
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) $(HOUSES) --group test --group lint
 	@# Its dependencies would hold back ml_dtypes; without them it works with the newest.
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'tritonclient>=2.60'
@@ -179,15 +190,11 @@ $(OTHER_READY): $(SETTINGS)
 	$(call environment,$(OTHER_VENV),$(OTHER),$(LATE))
 
 $(TOOLS_READY): pyproject.toml
-	@echo 'setting up $(TOOLS_VENV) (a minute the first time)'
-	@$(PYTHON) -m venv $(TOOLS_VENV)
-	@$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(call venv,$(TOOLS_VENV),$(PYTHON))
 	@$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(LATE) --group tools
 	@touch $@
 
 $(DOCS_READY): pyproject.toml
-	@echo 'setting up $(DOCS_VENV) (a minute the first time)'
-	@$(PYTHON) -m venv $(DOCS_VENV)
-	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(call venv,$(DOCS_VENV),$(PYTHON))
 	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --group docs
 	@touch $@

@@ -3,7 +3,7 @@
 # cache. The lines of the second interpreter come at the end.
 #
 # There are twice as many processes of tests as CPUs, because tests wait for processes and for disks. The first
-# interpreter has three of four, because it has four times as much to do: then both end at about the same time.
+# interpreter has three of four, because it has more to do.
 set -uo pipefail
 shared=$(mktemp -d)
 trap 'rm -rf "$shared"' EXIT

@@ -557,7 +557,7 @@ REFUSED = {
         "for cpu: ValueError: Only interpret mode",
         "`interpret=True`, or targets that are no CPU",
     ),
-    "nn.scaled_matmul, for a CPU": (
+    "nn.scaled_matmul, for a CPU, before jax 0.12": (
         "nn.scaled_matmul(*[jnp.ones((1, 8, 32), jnp.float8_e4m3fn)] * 2, *[jnp.ones((1, 8, 1), jnp.float8_e8m0fnu)] * 2)",
         "for cpu: NotImplementedError",
         "targets that are NVIDIA GPUs",

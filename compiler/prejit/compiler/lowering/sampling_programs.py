@@ -19,7 +19,7 @@ over the 2**32 float values finds the smallest logit that stays, exactly. A step
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ class Chosen(NamedTuple):
 def sampling_shapes(batch: int, vocab: int) -> SamplingInputs:
     """Return shapes and dtypes of the arguments."""
 
-    def shape(dtype: type, *sizes: int) -> jax.ShapeDtypeStruct:
+    def shape(dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, *sizes), dtype)
 
     return SamplingInputs(
