@@ -25,7 +25,7 @@ import click
 from prejit.compiler.manifest.manifest_tables import documented, manifest_schema
 from prejit.runtime import errors
 from prejit.runtime.cli.commands import HOUSES, commands
-from prejit.runtime.format import bundle_schema, golden_format, rules
+from prejit.runtime.format import bundle_schema, rules
 from prejit.server.served.served import Models
 from prejit.server.telemetry.metrics_collector import EngineCollector
 
@@ -267,7 +267,7 @@ def _cell(text: str) -> str:
 # --- the bundle's schema ------------------------------------------------------------------------------------
 
 
-_OF_BUNDLE_SCHEMA = (bundle_schema.__name__, golden_format.__name__)
+_OF_BUNDLE_SCHEMA = (bundle_schema.__name__, bundle_schema.__name__)
 
 
 def bundle_schema_page() -> str:

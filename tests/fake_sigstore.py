@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE, STATEMENT_MEDIA_TYPE
-from prejit.runtime.trust.dsse import pae
+from prejit.runtime.trust.signed_statements import pae
 
 ISSUER = "https://issuer.example"
 IDENTITY = "https://ci.example/acme/models/release.yml@refs/heads/main"

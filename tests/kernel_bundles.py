@@ -47,7 +47,7 @@ def kernel_recipe(
         PORTABLE_MEDIA_TYPE,
         kernel_target,
     )
-    from prejit.runtime.machine.requirement import Requirement
+    from prejit.runtime.machine.fingerprint import Requirement
 
     library, content = toy_library
     cache = DirectoryStore.open(tmp_path_factory.mktemp("recipe") / "cache")

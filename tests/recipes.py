@@ -68,7 +68,7 @@ class Recipe:
         """Writes the files as they are, without the care (and the time) of `write_layout`."""
         from prejit.runtime.base.typed_json import from_json
         from prejit.runtime.format.bundle_schema import Index
-        from prejit.runtime.format.index_bytes import encode_root
+        from prejit.runtime.format.root import encode_root
 
         index, blobs = self.assemble()
         write_files(path, index, blobs)
@@ -170,7 +170,7 @@ def bundle_dir(recipe: Recipe, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle that lies there long enough to get receipts. Read only: it is the whole session's."""
-    from prejit.runtime.store.receipts import SETTLED_SECONDS
+    from prejit.runtime.machine.kept_files import SETTLED_SECONDS
 
     path = recipe.write(tmp_path_factory.mktemp("settled") / "example")
     newest = max(file.stat().st_ctime for file in path.rglob("*"))
@@ -202,7 +202,7 @@ def _make_recipe(
         PORTABLE_MEDIA_TYPE,
         WEIGHTS_MEDIA_TYPE,
     )
-    from prejit.runtime.machine.requirement import Requirement
+    from prejit.runtime.machine.fingerprint import Requirement
 
     random = np.random.default_rng(0)
     weights = {

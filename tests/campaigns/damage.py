@@ -387,7 +387,7 @@ def _is_unread(role: str) -> bool:
 def give_receipts(bundle: Path) -> None:
     """Verify a sound bundle and leave receipts of every file, as a first start does after two seconds."""
     from prejit.runtime import load
-    from prejit.runtime.store import receipts
+    from prejit.runtime.machine import kept_files as receipts
 
     with mock.patch.object(receipts, "SETTLED_SECONDS", -1.0):
         load(bundle, on_mismatch="error")._verification.finish()

@@ -106,7 +106,7 @@ def _policies() -> list[bytes]:
 
 
 def _statements() -> list[bytes]:
-    from prejit.runtime.trust.statement import (
+    from prejit.runtime.trust.signed_statements import (
         SIGNATURE_PREDICATE,
         SignedSubject,
         Statement,
@@ -118,7 +118,7 @@ def _statements() -> list[bytes]:
 
 
 def _sigstore_bundles() -> list[bytes]:
-    from prejit.runtime.trust.dsse import Envelope, encode_bundle
+    from prejit.runtime.trust.signed_statements import Envelope, encode_bundle
 
     return [
         encode_bundle(Envelope(payload, (_fixed_key().sign(payload),) * count, "hint"))
@@ -146,8 +146,7 @@ _EXPIRES = datetime(2099, 1, 1, tzinfo=UTC)
 
 def _channels() -> list[bytes]:
     from prejit.runtime.trust.channel import encode_channel, keys_statement, release_statement
-    from prejit.runtime.trust.dsse import Envelope
-    from prejit.runtime.trust.statement import SignedSubject
+    from prejit.runtime.trust.signed_statements import Envelope, SignedSubject
 
     key = _fixed_key()
 
@@ -322,7 +321,7 @@ def _config() -> Callable[[bytes], object]:
         check_weight_sets,
         segments_of,
     )
-    from prejit.runtime.machine.requirement import Requirement
+    from prejit.runtime.machine.fingerprint import Requirement
 
     whole = from_json(
         Requirement, to_json(fuzz.draft_of("decoder").targets[0][1]["requirement"]), ""
@@ -363,7 +362,7 @@ def _policy() -> Callable[[bytes], object]:
 
 
 def _sigstore_bundle() -> Callable[[bytes], object]:
-    from prejit.runtime.trust.dsse import read_bundle
+    from prejit.runtime.trust.signed_statements import read_bundle
 
     key = _fixed_key().public
 
@@ -378,8 +377,8 @@ def _keyless() -> Callable[[bytes], object]:
     import sigstore.verify  # here, so that its coverage counts  # noqa: F401
     from tests.fake_sigstore import IDENTITY, ISSUER
 
-    from prejit.runtime.trust.dsse import read_bundle
     from prejit.runtime.trust.keyless_trust import TrustedIdentity, verify
+    from prejit.runtime.trust.signed_statements import read_bundle
 
     trusted = TrustedIdentity("ci", IDENTITY, ISSUER, _trusted_roots()[0], "trust.toml")
 
@@ -394,8 +393,8 @@ def _trusted_root() -> Callable[[bytes], object]:
     import sigstore.verify  # noqa: F401
     from tests.fake_sigstore import IDENTITY, ISSUER
 
-    from prejit.runtime.trust.dsse import read_bundle
     from prejit.runtime.trust.keyless_trust import TrustedIdentity, check_root, verify
+    from prejit.runtime.trust.signed_statements import read_bundle
 
     signed = _keyless_bundles()[0]
     envelope = read_bundle(signed)
@@ -409,7 +408,7 @@ def _trusted_root() -> Callable[[bytes], object]:
 
 
 def _statement() -> Callable[[bytes], object]:
-    from prejit.runtime.trust.statement import SIGNATURE_PREDICATE, read_statement
+    from prejit.runtime.trust.signed_statements import SIGNATURE_PREDICATE, read_statement
 
     return lambda content: read_statement(content, SIGNATURE_PREDICATE)
 
@@ -428,7 +427,7 @@ def _channel() -> Callable[[bytes], object]:
 
 
 def _channel_state() -> Callable[[bytes], object]:
-    from prejit.runtime.trust.channel_state import _read
+    from prejit.runtime.trust.channel_following import _read
 
     return lambda content: _read(content, Path("state"))
 
@@ -459,7 +458,7 @@ def _weights() -> Callable[[bytes], object]:
 
 
 def _chat() -> Callable[[bytes], object]:
-    from prejit.runtime.format.checks.chat_layer import check_chat
+    from prejit.runtime.format.checks.layers import check_chat
     from prejit.runtime.text.chat_template import ChatTemplates
 
     chat_messages = [{"role": "user", "content": "aab"}, {"role": "assistant", "content": "b"}]
@@ -496,7 +495,7 @@ def _fingerprint() -> Callable[[bytes], object]:
 
 
 def _first_load() -> Callable[[bytes], object]:
-    from prejit.runtime.store.first_loads import first_load_file, first_load_outcome
+    from prejit.runtime.trust.first_load import first_load_file, first_load_outcome
 
     key = "sha256:" + "1" * 64
     os.environ["PREJIT_RUNTIME_CACHE"] = os.getcwd()
@@ -629,7 +628,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "fingerprint": Parser(_FORMAT, _fingerprint, lambda: [_this_machine()]),
     "first load": Parser(
-        ("prejit.runtime.store",),
+        ("prejit.runtime.trust.first_load",),
         _first_load,
         lambda: [json.dumps({"key": "sha256:" + "1" * 64, "outcome": "loaded"}).encode()],
     ),

@@ -178,8 +178,7 @@ class ReceiptsOfFiles:
         time.sleep(2.1)  # what has just changed gets no receipt
 
     def write(self, number: int) -> None:
-        from prejit.runtime.store.receipts import Receipts
-        from prejit.runtime.store.runtime_cache import remember_first_programs
+        from prejit.runtime.machine.kept_files import Receipts, remember_first_programs
 
         os.environ["PREJIT_RUNTIME_CACHE"] = str(self._directory / "cache")
         receipts = Receipts(self._files)
@@ -190,7 +189,7 @@ class ReceiptsOfFiles:
         remember_first_programs("sha256:0", [f"p{number}"] * 100)
 
     def read(self, number: int) -> None:
-        from prejit.runtime.store.runtime_cache import first_programs
+        from prejit.runtime.machine.kept_files import first_programs
 
         os.environ["PREJIT_RUNTIME_CACHE"] = str(self._directory / "cache")
         names = first_programs("sha256:0")
@@ -200,7 +199,7 @@ class ReceiptsOfFiles:
             assert json.loads(path.read_bytes()), "a receipt that counts for nothing"
 
     def left(self) -> list[str]:
-        from prejit.runtime.store.receipts import Receipts
+        from prejit.runtime.machine.kept_files import Receipts
 
         for path in self._files.iterdir():  # whose receipts end
             path.touch()
@@ -234,7 +233,7 @@ class ChannelStates:
 
     def write(self, number: int) -> None:
         from prejit.runtime.trust.channel import Accepted, KeySet
-        from prejit.runtime.trust.channel_state import ChannelState
+        from prejit.runtime.trust.channel_following import ChannelState
         from prejit.runtime.trust.public_keys import read_key
 
         os.environ["XDG_STATE_HOME"] = str(self._directory / "state")
@@ -250,7 +249,7 @@ class ChannelStates:
             state.write(kept._replace(version=self._newest, release_digest=f"sha256:{digest}"))
 
     def read(self, number: int) -> None:
-        from prejit.runtime.trust.channel_state import ChannelState
+        from prejit.runtime.trust.channel_following import ChannelState
 
         os.environ["XDG_STATE_HOME"] = str(self._directory / "state")
         if (kept := ChannelState("/etc/trust.toml", "stable").read()) is not None:
@@ -279,8 +278,7 @@ class BundleDirectory:
         from prejit.compiler.pipeline.pack.bundle_files import assemble
         from prejit.compiler.recording.recording_run import RecordedTarget, packed
         from prejit.runtime.format.writing import write_layout
-        from prejit.runtime.machine.fingerprint import Fingerprint
-        from prejit.runtime.machine.requirement import Requirement
+        from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 
         files = {file.entry.file: file for file in self._files(version)}
         here = Fingerprint.current()

@@ -26,7 +26,7 @@ from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import FallbackWarning, RejectError, UsageError
-from prejit.runtime.format.arrays import Mesh, parse_sharding
+from prejit.runtime.format.arrays import Golden, Mesh, parse_sharding
 from prejit.runtime.format.audit import Audit, audit
 from prejit.runtime.format.bundle_schema import (
     Accuracy,
@@ -45,21 +45,19 @@ from prejit.runtime.format.bundle_schema import (
     UserLibrary,
 )
 from prejit.runtime.format.checks import oci
-from prejit.runtime.format.checks.chat_layer import Chat
+from prejit.runtime.format.checks.layers import Chat
 from prejit.runtime.format.checks.program_table import (
     check_chunks_layers,
     check_config,
     check_packs,
 )
 from prejit.runtime.format.checks.seldom_parts import check_recorded_layer
-from prejit.runtime.format.golden_format import Golden
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, match, read_manifests
 from prejit.runtime.format.root import read_root
 from prejit.runtime.generation.options import check_generation
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 
 from . import second_reader
 

@@ -130,8 +130,11 @@ def test_signing_signs_the_provenance_too(demo: Path, tmp_path: Path) -> None:
 
     from prejit.compiler.signing.bundle_signing import sign
     from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE
-    from prejit.runtime.trust.dsse import read_bundle
-    from prejit.runtime.trust.statement import PROVENANCE_PREDICATE, read_statement
+    from prejit.runtime.trust.signed_statements import (
+        PROVENANCE_PREDICATE,
+        read_bundle,
+        read_statement,
+    )
 
     bundle = shutil.copytree(demo, tmp_path / "demo")
     assert sign(bundle, signer("a")).added == 4  # the index, a target, the parts, the provenance

@@ -27,9 +27,8 @@ from prejit.runtime.format.names import (
     PORTABLE_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import match
+from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.target_contents import read_contents
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.targets import Target

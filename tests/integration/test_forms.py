@@ -152,9 +152,8 @@ def linear_calls(bundle: Path) -> dict[str, int]:
 
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
-    from prejit.runtime.format.opening import match
+    from prejit.runtime.format.opening import match, read_contents
     from prejit.runtime.format.root import read_root
-    from prejit.runtime.format.target_contents import read_contents
     from prejit.runtime.machine.fingerprint import Fingerprint
 
     with Layout(bundle) as layout:

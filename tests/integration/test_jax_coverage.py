@@ -26,7 +26,7 @@ from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format import trees
-from prejit.runtime.machine.requirement import PLATFORMS
+from prejit.runtime.machine.fingerprint import PLATFORMS
 from prejit.runtime.programs import pytree
 
 from . import jax_functions as table

@@ -28,9 +28,8 @@ from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.checks.program_table import check_config
 from prejit.runtime.format.checks.seldom_parts import check_library, check_library_layers
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.opening import match
+from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.target_contents import Contents, read_contents
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 from .conftest import Run

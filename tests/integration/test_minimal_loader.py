@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prejit.runtime.store.receipts import SETTLED_SECONDS
+from prejit.runtime.machine.kept_files import SETTLED_SECONDS
 
 MOST_MODULES, MOST_LINES = 60, 11_000
 """From `load` to the first token of a decoder. Lines are those of files, docstrings and comments included."""

@@ -24,7 +24,7 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import read_root
-from prejit.runtime.trust.dsse import pae
+from prejit.runtime.trust.signed_statements import pae
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / ".venv-tools" / "bin" / "python"

@@ -41,7 +41,7 @@ from prejit.runtime.format.names import (
 from prejit.runtime.format.opening import OpenTarget, check_config_blob, match, read_manifests
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.store.receipts import Receipts
+from prejit.runtime.machine.kept_files import Receipts
 from prejit.runtime.verdict import Axis
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from prejit.runtime.format.names import (
     WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.format.verification import Verification
+from prejit.runtime.machine.kept_files import first_programs, remember_first_programs
 from prejit.runtime.programs.mapped_weights import open_weights
 from prejit.runtime.programs.ready import Programs
-from prejit.runtime.store.runtime_cache import first_programs, remember_first_programs
 from prejit.runtime.text.bundle_text import BundleText
 from prejit.runtime.verdict import Axis, Verdict
 

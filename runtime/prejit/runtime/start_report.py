@@ -16,11 +16,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-from prejit.runtime.base import process_facts, process_usage
-from prejit.runtime.base.process_facts import Span, cpus, is_plain_start, text_of
-from prejit.runtime.base.process_usage import seconds_since_exec
+from prejit.runtime.base import process_facts
+from prejit.runtime.base.process_facts import (
+    Span,
+    cpus,
+    is_plain_start,
+    seconds_since_exec,
+    text_of,
+)
+from prejit.runtime.machine.kept_files import cache_root
 from prejit.runtime.programs.ready import ProgramReport
-from prejit.runtime.store.runtime_cache import cache_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ def split(
     began, spans = loaded.start, [loaded, *spans, *process_facts.imports]
     threads, ended = {loaded.thread}, loaded.end
     if is_first:
-        began = process_usage.exec_time()
+        began = process_facts.exec_time()
         package = import_module("prejit.runtime")  # by name, because it imports every room
         spans.append(Span("process", loaded.thread, began, package.first_line))
     if asked is not None and answered is not None:

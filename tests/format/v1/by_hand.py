@@ -64,8 +64,7 @@ from prejit.runtime.format.names import (
 from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
 from prejit.runtime.format.writing import write_layout
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 
 HERE = Path(__file__).parent
 NO_JAXLIB = "0.0.0"

@@ -47,9 +47,8 @@ from prejit.runtime.base.files import digest_of
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, KERNELS_MEDIA_TYPE, TITLE
-from prejit.runtime.format.opening import match
+from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.target_contents import read_contents
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 HERE = Path(__file__).parent

@@ -158,7 +158,7 @@ def test_changed_bytes_are_found_behind_receipts(
     bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the receipts of a good load, and the times set back after the change."""
-    monkeypatch.setattr("prejit.runtime.store.receipts.SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)
     load(bundle_dir)
     assert hashed_by_load(bundle_dir) == 0, "there are no receipts: the test shows nothing"
     generator = random.Random(1)
@@ -171,7 +171,7 @@ def test_changed_bytes_are_found_behind_receipts(
 
 def hashed_by_load(path: Path) -> int:
     """How many bytes a load would hash now."""
-    from prejit.runtime.store.receipts import Receipts
+    from prejit.runtime.machine.kept_files import Receipts
 
     with Layout(path) as layout:
         root = read_root(layout)
@@ -214,7 +214,7 @@ def test_changed_bytes_are_found_by_fresh_processes_with_receipts(
 def wait_until_settled(path: Path) -> None:
     import time
 
-    from prejit.runtime.store.receipts import SETTLED_SECONDS
+    from prejit.runtime.machine.kept_files import SETTLED_SECONDS
 
     newest = max(file.stat().st_ctime for file in path.rglob("*"))
     time.sleep(max(0.0, newest + SETTLED_SECONDS + 0.05 - time.time()))
@@ -361,7 +361,7 @@ def test_files_replaced_after_the_check_are_not_used(
 ) -> None:
     """Every file is exchanged between its hash and its use: the one that was hashed counts."""
     if receipts:
-        monkeypatch.setattr("prejit.runtime.store.receipts.SETTLED_SECONDS", -1.0)
+        monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)
         load(bundle_dir)
     x = np.ones((2, 16), np.float32)
     expected = load(bundle_dir).call("score", x=x)

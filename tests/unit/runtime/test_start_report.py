@@ -17,7 +17,7 @@ import pytest
 
 import prejit.runtime
 from prejit.runtime import StartReport
-from prejit.runtime.base import files, process_facts, process_usage
+from prejit.runtime.base import files, process_facts
 from prejit.runtime.base.process_facts import Span
 from prejit.runtime.device.device import Device
 from prejit.runtime.format.hashing import HashingVerification, Job
@@ -55,7 +55,7 @@ def parts_of(*spans: Span, **options: Any) -> dict[str, float]:
 @pytest.fixture
 def at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process started at 0, and the first line of prejit ran at 5."""
-    monkeypatch.setattr(process_usage, "exec_time", lambda: 0.0)
+    monkeypatch.setattr(process_facts, "exec_time", lambda: 0.0)
     monkeypatch.setattr(prejit.runtime, "first_line", 5.0)
     monkeypatch.setattr(process_facts, "imports", [])
 
@@ -113,7 +113,7 @@ def test_a_later_load_begins_when_it_is_called(
 def test_a_fork_after_the_imports_begins_later(
     forked: float, at_zero: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_usage, "exec_time", lambda: forked)
+    monkeypatch.setattr(process_facts, "exec_time", lambda: forked)
     found = parts_of()
     assert "process" not in found
     assert sum(found.values()) == 100 - forked
@@ -122,7 +122,7 @@ def test_a_fork_after_the_imports_begins_later(
 def test_a_process_that_is_forked_after_load_has_no_start_of_its_own(
     at_zero: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_usage, "exec_time", lambda: 99.0)
+    monkeypatch.setattr(process_facts, "exec_time", lambda: 99.0)
     assert parts_of(asked=None) == {}
 
 
@@ -263,7 +263,7 @@ def test_a_process_starts_before_its_imports(settled_dir: Path, run_python: Any)
         f"bundle = load({str(settled_dir)!r})\n"
         "bundle.call('score', x=np.ones((2, 16), np.float32))\n"
         "ended = time.perf_counter()\n"
-        "from prejit.runtime.base.process_usage import exec_time\n"
+        "from prejit.runtime.base.process_facts import exec_time\n"
         "found = dataclasses.asdict(bundle.start_report())\n"
         "print(json.dumps({**found, 'by_clock': ended - exec_time()}))"
     )

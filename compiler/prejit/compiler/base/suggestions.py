@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from prejit.runtime.base.nearest_name import nearest
+from prejit.runtime.base.wording import nearest
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ import sys
 from typing import Any, Literal
 
 from prejit.runtime import Fingerprint, load
-from prejit.runtime.base.process_usage import (
+from prejit.runtime.base.process_facts import (
     peak_memory_bytes,
     private_memory_bytes,
     seconds_since_exec,

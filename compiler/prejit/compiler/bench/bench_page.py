@@ -18,7 +18,7 @@ from prejit.compiler.bench.bench_report import (
     Ratio,
 )
 from prejit.compiler.pages import render
-from prejit.runtime.base.text_table import size, table
+from prejit.runtime.base.wording import size, table
 from prejit.runtime.errors import RegressionError
 
 

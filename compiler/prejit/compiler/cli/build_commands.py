@@ -404,7 +404,7 @@ def rebuild(
 
 def _print_rebuilt(found: Rebuilt) -> None:
     """Print a row for each kind of part and target, then a line for each part that differs."""
-    from prejit.runtime.base.text_table import table
+    from prejit.runtime.base.wording import table
     from prejit.runtime.errors import printable
 
     groups: dict[tuple[str, str], list[ComparedPart]] = {}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from prejit.compiler.cli.build_commands import PATH as DIRECTORY
-from prejit.runtime.base.text_table import table
+from prejit.runtime.base.wording import table
 from prejit.runtime.cli.bundle_loading import load_bundle
 from prejit.runtime.cli.command_options import (
     BUNDLE,
@@ -232,7 +232,7 @@ def _most_changed(counts: dict[str, tuple[int, int]]) -> str:
 
 
 def _sizes(sides: tuple[int, int]) -> str:
-    from prejit.runtime.base.text_table import size
+    from prejit.runtime.base.wording import size
 
     was, now = sides
     return f"{size(was)}, as before" if was == now else f"{size(was)} -> {size(now)}"

@@ -73,7 +73,7 @@ def gc(
         }
         print_json(summary)
         return 0
-    from prejit.runtime.base.text_table import size
+    from prejit.runtime.base.wording import size
 
     _print_collection(result.found, dry_run)
     if result.builds_running:
@@ -86,7 +86,7 @@ def _make_room(shared: str | None, max_size: int | None, dry_run: bool, as_json:
     """Remove files of the shared stores that are written, and print how many."""
     from prejit.compiler.sharing.remote import evict
     from prejit.compiler.sharing.sharing_settings import read_stores
-    from prejit.runtime.base.text_table import size
+    from prejit.runtime.base.wording import size
     from prejit.runtime.errors import UsageError
 
     if shared is None or max_size is None:
@@ -108,7 +108,7 @@ def _make_room(shared: str | None, max_size: int | None, dry_run: bool, as_json:
 
 def _print_collection(found: Sequence[Found], dry_run: bool) -> None:
     """Print one row for each kind, then each environment that is removed."""
-    from prejit.runtime.base.text_table import size, table
+    from prejit.runtime.base.wording import size, table
 
     rows = []
     for kind in dict.fromkeys(("environments", "results", "contents", *(f.kind for f in found))):

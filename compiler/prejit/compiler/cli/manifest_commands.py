@@ -44,8 +44,8 @@ def targets(as_json: bool) -> int:
 
 def _print_targets(listed: Sequence[Listed]) -> None:
     """Print a table for each platform; notes below, once each."""
-    from prejit.runtime.base.text_table import size, table
-    from prejit.runtime.machine.requirement import PLATFORMS
+    from prejit.runtime.base.wording import size, table
+    from prejit.runtime.machine.fingerprint import PLATFORMS
 
     heads = {
         "cpu": ("cpu", "architecture", "extensions", "loops for"),
@@ -248,7 +248,7 @@ def _described(buckets: Buckets, seconds: float | None) -> dict[str, Any]:
 def _print_buckets(today: Buckets | None, suggested: Buckets, seconds: list[float | None]) -> None:
     """Print the comparison, and the lines of the manifest."""
     from prejit.compiler.manifest.manifest import Encode
-    from prejit.runtime.base.text_table import table
+    from prejit.runtime.base.wording import table
 
     columns = [each for each in (today, suggested) if each is not None]
     rows = [
@@ -326,7 +326,7 @@ def check_model(
 
 def _print_findings(findings: Sequence[Finding]) -> None:
     """Print a table; below, what is wrong and what to change."""
-    from prejit.runtime.base.text_table import table
+    from prejit.runtime.base.wording import table
     from prejit.runtime.errors import printable
 
     rows = [

@@ -14,11 +14,9 @@ from prejit.runtime.format.bundle_schema import ProgramEntry, Segment
 from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE
-from prejit.runtime.format.opening import match
+from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.target_contents import Contents, read_contents
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 
 Sides = tuple[int, int]
 """A number before and after."""

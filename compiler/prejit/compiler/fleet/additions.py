@@ -11,8 +11,12 @@ from typing import Any
 
 from prejit.compiler.fleet.fleet_machines import Group, Machine, group_machines, is_release
 from prejit.runtime.machine.compare import compare, preference
-from prejit.runtime.machine.fingerprint import Fingerprint, effective_xla_flags
-from prejit.runtime.machine.requirement import PLATFORMS, Requirement
+from prejit.runtime.machine.fingerprint import (
+    PLATFORMS,
+    Fingerprint,
+    Requirement,
+    effective_xla_flags,
+)
 from prejit.runtime.machine.targets import CUDA, PLUGINS, Gpu, Target, catalogue, chips
 from prejit.runtime.verdict import Axis, Verdict
 

@@ -18,8 +18,7 @@ from prejit.compiler.fleet.fleet_machines import (
 )
 from prejit.compiler.pages import render
 from prejit.runtime.machine.compare import compare, preference
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.machine.targets import Gpu
 from prejit.runtime.verdict import Axis, Verdict
 

@@ -23,7 +23,7 @@ from prejit.compiler.models.layers.linear import dot
 from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.native.products import KERNEL, KERNEL_CALLS, Product
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
-from prejit.runtime.machine.requirement import PLATFORMS
+from prejit.runtime.machine.fingerprint import PLATFORMS
 
 
 def export_program(

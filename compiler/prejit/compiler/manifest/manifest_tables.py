@@ -34,9 +34,9 @@ from prejit.compiler.manifest.manifest_checks import OWN_NAMES, Problems, is_int
 from prejit.compiler.manifest.shape_string import MAX_SIZE
 from prejit.compiler.targets.target_table import GpuTable, TargetTable
 from prejit.compiler.targets.target_table import names as target_names
-from prejit.runtime.base.nearest_name import nearest
+from prejit.runtime.base.wording import nearest
 from prejit.runtime.format.arrays import MESH_AXES
-from prejit.runtime.machine.requirement import PLATFORMS
+from prejit.runtime.machine.fingerprint import PLATFORMS
 
 
 @dataclass(frozen=True, slots=True)

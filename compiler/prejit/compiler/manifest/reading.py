@@ -22,7 +22,7 @@ from prejit.compiler.manifest.manifest_tables import (
     unknown_sections,
 )
 from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
-from prejit.runtime.base.nearest_name import nearest_path
+from prejit.runtime.base.wording import nearest_path
 from prejit.runtime.errors import ManifestError, StoreError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.targets import Target

@@ -26,8 +26,7 @@ from prejit.compiler.base.suggestions import did_you_mean, shown
 from prejit.compiler.native.library import SOURCES, KernelLibrary
 from prejit.compiler.native.products import Product
 from prejit.compiler.targets.toolchain import Toolchain
-from prejit.runtime.base.locks import locking
-from prejit.runtime.base.written_files import write_file
+from prejit.runtime.base.written_files import locking, write_file
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.machine.fingerprint import Fingerprint
 

@@ -18,8 +18,8 @@ from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.native.library import KERNELS_ARCHITECTURE
 from prejit.runtime.errors import ManifestError
+from prejit.runtime.machine.kept_files import Receipts
 from prejit.runtime.machine.targets import Target
-from prejit.runtime.store.receipts import Receipts
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.cache import CacheLayout

@@ -20,14 +20,16 @@ from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import STATEMENT_MEDIA_TYPE
-from prejit.runtime.format.opening import match
+from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.target_contents import Contents, read_contents
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.trust.dsse import MAX_ENVELOPE_BYTES
 from prejit.runtime.trust.reasons import RefusedError
-from prejit.runtime.trust.statement import PROVENANCE_PREDICATE, read_statement
+from prejit.runtime.trust.signed_statements import (
+    MAX_ENVELOPE_BYTES,
+    PROVENANCE_PREDICATE,
+    read_statement,
+)
 
 
 @dataclass(frozen=True)

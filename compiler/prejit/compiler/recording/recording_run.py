@@ -24,20 +24,18 @@ from prejit.compiler.pipeline.pack.bundle_files import (
 )
 from prejit.compiler.pipeline.program_keys import versions
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.base.locks import lock_file, remove_and_unlock
 from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.base.written_files import lock_file, remove_and_unlock
 from prejit.runtime.errors import BuildError, StoreError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Config, RecordedProgram, Segment
 from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, RECORDED_MEDIA_TYPE
-from prejit.runtime.format.opening import match
+from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.target_contents import read_contents
 from prejit.runtime.format.writing import write_layout
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.recorded.hook import jax_texts
 from prejit.runtime.recorded.hook.watch import Orders
 from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess, read_events

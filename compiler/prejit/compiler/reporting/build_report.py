@@ -12,7 +12,7 @@ from prejit.compiler.reporting.change import Change
 from prejit.compiler.reporting.time_line import Link, Placed, critical_path, place
 from prejit.runtime.format.bundle_schema import Accuracy
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
-from prejit.runtime.format.target_contents import Contents
+from prejit.runtime.format.opening import Contents
 
 REPORT_VERSION = 1
 """The version of the fields of a report. It is the first value of the file."""

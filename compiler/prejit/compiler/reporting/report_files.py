@@ -17,9 +17,8 @@ from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import PrejitError, StoreError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.opening import match
+from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.target_contents import Contents, read_contents
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 

@@ -27,14 +27,17 @@ from prejit.compiler.signing.private_key import PrivateKey
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.runtime.base.files import is_digest
-from prejit.runtime.trust.dsse import encode_envelope, envelope_of, pae
-from prejit.runtime.trust.foreign_json import field, read_object
 from prejit.runtime.trust.public_keys import PublicKey
 from prejit.runtime.trust.reasons import RefusedError
-from prejit.runtime.trust.statement import (
+from prejit.runtime.trust.signed_statements import (
     SignedSubject,
     Statement,
+    encode_envelope,
     encode_statement,
+    envelope_of,
+    field,
+    pae,
+    read_object,
     read_statement,
 )
 

@@ -32,9 +32,9 @@ from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.format.writing import EMPTY, Part, attach, remove_abandoned
 from prejit.runtime.generation.options import check_generation
-from prejit.runtime.trust.dsse import MAX_ENVELOPE_BYTES
 from prejit.runtime.trust.reasons import RefusedError
-from prejit.runtime.trust.statement import (
+from prejit.runtime.trust.signed_statements import (
+    MAX_ENVELOPE_BYTES,
     MODEL_PREDICATE,
     PARTS_PREDICATE,
     PROVENANCE_PREDICATE,

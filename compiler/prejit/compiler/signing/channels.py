@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.signing.private_key import PrivateKey
-from prejit.runtime.base.locks import locking
-from prejit.runtime.base.nearest_name import nearest_file
-from prejit.runtime.base.written_files import write_file
+from prejit.runtime.base.wording import nearest_file
+from prejit.runtime.base.written_files import locking, write_file
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.blobs import read_whole
@@ -33,13 +32,14 @@ from prejit.runtime.trust.channel import (
     release_statement,
     signers,
 )
-from prejit.runtime.trust.dsse import Envelope, envelope_of
 from prejit.runtime.trust.public_keys import MAX_KEY_BYTES, PublicKey, read_key
 from prejit.runtime.trust.reasons import RefusedError
-from prejit.runtime.trust.statement import (
+from prejit.runtime.trust.signed_statements import (
     KEYS_PREDICATE,
     RELEASE_PREDICATE,
+    Envelope,
     SignedSubject,
+    envelope_of,
     read_statement,
 )
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prejit.runtime.errors import NetworkError, StoreError, UsageError
-from prejit.runtime.trust.dsse import read_bundle
 from prejit.runtime.trust.keyless_trust import TrustedIdentity, verify
 from prejit.runtime.trust.reasons import RefusedError
+from prejit.runtime.trust.signed_statements import read_bundle
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate

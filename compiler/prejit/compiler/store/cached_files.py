@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, final
 
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.base.locks import locking
-from prejit.runtime.base.written_files import sync_directory
+from prejit.runtime.base.written_files import locking, sync_directory
 from prejit.runtime.errors import StoreError
 
 

@@ -40,8 +40,7 @@ from prejit.compiler.store.cached_files import (
 )
 from prejit.compiler.store.key import SEALED, Key
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.base.locks import lock_file, remove_and_unlock
-from prejit.runtime.base.written_files import write_file
+from prejit.runtime.base.written_files import lock_file, remove_and_unlock, write_file
 from prejit.runtime.errors import StoreError
 
 _log = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import final
 
 from prejit.runtime.base.files import Identity, is_digest
-from prejit.runtime.store.receipts import SETTLED_SECONDS
-from prejit.runtime.store.runtime_cache import cache_root, read_own, write_own
+from prejit.runtime.machine.kept_files import SETTLED_SECONDS, cache_root, read_own, write_own
 
 _MAX_BYTES = 1 << 20
 
@@ -26,7 +25,7 @@ class KnownDigests:
     """The digests of code in some directories, by what each is the digest of.
 
     A source that is written, replaced, added or removed ends them: the kernel changes its ctime, which no
-    program can set back (`prejit.runtime.store.receipts` relies on the same).
+    program can set back (`prejit.runtime.machine.kept_files` relies on the same).
     """
 
     def __init__(self, directories: Mapping[str, Path]) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prejit.compiler.store.directory_store import default_root
-from prejit.runtime.base.locks import lock_file
+from prejit.runtime.base.written_files import lock_file
 from prejit.runtime.errors import StoreError
 from prejit.runtime.machine.targets import Target
 

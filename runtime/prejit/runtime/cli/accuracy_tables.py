@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prejit.runtime.base.text_table import table
+from prejit.runtime.base.wording import table
 from prejit.runtime.format.bundle_schema import Accuracy, ProductForm
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.base.process_facts import importing
+from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.cli.bundle_loading import load_bundle
 from prejit.runtime.cli.command_options import BUNDLE, JSON, STATS, loads, output
 from prejit.runtime.cli.output import print_json, print_start, print_text

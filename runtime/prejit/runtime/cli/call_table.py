@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from prejit.runtime.base.text_table import table
+from prejit.runtime.base.wording import table
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from prejit.runtime.base.text_table import table
+from prejit.runtime.base.wording import table
 from prejit.runtime.cli.command_options import BUNDLE, FINGERPRINT, JSON
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.format.layout import Layout

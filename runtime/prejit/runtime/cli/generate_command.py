@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
-from prejit.runtime.base.process_usage import seconds_since_exec
-from prejit.runtime.base.text_table import table
+from prejit.runtime.base.process_facts import seconds_since_exec
+from prejit.runtime.base.wording import table
 from prejit.runtime.cli.bundle_loading import load_bundle
 from prejit.runtime.cli.command_options import BUNDLE, JSON, STATS, check_one, loads
 from prejit.runtime.cli.output import print_json, print_start, print_text

@@ -8,19 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prejit.runtime.base.text_table import table
+from prejit.runtime.base.wording import table
 from prejit.runtime.cli.output import print_text
 from prejit.runtime.errors import FallbackWarning, RejectError, StoreError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
-from prejit.runtime.format.opening import match
+from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.target_contents import Contents, read_contents
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.kept_files import KeptAnswer, read_answer
 from prejit.runtime.programs.canary import answer_file_of
-from prejit.runtime.store.first_loads import forget_failed_loads
-from prejit.runtime.store.runtime_cache import KeptAnswer, read_answer
+from prejit.runtime.trust.first_load import forget_failed_loads
 
 if TYPE_CHECKING:
     from prejit.runtime.programs.asked_answers import CheckedAnswer

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prejit.runtime.base.text_table import size, table
 from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.base.wording import size, table
 from prejit.runtime.cli.accuracy_tables import accuracy_table, forms_table
 from prejit.runtime.cli.call_table import calls_table
 from prejit.runtime.cli.command_options import BUNDLE, JSON
@@ -24,9 +24,8 @@ from prejit.runtime.format.names import (
     GENERATION_MEDIA_TYPE,
     KERNELS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import OpenTarget, match
+from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.target_contents import Contents, read_contents
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 

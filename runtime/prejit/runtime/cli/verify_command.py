@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from prejit.runtime.base.process_facts import policy_paths
-from prejit.runtime.base.text_table import size
+from prejit.runtime.base.wording import size
 from prejit.runtime.cli.command_options import BUNDLE, FILE, JSON, VERBOSE
 from prejit.runtime.cli.golden_commands import forget_failures, run_programs
 from prejit.runtime.cli.output import print_json, print_text

@@ -24,11 +24,10 @@ from prejit.runtime.format.blobs import Layer, check_blobs, read_whole
 from prejit.runtime.format.bundle_schema import Config
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import PORTABLE_MEDIA_TYPE
-from prejit.runtime.format.opening import match
+from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.target_contents import read_contents
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.store.receipts import Receipts
+from prejit.runtime.machine.kept_files import Receipts
 from prejit.runtime.trust.enforcing import enforce
 
 

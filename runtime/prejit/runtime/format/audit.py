@@ -1,51 +1,47 @@
 """The audit of a bundle: every check of every byte, for all targets and programs. Runs nothing.
 
-It also checks what no load reads: what refers to the bundle, and that there is no file that nothing leads to.
+Checks 14 to 17 are of what no load reads: what refers to the bundle, an `index.json` of ours, and files that
+nothing leads to.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from prejit.runtime.base.typed_json import from_json
+from prejit.runtime.base.typed_json import from_json, shown
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.blobs import Blobs, read_whole
-from prejit.runtime.format.bundle_schema import Chunks, ImageManifest, Index, Segment
-from prejit.runtime.format.checks.attached import (
-    check_content,
-    check_names,
-    check_root,
-    check_subject,
-    check_types,
-    is_described,
-    is_ours,
-)
+from prejit.runtime.format.bundle_schema import Chunks, Descriptor, ImageManifest, Index, Segment
 from prejit.runtime.format.checks.call_programs import check_programs
-from prejit.runtime.format.checks.chat_layer import check_chat
-from prejit.runtime.format.checks.layers import check_weights, unpack
+from prejit.runtime.format.checks.layers import check_chat, check_weights, unpack
 from prejit.runtime.format.checks.oci import check_digest, check_layout_file
 from prejit.runtime.format.checks.program_table import check_weight_sets, segments_of
 from prejit.runtime.format.hashing import check_blob
-from prejit.runtime.format.index_bytes import encode_root
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
+    ATTACHED_TYPES,
     CHAT_MEDIA_TYPE,
     GENERATION_MEDIA_TYPE,
     INDEX_MEDIA_TYPE,
+    PARTS_MEDIA_TYPE,
+    SIGNATURE_MEDIA_TYPE,
+    STATEMENT_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import match
-from prejit.runtime.format.referrers import Referrer, reached, referrers, unattached
-from prejit.runtime.format.root import Root
-from prejit.runtime.format.target_contents import (
+from prejit.runtime.format.opening import (
     Contents,
     check_libraries,
+    match,
     read_contents,
     read_kernels,
 )
+from prejit.runtime.format.referrers import Referrer, reached, referrers, unattached
+from prejit.runtime.format.root import Root, encode_root, is_ours
 from prejit.runtime.format.writing import locked
 from prejit.runtime.machine.fingerprint import Fingerprint
 
@@ -237,3 +233,101 @@ def _check_files(layout: Layout, root: Root) -> None:
 def _attached_bytes(attached: Sequence[Referrer]) -> Iterator[int]:
     for each in attached:
         yield from (at.size for at in (each.descriptor, each.config, *each.layers))
+
+
+_SAYS = {
+    PARTS_MEDIA_TYPE: ("bomFormat", "CycloneDX"),
+    STATEMENT_MEDIA_TYPE: ("_type", "https://in-toto.io/Statement/"),
+    SIGNATURE_MEDIA_TYPE: ("mediaType", SIGNATURE_MEDIA_TYPE),
+}
+"""The key that names the kind of a JSON document, and the beginning of its value, by media type."""
+
+
+def is_described(media_type: str) -> bool:
+    """Return whether `check_content` reads the content of a media type."""
+    return media_type in _SAYS
+
+
+def check_content(content: bytes, media_type: str, path: str) -> None:
+    """14. Check that a layer of something attached is the JSON that its media type says."""
+    key, beginning = _SAYS[media_type]
+    try:
+        found: Any = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RejectError(path, f"expected JSON of {media_type}: {error}") from error
+    said = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(said, str) or not said.startswith(beginning):
+        raise RejectError(
+            path, f"{key}: expected {beginning}, as {media_type} has, found {shown(said)}"
+        )
+
+
+def check_subject(subject: Descriptor, known: Mapping[str, Descriptor], path: str) -> None:
+    """14. Check that something refers to the bundle, to a target, or to something attached, as they are."""
+    found = known.get(subject.digest)
+    if found is None:
+        raise RejectError(
+            path,
+            f"expected the bundle, a target or something attached as subject, found {subject.digest}",
+            hint="remove its entry from index.json and its file: it belongs to another bundle",
+        )
+    expected, said = ((at.mediaType, at.size) for at in (found, subject))
+    if said != expected:
+        raise RejectError(path, f"subject: expected {expected}, found {said}")
+
+
+def check_types(manifests: Iterable[ImageManifest], attached: Collection[str], path: str) -> None:
+    """15. Check that a bundle still has what its build attached to it.
+
+    Args:
+        manifests: the manifests of its targets, which say what that was.
+        attached: artifact types of what is attached to the bundle.
+        path: `index.json`.
+    """
+    named = {each for at in manifests for each in at.annotations.get(ATTACHED_TYPES, "").split(",")}
+    if missing := sorted(named - {"", *attached}):
+        raise RejectError(
+            path,
+            f"expected what the build attached, found no {' and no '.join(missing)}",
+            hint="copy the bundle again with all that refers to it, or build it again",
+        )
+
+
+def check_root(content: bytes, expected: bytes, path: str) -> None:
+    """16. Check that an `index.json` of ours is what our writer writes about the files behind it."""
+    if content == expected:
+        return
+    found, wanted = json.loads(content), json.loads(expected)
+    if found == wanted:
+        raise RejectError(
+            path,
+            "expected JSON with sorted keys and without spaces, found the same JSON in other bytes",
+            hint="another program has written the file: copy or fetch the bundle again",
+        )
+    keys = sorted(key for key in wanted | found if wanted.get(key) != found.get(key))
+    if "manifests" not in keys:
+        raise RejectError(path, f"expected what prejit writes, found other values of {shown(keys)}")
+    entries, others = wanted["manifests"], found["manifests"]
+    if twice := [each for place, each in enumerate(others) if each in others[:place]]:
+        raise RejectError(path, f"expected each entry once, found {shown(twice[0])} twice")
+    differ = (pair for pair in zip(entries, others, strict=False) if pair[0] != pair[1])
+    one, other = next(differ, (f"{len(entries)} entries", f"{len(others)}"))
+    raise RejectError(path, f"expected {shown(one)}, found {shown(other)}")
+
+
+def check_names(found: Iterable[str], known: Collection[str], path: str) -> None:
+    """17. Check that a layout has no file that nothing leads to.
+
+    Args:
+        found: the names of its files, and of everything else in its directories.
+        known: those of `index.json`, `oci-layout` and the blobs that these lead to.
+        path: its directory.
+    """
+    for name in sorted(found):
+        if name not in known:
+            raise RejectError(
+                f"{path}/{name}",
+                "expected files of the bundle alone, found another",
+                hint="nothing of the bundle leads to it: remove it. The next build or `prejit sign` removes "
+                "what a killed writer left",
+            )

@@ -25,7 +25,7 @@ from prejit.runtime.format.checks import layers as layer_checks
 from prejit.runtime.format.layout import ATTEMPTS, Layout, OpenFile
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.format.verification import VERIFIED, Verification
-from prejit.runtime.store.receipts import Receipts
+from prejit.runtime.machine.kept_files import Receipts
 
 if TYPE_CHECKING:
     from prejit.runtime.format import hashing

@@ -74,7 +74,7 @@ class Layout:
             self._root = self._open_directory(path, None)  # an empty one is not "."
         except OSError as error:
             is_missing = error.errno == errno.ENOENT
-            from prejit.runtime.base.nearest_name import nearest_path
+            from prejit.runtime.base.wording import nearest_path
 
             guess = nearest_path(self.path, "*/") if is_missing else None
             raise StoreError(

@@ -1,4 +1,4 @@
-"""Open a bundle and choose its target, in a fixed order, each file checked before it is read."""
+"""Open a bundle, choose its target and read what it holds: each file is checked before it is read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format.bundle_schema import Config, Descriptor, ImageManifest
+from prejit.runtime.format.checks.layers import check_kernels
 from prejit.runtime.format.checks.oci import check_digest, check_manifest, target_of
 from prejit.runtime.format.checks.program_table import (
     check_chunks_layers,
@@ -14,12 +15,17 @@ from prejit.runtime.format.checks.program_table import (
     check_kernels_layer,
     check_packs,
 )
+from prejit.runtime.format.checks.seldom_parts import check_library
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import BUNDLE_NAME, LIBRARY_MEDIA_TYPE, RECORDED_MEDIA_TYPE
+from prejit.runtime.format.names import (
+    BUNDLE_NAME,
+    KERNELS_MEDIA_TYPE,
+    LIBRARY_MEDIA_TYPE,
+    RECORDED_MEDIA_TYPE,
+)
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.compare import compare, preference
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.verdict import Verdict
 
 
@@ -108,3 +114,55 @@ def check_config_blob(
     check_chunks_layers(config, manifest, path)
     check_packs(config, manifest, path)
     return config
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The manifest of a target, and its config.
+
+    Attributes:
+        manifest: the OCI manifest.
+        config: the program table.
+    """
+
+    manifest: ImageManifest
+    config: Config
+
+
+def read_contents(layout: Layout, target: OpenTarget) -> Contents:
+    """Read and check a target's manifest and config: checks 5 to 7.
+
+    Raises:
+        RejectError: either is missing or damaged, or they disagree with the index.
+    """
+    manifest = read_manifest(layout, target)
+    at = manifest.config
+    content = layout.read_blob(at.digest, at.size)
+    return Contents(manifest, check_config_blob(layout, target, manifest, content))
+
+
+def read_kernels(layout: Layout, config: Config, manifest: ImageManifest) -> bytes | None:
+    """Read and check a target's library of kernels, for check 9; None: the target has none.
+
+    Raises:
+        RejectError: it is missing or damaged.
+    """
+    if config.kernels is None:
+        return None
+    at = manifest.layer(KERNELS_MEDIA_TYPE)
+    content = layout.read_blob(at.digest, at.size)
+    check_kernels(content, config.kernels, layout.blob_path(at.digest))
+    return content
+
+
+def check_libraries(layout: Layout, config: Config, manifest: ImageManifest) -> None:
+    """Read and check a target's libraries of the user, for check 9.
+
+    Raises:
+        RejectError: one is missing or damaged.
+    """
+    sizes = {at.digest: at.size for at in manifest.layers}
+    for library in config.libraries or ():
+        content = layout.read_blob(library.digest, sizes[library.digest])
+        path = layout.blob_path(library.digest)
+        check_library(content, library, config.requirement.architecture, path)

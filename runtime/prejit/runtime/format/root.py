@@ -12,25 +12,33 @@ prejit uses its digests alone, and checks the bytes behind them.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from prejit.runtime.base.files import digest_of, is_digest
-from prejit.runtime.base.typed_json import MAX_INTEGER, check_amount, shown
+from prejit.runtime.base.typed_json import MAX_INTEGER, check_amount, from_json, shown, to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
-from prejit.runtime.format.bundle_schema import Descriptor, Index
+from prejit.runtime.format.bundle_schema import Config, Descriptor, Index
 from prejit.runtime.format.checks.oci import (
     check_descriptor,
     check_digest,
     check_index,
     check_layout_version,
+    check_manifest,
 )
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
+    BUNDLE_FORMAT,
+    BUNDLE_NAME,
+    FORMAT_VERSION,
     INDEX_MEDIA_TYPE,
     MANIFEST_MEDIA_TYPE,
+    REF_NAME,
+    REQUIREMENT,
+    oci_platform,
 )
 
 _MAX_UNNAMED_BYTES = 4 << 20
@@ -113,8 +121,6 @@ def _root_of_copy(layout: Layout, entries: tuple[Descriptor, ...], path: str) ->
             where = layout.blob_path(at.digest)
             for each in _entries(_parsed(_read(layout, at)), where):
                 found.setdefault(each.digest, each)
-    from prejit.runtime.format.copied import index_of_copy  # other tools made it
-
     read, others = _split(layout, tuple(found.values()), MANIFEST_MEDIA_TYPE)
     targets = [at for at, _ in read]
     if not targets:
@@ -138,6 +144,15 @@ def _parsed(content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return plain if isinstance(plain, dict) else {}
+
+
+def is_ours(content: bytes) -> bool:
+    """Return whether prejit wrote an `index.json`: its keys are sorted, and other tools begin otherwise."""
+    try:
+        found: Any = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and next(iter(found), "") == "manifests"
 
 
 def _entries(plain: dict[str, Any], path: str) -> tuple[Descriptor, ...]:
@@ -241,3 +256,101 @@ def _read(layout: Layout, at: Descriptor) -> bytes:
     check_digest(content, at.digest, path)
     check_amount(content, (b":",), (b"[", b"{"), path)
     return content
+
+
+def index_of_copy(layout: Layout, manifests: Sequence[Descriptor]) -> bytes:
+    """Return the bundle's index that prejit would have written for the targets of a copy.
+
+    Args:
+        layout: the copy.
+        manifests: the descriptors of the targets' manifests.
+
+    Raises:
+        RejectError: a file is damaged, or they are not targets of one bundle.
+    """
+    where = str(layout.path / "index.json")
+    if len(manifests) > limits.MAX_TARGETS:
+        raise RejectError(
+            where, f"expected at most {limits.MAX_TARGETS} targets, found {len(manifests)}"
+        )
+    descriptors, found = [], set[tuple[str, int]]()
+    for at in manifests:
+        check_descriptor(at, MANIFEST_MEDIA_TYPE, limits.MAX_MANIFEST_BYTES, where)
+        read = layout.read_blob(at.digest, at.size)
+        check_digest(read, at.digest, layout.blob_path(at.digest))
+        table = check_manifest(read, layout.blob_path(at.digest)).config
+        path = layout.blob_path(table.digest)
+        content = layout.read_blob(table.digest, table.size)
+        check_digest(content, table.digest, path)
+        config = from_json(Config, content, path)
+        found.add((config.bundle, config.format))
+        annotations = {
+            REF_NAME: config.target,
+            REQUIREMENT: to_json(config.requirement).decode("ascii"),
+        }
+        descriptors.append(
+            Descriptor(
+                at.mediaType,
+                at.digest,
+                at.size,
+                ARTIFACT_TYPE,
+                oci_platform(config.requirement.architecture),
+                annotations,
+            )
+        )
+    if len(found) > 1:
+        names = ", ".join(sorted(f"{name} of format {number}" for name, number in found))
+        raise RejectError(
+            where,
+            f"expected targets of one bundle, found {names}",
+            hint="copy the targets of each bundle into a directory of its own",
+        )
+    [(name, written)] = found
+    return encode_index(name, tuple(descriptors), written)
+
+
+def encode_index(
+    name: str, manifests: tuple[Descriptor, ...], written: int = FORMAT_VERSION
+) -> bytes:
+    """Return the bytes of a bundle's index."""
+    annotations = {BUNDLE_NAME: name, BUNDLE_FORMAT: str(written)}
+    return to_json(Index(2, INDEX_MEDIA_TYPE, ARTIFACT_TYPE, manifests, annotations))
+
+
+def encode_root(index: Index, content: bytes, others: Iterable[Descriptor]) -> bytes:
+    """Return the bytes of the `index.json` of a bundle with all its targets.
+
+    Args:
+        index: the bundle's index.
+        content: the bytes of the same index.
+        others: what refers to the bundle or its targets.
+    """
+    name = index.annotations[BUNDLE_NAME]
+    bundle = Descriptor(
+        INDEX_MEDIA_TYPE,
+        digest_of(content),
+        len(content),
+        ARTIFACT_TYPE,
+        annotations={REF_NAME: name},
+    )
+    targets = [_listed(target, name) for target in index.manifests]
+    return to_json(
+        {
+            "manifests": [bundle, *targets, *others],
+            "mediaType": INDEX_MEDIA_TYPE,
+            "schemaVersion": 2,
+        }
+    )
+
+
+def _listed(target: Descriptor, bundle: str) -> Descriptor:
+    """Return a target's entry of `index.json`. Tools copy it by its name, unless the bundle has the same."""
+    name = (target.annotations or {}).get(REF_NAME, bundle)
+    return Descriptor(
+        target.mediaType,
+        target.digest,
+        target.size,
+        ARTIFACT_TYPE,
+        target.platform,
+        None if name == bundle else {REF_NAME: name},
+    )

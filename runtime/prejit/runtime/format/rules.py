@@ -97,7 +97,7 @@ LOADING = (
     NumberedRule(
         "P5",
         "As many of these must have signed the provenance and the list of parts that the rule demands.",
-        ("trust.descriptions.missing_descriptions",),
+        ("trust.decision.missing_descriptions",),
         UntrustedError,
     ),
     NumberedRule(

@@ -21,11 +21,12 @@ from __future__ import annotations
 import json
 import keyword
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from prejit.runtime.format import constants
+from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.constants import Constant, EncodedConstant
 from prejit.runtime.format.limits import MAX_DEPTH
 
@@ -216,3 +217,78 @@ def _aux(found: list[Any]) -> EncodedConstant | None:
     if len(found) > 1:
         raise ValueError(f"expected auxiliary data once, found {found!r:.80}")
     return constants.parse_described(found[0])
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """An argument or a result of a program: one branch of its tree.
+
+    Attributes:
+        key: its name, or its place.
+        tree: how it is nested.
+        arrays: its arrays, in order.
+        start: the place of the first one among all arrays of the program.
+    """
+
+    key: Key
+    tree: Tree
+    arrays: tuple[Array, ...]
+    start: int
+
+    @property
+    def places(self) -> range:
+        """The places of its arrays."""
+        return range(self.start, self.start + len(self.arrays))
+
+    def of(self, values: Sequence[_T]) -> list[_T]:
+        """Return the branch's part of a list with a value for each argument or result."""
+        return list(values[self.start : self.places.stop])
+
+    def holds_what(self, other: Branch) -> bool:
+        """Return whether another branch has the same structure, shapes and types."""
+        return self.tree == other.tree and [(a.dtype, a.weak, a.shape) for a in self.arrays] == [
+            (a.dtype, a.weak, a.shape) for a in other.arrays
+        ]
+
+
+def whole(tree: Tree, arrays: tuple[Array, ...]) -> Branch:
+    """Return all arguments or results of a program as one branch."""
+    return Branch("", tree, arrays, 0)
+
+
+def branches(tree: Tree, arrays: tuple[Array, ...]) -> list[Branch]:
+    """Return the arguments or results of a program; a single array is one by itself."""
+    if isinstance(tree, Leaf):
+        return [whole(tree, arrays)]
+    found, start = [], 0
+    for key, child in zip(tree.keys, tree.children, strict=True):
+        count = sum(1 for _ in leaves(child))
+        found.append(Branch(key, child, arrays[start : start + count], start))
+        start += count
+    return found
+
+
+def candidates(key: Key, alike: Sequence[Key], arguments: Collection[Key]) -> list[Key]:
+    """Return the results that may be the next value of an argument: one if there is no doubt.
+
+    Args:
+        key: the name or place of the argument.
+        alike: names or places of the results with its structure, shapes and dtypes.
+        arguments: names or places of all arguments. A result with the name of another one belongs to that.
+    """
+    if isinstance(key, str) and key in alike:
+        return [key]
+    return [each for each in alike if isinstance(each, int) or each not in arguments]
+
+
+def how_to_name(key: Key) -> str:
+    """Return a hint that says how a function tells the next value of an argument from other results."""
+    if isinstance(key, str):
+        return f"let the function return a dict whose key {key!r} is the next value of {key!r}"
+    return (
+        "give the arguments names (`args` as a table, or keyword arguments), and let the function return a "
+        "dict whose key is the argument's name"
+    )

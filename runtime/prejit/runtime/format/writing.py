@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prejit.runtime.base.files import digest_file, digest_of, is_digest
-from prejit.runtime.base.locks import locking
 from prejit.runtime.base.typed_json import from_json, to_json
-from prejit.runtime.base.written_files import write_file
+from prejit.runtime.base.written_files import locking, write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor, Index
-from prejit.runtime.format.checks.attached import is_ours
 from prejit.runtime.format.hashing import check_blob
-from prejit.runtime.format.index_bytes import encode_root
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     EMPTY_MEDIA_TYPE,
@@ -32,7 +29,7 @@ from prejit.runtime.format.names import (
     REF_NAME,
 )
 from prejit.runtime.format.referrers import ATTACHED, Referrer, attached_entry, reached, referrers
-from prejit.runtime.format.root import read_root
+from prejit.runtime.format.root import encode_root, is_ours, read_root
 
 
 def write_layout(

@@ -350,7 +350,7 @@ def resolve(options: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
         UsageError: there is no such option, or a value has the wrong type or is out of range.
     """
     if unknown := options.keys() - OPTIONS.keys():
-        from prejit.runtime.base.nearest_name import did_you_mean
+        from prejit.runtime.base.wording import did_you_mean
 
         raise UsageError(
             f"expected options of {', '.join(OPTIONS)}; found {min(unknown)!r}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.device import jax_settings
 from prejit.runtime.device.jax_arrays import DELETED, default_device, is_jax_array
 from prejit.runtime.device.transfer import dtype_of

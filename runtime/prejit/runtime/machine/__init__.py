@@ -1,4 +1,4 @@
-"""Machines: this one (`fingerprint`), what an executable needs, and how both compare. Begin with `compare`.
+"""Machines: this one (`fingerprint`), what an executable needs, how both compare, and files that it keeps.
 
-Imports `base`, `errors` and `verdict`.
+Imports `base`, `errors` and `verdict`. Begin with `compare`.
 """

@@ -51,21 +51,23 @@ class _Chip:
         dimensions: number of dimensions of a topology.
         devices: number of devices that jax sees in one chip.
         accelerator_types: beginnings of TPU_ACCELERATOR_TYPE.
+        memory_bytes: as in the catalogue of targets, because only the TPU runtime can report it.
     """
 
     kind: str
     dimensions: int
     devices: int
     accelerator_types: tuple[str, ...]
+    memory_bytes: int | None = None
 
 
 _GOOGLE = "0x1ae0"
 _CHIPS = {
     # PCI device (jax/_src/hardware_utils.py)
     "0x005e": _Chip("TPU v4", 3, 1, ("v4",)),
-    "0x0062": _Chip("TPU v5", 3, 1, ("v5p",)),
-    "0x0063": _Chip("TPU v5 lite", 2, 1, ("v5litepod", "v5e")),
-    "0x006f": _Chip("TPU v6 lite", 2, 1, ("v6e",)),
+    "0x0062": _Chip("TPU v5", 3, 1, ("v5p",), 102_000_000_000),
+    "0x0063": _Chip("TPU v5 lite", 2, 1, ("v5litepod", "v5e"), 16_900_000_000),
+    "0x006f": _Chip("TPU v6 lite", 2, 1, ("v6e",), 33_500_000_000),
     "0x0076": _Chip("TPU7x", 3, 2, ("tpu7x",)),
 }
 _TOPOLOGIES = {
@@ -249,7 +251,7 @@ def _find_tpu(environ: Mapping[str, str], root: Path) -> Accelerator | None:
         driver=None,  # libtpu brings its own, which has no version
         device_kind=chip.kind,
         device_count=count * chip.devices,
-        device_memory_bytes=_tpu_memory_bytes(chip.kind),
+        device_memory_bytes=chip.memory_bytes,
         topology=topology,
     )
 
@@ -269,11 +271,3 @@ def _tpu_chips(root: Path) -> list[_Chip]:
         except OSError:  # removed in the meantime
             continue
     return [chip for chip in found if chip is not None]
-
-
-def _tpu_memory_bytes(kind: str) -> int | None:
-    """Return the memory of a chip from the catalogue, because only the TPU runtime can report it."""
-    from prejit.runtime.machine.targets import catalogue
-
-    sizes = (t.memory_bytes for t in catalogue().values() if t.device_kind == kind)
-    return next(sizes, None)

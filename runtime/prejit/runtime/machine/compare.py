@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.verdict import Axis, Verdict
 
 

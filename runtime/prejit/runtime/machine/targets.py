@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from prejit.runtime.machine.requirement import PLATFORMS, Requirement
+from prejit.runtime.machine.fingerprint import PLATFORMS, Requirement
 
 HOST = "cpu-host"
 """The name of the target that is the build host."""

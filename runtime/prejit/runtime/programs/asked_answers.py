@@ -15,10 +15,10 @@ from prejit.runtime.device.device import Executable
 from prejit.runtime.errors import AnswerError, FallbackWarning, PrejitWarning
 from prejit.runtime.fallback import count_axis
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
+from prejit.runtime.machine.kept_files import KeptAnswer, write_answer
 from prejit.runtime.programs import golden_check
 from prejit.runtime.programs.canary import Canary, answer_file_of, is_known
 from prejit.runtime.programs.golden_check import Deviation
-from prejit.runtime.store.runtime_cache import KeptAnswer, write_answer
 from prejit.runtime.verdict import Axis
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
-from prejit.runtime.format.branches import Branch
+from prejit.runtime.format.trees import Branch
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.fitted_arguments import fit, narrows
 from prejit.runtime.programs.known_calls import Held

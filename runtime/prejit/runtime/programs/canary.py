@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Literal, final
 
 from prejit.runtime.errors import PrejitWarning, RejectError
+from prejit.runtime.format.arrays import RECIPE
 from prejit.runtime.format.bundle_schema import ProgramEntry
-from prejit.runtime.format.golden_format import RECIPE
 from prejit.runtime.machine.fingerprint import Fingerprint, read_xla_flags
-from prejit.runtime.store.runtime_cache import KeptAnswer, answer_file, read_answer
+from prejit.runtime.machine.kept_files import KeptAnswer, answer_file, read_answer
 from prejit.runtime.verdict import Axis
 
 Checks = Literal["off", "one", "all"]

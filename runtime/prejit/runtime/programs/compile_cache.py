@@ -34,13 +34,12 @@ from pathlib import Path
 import zstandard
 
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.base.locks import lock_file, remove_and_unlock
-from prejit.runtime.base.written_files import write_file
+from prejit.runtime.base.written_files import lock_file, remove_and_unlock, write_file
 from prejit.runtime.errors import PrejitWarning, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.fingerprint import Fingerprint, read_xla_flags
-from prejit.runtime.store.runtime_cache import cache_root, read_own
+from prejit.runtime.machine.kept_files import cache_root, read_own
 
 DEFAULT_LIMIT_BYTES = 2 << 30
 """Maximum size of the cache if `$PREJIT_COMPILE_CACHE_BYTES` is not set."""

@@ -11,10 +11,9 @@ import numpy as np
 
 from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.transfer import to_numpy
-from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.arrays import Array, Golden
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.program_signatures import cache_arrays
-from prejit.runtime.format.golden_format import Golden
 from prejit.runtime.programs.golden_inputs import Values, golden_inputs, words
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ from prejit.runtime.format.verification import VERIFIED, Verification
 if TYPE_CHECKING:
     from prejit.runtime.format.constants import Constant
     from prejit.runtime.format.trees import Tree
+    from prejit.runtime.machine.kept_files import KeptAnswer
     from prejit.runtime.programs.canary import Canary
     from prejit.runtime.programs.local import LocalCompiler
     from prejit.runtime.programs.mapped_weights import Weights
-    from prejit.runtime.store.runtime_cache import KeptAnswer
 
 _log = logging.getLogger(__name__)
 

@@ -9,14 +9,14 @@ from operator import itemgetter
 from typing import Any, final
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.transfer import DeviceArray, dtype_of
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.branches import Branch, branches, candidates, how_to_name, whole
 from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.format.trees import Branch, branches, candidates, how_to_name, whole
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.known_calls import ChosenBucket, Held, KnownCalls
 from prejit.runtime.programs.user_programs import Calls

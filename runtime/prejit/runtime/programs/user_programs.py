@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.base.threads_and_forks import OneProcess
+from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.device import _jax_parts, _jaxlib, jax_settings
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.jax_arrays import (

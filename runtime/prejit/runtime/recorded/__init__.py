@@ -5,6 +5,6 @@ them to jax again. `opening` opens, matches and unpacks such a bundle, `child` r
 `report` compares what jax asked for with what was recorded.
 
 `hook` runs inside the program's own processes. It imports nothing of prejit, because their Python may have no
-prejit. `site` holds the `sitecustomize` that starts it. Imports `base`, `format`, `machine` and `store`.
+prejit. `site` holds the `sitecustomize` that starts it. Imports `base`, `format` and `machine`.
 Begin with `opening`.
 """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prejit.runtime.format.bundle_schema import RecordedProgram
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import Requirement
 from prejit.runtime.recorded.hook import jax_texts
 from prejit.runtime.recorded.hook_events import REFUSED, UNCACHED, JaxRequest
 

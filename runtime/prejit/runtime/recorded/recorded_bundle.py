@@ -19,22 +19,19 @@ from functools import partial
 from pathlib import Path
 
 from prejit.runtime.base.files import Identity, digest_file
-from prejit.runtime.base.locks import locking
 from prejit.runtime.base.process_facts import policy_paths
+from prejit.runtime.base.written_files import locking
 from prejit.runtime.errors import StoreError, UntrustedError, UntrustedWarning, UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import RecordedProgram
 from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME, RECORDED_MEDIA_TYPE
-from prejit.runtime.format.opening import OpenTarget, match
+from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.target_contents import Contents, read_contents
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
+from prejit.runtime.machine.kept_files import Receipts, cache_root
 from prejit.runtime.recorded.recorded_run import make_directory
-from prejit.runtime.store.receipts import Receipts
-from prejit.runtime.store.runtime_cache import cache_root
 from prejit.runtime.verdict import Verdict
 
 _log = logging.getLogger(__name__)

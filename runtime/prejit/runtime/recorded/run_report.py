@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prejit.runtime.base.text_table import table
+from prejit.runtime.base.wording import table
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.causes import Difference, differences
 from prejit.runtime.recorded.hook_events import HIT, WatchedProcess

@@ -12,9 +12,9 @@ from typing import Any, final
 
 from jinja2 import Template
 
-from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.errors import RejectError, UsageError
-from prejit.runtime.format.checks.chat_layer import Chat
+from prejit.runtime.format.checks.layers import Chat
 from prejit.runtime.text.sandbox import Sandbox, limited, parse
 
 _DEFAULT = "default"

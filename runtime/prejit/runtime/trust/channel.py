@@ -27,16 +27,20 @@ from typing import Any, NamedTuple
 
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import PolicyError
-from prejit.runtime.trust.dsse import Envelope, encode_envelope, envelope_of, pae
-from prejit.runtime.trust.foreign_json import field, read_object
 from prejit.runtime.trust.public_keys import PublicKey, read_key
 from prejit.runtime.trust.reasons import Reason, RefusedError
-from prejit.runtime.trust.statement import (
+from prejit.runtime.trust.signed_statements import (
     KEYS_PREDICATE,
     RELEASE_PREDICATE,
+    Envelope,
     SignedSubject,
     Statement,
+    encode_envelope,
     encode_statement,
+    envelope_of,
+    field,
+    pae,
+    read_object,
     read_statement,
 )
 

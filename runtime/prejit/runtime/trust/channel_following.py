@@ -1,21 +1,37 @@
-"""Follow a channel: read its file, compare it with what was accepted last, and keep what is accepted."""
+"""Follow a channel: read its file, compare it with what was accepted last, and keep what is accepted.
+
+One file per policy and channel has what that policy accepted, and the keys that count now. One file per
+channel and key has the newest that this key signed, under any policy.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
 
+from prejit.runtime.base.written_files import lock_file, write_file
+from prejit.runtime.errors import PolicyError, StoreError
 from prejit.runtime.trust.channel import (
     MAX_CHANNEL_BYTES,
     Accepted,
+    KeyMark,
     KeySet,
     Outcome,
     accept,
     check_mark,
     marked,
 )
-from prejit.runtime.trust.channel_state import ChannelState
 from prejit.runtime.trust.policy import ChannelRule, Policy
+from prejit.runtime.trust.public_keys import read_key
 from prejit.runtime.trust.reasons import Reason, RefusedError
+from prejit.runtime.trust.signed_statements import field, read_object
 
 _log = logging.getLogger(__name__)
 
@@ -88,3 +104,174 @@ def _newest(kept: Accepted | None, channel: ChannelRule, now: float) -> Accepted
     if kept.began == began and kept.keys.version > own.version:
         return kept
     return kept._replace(keys=own, began=began)
+
+
+_MAX_BYTES = 1 << 20
+
+
+def state_root() -> Path:
+    """Return the directory of states: `$XDG_STATE_HOME/prejit/trust`, else `~/.local/state/prejit/trust`."""
+    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(base) / "prejit" / "trust"
+
+
+@final
+class ChannelState:
+    """The state of one channel of one policy: a file that only this user may write.
+
+    Unlike a cache it must be there: without it a rollback is not noticed. So what cannot be kept is an error.
+    """
+
+    def __init__(self, policy: str, channel: str) -> None:
+        """Choose the file.
+
+        Args:
+            policy: path of the policy.
+            channel: name of the channel.
+        """
+        self._channel = channel
+        self.path = _file("policy", os.path.abspath(policy), channel)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the channel's lock for a block, so that two starts do not accept two releases at once.
+
+        Raises:
+            PolicyError: the directory cannot be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = lock_file(_file("channel", self._channel).with_suffix(".lock"))
+        except OSError as error:
+            raise _unkept(self.path, str(error.strerror)) from error
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    def read(self) -> Accepted | None:
+        """Return what was accepted last; None: nothing yet.
+
+        Raises:
+            PolicyError: the file cannot be read or is damaged, or others may write to it.
+        """
+        return None if (content := _content(self.path)) is None else _read(content, self.path)
+
+    def mark(self, key: str) -> KeyMark:
+        """Return the newest that a key, by its id, signed of the channel. Errors as of `read`."""
+        path = self._mark_file(key)
+        return KeyMark() if (content := _content(path)) is None else _read_mark(content, path)
+
+    def write(self, accepted: Accepted) -> None:
+        """Keep what was accepted.
+
+        Raises:
+            PolicyError: it cannot be written.
+        """
+        found = {
+            "keys": [key.pem for key in accepted.keys.keys],
+            "keys_version": accepted.keys.version,
+            "threshold": accepted.keys.threshold,
+            "expires": accepted.keys.expires,
+            "version": accepted.version,
+            "release_keys_version": accepted.release_keys_version,
+            "release": accepted.release_digest,
+            "began": accepted.began,
+        }
+        _write(self.path, found)
+
+    def write_mark(self, key: str, mark: KeyMark) -> None:
+        """Keep the newest that a key, by its id, signed of the channel. Errors as of `write`."""
+        _write(self._mark_file(key), mark._asdict())
+
+    def _mark_file(self, key: str) -> Path:
+        return _file("key", self._channel, key)
+
+
+def _file(*of: str) -> Path:
+    """Return the file of the state of something."""
+    return state_root() / (hashlib.sha256("\0".join(of).encode()).hexdigest() + ".json")
+
+
+def _content(path: Path) -> bytes | None:
+    """Return the content of a file that only this user may write; None: there is none."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        with open(os.open(path, flags), "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise _damaged(path, "others may write to it")
+            return file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unkept(path, str(error.strerror)) from error
+
+
+def _write(path: Path, found: Mapping[str, object]) -> None:
+    try:
+        write_file(path, json.dumps(found, sort_keys=True).encode("ascii"), mode=0o600)
+    except StoreError as error:
+        raise _unkept(path, str(error)) from error
+
+
+def _unkept(path: Path, reason: str) -> PolicyError:
+    return PolicyError(
+        f"{path}: cannot keep which release was accepted: {reason}",
+        hint="set XDG_STATE_HOME to a directory that this user can write and that outlives the process",
+    )
+
+
+def _damaged(path: Path, reason: str) -> PolicyError:
+    return PolicyError(
+        f"{path}: expected the state of a channel: {reason}",
+        hint="find out who changed it, then delete it; the next start accepts any release that is signed",
+    )
+
+
+def _read(content: bytes, path: Path) -> Accepted:
+    """Return what was accepted.
+
+    Raises:
+        PolicyError: the content is damaged.
+    """
+    try:
+        return _parsed(content, str(path))
+    except RefusedError as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _read_mark(content: bytes, path: Path) -> KeyMark:
+    """Return the mark of a key. Errors as of `_read`."""
+    try:
+        found = read_object(content, _MAX_BYTES, "state", str(path))
+        return KeyMark(
+            **{
+                name: field(found, name, type(value), "state", str(path))
+                for name, value in KeyMark()._asdict().items()
+            }
+        )
+    except RefusedError as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _parsed(content: bytes, path: str) -> Accepted:
+    found = read_object(content, _MAX_BYTES, "state", path)
+    pems = field(found, "keys", list, "state", path)
+    try:
+        keys = tuple(read_key(str(pem).encode("utf-8"), path) for pem in pems)
+    except (PolicyError, UnicodeEncodeError) as error:
+        raise RefusedError("state", str(error)) from error
+    expires = found.get("expires")
+    if not isinstance(expires, int | float | None) or isinstance(expires, bool):
+        raise RefusedError("state", f"{path}: expires: expected a number or null")
+    threshold = field(found, "threshold", int, "state", path)
+    if not 1 <= threshold <= len(keys):
+        raise RefusedError("state", f"{path}: threshold: expected 1 to the number of keys")
+    return Accepted(
+        KeySet(field(found, "keys_version", int, "state", path), keys, threshold, expires),
+        field(found, "version", int, "state", path),
+        field(found, "release_keys_version", int, "state", path),
+        field(found, "release", str, "state", path),
+        field(found, "began", str, "state", path),
+    )

@@ -19,9 +19,9 @@ from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.trust.decision import Attached, Decision, TrustTarget, decide
-from prejit.runtime.trust.dsse import MAX_ENVELOPE_BYTES
 from prejit.runtime.trust.policy import ChannelRule, FirstLoadMode, Policy, read_policy
 from prejit.runtime.trust.reasons import Reason
+from prejit.runtime.trust.signed_statements import MAX_ENVELOPE_BYTES
 
 if TYPE_CHECKING:
     from prejit.runtime.trust.channel import Outcome

@@ -1,30 +1,27 @@
 """The first load of a bundle on a machine, in a child process, where a policy has `first_load = "child"`.
 
 The child loads every executable of the target and runs one program. So code that crashes ends the child and
-not the server. It is not a sandbox: the child runs with the rights of this process.
+not the server. It is not a sandbox: the child runs with the rights of this process. The outcome is kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from prejit.runtime.base.files import digest_of
+from prejit.runtime.base.files import digest_of, is_digest
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import ExecutableError, RejectError, StoreError, UntrustedError
 from prejit.runtime.format.opening import OpenTarget
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.store.first_loads import (
-    LOADED,
-    first_load_file,
-    first_load_outcome,
-    remember_first_load,
-)
+from prejit.runtime.machine.kept_files import cache_root, read_own, write_own
 
 _log = logging.getLogger(__name__)
 CHILD_MODULE = "prejit.runtime.first_load_child"
@@ -216,3 +213,70 @@ def _judge(path: str, manifests: list[str], answer: bytes, status: int, policy: 
         )
     if found != manifests:
         raise RejectError(path, "expected the same bundle in the child process, found another")
+
+
+_MAX_BYTES = 1 << 16
+
+LOADED = "loaded"
+"""The outcome of a first load that went well; another outcome says how the child process ended."""
+
+
+def first_load_outcome(key: str) -> str | None:
+    """Return the outcome of a first load; None: there was none, or its file is damaged.
+
+    Args:
+        key: the digest that stands for a bundle on a machine.
+    """
+    outcome = _kept(first_load_file(key)).get("outcome")
+    return outcome if isinstance(outcome, str) and outcome else None
+
+
+def remember_first_load(key: str, outcome: str, manifests: Sequence[str]) -> None:
+    """Keep the outcome of a first load. Without a place to keep it, the next load tries again.
+
+    Args:
+        key: the digest that stands for a bundle on a machine.
+        outcome: how it ended.
+        manifests: the digests of the manifests of the targets that were loaded.
+    """
+    kept = {"key": key, "outcome": outcome, "manifests": list(manifests)}
+    write_own(first_load_file(key), json.dumps(kept).encode())
+
+
+def forget_failed_loads(manifests: Collection[str]) -> list[Path]:
+    """Remove the outcomes of first loads that failed. Return the files.
+
+    Args:
+        manifests: the digests of the manifests of a bundle's targets.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    found = []
+    for file in sorted(_directory().glob("*.json")):
+        kept = _kept(file)
+        loaded = kept.get("manifests")
+        about = isinstance(loaded, list) and any(each in manifests for each in loaded)
+        if about and kept.get("outcome") != LOADED:
+            file.unlink(missing_ok=True)
+            found.append(file)
+    return found
+
+
+def first_load_file(key: str) -> Path:
+    """Return the file with the outcome of a first load."""
+    assert is_digest(key)
+    return _directory() / f"{key.removeprefix('sha256:')}.json"
+
+
+def _directory() -> Path:
+    return cache_root() / "first-loads" / "v1"
+
+
+def _kept(file: Path) -> dict[str, Any]:
+    """Return the content of a file; an empty one if it is missing, damaged or another's."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found: Any = json.loads(read_own(file, _MAX_BYTES) or b"")
+        if isinstance(found, dict) and found.get("key") == f"sha256:{file.stem}":
+            return found
+    return {}

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from prejit.runtime.errors import PolicyError
 from prejit.runtime.format.names import STATEMENT_MEDIA_TYPE
-from prejit.runtime.trust.dsse import Envelope
-from prejit.runtime.trust.foreign_json import read_object
 from prejit.runtime.trust.reasons import RefusedError
+from prejit.runtime.trust.signed_statements import Envelope, read_object
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from prejit.runtime.base.files import is_digest
-from prejit.runtime.base.nearest_name import nearest_file
+from prejit.runtime.base.wording import nearest_file
 from prejit.runtime.errors import PolicyError
 from prejit.runtime.trust.keyless_trust import MAX_ROOT_BYTES, TrustedIdentity, check_root
 from prejit.runtime.trust.policy_table import HINT, Table, fits

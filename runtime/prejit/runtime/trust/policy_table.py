@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from prejit.runtime.base.nearest_name import nearest
 from prejit.runtime.base.typed_json import shown
+from prejit.runtime.base.wording import nearest
 from prejit.runtime.errors import PolicyError
 
 HINT = "docs/how-to/trust.md shows a policy"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prejit.runtime.base.process_usage import free_memory_bytes
+from prejit.runtime.base.process_facts import free_memory_bytes
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms

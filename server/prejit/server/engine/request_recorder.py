@@ -9,7 +9,7 @@ from functools import reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from prejit.runtime.base.process_usage import host_memory_bytes
+from prejit.runtime.base.process_facts import host_memory_bytes
 from prejit.server.engine.engine_metrics import REASONS, EngineMetrics, Kind, RequestMetrics
 from prejit.server.engine.histograms import (
     COUNT_BOUNDS,

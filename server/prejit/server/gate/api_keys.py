@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from prejit.runtime.base.nearest_name import nearest
+from prejit.runtime.base.wording import nearest
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.server.engine.request_queue import NO_LIMITS, Limits
 from prejit.server.served.say import say

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import msgspec
 
-from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.loader import load
 from prejit.server.engine.engine import Engine

@@ -14,8 +14,8 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.base.nearest_name import did_you_mean
 from prejit.runtime.base.threads_and_forks import once
+from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.device.jax_arrays import weakened
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees

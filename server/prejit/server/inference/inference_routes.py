@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.errors import DeadlineError, UsageError
 from prejit.server.gate.api_keys import ApiKey
 from prejit.server.gate.disconnect import unless_gone

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import inspect
 
-from prejit.runtime.base.nearest_name import nearest
+from prejit.runtime.base.wording import nearest
 from prejit.server.gate.http_errors import ApiError
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
-from prejit.runtime.base.nearest_name import did_you_mean
+from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.errors import UsageError
 from prejit.server.served.client_grammars import Compiling
 from prejit.server.served.http_requests import HttpRequests

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from prejit.runtime.base.process_facts import importing
-from prejit.runtime.base.process_usage import seconds_since_exec
+from prejit.runtime.base.process_facts import importing, seconds_since_exec
 from prejit.runtime.errors import printable
 from prejit.runtime.loader import load
 from prejit.server.engine.memory import free_bytes

@@ -32,8 +32,7 @@ from prejit.runtime.format.names import REF_NAME, REQUIREMENT
 from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.compare import compare
-from prejit.runtime.machine.fingerprint import Fingerprint, effective_xla_flags
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import Fingerprint, Requirement, effective_xla_flags
 from prejit.runtime.machine.targets import Target, catalogue
 
 LEVELS = {name: catalogue()[f"cpu-x86-64-{name}"].cpu_features or () for name in ("v2", "v3", "v4")}

@@ -13,7 +13,7 @@ from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.manifest.manifest import Program
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.runtime.errors import BuildError
-from prejit.runtime.machine.requirement import PLATFORMS
+from prejit.runtime.machine.fingerprint import PLATFORMS
 
 HEAD = """\
 import collections

@@ -28,7 +28,7 @@ from prejit.compiler.lowering.sampling_programs import (
 )
 from prejit.runtime.generation.options import Sampling
 from prejit.runtime.generation.sampling import arrays, history_row
-from prejit.runtime.machine.requirement import PLATFORMS
+from prejit.runtime.machine.fingerprint import PLATFORMS
 
 V = 40
 PROMPT = [1, 2, 2, 5, 30]

@@ -15,7 +15,7 @@ from prejit.compiler.pipeline.pack.bundle_files import assemble
 from prejit.compiler.recording.recording_run import RecordedTarget, packed
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.writing import write_layout
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import Requirement
 
 BUILT = Path(__file__).parents[3] / "format" / "v1" / "chunks"
 NAME = "chunks"

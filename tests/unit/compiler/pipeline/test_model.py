@@ -15,7 +15,7 @@ from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.program_keys import weights_key
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.store import receipts
+from prejit.runtime.machine import kept_files as receipts
 
 
 def test_files_of_one_directory_are_not_hashed_again_at_each_build(

@@ -23,7 +23,6 @@ STORING = (
     "prejit.compiler.progress",
     "prejit.runtime.base.files",
     "prejit.runtime.base.written_files",
-    "prejit.runtime.base.locks",
     # What runs the user's code apart from other code, and notes what it reads, decides no result.
     "prejit.compiler.lowering.user.observing",
     "prejit.compiler.lowering.user.observer",

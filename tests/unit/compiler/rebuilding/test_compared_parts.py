@@ -16,8 +16,7 @@ from prejit.compiler.rebuilding.recorded import Recorded
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.elf import read_sections
 from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
-from prejit.runtime.format.opening import match
-from prejit.runtime.format.target_contents import read_contents
+from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 CONDITIONS = {

@@ -24,8 +24,7 @@ from prejit.compiler.targets.target_table import (
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.arrays import Mesh
-from prejit.runtime.machine.fingerprint import CPU_FEATURES, Fingerprint
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import CPU_FEATURES, Fingerprint, Requirement
 from prejit.runtime.machine.targets import capabilities, catalogue, chips
 
 L4 = Fingerprint(

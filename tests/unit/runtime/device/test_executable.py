@@ -28,8 +28,7 @@ from prejit.runtime.errors import BuildError, ExecutableError, MismatchError
 from prejit.runtime.format.arrays import DTYPES as TABLE_DTYPES
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
 from prejit.runtime.format.checks.layers import SAFETENSORS_DTYPES
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.requirement import PLATFORMS
+from prejit.runtime.machine.fingerprint import PLATFORMS, Fingerprint
 
 DTYPES = sorted({numpy for numpy, _ in SAFETENSORS_DTYPES.values()})
 MANIFEST_DTYPES = sorted(set(DTYPES) | set(TABLE_DTYPES))
@@ -96,9 +95,8 @@ def test_mapped_weights_are_taken_without_a_copy(settled_dir: Path, device: Devi
     from prejit.runtime.format.blobs import check_blobs
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
-    from prejit.runtime.format.opening import match
+    from prejit.runtime.format.opening import match, read_contents
     from prejit.runtime.format.root import read_root
-    from prejit.runtime.format.target_contents import read_contents
     from prejit.runtime.programs.mapped_weights import open_weights
 
     with Layout(settled_dir) as layout:

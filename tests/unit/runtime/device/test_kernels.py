@@ -25,9 +25,8 @@ from prejit.runtime.format.names import (
     KERNELS_MEDIA_TYPE,
     kernel_target,
 )
-from prejit.runtime.format.opening import match
+from prejit.runtime.format.opening import match, read_contents, read_kernels
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.target_contents import read_contents, read_kernels
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 

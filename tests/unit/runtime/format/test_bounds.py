@@ -22,8 +22,8 @@ import pytest
 from tests.layouts import index_of, write_files
 
 from prejit.runtime import __main__
-from prejit.runtime.base.text_table import size
 from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.base.wording import size
 from prejit.runtime.cli.accuracy_tables import accuracy_table, forms_table
 from prejit.runtime.errors import PrejitError, RejectError
 from prejit.runtime.format import audit, limits
@@ -39,13 +39,11 @@ from prejit.runtime.format.checks.program_table import (
 )
 from prejit.runtime.format.checks.seldom_parts import _check_encoder
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.opening import match
+from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.target_contents import Contents, read_contents
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare, preference
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 PATH = "somewhere/blob"

@@ -14,7 +14,7 @@ from prejit.runtime.base.files import digest_of, is_digest
 from prejit.runtime.base.typed_json import MAX_INTEGER, from_json, to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
-from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
+from prejit.runtime.format.arrays import MESH_AXES, TOLERANCES, Array, Golden, Mesh
 from prejit.runtime.format.bundle_schema import (
     CACHE_DTYPES,
     Accuracy,
@@ -25,10 +25,8 @@ from prejit.runtime.format.bundle_schema import (
     ImageManifest,
     Index,
 )
-from prejit.runtime.format.checks.chat_layer import Chat
-from prejit.runtime.format.golden_format import TOLERANCES, Golden
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.requirement import _AXIS_FORMS, Requirement
+from prejit.runtime.format.checks.layers import Chat
+from prejit.runtime.machine.fingerprint import _AXIS_FORMS, Fingerprint, Requirement
 
 PATH = "somewhere/index.json"
 FORMAT_CLASSES = [Chat, Config, Descriptor, Fingerprint, Index, ImageManifest, Requirement]

@@ -272,7 +272,7 @@ def test_verify_reads_a_large_layer_once(
 
 
 def test_a_second_load_hashes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prejit.runtime.store.receipts.SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)
     load(path).call("score", x=X)
 
     def fail(*_: Any) -> None:
@@ -288,9 +288,9 @@ def test_a_receipt_of_chunks_is_none_for_the_whole_file(
 ) -> None:
     """A forged table may name chunks of another content: nobody may take that file for the right one."""
     from prejit.runtime.base.files import digest_of
-    from prejit.runtime.store.receipts import Receipts
+    from prejit.runtime.machine.kept_files import Receipts
 
-    monkeypatch.setattr("prejit.runtime.store.receipts.SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)
     other = content[:-1] + bytes([content[-1] ^ 1])
     forged = with_chunks(chunks_recipe, lambda _: chunked(other)).write(tmp_path / "forged")
     file = weights_of(forged)

@@ -38,11 +38,11 @@ from prejit.runtime.format.bundle_schema import Config, Descriptor, Index, Porta
 from prejit.runtime.format.checks import oci
 from prejit.runtime.format.checks import program_table as config_checks
 from prejit.runtime.format.checks.call_programs import check_arrays
-from prejit.runtime.format.checks.chat_layer import check_chat
 from prejit.runtime.format.checks.layers import (
     MAX_WEIGHTS_HEADER_BYTES,
     SAFETENSORS_DTYPES,
     TensorSlice,
+    check_chat,
     check_signature,
     check_weights,
     unpack,
@@ -50,7 +50,6 @@ from prejit.runtime.format.checks.layers import (
 from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
 from prejit.runtime.format.checks.program_signatures import BUCKETS, Signatures, sized
 from prejit.runtime.format.checks.program_table import check_array, check_config, check_weight_sets
-from prejit.runtime.format.index_bytes import encode_index
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     BUNDLE_FORMAT,
@@ -73,9 +72,8 @@ from prejit.runtime.format.names import (
     TOKENIZER_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import match
-from prejit.runtime.format.root import read_root
-from prejit.runtime.format.target_contents import read_contents
+from prejit.runtime.format.opening import match, read_contents
+from prejit.runtime.format.root import encode_index, read_root
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint

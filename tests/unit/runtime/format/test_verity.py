@@ -141,7 +141,7 @@ def test_verify_hashes_a_file_that_the_kernel_verifies(
 def test_a_receipt_does_not_hide_another_digest(
     path: Path, measured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prejit.runtime.store.receipts.SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)
     load(path).call("score", x=X)
     assert load(path).start_report().receipt_bytes
     measured(OTHER)

@@ -19,15 +19,19 @@ from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, StoreError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.bundle_schema import Index
-from prejit.runtime.format.index_bytes import encode_index
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import REQUIREMENT
 from prejit.runtime.format.opening import match
-from prejit.runtime.format.root import read_root
+from prejit.runtime.format.root import encode_index, read_root
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare, preference
-from prejit.runtime.machine.fingerprint import CPU_FEATURES, Fingerprint, effective_xla_flags
-from prejit.runtime.machine.requirement import _AXIS_FORMS, Requirement
+from prejit.runtime.machine.fingerprint import (
+    _AXIS_FORMS,
+    CPU_FEATURES,
+    Fingerprint,
+    Requirement,
+    effective_xla_flags,
+)
 
 MACHINE = Fingerprint(
     platform="cpu",
@@ -687,7 +691,7 @@ def test_the_fallback_warning_names_the_axis_of_the_closest_target(two_levels: P
     [
         *("errors", "verdict", "base.typed_json", "machine.accelerator", "machine.targets"),
         *("machine.fingerprint", "format.audit", "format.checks.program_table", "format.layout"),
-        *("format.opening", "format.bundle_schema", "store.receipts"),
+        *("format.opening", "format.bundle_schema", "machine.kept_files"),
     ],
 )
 def test_the_format_part_imports_no_jax(module: str, run_python: Any) -> None:

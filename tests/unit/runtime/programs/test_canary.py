@@ -17,9 +17,9 @@ from tests.recipes import Recipe
 
 import prejit.runtime
 from prejit.runtime import AnswerError, FallbackWarning, PrejitWarning, fallback_counts
+from prejit.runtime.format.arrays import Golden, is_results
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.checks.program_table import check_array
-from prejit.runtime.format.golden_format import Golden, is_results
 from prejit.runtime.programs import asked_answers
 from prejit.runtime.programs.golden_check import (
     GoldenResult,

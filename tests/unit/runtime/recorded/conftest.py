@@ -14,8 +14,7 @@ from prejit.compiler.recording.recording_run import RecordedFile, RecordedTarget
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
 from prejit.runtime.format.writing import write_layout
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 
 FILES = {
     name: f"{name}-{hashlib.sha256(name.encode()).hexdigest()}-cache"

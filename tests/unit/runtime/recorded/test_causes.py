@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.recorded.causes import Difference, differences
 from prejit.runtime.recorded.hook import jax_texts
 from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess

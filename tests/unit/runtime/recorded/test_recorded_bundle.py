@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from prejit.runtime import __main__
 from prejit.runtime.errors import RejectError, StoreError, UsageError
+from prejit.runtime.machine import kept_files as receipts
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded import recorded_bundle
 from prejit.runtime.recorded.recorded_bundle import on_cpu, open_recorded
-from prejit.runtime.store import receipts
 
 from .conftest import FILES, Write, content_of, layer_of
 

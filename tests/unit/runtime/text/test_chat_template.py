@@ -20,7 +20,7 @@ from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
-from prejit.runtime.format.checks.chat_layer import Chat, check_chat
+from prejit.runtime.format.checks.layers import Chat, check_chat
 from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,

@@ -27,11 +27,11 @@ from prejit.runtime.trust.channel import (
     keys_statement,
     release_statement,
 )
-from prejit.runtime.trust.channel_state import ChannelState
-from prejit.runtime.trust.dsse import Envelope
+from prejit.runtime.trust.channel_following import ChannelState
 from prejit.runtime.trust.reasons import RefusedError
-from prejit.runtime.trust.statement import (
+from prejit.runtime.trust.signed_statements import (
     SIGNATURE_PREDICATE,
+    Envelope,
     SignedSubject,
     Statement,
     encode_statement,

@@ -26,16 +26,18 @@ from prejit.runtime.trust.channel import (
     release_statement,
 )
 from prejit.runtime.trust.decision import Attached, CurrentRelease, Decision, TrustTarget, decide
-from prejit.runtime.trust.dsse import Envelope, encode_bundle, pae
 from prejit.runtime.trust.policy import Policy, parse_policy
 from prejit.runtime.trust.reasons import Reason
-from prejit.runtime.trust.statement import (
+from prejit.runtime.trust.signed_statements import (
     MODEL_PREDICATE,
     PROVENANCE_PREDICATE,
     SIGNATURE_PREDICATE,
+    Envelope,
     SignedSubject,
     Statement,
+    encode_bundle,
     encode_statement,
+    pae,
     signature_statements,
 )
 

@@ -22,9 +22,9 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE
 from prejit.runtime.format.root import read_root
 from prejit.runtime.format.writing import EMPTY, Part, attach
-from prejit.runtime.trust.descriptions import Description, _why_not_built_so, missing_descriptions
+from prejit.runtime.trust.decision import Description, _why_not_built_so, missing_descriptions
 from prejit.runtime.trust.policy import ProvenanceRule, Rule, TrustedKey
-from prejit.runtime.trust.statement import PROVENANCE_PREDICATE, SignedSubject, Statement
+from prejit.runtime.trust.signed_statements import PROVENANCE_PREDICATE, SignedSubject, Statement
 
 KEYS = key_table("a") + key_table("b")
 RULE = '[[rules]]\nnames = ["*"]\nkeys = ["a", "b"]\n'

@@ -16,14 +16,17 @@ from tests.signers import key_table, signer
 
 from prejit.runtime.trust.channel import signers
 from prejit.runtime.trust.decision import TrustTarget, decide
-from prejit.runtime.trust.dsse import Envelope, encode_bundle, pae, read_bundle
 from prejit.runtime.trust.policy import parse_policy
 from prejit.runtime.trust.reasons import RefusedError
-from prejit.runtime.trust.statement import (
+from prejit.runtime.trust.signed_statements import (
     SIGNATURE_PREDICATE,
+    Envelope,
     SignedSubject,
     Statement,
+    encode_bundle,
     encode_statement,
+    pae,
+    read_bundle,
     read_statement,
     signature_statements,
 )

@@ -19,12 +19,12 @@ from tests.signers import key_table, signer
 
 from prejit.runtime.errors import PolicyError
 from prejit.runtime.trust.decision import Decision, TrustTarget, decide
-from prejit.runtime.trust.dsse import encode_bundle
 from prejit.runtime.trust.policy import Policy, parse_policy, read_policy
-from prejit.runtime.trust.statement import (
+from prejit.runtime.trust.signed_statements import (
     PROVENANCE_PREDICATE,
     SignedSubject,
     Statement,
+    encode_bundle,
     encode_statement,
     signature_statements,
 )

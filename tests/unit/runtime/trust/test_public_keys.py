@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from tests.signers import signer
 
 from prejit.runtime.errors import PolicyError
-from prejit.runtime.trust.dsse import pae
 from prejit.runtime.trust.public_keys import read_key
+from prejit.runtime.trust.signed_statements import pae
 
 CURVES = ["SECP256R1", "SECP384R1", "SECP521R1"]
 FORM = serialization.PublicFormat.SubjectPublicKeyInfo

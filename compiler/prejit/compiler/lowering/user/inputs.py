@@ -24,7 +24,7 @@ from typing import Any, Literal, final, get_args
 from prejit.compiler.store.own_code import code_digest, directories
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import ManifestError
-from prejit.runtime.store.receipts import Receipts
+from prejit.runtime.machine.kept_files import Receipts
 
 Kind = Literal[
     "module",

@@ -51,7 +51,7 @@ from prejit.runtime.device.portable import refine_shapes
 from prejit.runtime.errors import BuildError, ManifestError, PrejitError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array, Mesh
-from prejit.runtime.machine.requirement import PLATFORMS
+from prejit.runtime.machine.fingerprint import PLATFORMS
 
 if TYPE_CHECKING:
     from prejit.compiler.manifest import manifest

@@ -34,7 +34,7 @@ from prejit.compiler.lowering.user.inputs import Present, is_installed, portable
 from prejit.compiler.lowering.user.observer import Observer
 from prejit.compiler.lowering.user.observing import observing
 from prejit.compiler.progress import Unbreakable
-from prejit.runtime.base.nearest_name import nearest
+from prejit.runtime.base.wording import nearest
 from prejit.runtime.errors import BuildError, ManifestError, PrejitError
 
 _STDOUT, _STDERR = 1, 2

@@ -9,7 +9,7 @@ import jax
 from jax import lax
 
 from prejit.runtime.errors import ManifestError
-from prejit.runtime.format.branches import candidates, how_to_name
+from prejit.runtime.format.trees import candidates, how_to_name
 from prejit.runtime.programs.pytree import changes_itself
 
 Key = str | int

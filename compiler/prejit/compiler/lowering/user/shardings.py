@@ -9,7 +9,7 @@ from typing import final
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array, Mesh
-from prejit.runtime.format.branches import branches, whole
+from prejit.runtime.format.trees import branches, whole
 
 
 @final

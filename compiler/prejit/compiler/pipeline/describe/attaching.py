@@ -14,13 +14,12 @@ from prejit.runtime.format.bundle_schema import Config, Descriptor, Index
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE, STATEMENT_MEDIA_TYPE
-from prejit.runtime.format.opening import match
+from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.target_contents import Contents, read_contents
 from prejit.runtime.format.writing import EMPTY, Part, attach
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.trust.statement import PROVENANCE_PREDICATE
+from prejit.runtime.trust.signed_statements import PROVENANCE_PREDICATE
 
 PREDICATE_ANNOTATION = "in-toto.io/predicate-type"
 """The annotation that names the predicate of an attached statement, as other tools write it."""

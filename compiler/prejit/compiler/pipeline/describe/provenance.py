@@ -23,7 +23,7 @@ from prejit.compiler.store.own_code import LOWERING, WEIGHTS, code_digest
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.bundle_schema import Config, Index
 from prejit.runtime.format.names import REF_NAME
-from prejit.runtime.trust.statement import (
+from prejit.runtime.trust.signed_statements import (
     PROVENANCE_PREDICATE,
     SignedSubject,
     Statement,

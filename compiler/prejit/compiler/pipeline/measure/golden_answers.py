@@ -22,11 +22,11 @@ from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.base.process_usage import free_memory_bytes
+from prejit.runtime.base.process_facts import free_memory_bytes
 from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.format.arrays import RECIPE, Golden
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.layers import check_weights
-from prejit.runtime.format.golden_format import RECIPE, Golden
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
     KERNELS_MEDIA_TYPE,

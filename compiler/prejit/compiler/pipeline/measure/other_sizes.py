@@ -24,7 +24,7 @@ from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.base.process_usage import free_memory_bytes
+from prejit.runtime.base.process_facts import free_memory_bytes
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.errors import BuildError

@@ -33,7 +33,6 @@ from prejit.runtime.format.checks.program_table import (
     check_weight_sets,
 )
 from prejit.runtime.format.checks.seldom_parts import check_library_layers, check_recorded_layer
-from prejit.runtime.format.index_bytes import encode_index
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
     ATTACHED_TYPES,
@@ -50,6 +49,7 @@ from prejit.runtime.format.names import (
     WEIGHTS_MEDIA_TYPE,
     oci_platform,
 )
+from prejit.runtime.format.root import encode_index
 
 if TYPE_CHECKING:
     from prejit.compiler.native.library import KernelLibrary

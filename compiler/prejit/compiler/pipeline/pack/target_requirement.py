@@ -12,8 +12,11 @@ from prejit.compiler.native.library import KernelLibrary, needed_glibc
 from prejit.compiler.pipeline.libraries import ReadLibrary, allowed_features
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError
-from prejit.runtime.machine.fingerprint import effective_environment, effective_xla_flags
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import (
+    Requirement,
+    effective_environment,
+    effective_xla_flags,
+)
 from prejit.runtime.machine.targets import CUDA
 
 

@@ -34,7 +34,7 @@ from prejit.runtime.format.names import (
     REQUIREMENT,
     TOKENIZER_MEDIA_TYPE,
 )
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.fingerprint import Requirement
 
 NEWER_FORMAT_HINT = "this bundle was written by a newer prejit: upgrade prejit on this machine"
 """The hint for a bundle of a format that did not exist when this version was released."""

@@ -35,7 +35,7 @@ from prejit.runtime.format.names import (
     PORTABLE_MEDIA_TYPE,
     RECORDED_MEDIA_TYPE,
 )
-from prejit.runtime.machine.requirement import PLATFORMS, Requirement
+from prejit.runtime.machine.fingerprint import PLATFORMS, Requirement
 
 CHUNK_ALGORITHM = "blake3"
 """The hash function of chunks. On one core of a Zen 5 it takes 7.1 GB/s, SHA-256 with its instructions 1.9

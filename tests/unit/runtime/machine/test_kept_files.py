@@ -22,9 +22,9 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import match, read_manifest
 from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
+from prejit.runtime.machine import kept_files as receipts
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.store import receipts
-from prejit.runtime.store.receipts import SETTLED_SECONDS, Receipts
+from prejit.runtime.machine.kept_files import SETTLED_SECONDS, Receipts
 
 CONTENT = b"some weights" * 1000
 

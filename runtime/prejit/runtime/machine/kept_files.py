@@ -1,16 +1,26 @@
-"""The directory in which this machine keeps results between starts, and what every start asks it for."""
+"""Files that this machine keeps between starts. They only save time, but for quarantines of executables.
+
+A receipt records that this user hashed a file, that its digest was right, and the file's identity at that
+time. The identity includes ctime, which the kernel sets at every change and which no program can set back.
+So a receipt becomes invalid when the file is written, replaced, copied or touched. It does not detect a
+disk that decays below the file system, nor a process that had the file mapped for writing, with unsaved
+changes, when it was hashed. `prejit verify` uses no receipts.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import stat
+import time
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, final
 
-from prejit.runtime.base.files import digest_of
+from prejit.runtime.base.files import Identity, digest_file, digest_of, is_digest
 from prejit.runtime.base.process_facts import is_plain_start
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError, StoreError
@@ -60,7 +70,9 @@ def write_own(path: Path, content: bytes) -> None:
         write_file(path, content, mode=0o600)
 
 
-_MAX_BYTES = 1 << 16
+_MAX_START_BYTES = 1 << 16
+_MAX_ANSWER_BYTES = 1 << 14
+_MAX_RECEIPTS_BYTES = 64 << 20
 
 
 def first_programs(digest: str) -> tuple[str, ...]:
@@ -74,7 +86,7 @@ def first_programs(digest: str) -> tuple[str, ...]:
     if is_plain_start():
         return ()
     with contextlib.suppress(ValueError, RecursionError):
-        names = json.loads(read_own(_first_programs_file(digest), _MAX_BYTES) or b"")
+        names = json.loads(read_own(_first_programs_file(digest), _MAX_START_BYTES) or b"")
         if isinstance(names, list) and all(isinstance(name, str) for name in names):
             return tuple(names)
     return ()
@@ -87,9 +99,6 @@ def remember_first_programs(digest: str, names: Sequence[str]) -> None:
 
 def _first_programs_file(digest: str) -> Path:
     return cache_root() / "starts" / "v1" / f"{digest.removeprefix('sha256:')}.json"
-
-
-_MAX_BYTES = 1 << 14
 
 
 class KeptAnswer(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
@@ -122,7 +131,7 @@ def read_answer(path: Path) -> KeptAnswer | None:
     Raises:
         RejectError: the file is damaged.
     """
-    if not (content := read_own(path, _MAX_BYTES)):
+    if not (content := read_own(path, _MAX_ANSWER_BYTES)):
         if content is None:
             return None
         raise RejectError(str(path), "expected a kept answer, found an empty file", hint=_HINT)
@@ -147,3 +156,73 @@ def write_answer(path: Path, answer: KeptAnswer) -> bool:
     with contextlib.suppress(RejectError):
         return read_answer(path) == answer
     return False
+
+
+SETTLED_SECONDS = 2.0
+"""A file that changed less than this many seconds before it was hashed gets no receipt. A second change
+within the same tick of the clock would leave the same ctime ("racily clean" in git's terms)."""
+
+
+@final
+class Receipts:
+    """The receipts for the files of one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        name = hashlib.sha256(os.fsencode(os.path.abspath(directory))).hexdigest()
+        self._path = cache_root() / "receipts" / "v1" / f"{name}.json"
+        self._held = self._read()
+        self._valid: dict[str, tuple[int, ...]] = {}
+        self._added = False
+
+    def _read(self) -> dict[str, list[int]]:
+        content = read_own(self._path, _MAX_RECEIPTS_BYTES)
+        with contextlib.suppress(ValueError, RecursionError):
+            held = json.loads(content or b"")
+            return held if isinstance(held, dict) else {}
+        return {}
+
+    def holds(self, digest: str, identity: Identity) -> bool:
+        """Return whether a receipt says that this very file had this digest."""
+        held = self._held.get(digest) == list(astuple(identity))
+        if held:
+            self._valid[digest] = astuple(identity)
+        return held
+
+    def digest_of(self, path: Path) -> str:
+        """Return the digest of a file, from its receipt or by hashing it.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        try:
+            with open(path, "rb") as file:
+                identity = Identity.of(os.fstat(file.fileno()))
+                for digest in self._held:
+                    if is_digest(digest) and self.holds(digest, identity):
+                        return digest
+                hashed_at = time.time()
+                digest = digest_file(file.fileno())
+        except OSError as error:
+            raise StoreError(f"{path}: cannot read: {error.strerror}") from error
+        self.add(digest, identity, hashed_at=hashed_at)
+        return digest
+
+    def add(self, digest: str, identity: Identity, *, hashed_at: float) -> None:
+        """Add a receipt for a file that was hashed and had this digest.
+
+        Args:
+            digest: the digest.
+            identity: the file, before it was hashed.
+            hashed_at: when the hashing began, in seconds since the epoch.
+        """
+        if hashed_at - identity.ctime_ns / 1e9 > SETTLED_SECONDS:
+            self._valid[digest] = astuple(identity)
+            self._added = True
+
+    def save(self) -> None:
+        """Write the valid receipts, if any was added. Receipts of files that are gone are dropped.
+
+        A cache directory that cannot be written is no error: it costs only time.
+        """
+        if self._added:
+            write_own(self._path, json.dumps(self._valid).encode())

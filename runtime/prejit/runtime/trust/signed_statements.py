@@ -1,0 +1,382 @@
+"""Signed statements as other tools write them: JSON, DSSE envelopes, sigstore bundles, in-toto statements.
+
+    sigstore bundle v0.3 = {"mediaType", "verificationMaterial": {"publicKey": {"hint"}}, "dsseEnvelope": ...}
+    DSSE envelope        = {"payload": base64, "payloadType": text, "signatures": [{"sig": base64}]}
+    in-toto statement    = {"_type", "subject": [{"name", "digest": {"sha256": hex}, "annotations"}],
+                            "predicateType": URI, "predicate": {...}}
+
+A signature is of `pae(payload, payload type)`. What is beside the envelope in a sigstore bundle is not
+signed. The hint only says which key to look for. Of a keyless signature there is a certificate instead of
+the hint, and an entry of a transparency log: `keyless_trust` verifies these.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from prejit.runtime.base.files import is_digest
+from prejit.runtime.base.typed_json import MAX_INTEGER, each_key_once, shown
+from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE, STATEMENT_MEDIA_TYPE
+from prejit.runtime.trust.reasons import RefusedError
+
+MAX_DEPTH = 32
+"""Maximum number of lists and objects inside each other. Statements of SLSA have 8."""
+
+_T = TypeVar("_T")
+_NAMES = {str: "text", int: "an integer", list: "a list", dict: "an object"}
+
+
+def read_object(content: bytes, max_bytes: int, case: str, what: str) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Args:
+        content: the bytes, in UTF-8.
+        max_bytes: the most that there may be.
+        case: name of the reason if it is none.
+        what: what it is, for the reason.
+
+    Raises:
+        RefusedError: it is too large or no JSON object, has a key twice, or is nested too deeply.
+    """
+    if len(content) > max_bytes:
+        raise RefusedError(
+            f"{case}-size", f"{what}: expected at most {max_bytes} bytes, found {len(content)}"
+        )
+    try:
+        text = content.decode("utf-8")
+        found = json.loads(text, object_pairs_hook=each_key_once, parse_constant=_no_number)
+        text.encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(case, f"{what}: expected JSON: {error!s:.80}") from error
+    if type(found) is not dict:
+        raise RefusedError(case, f"{what}: expected a JSON object, found {shown(found)}")
+    if _depth(found) > MAX_DEPTH:
+        raise RefusedError(case, f"{what}: expected at most {MAX_DEPTH} levels, found more")
+    return found
+
+
+def field(found: dict[str, Any], name: str, kind: type[_T], case: str, what: str) -> _T:
+    """Return a value of an object, which must be there and have this type.
+
+    Args:
+        found: the object.
+        name: the key.
+        kind: str, int, list or dict.
+        case: name of the reason if it is not there.
+        what: what the object is, for the reason.
+
+    Raises:
+        RefusedError: the key is missing, or its value has another type.
+    """
+    value: Any = found.get(name)
+    if type(value) is not kind or (kind is int and not _is_small(value)):
+        raise RefusedError(case, f"{what}: {name}: expected {_NAMES[kind]}, found {shown(value)}")
+    checked: _T = value
+    return checked
+
+
+def _is_small(value: Any) -> bool:
+    return bool(-MAX_INTEGER <= value <= MAX_INTEGER)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _depth(found: Any) -> int:
+    depth, level = 0, [found]
+    while level:
+        depth += 1
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list)
+        ]
+    return depth
+
+
+MAX_ENVELOPE_BYTES = 1 << 20
+"""Maximum size of a sigstore bundle. One of a key has 1 kB, and one of a provenance about 20 kB."""
+MAX_SIGNATURES = 16
+"""Maximum number of signatures of an envelope."""
+_MAX_SIGNATURE_BYTES = 256
+"""Maximum size of a signature. One of P-521 has 139 bytes."""
+
+
+class Envelope(NamedTuple):
+    """A DSSE envelope.
+
+    Attributes:
+        payload: what is signed, of the type `STATEMENT_MEDIA_TYPE`.
+        signatures: at least one.
+        hint: which key made them, as a sigstore bundle has it; nobody signed that.
+        is_keyless: whether a certificate says who made them.
+    """
+
+    payload: bytes
+    signatures: tuple[bytes, ...]
+    hint: str = ""
+    is_keyless: bool = False
+
+
+def pae(payload: bytes, payload_type: str = STATEMENT_MEDIA_TYPE) -> bytes:
+    """Return the bytes that a signature is of: DSSE's pre-authentication encoding."""
+    kind = payload_type.encode("utf-8")
+    return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
+
+
+def read_bundle(content: bytes) -> Envelope:
+    """Return the envelope in a sigstore bundle v0.3.
+
+    Raises:
+        RefusedError: it is none, or has another payload than an in-toto statement.
+    """
+    what = "sigstore bundle"
+    found = read_object(content, MAX_ENVELOPE_BYTES, "bundle-json", what)
+    kind = field(found, "mediaType", str, "bundle-type", what)
+    if kind != SIGNATURE_MEDIA_TYPE:
+        raise RefusedError(
+            "bundle-type", f"{what}: expected {SIGNATURE_MEDIA_TYPE}, found {kind!r:.80}"
+        )
+    material = field(found, "verificationMaterial", dict, "bundle-material", what)
+    envelope = _envelope(field(found, "dsseEnvelope", dict, "bundle-envelope", what), "")
+    if "certificate" in material and "publicKey" not in material:
+        return envelope._replace(is_keyless=True)
+    if "certificate" in material:
+        raise RefusedError(
+            "bundle-material", f"{what}: expected a key or a certificate, found both"
+        )
+    key = field(material, "publicKey", dict, "bundle-material", f"{what} of a key")
+    hint = field(key, "hint", str, "bundle-material", what) if "hint" in key else ""
+    return envelope._replace(hint=hint)
+
+
+def envelope_of(found: Any) -> Envelope:
+    """Return a DSSE envelope from parsed JSON.
+
+    Raises:
+        RefusedError: it is none, or has another payload than an in-toto statement.
+    """
+    if type(found) is not dict:
+        raise RefusedError("envelope", "DSSE envelope: expected an object, found none")
+    return _envelope(found, "")
+
+
+def _envelope(found: dict[str, Any], hint: str) -> Envelope:
+    what = "DSSE envelope"
+    kind = field(found, "payloadType", str, "payload-type", what)
+    if kind != STATEMENT_MEDIA_TYPE:
+        raise RefusedError(
+            "payload-type", f"{what}: expected {STATEMENT_MEDIA_TYPE}, found {kind!r:.80}"
+        )
+    payload = _decoded(field(found, "payload", str, "payload", what), "payload")
+    listed = field(found, "signatures", list, "signatures", what)
+    if not 1 <= len(listed) <= MAX_SIGNATURES:
+        raise RefusedError(
+            "signature-count",
+            f"{what}: expected 1 to {MAX_SIGNATURES} signatures, found {len(listed)}",
+        )
+    signatures = []
+    for each in listed:
+        if type(each) is not dict:
+            raise RefusedError("signatures", f"{what}: expected signatures that are objects")
+        signature = _decoded(field(each, "sig", str, "signatures", what), "signatures")
+        if not 0 < len(signature) <= _MAX_SIGNATURE_BYTES:
+            raise RefusedError(
+                "signature-size",
+                f"{what}: expected a signature of at most {_MAX_SIGNATURE_BYTES} bytes, "
+                f"found {len(signature)}",
+            )
+        signatures.append(signature)
+    return Envelope(payload, tuple(signatures), hint)
+
+
+def _decoded(text: str, case: str) -> bytes:
+    """Return the bytes of base64 in its one spelling."""
+    try:
+        content = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RefusedError(case, f"DSSE envelope: expected base64: {error!s:.80}") from error
+    if base64.b64encode(content).decode("ascii") != text:
+        raise RefusedError(case, "DSSE envelope: expected base64 in its canonical spelling")
+    return content
+
+
+def encode_envelope(envelope: Envelope) -> dict[str, Any]:
+    """Return an envelope as plain data, for JSON."""
+    return {
+        "payload": base64.b64encode(envelope.payload).decode("ascii"),
+        "payloadType": STATEMENT_MEDIA_TYPE,
+        "signatures": [
+            {"keyid": "", "sig": base64.b64encode(signature).decode("ascii")}
+            for signature in envelope.signatures
+        ],
+    }
+
+
+def encode_bundle(envelope: Envelope) -> bytes:
+    """Return the sigstore bundle of an envelope, as `read_bundle` and other tools read it."""
+    found = {
+        "mediaType": SIGNATURE_MEDIA_TYPE,
+        "verificationMaterial": {"publicKey": {"hint": envelope.hint}, "tlogEntries": []},
+        "dsseEnvelope": encode_envelope(envelope),
+    }
+    return json.dumps(found, separators=(",", ":"), sort_keys=True).encode("ascii")
+
+
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
+SIGNATURE_PREDICATE = "https://sigstore.dev/cosign/sign/v1"
+"""The predicate of `cosign sign`: the holder of the key signs the subject. It has no content."""
+MODEL_PREDICATE = "https://model_signing/signature/v1.0"
+"""The predicate of the OpenSSF's model signing: digests of the files of a directory."""
+PROVENANCE_PREDICATE = "https://slsa.dev/provenance/v1"
+"""The predicate of SLSA's provenance: how something was built."""
+PARTS_PREDICATE = "https://cyclonedx.org/bom"
+"""The predicate of a list of parts (SBOM), as `cosign attest --type cyclonedx` has it."""
+RELEASE_PREDICATE = "urn:prejit:channel-release:v1"
+"""The predicate of a channel's release: see `channel`."""
+KEYS_PREDICATE = "urn:prejit:channel-keys:v1"
+"""The predicate of a channel's keys: see `channel`."""
+
+BUNDLE_ANNOTATION = "dev.prejit.bundle"
+"""The annotation of a subject that is a target's manifest: the digest of the bundle that it was signed in."""
+
+MAX_SUBJECTS = 4096
+"""Maximum number of subjects of a statement. A channel's release has one for each target."""
+
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class SignedSubject(NamedTuple):
+    """What a statement is about.
+
+    Attributes:
+        digest: `sha256:` and 64 digits.
+        name: its name; may be empty.
+        annotations: text about it, by name.
+    """
+
+    digest: str
+    name: str = ""
+    annotations: Mapping[str, str] = _NOTHING
+
+
+class Statement(NamedTuple):
+    """An in-toto statement.
+
+    Attributes:
+        predicate_type: a URI that says what the predicate means.
+        subjects: at least one.
+        predicate: JSON.
+    """
+
+    predicate_type: str
+    subjects: tuple[SignedSubject, ...]
+    predicate: Mapping[str, Any] = _NOTHING
+
+    def about(self, digest: str) -> SignedSubject | None:
+        """Return the subject that has this digest, or None."""
+        return next((each for each in self.subjects if each.digest == digest), None)
+
+
+def read_statement(payload: bytes, predicate_type: str) -> Statement:
+    """Return the statement of a payload.
+
+    Args:
+        payload: of an envelope.
+        predicate_type: the only predicate that counts here.
+
+    Raises:
+        RefusedError: it is no statement, is one of another predicate, or a subject has no sha256 digest.
+    """
+    what = "in-toto statement"
+    found = read_object(payload, MAX_ENVELOPE_BYTES, "statement-json", what)
+    kind = field(found, "_type", str, "statement-type", what)
+    if kind != STATEMENT_TYPE:
+        raise RefusedError(
+            "statement-type", f"{what}: expected {STATEMENT_TYPE}, found {kind!r:.80}"
+        )
+    predicate_found = field(found, "predicateType", str, "predicate-type", what)
+    if predicate_found != predicate_type:
+        raise RefusedError(
+            "predicate-type",
+            f"{what}: expected the predicate {predicate_type}, found {predicate_found!r:.80}",
+        )
+    listed = field(found, "subject", list, "subjects", what)
+    if not listed:
+        raise RefusedError("subject-empty", f"{what}: expected a subject, found none")
+    if len(listed) > MAX_SUBJECTS:
+        raise RefusedError(
+            "subject-count",
+            f"{what}: expected at most {MAX_SUBJECTS} subjects, found {len(listed)}",
+        )
+    subjects = tuple(_subject(each) for each in listed)
+    predicate = found.get("predicate", {})
+    if type(predicate) is not dict:
+        raise RefusedError("predicate", f"{what}: predicate: expected an object")
+    return Statement(predicate_found, subjects, predicate)
+
+
+def _subject(found: Any) -> SignedSubject:
+    what = "in-toto statement: subject"
+    if type(found) is not dict:
+        raise RefusedError("subjects", f"{what}: expected an object, found {shown(found)}")
+    digests = field(found, "digest", dict, "subject-digest", what)
+    digest = f"sha256:{digests.get('sha256')}"
+    if not is_digest(digest):
+        # Other algorithms beside sha256 are not read: what is loaded has sha256 digests alone.
+        names = ", ".join(sorted(map(str, digests))[:4])
+        raise RefusedError(
+            "subject-algorithm", f"{what}: expected a digest of sha256, found {names!r:.80}"
+        )
+    name = found.get("name", "")
+    annotations = found.get("annotations", {})
+    if type(name) is not str or type(annotations) is not dict:
+        raise RefusedError("subjects", f"{what}: expected a name and annotations of text")
+    texts = {key: value for key, value in annotations.items() if type(value) is str}
+    return SignedSubject(digest, name, texts)
+
+
+def encode_statement(statement: Statement) -> bytes:
+    """Return the canonical JSON of a statement, which is what gets signed."""
+    found = {
+        "_type": STATEMENT_TYPE,
+        "predicateType": statement.predicate_type,
+        "subject": [_plain(each) for each in statement.subjects],
+        "predicate": dict(statement.predicate),
+    }
+    text = json.dumps(found, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode("ascii")
+
+
+def _plain(subject: SignedSubject) -> dict[str, Any]:
+    algorithm, _, digits = subject.digest.partition(":")
+    # The name is there even if it is empty: sigstore's own package signs no statement without it.
+    found: dict[str, Any] = {"digest": {algorithm: digits}, "name": subject.name}
+    if subject.annotations:
+        found["annotations"] = dict(subject.annotations)
+    return found
+
+
+def signature_statements(index: str, manifests: Iterable[tuple[str, str]]) -> dict[str, Statement]:
+    """Return the statements that sign a bundle, by the digest that each is attached to.
+
+    One is about the bundle's index. Others are about the manifests of its targets, so that a copy of one
+    target is signed too. They name the bundle, so that revoking it revokes them.
+
+    Args:
+        index: digest of the bundle's index.
+        manifests: name and digest of each target's manifest.
+    """
+    signed = {index: Statement(SIGNATURE_PREDICATE, (SignedSubject(index),))}
+    for name, digest in manifests:
+        subject = SignedSubject(digest, name, {BUNDLE_ANNOTATION: index})
+        signed[digest] = Statement(SIGNATURE_PREDICATE, (subject,))
+    return signed
