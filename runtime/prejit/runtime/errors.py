@@ -6,8 +6,10 @@ message has the expected and the found value; the hint is the next step.
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from prejit.runtime.verdict import Verdict
@@ -140,6 +142,24 @@ class RejectError(PrejitError):
             hint=hint or "the bundle is damaged or was altered: build it or fetch it again",
         )
         self.path = path
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def rejecting(check: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a check raise ValueError for a RejectError about the file that its last argument, `path`, names."""
+
+    @functools.wraps(check)
+    def checked(*args: _P.args, **named: _P.kwargs) -> _T:
+        try:
+            return check(*args, **named)
+        except ValueError as error:
+            path = named["path"] if "path" in named else args[-1]
+            raise RejectError(str(path), str(error)) from error
+
+    return checked
 
 
 class UntrustedError(RejectError):

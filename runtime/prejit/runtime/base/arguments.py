@@ -27,13 +27,7 @@ _TEXT_LIKE = (str, bytes, bytearray, memoryview, Mapping)
 
 
 def refuse(name: str, expected: str, value: object) -> NoReturn:
-    """Raise the UsageError for a wrong argument.
-
-    Args:
-        name: of the argument.
-        expected: the text that follows "expected" in the message.
-        value: what was passed.
-    """
+    """Raise the UsageError for a wrong argument: `name: expected EXPECTED, found VALUE`."""
     raise UsageError(f"{name}: expected {expected}, found {described(value)}")
 
 
@@ -66,14 +60,7 @@ def instead(expected: object, found: object) -> str:
 
 
 def integer(name: str, value: object, least: int, most: int = _LARGEST_INTEGER) -> int:
-    """Return an integer in a range, from whatever Python takes as an index except bool.
-
-    Args:
-        name: of the argument.
-        value: what was passed.
-        least: the smallest that is allowed.
-        most: the largest.
-    """
+    """Return an integer in a range, from whatever Python takes as an index except bool."""
     found = _as_integer(value)
     if found is None:
         refuse(name, "an integer", value)
@@ -84,14 +71,7 @@ def integer(name: str, value: object, least: int, most: int = _LARGEST_INTEGER) 
 
 
 def number(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> float:
-    """Return a number that float32 can hold and that meets a condition; NaN meets none.
-
-    Args:
-        name: of the argument.
-        value: what was passed.
-        expected: the condition in words.
-        holds: the condition.
-    """
+    """Return a number that float32 can hold and that meets a condition (in words: `expected`), unlike NaN."""
     if not isinstance(value, Real) or isinstance(value, bool):
         refuse(name, f"a number, {expected}", value)
     try:
@@ -171,14 +151,7 @@ def path(name: str, value: object) -> str | os.PathLike[str]:
 
 
 def items(name: str, value: object, expected: str, *, sets: bool = False) -> list[Any]:
-    """Return the items of a list, tuple or array. Text, mappings and iterators are refused.
-
-    Args:
-        name: of the argument.
-        value: what was passed.
-        expected: the text that follows "expected" in the message.
-        sets: whether it may be a set, which has no order.
-    """
+    """Return the items of a list, tuple, array, and a set if allowed; no text, mapping or iterator."""
     kinds = (Sequence, Set) if sets else (Sequence,)
     if isinstance(value, _TEXT_LIKE) or not (
         isinstance(value, kinds) or hasattr(value, "__array__")
@@ -193,14 +166,7 @@ def items(name: str, value: object, expected: str, *, sets: bool = False) -> lis
 def integers(
     name: str, value: object, expected: str = "a list of integers", *, sets: bool = False
 ) -> list[int]:
-    """Return integers, from a list, tuple, range or an array with one dimension.
-
-    Args:
-        name: of the argument.
-        value: what was passed.
-        expected: the text that follows "expected" in the message.
-        sets: whether it may be a set, which has no order.
-    """
+    """Return integers, from a list, tuple, range or an array with one dimension; from a set as `items`."""
     if hasattr(value, "__array__") and not isinstance(value, _TEXT_LIKE):
         import numpy as np
 
@@ -259,9 +225,7 @@ class CheckedPairs(tuple[tuple[int, float], ...]):
 def pairs(name: str, value: object) -> CheckedPairs:
     """Return a logit bias as pairs of token id and number, sorted by token id; each id occurs once.
 
-    Args:
-        name: of the argument.
-        value: a mapping, or such pairs. A number is finite, or -inf, which forbids its token.
+    It is given as a mapping, or as such pairs. A number is finite, or -inf, which forbids its token.
     """
     if isinstance(value, CheckedPairs):
         return value

@@ -41,17 +41,10 @@ class Child:
         errors: Errors = "shown",
         own_session: bool = True,
     ) -> None:
-        """Start the process, which Ctrl-C does not reach.
+        """Start the process, which Ctrl-C does not reach. Raise OSError where it cannot be started.
 
-        Args:
-            command: the program and its arguments.
-            environment: its environment variables; None: those of this process.
-            errors: the place of its stderr.
-            own_session: whether it has no terminal, so that it cannot stop at ours. In a session of its own
-                `nice` does nothing (sched(7)).
-
-        Raises:
-            OSError: it cannot be started.
+        `own_session`: it has no terminal, so that it cannot stop at ours. In a session of its own `nice` does
+        nothing (sched(7)).
         """
         kept = errors == "kept"
         # release closes it
@@ -80,12 +73,7 @@ class Child:
         return not self._killed and self._process.poll() is None
 
     def ask(self, request: Any, seconds: float | None = None) -> Any:
-        """Send a request and return its answer, as `answer` does.
-
-        Args:
-            request: anything of JSON.
-            seconds: time limit; then the process is killed. None: there is none.
-        """
+        """Send a request and return its answer, as `answer` does. After `seconds` the process is killed."""
         if seconds is None:
             self.send(request)
             return self.answer()
@@ -152,12 +140,9 @@ class Child:
 
 
 class ChildResult(NamedTuple):
-    """The end of a process that `run_child` ran.
+    """The end of a process that `run_child` ran: its stdout and the end of its stderr.
 
-    Attributes:
-        code: its exit code, or minus its signal; None: the time limit ended it.
-        output: its stdout.
-        errors: the end of its stderr.
+    `code`: its exit code, or minus its signal; None: the time limit ended it.
     """
 
     code: int | None
@@ -175,12 +160,8 @@ def run_child(
 ) -> ChildResult:
     """Run a process to its end, in a session of its own, and kill what it started.
 
-    Args:
-        command: the program and its arguments.
-        content: its stdin.
-        seconds: time limit; None: there is none.
-        most_bytes: maximum of its stdout that is read; -1: all.
-        **options: as of subprocess.Popen.
+    `content` is its stdin. After `seconds` it is killed. At most `most_bytes` of its stdout are read (-1:
+    all). Other options are those of subprocess.Popen.
 
     Raises:
         OSError: it cannot be started.

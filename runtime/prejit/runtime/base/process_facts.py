@@ -16,12 +16,9 @@ from prejit.runtime.errors import UsageError
 
 
 class Span(NamedTuple):
-    """A time that a thread spent on one part of a start.
+    """A time that a thread spent on one part of a start, by `time.perf_counter`.
 
-    Attributes:
-        part: `imports`, `reading`, `verification` or `loading`; `start.start_report` says what they mean.
-        thread: its identifier (`threading.get_ident`).
-        start, end: by `time.perf_counter`.
+    `part`: `imports`, `reading`, `verification` or `loading`; `start.start_report` says what they mean.
     """
 
     part: str
@@ -73,10 +70,7 @@ def kernel_threads(root: str = "/") -> int:
 
     It is the smallest of three numbers: the CPUs that this process may run on, the CPU quota of its control
     groups, and `PREJIT_THREADS`. A quota is rounded down, because all threads wait for a helper that the
-    quota stops in the middle of its share.
-
-    Args:
-        root: the directory that holds `proc` and `sys`.
+    quota stops in the middle of its share. `root` holds `proc` and `sys`.
 
     Raises:
         UsageError: PREJIT_THREADS is not an integer of at least 1.
@@ -115,12 +109,8 @@ def _cpu_quotas(root: str) -> Iterator[float]:
 def control_groups(root: str, limited: str) -> Iterator[tuple[str, bool]]:
     """Yield the control groups of this process in each hierarchy that may limit something, inner ones first.
 
-    Args:
-        root: the directory that holds `proc` and `sys`.
-        limited: the controller: cpu or memory.
-
-    Yields:
-        The group's directory, and whether its hierarchy is of version 2.
+    `limited`: the controller: cpu or memory. Each comes as its directory, and whether its hierarchy is of
+    version 2.
     """
     groups = dict[str, str]()
     for line in text_of(os.path.join(root, "proc/self/cgroup")).splitlines():
@@ -177,11 +167,7 @@ TRUST_VARIABLE = "PREJIT_TRUST"
 
 
 def policy_paths(trust: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
-    """Return the files of all policies that apply, each once. Each can refuse what the others allow.
-
-    Args:
-        trust: another policy, or None.
-    """
+    """Return the files of all policies that apply, `trust` last. Each can refuse what the others allow."""
     paths = []
     try:
         os.lstat(SYSTEM_POLICY)
@@ -265,8 +251,7 @@ def host_memory_bytes() -> int:
 def host_memory_limit_bytes(root: str = "/") -> int:
     """Return how much memory this process may use: the limit of its container, or the machine's memory.
 
-    Args:
-        root: the directory that holds `sys`. A container sees its own limit there.
+    `root` holds `sys`. A container sees its own limit there.
     """
     limit: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups 2 and 1

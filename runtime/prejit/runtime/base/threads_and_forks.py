@@ -14,14 +14,8 @@ def start_thread(target: Callable[[], object], name: str) -> threading.Thread | 
     """Start a thread that the interpreter waits for at exit, and return it.
 
     By default a thread is a daemon if the thread that starts it is one. The interpreter stops daemons at exit
-    wherever they are, and inside XLA that aborts the process.
-
-    Args:
-        target: what the thread runs.
-        name: of the thread.
-
-    Returns:
-        None if no thread can start: there are too many, or the interpreter is exiting.
+    wherever they are, and inside XLA that aborts the process. None: no thread can start, because there are
+    too many, or the interpreter is exiting.
     """
     if not threading.main_thread().is_alive():
         return None
@@ -91,13 +85,9 @@ _disowning: weakref.WeakKeyDictionary[object, Callable[[Any], object]] = weakref
 def disown_in_forks(each: _T, disown: Callable[[_T], object]) -> None:
     """Call a function with an object in each process that is forked from this one while the object lives.
 
-    A fork has none of the threads that programs run in: a call would wait for them for ever.
-
-    Args:
-        each: the object, which is hashable.
-        disown: lets the object refuse all calls, without taking a lock, which another thread may have held.
-            It returns what must never be freed: a client of XLA waits for its threads then, also when the
-            interpreter ends.
+    A fork has none of the threads that programs run in: a call would wait for them for ever. So `disown` lets
+    the object refuse all calls, without taking a lock, which another thread may have held. It returns what
+    must never be freed: a client of XLA waits for its threads then, also when the interpreter ends.
     """
     _disowning[each] = disown
 

@@ -36,16 +36,11 @@ def to_json(value: Any) -> bytes:
 
 
 def from_json(cls: type[T], content: bytes, path: str) -> T:
-    """Read canonical JSON as a dataclass.
-
-    Args:
-        cls: the dataclass.
-        content: bytes as `to_json` writes them.
-        path: the file that they came from, for errors.
+    """Read canonical JSON, as `to_json` writes it, as a dataclass; `path` is the file, for errors.
 
     Raises:
         RejectError: the content is not JSON or not canonical, or a key is missing, unknown or of another
-            type.
+        type.
     """
     # Canonical JSON has no spaces between these characters, and strings hold few of them.
     check_amount(content, (b'":',), (b":{", b",{", b"[{", b":[", b",[", b"[["), path)
@@ -62,11 +57,8 @@ def check_amount(
 ) -> None:
     """Refuse JSON that takes too much memory and time as Python values: of brackets 30 times its size.
 
-    Args:
-        content: JSON.
-        keys: byte strings; every key in JSON comes with at least one of them.
-        containers: the same for lists and objects.
-        path: the file, for errors.
+    Every key in JSON comes with at least one of the byte strings `keys`, every list or object with one of
+    `containers`.
 
     Raises:
         RejectError: the content has more keys, or more lists and objects, than any bundle needs.
@@ -99,10 +91,6 @@ def from_plain(cls: type[T], plain: Any) -> T:
 
     Unknown keys are ignored. All fields must be there; null is a value for those that may be None. An
     integer is a number for a field of type float; infinity and NaN are not.
-
-    Args:
-        cls: the dataclass.
-        plain: what `json.loads` returned.
 
     Raises:
         ValueError: a key is missing, or a value has another type.

@@ -57,9 +57,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 def nearest_path(path: Path, pattern: str) -> Path | None:
     """Return the path that is most like one that leads nowhere, or None where none is near.
 
-    Args:
-        path: its directories may be wrong, too.
-        pattern: what its last part must match: `*/` is any directory.
+    Its directories may be wrong, too. `pattern` is what its last part must match: `*/` is any directory.
     """
     parent = path.parent if os.path.isdir(path.parent) else nearest_path(path.parent, "*/")
     if parent is None:

@@ -19,13 +19,8 @@ _COPY_BYTES = 1 << 20
 def write_file(path: Path, content: bytes | Path, *, mode: int = 0o666) -> None:
     """Write a file whole or not at all: temporary file beside it, fsync, rename, fsync of the directory.
 
-    The temporary files of the same file that killed writers left are removed.
-
-    Args:
-        path: the file; its directory exists.
-        content: the bytes, or a file whose bytes are copied.
-        mode: its permissions, less the umask. It has them as soon as it has its name, so that a kill leaves
-            no file that others may write to.
+    The temporary files of the same file that killed writers left are removed. `mode` (less the umask) holds
+    as soon as it has its name, so that a kill leaves no file that others may write to.
 
     Raises:
         StoreError: the disk is full, or writing is not permitted.
@@ -90,15 +85,10 @@ def sync_directory(path: Path) -> None:
 
 
 def lock_file(path: Path, *, shared: bool = False, wait: bool = True, mode: int = 0o600) -> int:
-    """Create a lock file where there is none, lock it, and return its descriptor.
+    """Create a lock file where there is none, lock it, and return its descriptor, which closing releases.
 
-    Closing the descriptor releases the lock. A holder may remove the file before it does so.
-
-    Args:
-        path: the lock file, in a directory that exists.
-        shared: whether other processes may hold a shared lock at the same time.
-        wait: whether to wait while another process holds the lock.
-        mode: permissions of a new file.
+    A holder may remove the file before it does so. `shared`: other processes may hold a shared lock at the
+    same time.
 
     Raises:
         BlockingIOError: another process holds the lock, and `wait` is false.
@@ -131,10 +121,6 @@ def locking(descriptor: int, *, shared: bool = False) -> Iterator[None]:
     """Lock an open file or directory for a block, then close it.
 
     Where the file system has no locks, such as some NFS, the block runs without one.
-
-    Args:
-        descriptor: the open file or directory.
-        shared: whether other processes may hold a shared lock at the same time.
     """
     try:
         with contextlib.suppress(OSError):

@@ -52,15 +52,7 @@ generation belong to a room above this one."""
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The result of an audit that found no fault.
-
-    Attributes:
-        digest: the bundle's digest.
-        target_count: the number of targets.
-        program_count: the number of programs of all targets.
-        attached_count: the number of what refers to the bundle, such as signatures and provenance.
-        hashed_bytes: the size of the blobs that were hashed.
-    """
+    """The result of an audit that found no fault: counts, and the size of the blobs that were hashed."""
 
     digest: str
     target_count: int
@@ -72,9 +64,7 @@ class Audit:
 def audit(path: str | os.PathLike[str], check_generation: CheckGeneration) -> Audit:
     """Check a whole bundle: the digests of all blobs, every frame of every pack, every line of every table.
 
-    Args:
-        path: directory of the bundle.
-        check_generation: checks the generation config of a bundle with a decoder.
+    `check_generation` checks the generation config of a bundle with a decoder.
 
     Raises:
         RejectError: the bundle is damaged.
@@ -112,13 +102,7 @@ def _chunks(contents: Iterable[Contents]) -> Iterator[tuple[str, Chunks]]:
 
 
 def _check_frames(layout: Layout, content: Contents, unpacked: set[tuple[str, Segment]]) -> None:
-    """Check the frames of a target's packs.
-
-    Args:
-        layout: the bundle.
-        content: the target.
-        unpacked: the frames that are checked already; targets share portable programs.
-    """
+    """Check the frames of a target's packs, but those in `unpacked`: targets share portable programs."""
     packs = segments_of(content.config)
     for at in content.manifest.layers:
         segments = packs.get(at.mediaType)
@@ -159,15 +143,7 @@ def _check_texts(layout: Layout, content: Contents, check_generation: CheckGener
 def check_attached(
     layout: Layout, root: Root, manifests: Sequence[ImageManifest]
 ) -> tuple[Referrer, ...]:
-    """Check what `index.json` lists beside the bundle: checks 14 and 15.
-
-    Args:
-        layout: the bundle.
-        root: what its `index.json` leads to.
-        manifests: the manifests of its targets.
-
-    Returns:
-        What refers to the bundle.
+    """Check what `index.json` lists beside the bundle: checks 14 and 15. Return what refers to the bundle.
 
     Raises:
         RejectError: something of it is missing or damaged, or refers to something else.
@@ -200,11 +176,6 @@ def check_attached(
 
 def check_index_file(layout: Layout, root: Root, attached: Sequence[Referrer]) -> None:
     """Check that `index.json` and `oci-layout`, if prejit wrote them, are as it writes them: check 16.
-
-    Args:
-        layout: the bundle.
-        root: what its `index.json` leads to.
-        attached: what refers to the bundle.
 
     Raises:
         RejectError: they are not.
@@ -277,12 +248,9 @@ def check_subject(subject: Descriptor, known: Mapping[str, Descriptor], path: st
 
 
 def check_types(manifests: Iterable[ImageManifest], attached: Collection[str], path: str) -> None:
-    """15. Check that a bundle still has what its build attached to it.
+    """15. Check that a bundle still has what its build attached to it, as the manifests of its targets say.
 
-    Args:
-        manifests: the manifests of its targets, which say what that was.
-        attached: artifact types of what is attached to the bundle.
-        path: `index.json`.
+    `attached` has the artifact types of what is attached to the bundle.
     """
     named = {each for at in manifests for each in at.annotations.get(ATTACHED_TYPES, "").split(",")}
     if missing := sorted(named - {"", *attached}):
@@ -316,13 +284,7 @@ def check_root(content: bytes, expected: bytes, path: str) -> None:
 
 
 def check_names(found: Iterable[str], known: Collection[str], path: str) -> None:
-    """17. Check that a layout has no file that nothing leads to.
-
-    Args:
-        found: the names of its files, and of everything else in its directories.
-        known: those of `index.json`, `oci-layout` and the blobs that these lead to.
-        path: its directory.
-    """
+    """17. Check that a layout has no file that nothing leads to: all that was found is known."""
     for name in sorted(found):
         if name not in known:
             raise RejectError(

@@ -41,9 +41,8 @@ class Blobs:
     Each file is opened once. So what is verified is what is used, even if another file has its name by now.
 
     Attributes:
-        hashed_bytes: the number of bytes that are hashed.
-        receipt_bytes: the number of bytes that `begin` found receipts for.
-        verity_bytes: the number of bytes that `begin` leaves to the kernel, which verifies them by fs-verity.
+        hashed_bytes, receipt_bytes, verity_bytes: bytes that are hashed, have receipts, or are
+            left to the kernel, which verifies them by fs-verity.
         reads: when `read` was called.
         verification: verifies these blobs; `verify` or `begin` makes it.
     """
@@ -51,12 +50,7 @@ class Blobs:
     def __init__(
         self, layout: Layout, manifests: Iterable[ImageManifest], receipts: Receipts | None
     ) -> None:
-        """Open the blobs.
-
-        Args:
-            layout: the bundle.
-            manifests: the manifests of the targets.
-            receipts: receipts of earlier verifications; None: hash everything.
+        """Open the blobs of targets; `receipts` of earlier verifications: None: hash everything.
 
         Raises:
             RejectError: a blob is missing or has another size.
@@ -97,9 +91,7 @@ class Blobs:
     def verify(self, chunks: Iterable[tuple[str, Chunks]] = ()) -> None:
         """Verify every blob that has no valid receipt now, whole: check 8.
 
-        Args:
-            chunks: chunks of blobs, by digest, that are compared as well, with the fs-verity digests of files
-                that have one.
+        `chunks` of blobs, by digest, are compared as well, with the fs-verity digests of files that have one.
 
         Raises:
             RejectError: a blob is cut off, or has another digest.
@@ -206,11 +198,7 @@ class Blobs:
 
 
 def _is_measured(file: OpenFile, chunks: Chunks) -> bool:
-    """Return whether the kernel compares each page of a file, when it reads it, with the right digest.
-
-    Raises:
-        RejectError: it compares them with another digest.
-    """
+    """Return whether the kernel compares each page of a file, when it reads it, with the right digest."""
     if (found := measure(file.descriptor)) is None:
         return False
     if found != chunks.verity:
@@ -235,12 +223,8 @@ def check_blobs(
 def read_whole(path: str | os.PathLike[str], read: Callable[[Layout, Root], _T]) -> _T:
     """Read one bundle whole, the old one or the new one, even if a build replaces it meanwhile.
 
-    Readers take no lock. They begin again if a check fails and the index has changed since they began.
-
-    Args:
-        path: directory of the bundle.
-        read: reads from the layout; also takes what its `index.json` leads to. It may be called several
-            times.
+    Readers take no lock. They begin again if a check fails and the index has changed since they began. So
+    `read`, which takes the layout and what its `index.json` leads to, may be called several times.
 
     Raises:
         StoreError: the directory cannot be opened, or a build replaces it again and again.
@@ -261,14 +245,7 @@ def read_whole(path: str | os.PathLike[str], read: Callable[[Layout, Root], _T])
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer of a bundle, mapped.
-
-    Attributes:
-        content: its bytes, which may be damaged until `wait` has returned for them.
-        path: the file, for errors.
-        digest: its digest.
-        verification: verifies it; by default it is verified.
-    """
+    """A layer of a bundle, mapped. Its bytes may be damaged until `wait` has returned for them."""
 
     content: Content
     path: str
@@ -276,11 +253,7 @@ class Layer:
     verification: Verification = VERIFIED
 
     def wait(self, start: int = 0, end: int | None = None) -> Content:
-        """Return the content after a part of it was verified.
-
-        Args:
-            start: where the part begins, in bytes.
-            end: where it ends; None: at the end of the layer.
+        """Return the content after a part of it was verified; `end` None: the end of the layer.
 
         Raises:
             RejectError: the bundle is damaged.

@@ -63,8 +63,7 @@ class _Walk:
         has_cycle: whether one of them is a part of itself.
         depth: the number of objects around the next one that jax compares by identity: it traces a new one of
             them anew, with the functions in it as they are by then.
-        functions: the digests of functions so far.
-        outer: those of them at depth 0.
+        functions, outer: the digests of functions so far, and those of them at depth 0.
     """
 
     visits: int = 0
@@ -76,11 +75,7 @@ class _Walk:
 
 @dataclass(frozen=True, slots=True)
 class EncodedConstant:
-    """A constant that JSON has no value for.
-
-    Attributes:
-        text: its JSON.
-    """
+    """A constant that JSON has no value for, as text."""
 
     text: str
 
@@ -244,15 +239,9 @@ def _digest(of: Any, parts: Any) -> list[Any]:
 
 
 def _plain(value: Any, inside: tuple[int, ...], walk: _Walk) -> Any:
-    """Return an object as JSON.
+    """Return an object as JSON; `inside`: the identities of the objects that it is a part of.
 
-    Args:
-        value: the object.
-        inside: the identities of the objects that it is a part of.
-        walk: the walk that met it.
-
-    Raises:
-        Exception: it has too many parts, or the code of one raises.
+    It raises anything where the object has too many parts, or the code of one raises.
     """
     walk.visits += 1
     if walk.visits > _MAX_OBJECTS:
@@ -299,11 +288,7 @@ def _plain(value: Any, inside: tuple[int, ...], walk: _Walk) -> Any:
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return what an object is made of.
-
-    Raises:
-        Exception: it does not tell, as pickle would find.
-    """
+    """Return what an object is made of. It raises anything where it does not tell, as pickle would find."""
     kind = type(value)
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]

@@ -27,13 +27,10 @@ SMALL_BYTES = 1 << 20
 
 
 class Job(NamedTuple):
-    """The verification of a part of a blob.
+    """The verification of a part of a blob, in bytes from its start.
 
-    Attributes:
-        blob: digest of the blob.
-        start, end: the part, in bytes from the start of the blob.
-        run: verifies it, and returns the seconds that reading it took. Raises RejectError if it is damaged,
-            StoreError if the disk does not give it.
+    `run` returns the seconds that reading took. It raises RejectError if the part is damaged, StoreError if
+    the disk does not give it.
     """
 
     blob: str
@@ -93,12 +90,7 @@ class HashingVerification(Verification):
         return self._read_seconds / self._job_seconds if self._job_seconds else 0.0
 
     def check(self) -> None:
-        """Raise the failure, if there is one by now. It waits for nothing.
-
-        Raises:
-            RejectError: a part of the bundle is damaged.
-            StoreError: the disk does not give its bytes.
-        """
+        """Raise the failure, if there is one by now."""
         failure = self._failure
         if failure is not None:
             # A new error each time: one with a traceback would keep this object, and with it every open file.
@@ -107,13 +99,7 @@ class HashingVerification(Verification):
             raise raised
 
     def wait(self, blob: str, start: int = 0, end: int | None = None) -> None:
-        """Wait until a part of a blob is verified. Raises as `check`.
-
-        Args:
-            blob: digest of the blob.
-            start: where the part begins, in bytes.
-            end: where it ends; None: at the end of the blob.
-        """
+        """Wait until a part of a blob is verified."""
         needed = [
             place
             for place, job in enumerate(self._jobs)
@@ -236,19 +222,10 @@ _buffers = threading.local()
 def check_chunk(
     file: OpenFile, start: int, end: int, expected: str, hasher: hashlib._Hash | None = None
 ) -> float:
-    """Compare a chunk of a file with its digest.
+    """Compare a chunk of a file with its digest by BLAKE3. Return the seconds that reading it took.
 
     It is read, not mapped: if somebody truncates the file meanwhile, the result is an error and no SIGBUS.
-
-    Args:
-        file: the file.
-        start: where the chunk begins, in bytes.
-        end: where it ends.
-        expected: its digest by BLAKE3, in hexadecimal digits.
-        hasher: gets the bytes too.
-
-    Returns:
-        The seconds that reading it took.
+    `hasher` gets the bytes too.
 
     Raises:
         RejectError: they differ, or the file is shorter.

@@ -28,14 +28,7 @@ seconds."""
 
 
 class OpenFile(NamedTuple):
-    """An open file.
-
-    Attributes:
-        path: the file, for errors.
-        descriptor: its file descriptor.
-        identity: its identity when it was opened.
-        content: its map.
-    """
+    """An open file: its path for errors, its descriptor, its identity when it was opened, and its map."""
 
     path: str
     descriptor: int
@@ -177,11 +170,7 @@ class Layout:
             return read_all(descriptor, status.st_size, path)
 
     def read_blob(self, digest: str, size: int) -> bytes:
-        """Return a blob's bytes. The caller must check the digest.
-
-        Raises:
-            RejectError: the blob is missing, is no regular file, or has another size.
-        """
+        """Return a blob's bytes, whose digest the caller must check. Raises RejectError as `open_blob`."""
         path = self.blob_path(digest)
         with self.open_blob(digest, size) as (descriptor, _):
             return read_all(descriptor, size, path)
@@ -201,11 +190,7 @@ class Layout:
             yield descriptor, Identity.of(status)
 
     def map_blob(self, digest: str, size: int) -> Content:
-        """Return a blob as `map_file` maps it.
-
-        Raises:
-            RejectError: the blob is missing, is no regular file, or has another size.
-        """
+        """Return a blob as `map_file` maps it. Raises RejectError as `open_blob`."""
         with self.open_blob(digest, size) as (descriptor, _):
             return map_file(descriptor, size, self.blob_path(digest))
 

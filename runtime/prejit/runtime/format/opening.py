@@ -31,14 +31,9 @@ from prejit.runtime.verdict import Verdict
 
 @dataclass(frozen=True, slots=True)
 class OpenTarget:
-    """One target of an opened bundle, compared with a machine.
+    """One target of an opened bundle: what its executables need of a machine, and the comparison with one.
 
-    Attributes:
-        name: the target's name.
-        requirement: what its executables need of a machine.
-        verdict: the comparison of its requirement with the machine.
-        descriptor: the descriptor of its manifest.
-        bundle: the bundle's name, as its index has it.
+    `descriptor` is that of its manifest, `bundle` the bundle's name, as its index has it.
     """
 
     name: str
@@ -49,11 +44,7 @@ class OpenTarget:
 
 
 def match(root: Root, machine: Fingerprint) -> tuple[OpenTarget, ...]:
-    """Return every target of a bundle with its verdict, in the order of `compare.preference`: check 3.
-
-    Raises:
-        RejectError: a requirement in the index is damaged.
-    """
+    """Return every target of a bundle with its verdict, in the order of `compare.preference`: check 3."""
     bundle = root.bundle.annotations[BUNDLE_NAME]
     targets = []
     for descriptor in root.bundle.manifests:
@@ -66,11 +57,7 @@ def match(root: Root, machine: Fingerprint) -> tuple[OpenTarget, ...]:
 
 
 def read_manifest(layout: Layout, target: OpenTarget) -> ImageManifest:
-    """Read and check a target's manifest: checks 5 and 6.
-
-    Raises:
-        RejectError: it is missing or damaged.
-    """
+    """Read and check a target's manifest: checks 5 and 6."""
     at = target.descriptor
     content = layout.read_blob(at.digest, at.size)
     check_digest(content, at.digest, layout.blob_path(at.digest))
@@ -78,11 +65,7 @@ def read_manifest(layout: Layout, target: OpenTarget) -> ImageManifest:
 
 
 def read_manifests(layout: Layout, targets: Sequence[OpenTarget]) -> dict[str, ImageManifest]:
-    """Read and check the manifests of targets, each file once. Return them by the target's name.
-
-    Raises:
-        RejectError: a manifest is missing or damaged.
-    """
+    """Read and check the manifests of targets, each file once. Return them by the target's name."""
     read: dict[str, ImageManifest] = {}
     for target in targets:
         if target.descriptor.digest not in read:
@@ -118,23 +101,14 @@ def check_config_blob(
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The manifest of a target, and its config.
-
-    Attributes:
-        manifest: the OCI manifest.
-        config: the program table.
-    """
+    """The manifest of a target, and its config: the program table."""
 
     manifest: ImageManifest
     config: Config
 
 
 def read_contents(layout: Layout, target: OpenTarget) -> Contents:
-    """Read and check a target's manifest and config: checks 5 to 7.
-
-    Raises:
-        RejectError: either is missing or damaged, or they disagree with the index.
-    """
+    """Read and check a target's manifest and config: checks 5 to 7."""
     manifest = read_manifest(layout, target)
     at = manifest.config
     content = layout.read_blob(at.digest, at.size)
@@ -142,11 +116,7 @@ def read_contents(layout: Layout, target: OpenTarget) -> Contents:
 
 
 def read_kernels(layout: Layout, config: Config, manifest: ImageManifest) -> bytes | None:
-    """Read and check a target's library of kernels, for check 9; None: the target has none.
-
-    Raises:
-        RejectError: it is missing or damaged.
-    """
+    """Read and check a target's library of kernels, for check 9; None: the target has none."""
     if config.kernels is None:
         return None
     at = manifest.layer(KERNELS_MEDIA_TYPE)
@@ -156,11 +126,7 @@ def read_kernels(layout: Layout, config: Config, manifest: ImageManifest) -> byt
 
 
 def check_libraries(layout: Layout, config: Config, manifest: ImageManifest) -> None:
-    """Read and check a target's libraries of the user, for check 9.
-
-    Raises:
-        RejectError: one is missing or damaged.
-    """
+    """Read and check a target's libraries of the user, for check 9."""
     sizes = {at.digest: at.size for at in manifest.layers}
     for library in config.libraries or ():
         content = layout.read_blob(library.digest, sizes[library.digest])

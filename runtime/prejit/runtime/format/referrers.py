@@ -29,11 +29,9 @@ class Referrer:
     """A manifest that refers to another.
 
     Attributes:
-        descriptor: the descriptor of this manifest.
-        subject: the manifest or index that it refers to.
+        descriptor, subject: of this manifest, and of the manifest or index that it refers to.
         artifact_type: what it is: its artifact type, or the media type of its config if it has none.
-        config: the descriptor of its config.
-        layers: the descriptors of its layers, whose bytes the reader must check.
+        config, layers: their descriptors; the reader must check the bytes of the layers.
         annotations: its annotations.
     """
 
@@ -57,12 +55,7 @@ def attached_entry(digest: str, size: int, artifact_type: str) -> Descriptor:
 
 
 def referrers(layout: Layout, root: Root, digest: str | None = None) -> tuple[Referrer, ...]:
-    """Return what refers to a digest, or to anything; in the order of `index.json`.
-
-    Args:
-        layout: the layout.
-        root: what its `index.json` leads to.
-        digest: the digest of the bundle, of a target's manifest, or of another referrer; None: any.
+    """Return what refers to a digest (None: to anything), in the order of `index.json`.
 
     Raises:
         RejectError: a manifest that `index.json` lists is missing or damaged. Manifests of more than 64 KiB
@@ -78,11 +71,7 @@ def referrers(layout: Layout, root: Root, digest: str | None = None) -> tuple[Re
 
 
 def unattached(layout: Layout, root: Root) -> Iterator[Descriptor]:
-    """Yield the configs and layers of manifests without a subject, such as signatures of older cosigns.
-
-    Raises:
-        RejectError: as of `referrers`.
-    """
+    """Yield the configs and layers of manifests without a subject, such as signatures of older cosigns."""
     for _, plain, path in _manifests(layout, root):
         layers = plain.get("layers")
         if plain.get("subject") is None and type(layers) is list:
@@ -107,11 +96,7 @@ def _manifests(layout: Layout, root: Root) -> Iterator[tuple[Descriptor, dict[st
 
 
 def reached(layout: Layout, root: Root) -> set[str]:
-    """Return the digests of all blobs that `index.json` leads to.
-
-    Raises:
-        RejectError: a manifest is missing or damaged.
-    """
+    """Return the digests of all blobs that `index.json` leads to. Raises RejectError as `referrers`."""
     found = {at.digest for at in (*root.bundle.manifests, *root.others)}
     if root.subject is not None:
         found.add(root.digest)

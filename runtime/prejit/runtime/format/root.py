@@ -209,15 +209,10 @@ def read_descriptor(plain: Any, path: str) -> Descriptor:
 def _split(
     layout: Layout, entries: tuple[Descriptor, ...], media_type: str
 ) -> tuple[list[tuple[Descriptor, bytes]], tuple[Descriptor, ...]]:
-    """Return the entries of a media type that are prejit's, and all others.
-
-    The first come with the bytes behind them, or with none if these were not read.
+    """Return prejit's entries of a media type, with their bytes if these were read, and all others.
 
     The blob of an index says what it is. So no damage of its entry makes a bundle look like a copy of some
     targets. The entry of a manifest says it, or else its blob, because skopeo drops the artifact type.
-
-    Raises:
-        RejectError: such a blob is missing or damaged, or there are too many.
     """
     unread = _MAX_UNNAMED_BYTES
     ours, others = list[tuple[Descriptor, bytes]](), []
@@ -259,11 +254,11 @@ def _read(layout: Layout, at: Descriptor) -> bytes:
 
 
 def index_of_copy(layout: Layout, manifests: Sequence[Descriptor]) -> bytes:
-    """Return the bundle's index that prejit would have written for the targets of a copy.
+    """Return the bundle's index that prejit would have written for the targets of a copy of another OCI tool.
 
-    Args:
-        layout: the copy.
-        manifests: the descriptors of the targets' manifests.
+    Such a tool (skopeo, oras) copies manifest, config and layers of a target byte for byte, and lists the
+    manifest in an `index.json` of its own. The config repeats the target's entry of the bundle's index: from
+    these it is made.
 
     Raises:
         RejectError: a file is damaged, or they are not targets of one bundle.
@@ -320,10 +315,7 @@ def encode_index(
 def encode_root(index: Index, content: bytes, others: Iterable[Descriptor]) -> bytes:
     """Return the bytes of the `index.json` of a bundle with all its targets.
 
-    Args:
-        index: the bundle's index.
-        content: the bytes of the same index.
-        others: what refers to the bundle or its targets.
+    `content` has the bytes of `index`; `others` refer to the bundle or its targets.
     """
     name = index.annotations[BUNDLE_NAME]
     bundle = Descriptor(

@@ -40,11 +40,7 @@ _TYPE = re.compile(r"[\w.<>]{1,512}:[\w.<>]{1,512}")
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """An array.
-
-    Attributes:
-        key: jax's implementation of random keys (`fry`, `rbg`) whose data it is; empty: it is no key.
-    """
+    """An array; with a `key`: the data of random keys of that implementation of jax (`fry`, `rbg`)."""
 
     key: str = ""
 
@@ -53,13 +49,9 @@ class Leaf:
 class Node:
     """A container, or None.
 
-    Attributes:
-        kind: what it is.
-        keys: keys, fields or places of its children, in order.
-        children: its parts, in order.
-        type: `module:Name` of a named tuple, record or node; else empty.
-        constants: names and values of a dataclass's constant fields.
-        aux: the auxiliary data of a class that is registered with jax; None: it is jax's own, or a dataclass.
+    `keys` has keys, fields or places of its children. `type`: `module:Name` of a named tuple, record or node;
+    else empty. `constants`: names and values of a dataclass's constant fields. `aux`: the auxiliary data of a
+    class that is registered with jax; None: it is jax's own, or a dataclass.
     """
 
     kind: Kind
@@ -224,13 +216,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Branch:
-    """An argument or a result of a program: one branch of its tree.
+    """An argument or a result of a program: one branch of its tree, by its name or its place.
 
-    Attributes:
-        key: its name, or its place.
-        tree: how it is nested.
-        arrays: its arrays, in order.
-        start: the place of the first one among all arrays of the program.
+    `start`: the place of its first array among all arrays of the program.
     """
 
     key: Key

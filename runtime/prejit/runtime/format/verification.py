@@ -8,8 +8,7 @@ from prejit.runtime.base.process_facts import Span
 class Verification:
     """The verification of bytes that are verified already. `hashing.HashingVerification` has work to do.
 
-    Attributes:
-        waits: when callers waited.
+    `waits`: when callers waited.
     """
 
     def __init__(self) -> None:
@@ -34,13 +33,7 @@ class Verification:
         """
 
     def wait(self, blob: str, start: int = 0, end: int | None = None) -> None:
-        """Wait until a part of a blob is verified. Raises as `check`.
-
-        Args:
-            blob: digest of the blob.
-            start: where the part begins, in bytes.
-            end: where it ends; None: at the end of the blob.
-        """
+        """Wait until a part of a blob (its digest) is verified; `end` None: the end. Raises as `check`."""
 
     def wait_for_small(self) -> None:
         """Wait for the verification of small blobs. Raises as `check`."""

@@ -84,13 +84,7 @@ def _abandoned(path: Path) -> Iterator[Path]:
 
 
 class Part(NamedTuple):
-    """A blob of something that is attached to a bundle.
-
-    Attributes:
-        media_type: what it is.
-        content: its bytes.
-        annotations: annotations of its descriptor; None: there are none.
-    """
+    """A blob of something that is attached to a bundle, and annotations of its descriptor."""
 
     media_type: str
     content: bytes
@@ -180,12 +174,7 @@ def _attached_digest(entry: dict[str, Any]) -> str:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove what killed writers of a bundle left: temporary files, and blobs that nothing leads to.
-
-    Raises:
-        RejectError: the bundle is damaged.
-        StoreError: writing is not permitted.
-    """
+    """Remove what killed writers of a bundle left: temporary files, and blobs that nothing leads to."""
     with locked(path):
         for file in [*_abandoned(path), *_unused_blobs(path)]:
             file.unlink(missing_ok=True)

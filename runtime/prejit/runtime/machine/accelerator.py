@@ -44,14 +44,10 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True)
 class _Chip:
-    """A generation of TPUs.
+    """A generation of TPUs: jax's name for it, dimensions of a topology, devices that jax sees in a chip.
 
-    Attributes:
-        kind: jax's name for it.
-        dimensions: number of dimensions of a topology.
-        devices: number of devices that jax sees in one chip.
-        accelerator_types: beginnings of TPU_ACCELERATOR_TYPE.
-        memory_bytes: as in the catalogue of targets, because only the TPU runtime can report it.
+    `accelerator_types`: beginnings of TPU_ACCELERATOR_TYPE. `memory_bytes`: as in the catalogue of targets,
+    because only the TPU runtime can report it.
     """
 
     kind: str
@@ -82,11 +78,7 @@ def find_accelerator(environ: Mapping[str, str], root: Path = Path("/")) -> Acce
 
     jax prefers a TPU to a GPU to the CPU (`cloud_tpu_init` and the priorities of its plugins), or takes the
     first platform in JAX_PLATFORMS that exists. On a machine without accelerators this takes less than a
-    millisecond.
-
-    Args:
-        environ: the environment variables of the process.
-        root: the directory that holds `dev`, `proc` and `sys`.
+    millisecond. `root` holds `dev`, `proc` and `sys`.
 
     Raises:
         UsageError: no platform in JAX_PLATFORMS exists. jax fails too.
@@ -187,12 +179,10 @@ def _board_of(pynvml: Any, device: Any) -> Any:
 def _visible_devices(pynvml: Any, visible: str | None) -> list[Any]:
     """Return the GPUs that CUDA shows a process (CUDA C++ Programming Guide, "CUDA Environment Variables").
 
-    Args:
-        pynvml: the module, initialized.
-        visible: CUDA_VISIBLE_DEVICES: indices, or UUIDs or their beginnings. CUDA ignores everything after
-            the first invalid entry. NVML counts in the order of the bus and CUDA by default from the fastest,
-            so an index may mean another GPU if the GPUs differ. A partitioned GPU (MIG) counts as a whole
-            unless a part is named here.
+    CUDA_VISIBLE_DEVICES has indices, or UUIDs or their beginnings. CUDA ignores everything after the first
+    invalid entry. NVML counts in the order of the bus and CUDA by default from the fastest, so an index may
+    mean another GPU if the GPUs differ. A partitioned GPU (MIG) counts as a whole unless a part is named
+    here.
     """
     handles = [
         pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())

@@ -101,88 +101,24 @@ class Requirement:
         check_axes(self)
 
 
+_CPU_FEATURES = """
+    64bit=lm adx aes amx-bf16=amx_bf16 amx-complex=amx_complex amx-fp16=amx_fp16 amx-int8=amx_int8
+    amx-tile=amx_tile avx avx2 avx512bf16=avx512_bf16 avx512bitalg=avx512_bitalg avx512bw avx512cd
+    avx512dq avx512f avx512fp16=avx512_fp16 avx512ifma avx512vbmi avx512vbmi2=avx512_vbmi2 avx512vl
+    avx512vnni=avx512_vnni avx512vp2intersect=avx512_vp2intersect avx512vpopcntdq=avx512_vpopcntdq
+    avxifma=avx_ifma avxneconvert=avx_ne_convert avxvnni=avx_vnni avxvnniint16=avx_vnni_int16
+    avxvnniint8=avx_vnni_int8 bmi=bmi1 bmi2 clflushopt clwb clzero cmov cmpccxadd crc32=sse4_2 cx16 cx8
+    f16c fma fma4 fsgsbase fxsr gfni invpcid lzcnt=abm mmx movbe movdir64b movdiri pclmul=pclmulqdq
+    popcnt prfchw=3dnowprefetch rdpid rdrnd=rdrand rdseed sahf=lahf_lm serialize sha=sha_ni sse sse2
+    sse3=pni sse4.1=sse4_1 sse4.2=sse4_2 sse4a ssse3 tbm vaes vpclmulqdq waitpkg xop xsave xsavec
+    xsaveopt xsaves
+"""
 CPU_FEATURES = {
-    # LLVM's name (llvm/lib/Target/X86/X86.td) -> Linux's flag (arch/x86/include/asm/cpufeatures.h).
-    # CPU names are not compared: a virtual machine may show any name with any set of features.
-    "64bit": "lm",
-    "adx": "adx",
-    "aes": "aes",
-    "amx-bf16": "amx_bf16",
-    "amx-complex": "amx_complex",
-    "amx-fp16": "amx_fp16",
-    "amx-int8": "amx_int8",
-    "amx-tile": "amx_tile",
-    "avx": "avx",
-    "avx2": "avx2",
-    "avx512bf16": "avx512_bf16",
-    "avx512bitalg": "avx512_bitalg",
-    "avx512bw": "avx512bw",
-    "avx512cd": "avx512cd",
-    "avx512dq": "avx512dq",
-    "avx512f": "avx512f",
-    "avx512fp16": "avx512_fp16",
-    "avx512ifma": "avx512ifma",
-    "avx512vbmi": "avx512vbmi",
-    "avx512vbmi2": "avx512_vbmi2",
-    "avx512vl": "avx512vl",
-    "avx512vnni": "avx512_vnni",
-    "avx512vp2intersect": "avx512_vp2intersect",
-    "avx512vpopcntdq": "avx512_vpopcntdq",
-    "avxifma": "avx_ifma",
-    "avxneconvert": "avx_ne_convert",
-    "avxvnni": "avx_vnni",
-    "avxvnniint16": "avx_vnni_int16",
-    "avxvnniint8": "avx_vnni_int8",
-    "bmi": "bmi1",
-    "bmi2": "bmi2",
-    "clflushopt": "clflushopt",
-    "clwb": "clwb",
-    "clzero": "clzero",
-    "cmov": "cmov",
-    "cmpccxadd": "cmpccxadd",
-    "crc32": "sse4_2",
-    "cx16": "cx16",
-    "cx8": "cx8",
-    "f16c": "f16c",
-    "fma": "fma",
-    "fma4": "fma4",
-    "fsgsbase": "fsgsbase",
-    "fxsr": "fxsr",
-    "gfni": "gfni",
-    "invpcid": "invpcid",
-    "lzcnt": "abm",
-    "mmx": "mmx",
-    "movbe": "movbe",
-    "movdir64b": "movdir64b",
-    "movdiri": "movdiri",
-    "pclmul": "pclmulqdq",
-    "popcnt": "popcnt",
-    "prfchw": "3dnowprefetch",
-    "rdpid": "rdpid",
-    "rdrnd": "rdrand",
-    "rdseed": "rdseed",
-    "sahf": "lahf_lm",
-    "serialize": "serialize",
-    "sha": "sha_ni",
-    "sse": "sse",
-    "sse2": "sse2",
-    "sse3": "pni",
-    "sse4.1": "sse4_1",
-    "sse4.2": "sse4_2",
-    "sse4a": "sse4a",
-    "ssse3": "ssse3",
-    "tbm": "tbm",
-    "vaes": "vaes",
-    "vpclmulqdq": "vpclmulqdq",
-    "waitpkg": "waitpkg",
-    "xop": "xop",
-    "xsave": "xsave",
-    "xsavec": "xsavec",
-    "xsaveopt": "xsaveopt",
-    "xsaves": "xsaves",
+    name: flag or name for name, _, flag in (word.partition("=") for word in _CPU_FEATURES.split())
 }
-"""The CPU extensions that a compiler may use and that Linux reports. LLVM has more (`shstk`, tuning flags),
-which are not compared."""
+"""The CPU extensions that a compiler may use and that Linux reports, by LLVM's name
+(llvm/lib/Target/X86/X86.td), with Linux's flag (arch/x86/include/asm/cpufeatures.h). LLVM has more (`shstk`,
+tuning flags), which are not compared, as are names of CPUs: a virtual machine may show any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,14 +35,10 @@ def cache_root() -> Path:
 
 
 def read_own(path: Path, max_bytes: int) -> bytes | None:
-    """Return the content of a cache file that only this process's user can have written; None: there is none.
+    """Return at most `max_bytes` of a cache file that only this process's user can have written, or None.
 
     Another user who may write to the file could forge it. One who may write to the directory could put a
     link to another file of ours there. Such a file counts as missing.
-
-    Args:
-        path: the file.
-        max_bytes: read at most this much.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
@@ -76,12 +72,9 @@ _MAX_RECEIPTS_BYTES = 64 << 20
 
 
 def first_programs(digest: str) -> tuple[str, ...]:
-    """Return the names of the programs that an earlier start of a bundle used first.
+    """Return the names of the programs that an earlier start of a bundle (its digest) used first.
 
     A start loads them at once, because most starts of a bundle are alike. A wrong guess costs only time.
-
-    Args:
-        digest: the bundle's digest.
     """
     if is_plain_start():
         return ()
@@ -102,13 +95,9 @@ def _first_programs_file(digest: str) -> Path:
 
 
 class KeptAnswer(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
-    """The answer of an executable on this machine, and whether it was right.
+    """The answer of an executable (its digest) on this machine: whether it was right, and where it is.
 
-    Attributes:
-        right: whether it did.
-        bundle, target, program: where it is; for people.
-        executable: digest of the executable.
-        difference: what it returned instead; for people. Empty: it was right.
+    `difference`: what it returned instead, for people; empty: it was right.
     """
 
     right: bool
@@ -126,11 +115,7 @@ def answer_file(**ingredients: object) -> Path:
 
 
 def read_answer(path: Path) -> KeptAnswer | None:
-    """Return the kept answer in a file; None: there is none.
-
-    Raises:
-        RejectError: the file is damaged.
-    """
+    """Return the kept answer in a file; None: there is none. Raise RejectError where the file is damaged."""
     if not (content := read_own(path, _MAX_ANSWER_BYTES)):
         if content is None:
             return None
@@ -189,11 +174,7 @@ class Receipts:
         return held
 
     def digest_of(self, path: Path) -> str:
-        """Return the digest of a file, from its receipt or by hashing it.
-
-        Raises:
-            StoreError: the file cannot be read.
-        """
+        """Return the digest of a file, from its receipt or by hashing it. Raise StoreError if that fails."""
         try:
             with open(path, "rb") as file:
                 identity = Identity.of(os.fstat(file.fileno()))
@@ -210,10 +191,8 @@ class Receipts:
     def add(self, digest: str, identity: Identity, *, hashed_at: float) -> None:
         """Add a receipt for a file that was hashed and had this digest.
 
-        Args:
-            digest: the digest.
-            identity: the file, before it was hashed.
-            hashed_at: when the hashing began, in seconds since the epoch.
+        `identity` is the file's before it was hashed, `hashed_at` when that began, in seconds since the
+        epoch.
         """
         if hashed_at - identity.ctime_ns / 1e9 > SETTLED_SECONDS:
             self._valid[digest] = astuple(identity)

@@ -56,13 +56,10 @@ MAX_VERSION = (1 << 53) - 1
 
 
 class KeySet(NamedTuple):
-    """The keys of a channel.
+    """The keys of a channel, each once: `threshold` of them must sign.
 
-    Attributes:
-        version: rises by one with each rotation.
-        keys: each once.
-        threshold: how many of them must sign.
-        expires: from when on they count no more, in seconds since the epoch; None: never.
+    `version` rises by one with each rotation; from `expires` (seconds since the epoch; None: never) they
+    count no more.
     """
 
     version: int
@@ -77,13 +74,10 @@ class KeySet(NamedTuple):
 
 
 class Release(NamedTuple):
-    """The current bundle of a channel.
+    """The current bundle of a channel: `digests` of its index and of the manifest of each target.
 
-    Attributes:
-        version: rises with each release.
-        bundle: name of the bundle.
-        digests: digest of its index, and of the manifest of each target.
-        expires: from when on this is no longer known to be current, in seconds since the epoch.
+    `version` rises with each release; from `expires` (seconds since the epoch) it is no longer known to be
+    current.
     """
 
     version: int
@@ -93,14 +87,10 @@ class Release(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """The newest keys and release of a channel that a machine has accepted. `channel_state` keeps them.
+    """The newest keys and release of a channel that a machine has accepted and keeps.
 
-    Attributes:
-        keys: the newest keys.
-        version: of the newest release; 0: none yet.
-        release_keys_version: the version of the keys that signed it.
-        release_digest: digest of its statement.
-        began: id of the policy's keys that the rotations began with.
+    `version` 0: no release yet. `release_keys_version`: the version of the keys that signed it;
+    `release_digest`: of its statement. `began`: id of the policy's keys that the rotations began with.
     """
 
     keys: KeySet
@@ -113,10 +103,7 @@ class Accepted(NamedTuple):
 class KeyMark(NamedTuple):
     """The newest statements of a channel that one key signed, among those which a machine has accepted.
 
-    Attributes:
-        keys_version: the newest version of the keys; 0: it signed none.
-        keys_digest: digest of its statement.
-        release_keys_version, version, release_digest: the newest release, as of `Accepted`.
+    0 as a version: it signed none. Digests are those of the statements.
     """
 
     keys_version: int = 0
@@ -127,13 +114,10 @@ class KeyMark(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """A statement of a channel's file whose signatures were verified.
+    """A statement of a channel's file whose signatures were verified, with the ids of their keys.
 
-    Attributes:
-        digest: digest of the statement.
-        signers: ids of the keys that signed it.
-        keys_version: the version of the keys that it is; of a release, the version that signs it.
-        version: the version of the release; None: it is a version of the keys.
+    `keys_version`: the version of the keys that it is; of a release, the version that signs it. `version`:
+    that of the release; None: it is a version of the keys.
     """
 
     digest: str
@@ -169,15 +153,9 @@ def accept(
     minimum_version: int = 0,
     revoked: frozenset[str] = frozenset(),
 ) -> Outcome:
-    """Verify a channel's file against what was accepted last.
+    """Verify a channel's file against what was accepted last: on the first time only the policy's keys.
 
-    Args:
-        content: the file.
-        name: the channel's name.
-        last: what was accepted last; on the first time only its keys, from the policy.
-        now: seconds since the epoch.
-        minimum_version: the lowest version of a release that counts.
-        revoked: ids of keys that do not count.
+    `now` is in seconds since the epoch; `revoked` has the ids of keys that do not count.
 
     Raises:
         RefusedError: it is damaged, is not signed by enough keys, or is older than what was accepted last.
@@ -253,12 +231,7 @@ def _check_order(release: Verified, last: Accepted | KeyMark, what: str) -> None
 
 
 def check_mark(outcome: Outcome, mark: KeyMark, name: str) -> None:
-    """Check that a file is not older than what one of its keys has signed.
-
-    Args:
-        outcome: the file.
-        mark: the newest that the key signed, under any policy.
-        name: the channel's name.
+    """Check that a file is not older than the newest that one of its keys has signed, under any policy.
 
     Raises:
         RefusedError: it is.
@@ -412,15 +385,9 @@ def release_statement(
     keys_version: int,
     expires: datetime,
 ) -> bytes:
-    """Return the payload of a release.
+    """Return the payload of a release of a bundle: its `subjects` are its index and its targets' manifests.
 
-    Args:
-        name: the channel's name.
-        bundle: name of the bundle.
-        subjects: the bundle's index and the manifests of its targets.
-        version: higher than that of every release before.
-        keys_version: version of the keys that will sign it.
-        expires: until when it is the current one at the latest, in UTC.
+    `version` is higher than that of every release before; the keys of `keys_version` will sign it.
     """
     predicate = {
         "channel": name,
@@ -460,11 +427,7 @@ def encode_channel(rotations: Iterable[Envelope], release: Envelope) -> bytes:
 def why_not_current(release: Release, bundle: str, index: str, manifest: str) -> Reason | None:
     """Return why a bundle is not the current one of a channel; None: it is.
 
-    Args:
-        release: the channel's release.
-        bundle: name of the bundle.
-        index: digest of its index.
-        manifest: digest of the manifest of the target that would run.
+    `index` is the digest of its index, `manifest` that of the manifest of the target that would run.
     """
     if release.bundle != bundle:
         return Reason(

@@ -39,11 +39,6 @@ _log = logging.getLogger(__name__)
 def current_release(policy: Policy, channel: ChannelRule, now: float) -> Outcome | Reason:
     """Return the current release of a channel, or why there is none. Keep that it was accepted.
 
-    Args:
-        policy: the policy.
-        channel: the channel.
-        now: seconds since the epoch.
-
     Raises:
         PolicyError: what was accepted cannot be read or kept.
     """
@@ -123,12 +118,7 @@ class ChannelState:
     """
 
     def __init__(self, policy: str, channel: str) -> None:
-        """Choose the file.
-
-        Args:
-            policy: path of the policy.
-            channel: name of the channel.
-        """
+        """Choose the file, by the path of the policy and the name of the channel."""
         self._channel = channel
         self.path = _file("policy", os.path.abspath(policy), channel)
 
@@ -163,11 +153,7 @@ class ChannelState:
         return KeyMark() if (content := _content(path)) is None else _read_mark(content, path)
 
     def write(self, accepted: Accepted) -> None:
-        """Keep what was accepted.
-
-        Raises:
-            PolicyError: it cannot be written.
-        """
+        """Keep what was accepted. Raise PolicyError where it cannot be written."""
         found = {
             "keys": [key.pem for key in accepted.keys.keys],
             "keys_version": accepted.keys.version,
@@ -230,11 +216,7 @@ def _damaged(path: Path, reason: str) -> PolicyError:
 
 
 def _read(content: bytes, path: Path) -> Accepted:
-    """Return what was accepted.
-
-    Raises:
-        PolicyError: the content is damaged.
-    """
+    """Return what was accepted. Raise PolicyError where the content is damaged."""
     try:
         return _parsed(content, str(path))
     except RefusedError as error:

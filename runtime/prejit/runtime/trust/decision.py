@@ -43,13 +43,7 @@ MAX_VERIFICATIONS = 512
 
 
 class TrustTarget(NamedTuple):
-    """A target that may run.
-
-    Attributes:
-        bundle: name of the bundle, as the manifest has it.
-        digest: the bundle's digest: that of its index.
-        manifest: digest of the target's manifest.
-    """
+    """A target that may run: the bundle's name, and the digests of its index and of the target's manifest."""
 
     bundle: str
     digest: str
@@ -66,10 +60,7 @@ Attached = bytes | Reason
 class CurrentRelease(NamedTuple):
     """The release of a channel that names a bundle.
 
-    Attributes:
-        channel: name of the channel.
-        version: version of the release.
-        signers: names of the keys that signed it; after a rotation, the first 12 digits of their ids.
+    `signers` are names of the keys that signed it; after a rotation, the first 12 digits of their ids.
     """
 
     channel: str
@@ -167,12 +158,9 @@ def _revoked(policy: Policy, target: TrustTarget) -> Iterable[Reason]:
 
 
 class _Counted(NamedTuple):
-    """The keys and identities that signed, by id.
+    """Who signed, by id: those that count, and those that would, each with the reason why it does not.
 
-    Attributes:
-        valid: those that count.
-        expired, revoked: those that would count, and why they do not.
-        descriptions: what they signed of the descriptions that the rule demands.
+    `descriptions`: what they signed of the descriptions that the rule demands.
     """
 
     valid: dict[str, TrustedSigner]
@@ -226,22 +214,14 @@ def _is_description(
 
 
 def _signers(content: bytes, envelope: Envelope, rule: Rule) -> Sequence[TrustedSigner]:
-    """Return who of a rule made a signature.
-
-    Raises:
-        RefusedError: nobody did.
-    """
+    """Return who of a rule made a signature. Raise RefusedError where nobody did."""
     if envelope.is_keyless:
         return [_signing_identity(content, envelope, rule)]
     return _signing_keys(envelope, rule)
 
 
 def _signing_identity(content: bytes, envelope: Envelope, rule: Rule) -> TrustedIdentity:
-    """Return the identity of a rule that made a keyless signature. It counts for one, whatever it names.
-
-    Raises:
-        RefusedError: none did.
-    """
+    """Return the identity of a rule that made a keyless signature. It counts for one, whatever it names."""
     refused = RefusedError(
         "unknown-identity",
         "expected a signature by a key of the rule, which has no identities, found a keyless one",
@@ -258,11 +238,7 @@ def _signing_identity(content: bytes, envelope: Envelope, rule: Rule) -> Trusted
 
 
 def _signing_keys(envelope: Envelope, rule: Rule) -> list[TrustedKey]:
-    """Return the keys of a rule that signed an envelope.
-
-    Raises:
-        RefusedError: none did.
-    """
+    """Return the keys of a rule that signed an envelope. Raise RefusedError where none did."""
     message = pae(envelope.payload)
     found = [
         each
@@ -284,11 +260,7 @@ def _signing_keys(envelope: Envelope, rule: Rule) -> list[TrustedKey]:
 
 
 def _subject_of(envelope: Envelope, target: TrustTarget) -> SignedSubject:
-    """Return what an envelope signs: the bundle or the target's manifest.
-
-    Raises:
-        RefusedError: it is about something else, or is no signature.
-    """
+    """Return what an envelope signs: the bundle or the target's manifest. Raise RefusedError for all else."""
     statement = read_statement(envelope.payload, SIGNATURE_PREDICATE)
     for digest in (target.digest, target.manifest):
         if (subject := statement.about(digest)) is not None:
@@ -350,12 +322,7 @@ def _channel_reasons(found: Outcome | Reason, target: TrustTarget) -> Iterable[R
 
 
 class Description(NamedTuple):
-    """A signed description of a bundle.
-
-    Attributes:
-        statement: the statement.
-        signers: ids of those of the rule who signed it.
-    """
+    """A signed description of a bundle, with the ids of those of the rule who signed it."""
 
     statement: Statement
     signers: frozenset[str]
@@ -373,13 +340,7 @@ def description_of(payload: bytes, digests: Collection[str]) -> Statement | None
 def missing_descriptions(
     rule: Rule, found: Sequence[Description], signers: Collection[str]
 ) -> Iterable[Reason]:
-    """Yield why a bundle lacks the descriptions that a rule demands.
-
-    Args:
-        rule: the rule.
-        found: the signed descriptions of the bundle.
-        signers: ids of those whose signatures count.
-    """
+    """Yield why a bundle lacks the descriptions that a rule demands; `signers`: ids of those who count."""
     if rule.provenance is not None:
         yield from _missing(rule, PROVENANCE_PREDICATE, found, signers)
     if rule.sbom:

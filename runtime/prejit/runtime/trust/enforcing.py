@@ -34,14 +34,7 @@ MAX_ATTACHED = 64
 
 
 class PolicyVerdict(NamedTuple):
-    """The decision of one policy about one target.
-
-    Attributes:
-        policy: the policy's file.
-        target: the target's name.
-        decision: the decision.
-        first_load: where a machine loads the bundle for the first time.
-    """
+    """The decision of one policy (a file) about one target, and where a machine loads it first."""
 
     policy: str
     target: str
@@ -50,12 +43,7 @@ class PolicyVerdict(NamedTuple):
 
 
 class Enforced(NamedTuple):
-    """The decisions of policies about targets that may run.
-
-    Attributes:
-        reported: what they only report, as text.
-        first_load: the policy that wants the first load in a child process, or None.
-    """
+    """What policies only report, and the policy that wants the first load in a child process, or None."""
 
     reported: tuple[str, ...]
     first_load: str | None = None
@@ -88,17 +76,7 @@ def enforce(
     targets: Iterable[OpenTarget],
     manifests: Mapping[str, ImageManifest],
 ) -> Enforced:
-    """Check that every policy lets targets run.
-
-    Args:
-        paths: the files of the policies.
-        layout: the bundle.
-        root: what its `index.json` leads to.
-        targets: the targets that may run.
-        manifests: their manifests, checked, by the target's name.
-
-    Returns:
-        What the policies say besides.
+    """Check that every policy lets targets run; `manifests` are theirs, checked, by the target's name.
 
     Raises:
         UntrustedError: a policy refuses a target.

@@ -42,12 +42,8 @@ _HINT_OF_FAILURE = 'mend what the message names, or take first_load = "child" ou
 class FirstLoad(NamedTuple):
     """The bundle that a child process loads, and how.
 
-    Attributes:
-        path: the directory of the bundle.
-        targets: the targets that may be served.
-        must_match: whether a machine that matches no target is an error.
-        declared: the fingerprint to load it for; None: this machine's.
-        policies: the files of the policies that apply.
+    `must_match`: whether a machine that matches no target is an error. `declared`: the fingerprint to load it
+    for; None: this machine's. `policies`: the files of those that apply.
     """
 
     path: str | os.PathLike[str]
@@ -74,12 +70,7 @@ class FirstLoad(NamedTuple):
 
 
 class _Process:
-    """The role of this process.
-
-    Attributes:
-        is_child: whether it is the child process of a first load, so that its own loads begin at once.
-        manifests: in a child process, those of the bundle that it has begun to load.
-    """
+    """The role of this process: the child of a first load, whose own loads begin at once, or not."""
 
     is_child = False
     manifests: Sequence[str] = ()
@@ -97,11 +88,6 @@ def begun_manifests() -> Sequence[str]:
 
 def check_first_load(wanted: FirstLoad, machine: Fingerprint, policy: str) -> None:
     """Load a bundle in a child process, unless this machine has done so before.
-
-    Args:
-        wanted: the bundle.
-        machine: this machine.
-        policy: the policy that wants it, for errors.
 
     Raises:
         UntrustedError: two child processes crashed or took too long, now or at an earlier load. Or one was
@@ -222,32 +208,22 @@ LOADED = "loaded"
 
 
 def first_load_outcome(key: str) -> str | None:
-    """Return the outcome of a first load; None: there was none, or its file is damaged.
+    """Return the outcome of the first load of a digest that stands for a bundle on a machine.
 
-    Args:
-        key: the digest that stands for a bundle on a machine.
+    None: there was none, or its file is damaged.
     """
     outcome = _kept(first_load_file(key)).get("outcome")
     return outcome if isinstance(outcome, str) and outcome else None
 
 
 def remember_first_load(key: str, outcome: str, manifests: Sequence[str]) -> None:
-    """Keep the outcome of a first load. Without a place to keep it, the next load tries again.
-
-    Args:
-        key: the digest that stands for a bundle on a machine.
-        outcome: how it ended.
-        manifests: the digests of the manifests of the targets that were loaded.
-    """
+    """Keep the outcome of a first load. Without a place to keep it, the next load tries again."""
     kept = {"key": key, "outcome": outcome, "manifests": list(manifests)}
     write_own(first_load_file(key), json.dumps(kept).encode())
 
 
 def forget_failed_loads(manifests: Collection[str]) -> list[Path]:
-    """Remove the outcomes of first loads that failed. Return the files.
-
-    Args:
-        manifests: the digests of the manifests of a bundle's targets.
+    """Remove the outcomes of first loads that failed, of these digests of manifests. Return the files.
 
     Raises:
         OSError: a file cannot be removed.

@@ -36,8 +36,7 @@ class TrustedIdentity(NamedTuple):
         name: its name there.
         identity: who signs, as the certificate names them: an email address, or the URI of a workflow.
         issuer: the URL of the service that vouched for the identity.
-        root: the content of the trusted root's file.
-        where: the place of the trusted root in the policy, for errors.
+        root, where: the content of the trusted root's file, and its place in the policy, for errors.
         expires: from when on its signatures do not count, in seconds since the epoch; None: never.
     """
 
@@ -81,12 +80,7 @@ def _no_root(where: str, reason: str) -> PolicyError:
 
 
 def verify(content: bytes, envelope: Envelope, identity: TrustedIdentity) -> None:
-    """Verify that an identity made a keyless signature.
-
-    Args:
-        content: the sigstore bundle.
-        envelope: what `read_bundle` returned for it.
-        identity: who must have signed.
+    """Verify that an identity made the keyless signature in a sigstore bundle, of this envelope.
 
     Raises:
         RefusedError: somebody else did (`unknown-identity`), or its certificate, log entry or signature is
@@ -118,11 +112,7 @@ class _Signer:
         self._identity = identity
 
     def verify(self, cert: Certificate) -> None:
-        """Check a certificate, whose chain is verified.
-
-        Raises:
-            _OtherSignerError: it names somebody else.
-        """
+        """Check a certificate, whose chain is verified."""
         from sigstore.errors import VerificationError
         from sigstore.verify.policy import Identity
 
@@ -138,11 +128,7 @@ class _Signer:
 
 @functools.lru_cache(maxsize=4)
 def _verifier(root: bytes, where: str) -> Verifier:
-    """Return what verifies with a trusted root.
-
-    Raises:
-        PolicyError: the root is wrong, or the package does not work here.
-    """
+    """Return what verifies with a trusted root. Raise PolicyError where it or the package is wrong."""
     try:
         from sigstore.models import TrustedRoot
         from sigstore.verify import Verifier

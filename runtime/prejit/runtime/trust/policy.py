@@ -77,14 +77,7 @@ def enforces(level: Level, kind: Kind) -> bool:
 
 
 class TrustedKey(NamedTuple):
-    """A key of a policy.
-
-    Attributes:
-        name: its name there.
-        key: the key.
-        expires: from when on its signatures do not count, in seconds since the epoch; None: never.
-        is_revoked: whether they do not count any more.
-    """
+    """A key of a policy. From `expires` (seconds since the epoch; None: never) it does not count."""
 
     name: str
     key: PublicKey
@@ -98,15 +91,9 @@ class TrustedKey(NamedTuple):
 
 
 class ChannelRule(NamedTuple):
-    """A channel that a policy follows.
+    """A channel that a policy follows: its newest file, and its keys of the version `keys_version`.
 
-    Attributes:
-        name: its name.
-        file: where its newest file is.
-        keys: the keys of the version `keys_version` of its keys.
-        threshold: how many of them must sign.
-        keys_version: the version of the keys that this policy begins with.
-        minimum_version: the lowest version of a release that counts, even on a machine that saw none.
+    `threshold` of them must sign; no release below `minimum_version` counts, even on a machine that saw none.
     """
 
     name: str
@@ -120,10 +107,8 @@ class ChannelRule(NamedTuple):
 class ProvenanceRule(NamedTuple):
     """The demands of a rule on the signed provenance of a bundle. `*` in a pattern stands for any text.
 
-    Attributes:
-        builder: pattern of the builder's id; empty: any.
-        source: patterns of the URIs of what it was built from, packages excepted; none: anything.
-        materials: patterns of URIs or digests. Each must match a material.
+    `builder`: of the builder's id; empty: any. `source`: of the URIs of what it was built from, packages
+    excepted; none: anything. `materials`: of URIs or digests; each must match a material.
     """
 
     builder: str
@@ -137,10 +122,9 @@ class Rule(NamedTuple):
     Attributes:
         names: patterns of names; `*` stands for any text.
         level: how much of it is enforced.
-        keys: the keys whose signatures count.
+        keys, identities: those whose signatures count.
         threshold: how many different keys and identities must sign; 0: the rule has none.
         channel: the channel whose current release the bundle must be, or None.
-        identities: the identities whose keyless signatures count.
         first_load: where a machine loads such a bundle for the first time.
         provenance: what its signed provenance must say; None: it needs none.
         sbom: whether it needs a signed list of parts.
@@ -162,14 +146,7 @@ class Rule(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """A trust policy.
-
-    Attributes:
-        path: its file, for messages.
-        rules: in the order of the file.
-        revoked_keys: ids of keys.
-        revoked_digests: digests of bundles and of manifests.
-    """
+    """A trust policy: its file, its rules in order, ids of revoked keys, digests of what else is revoked."""
 
     path: str
     rules: tuple[Rule, ...]
@@ -221,12 +198,8 @@ def parse_policy(
 ) -> Policy:
     """Return the policy in a TOML text.
 
-    Args:
-        content: the text.
-        path: its file, for errors.
-        read_file: returns the content of a file beside the policy. It takes the file's name, the place in the
-            policy for errors, and the maximum size in bytes.
-        directory: the directory of the policy, which the names of files are relative to.
+    `read_file` returns the content of a file beside the policy, from its name, the place in the policy for
+    errors, and the maximum size in bytes. `directory` is what the names of files are relative to.
 
     Raises:
         PolicyError: it is wrong.

@@ -22,10 +22,7 @@ _CURVES = "P-256, P-384 or P-521"
 class PublicKey(NamedTuple):
     """A public key.
 
-    Attributes:
-        id: sha256 of its DER form (SubjectPublicKeyInfo), 64 digits. Two names of one key have one id.
-        pem: its PEM form.
-        public: what verifies.
+    `id`: sha256 of its DER form (SubjectPublicKeyInfo), 64 digits. Two names of one key have one id.
     """
 
     id: str
@@ -90,11 +87,7 @@ def hash_of(curve: str) -> hashes.HashAlgorithm:
 
 
 def read_key(pem: bytes, where: str) -> PublicKey:
-    """Return the public key in PEM.
-
-    Args:
-        pem: the text.
-        where: where it is from, for errors.
+    """Return the public key in PEM; `where` it is from, for errors.
 
     Raises:
         PolicyError: it is no such key, or `cryptography` is not installed.
@@ -149,12 +142,7 @@ def _der_of(pem: bytes) -> bytes:
 
 
 def _read_any(pem: bytes, where: str, hint: str) -> PublicKey:
-    """Return the key in any form of PEM, if it is on a curve that is allowed.
-
-    Raises:
-        PolicyError: it is not.
-        ValueError: it is no public key.
-    """
+    """Return the key in any form of PEM, if its curve is allowed; else raise PolicyError or ValueError."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec

@@ -32,13 +32,7 @@ _NAMES = {str: "text", int: "an integer", list: "a list", dict: "an object"}
 
 
 def read_object(content: bytes, max_bytes: int, case: str, what: str) -> dict[str, Any]:
-    """Return a JSON object.
-
-    Args:
-        content: the bytes, in UTF-8.
-        max_bytes: the most that there may be.
-        case: name of the reason if it is none.
-        what: what it is, for the reason.
+    """Return a JSON object in UTF-8. `case` and `what` name it in the reason of a refusal.
 
     Raises:
         RefusedError: it is too large or no JSON object, has a key twice, or is nested too deeply.
@@ -61,14 +55,7 @@ def read_object(content: bytes, max_bytes: int, case: str, what: str) -> dict[st
 
 
 def field(found: dict[str, Any], name: str, kind: type[_T], case: str, what: str) -> _T:
-    """Return a value of an object, which must be there and have this type.
-
-    Args:
-        found: the object.
-        name: the key.
-        kind: str, int, list or dict.
-        case: name of the reason if it is not there.
-        what: what the object is, for the reason.
+    """Return a value of an object, of the type str, int, list or dict. `case` and `what` as of `read_object`.
 
     Raises:
         RefusedError: the key is missing, or its value has another type.
@@ -110,13 +97,10 @@ _MAX_SIGNATURE_BYTES = 256
 
 
 class Envelope(NamedTuple):
-    """A DSSE envelope.
+    """A DSSE envelope: a payload of the type `STATEMENT_MEDIA_TYPE`, and at least one signature.
 
-    Attributes:
-        payload: what is signed, of the type `STATEMENT_MEDIA_TYPE`.
-        signatures: at least one.
-        hint: which key made them, as a sigstore bundle has it; nobody signed that.
-        is_keyless: whether a certificate says who made them.
+    `hint` says which key made them, as a sigstore bundle has it; nobody signed that. `is_keyless`: a
+    certificate says who made them.
     """
 
     payload: bytes
@@ -158,11 +142,7 @@ def read_bundle(content: bytes) -> Envelope:
 
 
 def envelope_of(found: Any) -> Envelope:
-    """Return a DSSE envelope from parsed JSON.
-
-    Raises:
-        RefusedError: it is none, or has another payload than an in-toto statement.
-    """
+    """Return a DSSE envelope from parsed JSON. Raises RefusedError as `read_bundle`."""
     if type(found) is not dict:
         raise RefusedError("envelope", "DSSE envelope: expected an object, found none")
     return _envelope(found, "")
@@ -255,13 +235,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class SignedSubject(NamedTuple):
-    """What a statement is about.
-
-    Attributes:
-        digest: `sha256:` and 64 digits.
-        name: its name; may be empty.
-        annotations: text about it, by name.
-    """
+    """What a statement is about: a digest (`sha256:` and 64 digits), its name, and text about it by name."""
 
     digest: str
     name: str = ""
@@ -269,13 +243,7 @@ class SignedSubject(NamedTuple):
 
 
 class Statement(NamedTuple):
-    """An in-toto statement.
-
-    Attributes:
-        predicate_type: a URI that says what the predicate means.
-        subjects: at least one.
-        predicate: JSON.
-    """
+    """An in-toto statement: a predicate (JSON) of a type (a URI) about at least one subject."""
 
     predicate_type: str
     subjects: tuple[SignedSubject, ...]
@@ -287,11 +255,7 @@ class Statement(NamedTuple):
 
 
 def read_statement(payload: bytes, predicate_type: str) -> Statement:
-    """Return the statement of a payload.
-
-    Args:
-        payload: of an envelope.
-        predicate_type: the only predicate that counts here.
+    """Return the statement of an envelope's payload; `predicate_type` is the only predicate that counts here.
 
     Raises:
         RefusedError: it is no statement, is one of another predicate, or a subject has no sha256 digest.
@@ -368,12 +332,8 @@ def _plain(subject: SignedSubject) -> dict[str, Any]:
 def signature_statements(index: str, manifests: Iterable[tuple[str, str]]) -> dict[str, Statement]:
     """Return the statements that sign a bundle, by the digest that each is attached to.
 
-    One is about the bundle's index. Others are about the manifests of its targets, so that a copy of one
-    target is signed too. They name the bundle, so that revoking it revokes them.
-
-    Args:
-        index: digest of the bundle's index.
-        manifests: name and digest of each target's manifest.
+    One is about the bundle's index. Others are about the manifests of its targets (name and digest), so that
+    a copy of one target is signed too. They name the bundle, so that revoking it revokes them.
     """
     signed = {index: Statement(SIGNATURE_PREDICATE, (SignedSubject(index),))}
     for name, digest in manifests:

@@ -16,7 +16,7 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 
 from tests.signers import key_table, signer
 
-from prejit.runtime.trust import dsse
+from prejit.runtime.trust import signed_statements as dsse
 from prejit.runtime.trust.channel import (
     Accepted,
     KeySet,

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Sequence
 
-from prejit.runtime.errors import RejectError
+from prejit.runtime.errors import rejecting
 from prejit.runtime.format import limits, trees
 from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.format.bundle_schema import (
@@ -17,41 +17,27 @@ from prejit.runtime.format.checks.program_table import check_array
 from prejit.runtime.format.constants import Constant
 
 
-def _check_paths(arrays: Sequence[Array], path: str) -> None:
+def _check_paths(arrays: Sequence[Array]) -> None:
     """Check that the arguments or results of a `call` program form a tree."""
-    paths = [
-        tuple(map(str, array.path)) for array in arrays
-    ]  # keys as text, as files and options spell them
+    # keys as text, as files and options spell them
+    paths = [tuple(map(str, array.path)) for array in arrays]
     if (longest := max(map(len, paths), default=0)) > limits.MAX_DEPTH:
-        raise RejectError(
-            path, f"expected at most {limits.MAX_DEPTH} keys in a path, found {longest}"
-        )
+        raise ValueError(f"expected at most {limits.MAX_DEPTH} keys in a path, found {longest}")
     inner = {at[:place] for at in paths for place in range(len(at))}
     if len(set(paths)) != len(paths) or not inner.isdisjoint(paths):
-        raise RejectError(
-            path, "expected paths of a tree, found one twice or one inside of another"
-        )
+        raise ValueError("expected paths of a tree, found one twice or one inside of another")
 
 
+@rejecting
 def check_tree(text: str | None, arrays: Sequence[Array], path: str) -> trees.Tree:
-    """7. Return the tree of a program's arguments or results, whose leaves must be these arrays.
-
-    Args:
-        text: the tree in the program table.
-        arrays: the arguments or results.
-        path: the file, for errors.
-    """
-    try:
-        tree = trees.parse(text or "")
-    except ValueError as error:
-        raise RejectError(path, str(error)) from error
+    """7. Return the tree of a program's arguments or results, whose leaves must be these arrays."""
+    tree = trees.parse(text or "")
     if tuple(trees.paths(tree)) != tuple(array.path for array in arrays):
-        raise RejectError(
-            path, "expected a tree whose leaves have the paths of the arrays, in order"
-        )
+        raise ValueError("expected a tree whose leaves have the paths of the arrays, in order")
     return tree
 
 
+@rejecting
 def check_programs(config: Config, path: str) -> None:
     """7. Check every line of a program table. A load checks those of a program when it is first used."""
     for program in config.programs:
@@ -66,6 +52,7 @@ def check_programs(config: Config, path: str) -> None:
         check_static(program, where)
 
 
+@rejecting
 def check_static(program: ProgramEntry, path: str) -> dict[str, Constant]:
     """7. Return the values of a program's static arguments by name."""
     values: dict[str, Constant] = {}
@@ -74,17 +61,17 @@ def check_static(program: ProgramEntry, path: str) -> dict[str, Constant]:
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(text)
         if type(value) not in (str, int, bool) or json.dumps(value) != text:
-            raise RejectError(path, f"static {name!r:.80}: expected a constant, found {text!r:.80}")
+            raise ValueError(f"static {name!r:.80}: expected a constant, found {text!r:.80}")
         values[name] = value
     return values
 
 
+@rejecting
 def check_arrays(
     texts: Sequence[str], kind: str, mesh: Mesh | None, path: str
 ) -> tuple[Array, ...]:
     """7. Return the checked arguments or results of a program; those of a `call` program must form a tree."""
     arrays = tuple(check_array(text, mesh, path) for text in texts)
-    if kind != "call":  # check_config has compared these texts with the signature
-        return arrays
-    _check_paths(arrays, path)
+    if kind == "call":  # check_config has compared other texts with the signature
+        _check_paths(arrays)
     return arrays

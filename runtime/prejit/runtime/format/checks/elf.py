@@ -55,15 +55,10 @@ class SharedLibrary:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section of an ELF file: elf(5), Elf64_Shdr.
+    """A section of an ELF file (elf(5), Elf64_Shdr): SHT_* type, SHF_* flags, address before it is loaded.
 
-    Attributes:
-        kind: its type, SHT_*.
-        flags: SHF_*.
-        address: address before the file is moved to where it is loaded.
-        size: size in bytes. The content is shorter where the file ends before it.
-        content: its bytes, a view of the file.
-        strings: number of the section that holds its names.
+    `content` is a view of the file, shorter than `size` where the file ends before it; `strings` is the
+    number of the section that holds its names.
     """
 
     kind: int
@@ -103,11 +98,7 @@ def read_sections(content: bytes) -> list[Section]:
 
 
 def find_note(content: bytes, owner: bytes) -> tuple[int, bytes] | None:
-    """Return the first note of an owner in a shared library; None: there is none.
-
-    Args:
-        content: the library.
-        owner: the note's name, without its ending 0.
+    """Return the first note of an owner (without its ending 0) in a shared library; None: there is none.
 
     Returns:
         The address of the note's descriptor, relative to where the library is loaded, and the descriptor.

@@ -11,7 +11,7 @@ from typing import Any
 import zstandard
 
 from prejit.runtime.base.typed_json import check_amount, each_key_once, from_json
-from prejit.runtime.errors import RejectError
+from prejit.runtime.errors import rejecting
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.format.bundle_schema import Kernels, Segment
@@ -20,6 +20,7 @@ from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.names import KERNEL_PREFIX
 
 
+@rejecting
 def check_kernels(content: bytes, kernels: Kernels, path: str) -> None:
     """9. Check the digest of a library of kernels, and that it exports the kernels of the config.
 
@@ -29,11 +30,11 @@ def check_kernels(content: bytes, kernels: Kernels, path: str) -> None:
     try:
         exported = read_shared_library(content).exported
     except ValueError as error:
-        raise RejectError(path, f"expected a shared library: {error}") from error
+        raise ValueError(f"expected a shared library: {error}") from error
     expected = tuple(sorted(KERNEL_PREFIX + name for name in kernels.handlers))
     if exported != expected:
-        raise RejectError(
-            path, f"expected exports {', '.join(expected)}, found {', '.join(exported) or 'none'}"
+        raise ValueError(
+            f"expected exports {', '.join(expected)}, found {', '.join(exported) or 'none'}"
         )
 
 
@@ -41,6 +42,7 @@ Shape = tuple[str, tuple[int, ...]]
 """The dtype and the shape of an array."""
 
 
+@rejecting
 def check_signature(
     arguments: Sequence[Shape],
     results: Sequence[Shape],
@@ -53,36 +55,28 @@ def check_signature(
 ) -> None:
     """9. Check that a compiled program agrees with the program table and donates no more arguments.
 
-    Args:
-        arguments: the arguments of the compiled program, on each device.
-        results: the results of the compiled program, on each device.
-        donated: numbers of the arguments whose memory it reuses.
-        takes: weights and arguments, as the weights layer and the program table have them.
-        gives: results, as the program table has them.
-        mesh: the mesh that splits them; None: one device.
-        path: the program, for errors.
+    `arguments`, `results` and `donated` (numbers of arguments) are those of the compiled program, on each
+    device; `takes` (weights and arguments) and `gives` are those of the table, which `mesh` splits (None: one
+    device).
     """
     sides = (("arguments", arguments, takes), ("results", results, gives))
     for what, compiled, table in sides:
         if len(compiled) != len(table):
-            raise RejectError(
-                path,
-                f"{what}: expected {len(table)} as in the program table, found {len(compiled)}",
+            raise ValueError(
+                f"{what}: expected {len(table)} as in the program table, found {len(compiled)}"
             )
         for place, (found, array) in enumerate(zip(compiled, table, strict=True)):
             expected = array.dtype, _shard(array, mesh)
             if found != expected:
-                raise RejectError(
-                    path,
+                raise ValueError(
                     f"{what}[{place}]: expected {_spelled(expected)} as in the program table, "
-                    f"found {_spelled(found)}",
+                    f"found {_spelled(found)}"
                 )
     for place in sorted(donated):
         if place >= len(takes) or not takes[place].donated:
-            raise RejectError(
-                path,
+            raise ValueError(
                 f"arguments[{place}]: expected an argument that is kept, as in the program table, "
-                "found one that the program donates",
+                "found one that the program donates"
             )
 
 
@@ -99,22 +93,23 @@ def _spelled(shape: Shape) -> str:
     return f"{shape[0]}[{','.join(map(str, shape[1]))}]"
 
 
+@rejecting
 def unpack(frame: bytes, segment: Segment, path: str) -> bytes:
     """9. Check a frame of a pack, decompress it with a bound, and return the bytes after a check."""
     check_digest(frame, segment.digest, path)
     if not 0 <= segment.raw_size <= limits.MAX_PROGRAM_BYTES:
-        raise RejectError(
-            path, f"expected at most {limits.MAX_PROGRAM_BYTES} bytes, found {segment.raw_size}"
+        raise ValueError(
+            f"expected at most {limits.MAX_PROGRAM_BYTES} bytes, found {segment.raw_size}"
         )
     try:
         parameters = zstandard.get_frame_parameters(frame)
         if parameters.content_size != segment.raw_size or not parameters.has_checksum:
-            raise RejectError(path, "expected a zstd frame with its content size and a checksum")
+            raise ValueError("expected a zstd frame with its content size and a checksum")
         raw = zstandard.ZstdDecompressor().decompress(
             frame, max_output_size=segment.raw_size, allow_extra_data=False
         )
     except zstandard.ZstdError as error:
-        raise RejectError(path, f"expected a zstd frame: {error}") from error
+        raise ValueError(f"expected a zstd frame: {error}") from error
     check_digest(raw, segment.raw_digest, path)
     return raw
 
@@ -164,16 +159,18 @@ SAFETENSORS_DTYPES = {
 }
 
 
+@rejecting
 def header_end(content: memoryview, path: str) -> int:
     """10. Return where the header of a safetensors file ends, in bytes from the start of the file."""
     if len(content) < 8:
-        raise RejectError(path, f"expected a safetensors file, found {len(content)} bytes")
+        raise ValueError(f"expected a safetensors file, found {len(content)} bytes")
     header_size = int.from_bytes(content[:8], "little")
     if not 0 < header_size <= min(MAX_WEIGHTS_HEADER_BYTES, len(content) - 8):
-        raise RejectError(path, f"expected a safetensors header, found one of {header_size} bytes")
+        raise ValueError(f"expected a safetensors header, found one of {header_size} bytes")
     return 8 + header_size
 
 
+@rejecting
 def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
     """10. Check that a weights layer is a safetensors file with all tensors inside, aligned and apart.
 
@@ -188,16 +185,14 @@ def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
             name: _slice(entry, data) for name, entry in header.items() if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RejectError(path, f"expected a safetensors header: {error!r:.80}") from error
+        raise ValueError(f"expected a safetensors header: {error!r:.80}") from error
     end = data
     for name, tensor in sorted(slices.items(), key=lambda item: (item[1].start, item[1].end)):
         if tensor.start < end or tensor.end > len(content):
-            raise RejectError(
-                path, f"{name}: its bytes are not inside the file and apart from others"
-            )
+            raise ValueError(f"{name}: its bytes are not inside the file and apart from others")
         gap = name.startswith(GAP_PREFIX)
         if not gap and tensor.start % WEIGHTS_ALIGNMENT_BYTES:
-            raise RejectError(path, f"{name}: expected at a multiple of 64, found {tensor.start}")
+            raise ValueError(f"{name}: expected at a multiple of 64, found {tensor.start}")
         end = tensor.end
     return slices
 
@@ -222,16 +217,15 @@ def _slice(entry: dict[str, Any], data: int) -> TensorSlice:
 class Chat:
     """The chat layer: how messages become a prompt.
 
-    Attributes:
-        templates: Jinja sources by name, as transformers reads them. `default` is used unless a request names
-            another.
-        special_tokens: texts that templates use under names such as `bos_token` and `eos_token`.
+    `templates`: Jinja sources by name, as transformers reads them. `default` is used unless a request names
+    another. `special_tokens`: texts that templates use under names such as `bos_token` and `eos_token`.
     """
 
     templates: dict[str, str]
     special_tokens: dict[str, str]
 
 
+@rejecting
 def check_chat(content: bytes, path: str) -> Chat:
     """11. Check that a chat layer is canonical and holds at least one template, and only Unicode.
 
@@ -239,15 +233,13 @@ def check_chat(content: bytes, path: str) -> Chat:
     """
     chat = from_json(Chat, content, path)
     if not chat.templates:
-        raise RejectError(path, "expected at least one chat template, found none")
+        raise ValueError("expected at least one chat template, found none")
     for table in (chat.templates, chat.special_tokens):
         for name, text in table.items():
             try:
                 f"{name}{text}".encode()
             except UnicodeEncodeError as error:
-                raise RejectError(
-                    path, f"{name!r:.80}: expected Unicode: {error.reason}"
-                ) from error
+                raise ValueError(f"{name!r:.80}: expected Unicode: {error.reason}") from error
             if not name:
-                raise RejectError(path, "expected a name for each template and token, found none")
+                raise ValueError("expected a name for each template and token, found none")
     return chat

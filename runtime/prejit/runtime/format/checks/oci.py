@@ -10,7 +10,7 @@ import re
 
 from prejit.runtime.base.files import digest_of, is_digest
 from prejit.runtime.base.typed_json import from_json
-from prejit.runtime.errors import RejectError
+from prejit.runtime.errors import RejectError, rejecting
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest, Index
 from prejit.runtime.format.names import (
@@ -49,12 +49,14 @@ _LAYER_CAPS = {
 """Maximum sizes of the layers that are read whole, by media type."""
 
 
+@rejecting
 def check_layout_file(content: bytes, path: str) -> None:
     """16. Check that `oci-layout` has exactly the bytes that prejit writes."""
     if content != OCI_LAYOUT:
-        raise RejectError(path, f"expected {OCI_LAYOUT!r}, found {content[:64]!r}")
+        raise ValueError(f"expected {OCI_LAYOUT!r}, found {content[:64]!r}")
 
 
+@rejecting
 def check_layout_version(content: bytes, path: str) -> None:
     """1. Check that `oci-layout` has the version of OCI layouts; other tools write it with other spaces."""
     try:
@@ -62,9 +64,10 @@ def check_layout_version(content: bytes, path: str) -> None:
     except (ValueError, RecursionError, LookupError, TypeError):
         is_known = False
     if not is_known:
-        raise RejectError(path, f"expected {OCI_LAYOUT!r}, found {content[:64]!r}")
+        raise ValueError(f"expected {OCI_LAYOUT!r}, found {content[:64]!r}")
 
 
+@rejecting
 def check_index(content: bytes, path: str) -> Index:
     """2. Check that a bundle's index is canonical, of the format that prejit reads, and lists targets.
 
@@ -80,26 +83,25 @@ def check_index(content: bytes, path: str) -> Index:
         )
     index = from_json(Index, content, path)
     if written is None:
-        raise RejectError(path, f"expected {BUNDLE_FORMAT} in the annotations, found none")
+        raise ValueError(f"expected {BUNDLE_FORMAT} in the annotations, found none")
     if (index.schemaVersion, index.mediaType, index.artifactType) != (
         2,
         INDEX_MEDIA_TYPE,
         ARTIFACT_TYPE,
     ):
-        raise RejectError(path, f"expected an OCI image index of {ARTIFACT_TYPE}")
+        raise ValueError(f"expected an OCI image index of {ARTIFACT_TYPE}")
     if not index.annotations.get(BUNDLE_NAME):
-        raise RejectError(path, f"expected {BUNDLE_NAME} in the annotations, found none")
+        raise ValueError(f"expected {BUNDLE_NAME} in the annotations, found none")
     if not 0 < len(index.manifests) <= limits.MAX_TARGETS:
-        raise RejectError(
-            path,
+        raise ValueError(
             f"expected at least one target and at most {limits.MAX_TARGETS}, "
-            f"found {len(index.manifests)}",
+            f"found {len(index.manifests)}"
         )
     for descriptor in index.manifests:
         check_descriptor(descriptor, MANIFEST_MEDIA_TYPE, limits.MAX_MANIFEST_BYTES, path)
     names = [(descriptor.annotations or {}).get(REF_NAME) for descriptor in index.manifests]
     if len(set(names)) != len(names):
-        raise RejectError(path, "expected each target once")
+        raise ValueError("expected each target once")
     return index
 
 
@@ -112,36 +114,40 @@ def _format_of(content: bytes) -> str | None:
     return found if isinstance(found, str) else None
 
 
+@rejecting
 def target_of(descriptor: Descriptor, path: str) -> tuple[str, Requirement]:
     """3. Return a target's name and requirement, from its descriptor in the index."""
     annotations = descriptor.annotations or {}
     name = annotations.get(REF_NAME)
     requirement = annotations.get(REQUIREMENT)
     if not name or requirement is None:
-        raise RejectError(path, f"expected {REF_NAME} and {REQUIREMENT} on each target")
+        raise ValueError(f"expected {REF_NAME} and {REQUIREMENT} on each target")
     encoded = requirement.encode(
         "ascii", "replace"
     )  # text that is not ASCII is not canonical either
     return name, from_json(Requirement, encoded, path)
 
 
+@rejecting
 def check_descriptor(descriptor: Descriptor, media_type: str, max_bytes: int, path: str) -> None:
     """4. Check that a descriptor has a sha256 digest, the expected media type and an allowed size."""
     if descriptor.mediaType != media_type:
-        raise RejectError(path, f"expected media type {media_type}, found {descriptor.mediaType}")
+        raise ValueError(f"expected media type {media_type}, found {descriptor.mediaType}")
     if not is_digest(descriptor.digest):
-        raise RejectError(path, f"expected a sha256 digest, found {descriptor.digest!r:.80}")
+        raise ValueError(f"expected a sha256 digest, found {descriptor.digest!r:.80}")
     if not 0 <= descriptor.size <= max_bytes:
-        raise RejectError(path, f"expected at most {max_bytes} bytes, found {descriptor.size}")
+        raise ValueError(f"expected at most {max_bytes} bytes, found {descriptor.size}")
 
 
+@rejecting
 def check_digest(content: bytes | memoryview, digest: str, path: str) -> None:
     """5 and 8. Check that the digest of a blob's bytes is the expected one."""
     found = digest_of(content)
     if found != digest:
-        raise RejectError(path, f"expected {digest}, found {found}")
+        raise ValueError(f"expected {digest}, found {found}")
 
 
+@rejecting
 def check_manifest(content: bytes, path: str) -> ImageManifest:
     """6. Check that a manifest is canonical and has known layers, and those that it must have.
 
@@ -154,20 +160,20 @@ def check_manifest(content: bytes, path: str) -> ImageManifest:
         MANIFEST_MEDIA_TYPE,
         ARTIFACT_TYPE,
     ):
-        raise RejectError(path, f"expected an OCI image manifest of {ARTIFACT_TYPE}")
+        raise ValueError(f"expected an OCI image manifest of {ARTIFACT_TYPE}")
     check_descriptor(manifest.config, CONFIG_MEDIA_TYPE, limits.MAX_CONFIG_BYTES, path)
     media_types = [layer.mediaType for layer in manifest.layers]
     for layer in manifest.layers:
         repeated = media_types.count(layer.mediaType) > 1 and layer.mediaType != LIBRARY_MEDIA_TYPE
         if layer.mediaType not in LAYER_MEDIA_TYPES or repeated:
-            raise RejectError(path, f"unexpected layer {layer.mediaType}")
+            raise ValueError(f"unexpected layer {layer.mediaType}")
         cap = _LAYER_CAPS.get(layer.mediaType, 1 << 50)
         check_descriptor(layer, layer.mediaType, cap, path)
     if RECORDED_MEDIA_TYPE in media_types:
         if len(media_types) > 1:
-            raise RejectError(path, "expected no other layer beside recorded files, found some")
+            raise ValueError("expected no other layer beside recorded files, found some")
         return manifest
     for media_type in (EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE):
         if media_type not in media_types:
-            raise RejectError(path, f"expected a layer {media_type}, found none")
+            raise ValueError(f"expected a layer {media_type}, found none")
     return manifest

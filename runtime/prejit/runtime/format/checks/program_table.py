@@ -9,7 +9,7 @@ from datetime import date
 
 from prejit.runtime.base.files import is_digest
 from prejit.runtime.base.typed_json import from_json
-from prejit.runtime.errors import RejectError
+from prejit.runtime.errors import rejecting
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh, parse_sharding
 from prejit.runtime.format.bundle_schema import (
@@ -51,29 +51,24 @@ USER_FIELDS = (
 _HEX_DIGEST = re.compile("[0-9a-f]{64}")
 
 
+@rejecting
 def check_config(content: bytes, target: str, requirement: Requirement, path: str) -> Config:
-    """7. Return the config of a target, which must be canonical and agree with the index and with itself.
+    """7. Return the config of a target, which must be canonical and agree with itself and with the index.
 
-    Args:
-        content: the config blob.
-        target: the name of the target in the index.
-        requirement: the requirement of the target in the index.
-        path: the file, for errors.
+    The index has the target's name and requirement.
     """
     config = from_json(Config, content, path)
     if config.format != FORMAT_VERSION:
-        raise RejectError(
-            path, f"expected format {FORMAT_VERSION}, as the index, found {config.format}"
-        )
+        raise ValueError(f"expected format {FORMAT_VERSION}, as the index, found {config.format}")
     if config.target != target or config.requirement != requirement:
-        raise RejectError(path, f"expected target {target!r} with the requirement of the index")
+        raise ValueError(f"expected target {target!r} with the requirement of the index")
     names = [program.name for program in config.programs]
     if len(set(names)) != len(names):
-        raise RejectError(path, "expected each program once")
+        raise ValueError("expected each program once")
     calls = False  # a handler of the user's libraries
     for program in config.programs:
         if program.weights is not None and program.weights not in config.weight_sets:
-            raise RejectError(path, f"{program.name}: unknown weight set {program.weights!r:.80}")
+            raise ValueError(f"{program.name}: unknown weight set {program.weights!r:.80}")
         platforms = program.platforms
         if platforms is not None and (
             not platforms
@@ -81,130 +76,105 @@ def check_config(content: bytes, target: str, requirement: Requirement, path: st
             or not set(platforms) <= set(PLATFORMS)
         ):
             known = ", ".join(PLATFORMS)
-            raise RejectError(
-                path,
-                f"{program.name}: expected platforms of {known}, each once; found {platforms!r:.80}",
+            raise ValueError(
+                f"{program.name}: expected platforms of {known}, each once; found {platforms!r:.80}"
             )
         calls = calls or program.calls is not None
-    _check_mesh(config, path)
-    _check_cache(config, path)
-    _check_programs(config, path)
-    _check_kernels(config, path)
-    _check_chunks(config, path)
+    _check_mesh(config)
+    _check_cache(config)
+    _check_programs(config)
+    _check_kernels(config)
+    _check_chunks(config)
     if config.decoder is not None:
-        _check_decoder(config, path)
+        _check_decoder(config)
     if config.encoder or config.libraries is not None or config.recorded is not None or calls:
         from prejit.runtime.format.checks import seldom_parts
 
         seldom_parts.check_seldom_parts(config, path)
     until = None if config.portable is None else config.portable.readable_until
     if until is not None and not _is_date(until):
-        raise RejectError(path, f"readable_until: expected YYYY-MM-DD, found {until!r:.80}")
+        raise ValueError(f"readable_until: expected YYYY-MM-DD, found {until!r:.80}")
     return config
 
 
-def _check_kernels(config: Config, path: str) -> None:
+def _check_kernels(config: Config) -> None:
     """Check that programs which call kernels have a library, for a CPU level that the requirement covers."""
     kernels = config.kernels
     calling = [program for program in config.programs if program.kernels is not None]
     if not all(program.kernels for program in calling):
-        raise RejectError(path, "expected 'kernels' of a program to be true or absent, found false")
+        raise ValueError("expected 'kernels' of a program to be true or absent, found false")
     if kernels is None:
         if calling:
-            raise RejectError(
-                path, f"{calling[0].name}: it calls kernels, and the config names no library"
+            raise ValueError(
+                f"{calling[0].name}: it calls kernels, and the config names no library"
             )
         return
     if not calling:
-        raise RejectError(path, "expected a program that calls the library's kernels, found none")
+        raise ValueError("expected a program that calls the library's kernels, found none")
     if config.requirement.platform != "cpu":
-        raise RejectError(
-            path, f"expected kernels for cpu, found {config.requirement.platform!r:.80}"
-        )
+        raise ValueError(f"expected kernels for cpu, found {config.requirement.platform!r:.80}")
     if not is_digest(kernels.digest):
-        raise RejectError(path, f"kernels: expected a digest, found {kernels.digest!r:.80}")
+        raise ValueError(f"kernels: expected a digest, found {kernels.digest!r:.80}")
     if (features := KERNEL_LEVELS.get(kernels.level)) is None:
         levels = ", ".join(KERNEL_LEVELS)
-        raise RejectError(
-            path, f"kernels: level: expected one of {levels}; found {kernels.level!r:.80}"
-        )
+        raise ValueError(f"kernels: level: expected one of {levels}; found {kernels.level!r:.80}")
     # The library uses them without asking the CPU: what lacks one would end in SIGILL.
     if missing := sorted(set(features) - set(config.requirement.cpu_features)):
-        raise RejectError(
-            path,
+        raise ValueError(
             f"kernels: expected all extensions of {kernels.level} in the requirement, found none of "
-            f"{', '.join(missing)}",
+            f"{', '.join(missing)}"
         )
     names = kernels.handlers
     if not names or list(names) != sorted(set(names)):
-        raise RejectError(path, f"kernels: expected names, each once, sorted; found {names!r:.80}")
+        raise ValueError(f"kernels: expected names, each once, sorted; found {names!r:.80}")
 
 
+@rejecting
 def check_kernels_layer(config: Config, manifest: ImageManifest, path: str) -> None:
-    """7. Check that the kernel library of a config is the only kernel layer of its manifest.
-
-    Args:
-        config: the config of a target.
-        manifest: the manifest of the same target.
-        path: the file of the manifest, for errors.
-    """
+    """7. Check that the kernel library of a config is the only kernel layer of its manifest."""
     named = None if config.kernels is None else config.kernels.digest
     layers = [at for at in manifest.layers if at.mediaType == KERNELS_MEDIA_TYPE]
     found = next((at.digest for at in layers), None)
     if named != found:
-        raise RejectError(
-            path, f"expected kernels {named or 'none'}, as the config; found {found or 'no layer'}"
+        raise ValueError(
+            f"expected kernels {named or 'none'}, as the config; found {found or 'no layer'}"
         )
 
 
+@rejecting
 def check_chunks_layers(config: Config, manifest: ImageManifest, path: str) -> None:
-    """7. Check that chunks are of layers of the manifest, and cover each of these layers.
-
-    Args:
-        config: the config of a target.
-        manifest: the manifest of the same target.
-        path: the file of the config, for errors.
-    """
+    """7. Check that chunks are of layers of the manifest, and cover each of these layers."""
     # A media type of several layers would not say which one the chunks are of.
     layers = (at for at in manifest.layers if at.mediaType != LIBRARY_MEDIA_TYPE)
     sizes = {at.mediaType: at.size for at in layers}
     for media_type, chunks in (config.chunks or {}).items():
         if (size := sizes.get(media_type)) is None:
-            raise RejectError(
-                path, f"chunks: expected media types of layers, found {media_type!r:.80}"
-            )
+            raise ValueError(f"chunks: expected media types of layers, found {media_type!r:.80}")
         expected = -(-size // chunks.size)
         if len(chunks.digests) != expected:
-            raise RejectError(
-                path,
+            raise ValueError(
                 f"chunks of {media_type}: expected {expected} for {size} bytes in chunks of "
-                f"{chunks.size}, found {len(chunks.digests)}",
+                f"{chunks.size}, found {len(chunks.digests)}"
             )
 
 
-def _check_chunks(config: Config, path: str) -> None:
+def _check_chunks(config: Config) -> None:
     for media_type, chunks in (config.chunks or {}).items():
         where = f"chunks of {media_type!r:.80}"
         if chunks.algorithm != CHUNK_ALGORITHM:
-            raise RejectError(
-                path, f"{where}: expected {CHUNK_ALGORITHM}, found {chunks.algorithm!r:.80}"
-            )
+            raise ValueError(f"{where}: expected {CHUNK_ALGORITHM}, found {chunks.algorithm!r:.80}")
         if not limits.MIN_CHUNK_BYTES <= chunks.size <= limits.MAX_CHUNK_BYTES:
-            raise RejectError(
-                path,
+            raise ValueError(
                 f"{where}: expected a size of {limits.MIN_CHUNK_BYTES} to {limits.MAX_CHUNK_BYTES} "
-                f"bytes, found {chunks.size}",
+                f"bytes, found {chunks.size}"
             )
         # Without a digest nothing would verify that a layer is empty.
         if not chunks.digests or not all(map(_HEX_DIGEST.fullmatch, chunks.digests)):
-            raise RejectError(
-                path, f"{where}: expected digests of 64 hexadecimal digits, at least one"
-            )
+            raise ValueError(f"{where}: expected digests of 64 hexadecimal digits, at least one")
         if not is_digest(chunks.verity):
-            raise RejectError(
-                path,
+            raise ValueError(
                 f"{where}: expected verity of sha256: and 64 hexadecimal digits, "
-                f"found {chunks.verity!r:.80}",
+                f"found {chunks.verity!r:.80}"
             )
 
 
@@ -221,14 +191,9 @@ def segments_of(config: Config) -> dict[str, list[Segment]]:
     }
 
 
+@rejecting
 def check_packs(config: Config, manifest: ImageManifest, path: str) -> None:
-    """7. Check that frames lie in their packs, and that a pack does not decompress to too many bytes.
-
-    Args:
-        config: the config of a target.
-        manifest: the manifest of the same target.
-        path: the file of the config, for errors.
-    """
+    """7. Check that frames lie in their packs, and that a pack does not decompress to too many bytes."""
     for media_type, segments in segments_of(config).items():
         if not segments:
             continue
@@ -237,21 +202,19 @@ def check_packs(config: Config, manifest: ImageManifest, path: str) -> None:
         for segment in set(segments):
             start, end = segment.offset, segment.offset + segment.size
             if not 0 <= start <= end <= size:
-                raise RejectError(
-                    path, f"{media_type}: expected frames in {size} bytes, found {start} to {end}"
+                raise ValueError(
+                    f"{media_type}: expected frames in {size} bytes, found {start} to {end}"
                 )
             if not 0 <= segment.raw_size <= limits.MAX_PROGRAM_BYTES:
-                raise RejectError(
-                    path,
+                raise ValueError(
                     f"{media_type}: raw_size: expected 0 to {limits.MAX_PROGRAM_BYTES}, "
-                    f"found {segment.raw_size}",
+                    f"found {segment.raw_size}"
                 )
             raw_bytes += segment.raw_size
         most = limits.FREE_UNPACKED_BYTES + limits.MAX_UNPACKED_RATIO * size
         if raw_bytes > most:
-            raise RejectError(
-                path,
-                f"{media_type}: expected programs of at most {most} bytes in {size}, found {raw_bytes}",
+            raise ValueError(
+                f"{media_type}: expected programs of at most {most} bytes in {size}, found {raw_bytes}"
             )
 
 
@@ -262,25 +225,23 @@ def _is_date(text: str) -> bool:
         return False
 
 
-def _check_mesh(config: Config, path: str) -> None:
+def _check_mesh(config: Config) -> None:
     mesh, needed = config.mesh, config.requirement.device_count
     size = 1 if mesh is None else mesh.size
     if size > limits.MAX_MESH_DEVICES:
-        raise RejectError(
-            path, f"expected a mesh of at most {limits.MAX_MESH_DEVICES} devices, found {size}"
+        raise ValueError(
+            f"expected a mesh of at most {limits.MAX_MESH_DEVICES} devices, found {size}"
         )
     # A process makes as many CPU devices as it wants: only accelerators have to be counted.
     if needed != size and not (
         needed is None and (size == 1 or config.requirement.platform == "cpu")
     ):
-        raise RejectError(
-            path, f"expected device_count {size}, the size of the mesh; found {needed}"
-        )
+        raise ValueError(f"expected device_count {size}, the size of the mesh; found {needed}")
     if config.weight_shardings is not None and mesh is None:
-        raise RejectError(path, "expected a mesh for weight_shardings, found none")
+        raise ValueError("expected a mesh for weight_shardings, found none")
 
 
-def _check_cache(config: Config, path: str) -> None:
+def _check_cache(config: Config) -> None:
     """Check the cache of a decoder, what it reads and with which tokens it starts."""
     decoder = config.decoder
     if decoder is None:
@@ -288,10 +249,9 @@ def _check_cache(config: Config, path: str) -> None:
     if (start := decoder.start_token_ids) is not None:
         wrong = next((each for each in start if not 0 <= each < decoder.vocab_size), None)
         if wrong is not None or not start:
-            raise RejectError(
-                path,
+            raise ValueError(
                 f"decoder: start_token_ids: expected token ids of 0 to {decoder.vocab_size - 1}, "
-                f"found {'none' if wrong is None else wrong}",
+                f"found {'none' if wrong is None else wrong}"
             )
     try:
         source_array(decoder)
@@ -299,56 +259,52 @@ def _check_cache(config: Config, path: str) -> None:
         if config.mesh is not None and any(len(array.shape) != 4 for array in arrays):
             raise ValueError("cache: expected arrays of four axes on a mesh")
     except ValueError as error:
-        raise RejectError(path, f"decoder: {error}") from error
+        raise ValueError(f"decoder: {error}") from error
 
 
-def _check_programs(config: Config, path: str) -> None:
+def _check_programs(config: Config) -> None:
     """Check that each program has a known kind, with the sizes and the signature of that kind."""
     kinds, signatures = (*BUCKETS, "call"), Signatures(config)
     seen = set[tuple[str, ...]]()
     for program in config.programs:
         name, kind, bucket = program.name, program.kind, program.bucket
         if kind not in kinds:
-            raise RejectError(
-                path, f"{name}: kind: expected {', '.join(kinds)}; found {kind!r:.80}"
-            )
+            raise ValueError(f"{name}: kind: expected {', '.join(kinds)}; found {kind!r:.80}")
         if (cost := program.cost_microseconds) is not None and cost < 0:
-            raise RejectError(path, f"{name}: cost_microseconds: expected 0 or more, found {cost}")
+            raise ValueError(f"{name}: cost_microseconds: expected 0 or more, found {cost}")
         if kind == "call":
             if (program.symbolic is None) != (program.open_sizes is None):
-                raise RejectError(path, f"{name}: expected 'symbolic' and 'open_sizes' together")
+                raise ValueError(f"{name}: expected 'symbolic' and 'open_sizes' together")
             continue
         if of_user := [field for field in USER_FIELDS if getattr(program, field) is not None]:
-            raise RejectError(path, f"{name}: expected {of_user[0]!r} of 'call' alone")
+            raise ValueError(f"{name}: expected {of_user[0]!r} of 'call' alone")
         model = "decoder" if kind in DECODER_KINDS else "encoder"
         if getattr(config, model) is None:
-            raise RejectError(path, f"{name}: expected {model!r} in the config, found none")
+            raise ValueError(f"{name}: expected {model!r} in the config, found none")
         if kind == "encode" and config.decoder is not None and config.decoder.source is None:
-            raise RejectError(path, f"{name}: expected 'source' in the decoder, found none")
+            raise ValueError(f"{name}: expected 'source' in the decoder, found none")
         if bucket.keys() != set(BUCKETS[kind]):
             expected, found = ", ".join(BUCKETS[kind]), ", ".join(sorted(bucket)) or "nothing"
-            raise RejectError(path, f"{name}: bucket: expected {expected}; found {found:.80}")
+            raise ValueError(f"{name}: bucket: expected {expected}; found {found:.80}")
         for size, value in bucket.items():
             most = limits.MAX_BATCH if size in ("batch", "source_batch") else limits.MAX_SIZE
             if not 0 < value <= most:
-                raise RejectError(
-                    path, f"{name}: {size}: expected 1 to {most}, found {value!r:.80}"
-                )
+                raise ValueError(f"{name}: {size}: expected 1 to {most}, found {value!r:.80}")
         key = (kind, *(str(bucket[size]) for size in BUCKETS[kind]))
         if key in seen:
-            raise RejectError(path, f"{name}: expected one {kind} program of its bucket")
+            raise ValueError(f"{name}: expected one {kind} program of its bucket")
         seen.add(key)
         if program.weights is None and kind not in WITHOUT_WEIGHTS:
-            raise RejectError(path, f"{name}: expected 'weights' for a {kind} program, found none")
+            raise ValueError(f"{name}: expected 'weights' for a {kind} program, found none")
         arguments, results = signatures.of(program)
         if program.arguments != arguments:
             differing = difference(program.arguments, arguments)
-            raise RejectError(path, f"{name}: arguments{differing}")
+            raise ValueError(f"{name}: arguments{differing}")
         if program.results != results:
-            raise RejectError(path, f"{name}: results{difference(program.results, results)}")
+            raise ValueError(f"{name}: results{difference(program.results, results)}")
 
 
-def _check_decoder(config: Config, path: str) -> None:
+def _check_decoder(config: Config) -> None:
     """Check that each batch has every kind of program for each context, and the copies to grow a cache."""
     buckets: dict[str, set[tuple[int, ...]]] = {kind: set() for kind in DECODER_KINDS}
     drafts = set[int]()
@@ -358,32 +314,30 @@ def _check_decoder(config: Config, path: str) -> None:
             whole = program.kind in ("copy", "encode")
             buckets[program.kind].add(sizes if whole else sizes[:2])
         if program.kind == "prefill" and program.bucket["prompt"] > program.bucket["context"]:
-            raise RejectError(path, f"{program.name}: prompt: expected at most its context")
+            raise ValueError(f"{program.name}: prompt: expected at most its context")
         if program.kind == "verify":
             drafts.add(program.bucket["draft"])
     if not buckets["decode"]:
-        raise RejectError(path, "expected a decode program for the decoder, found none")
+        raise ValueError("expected a decode program for the decoder, found none")
     batches = sorted({batch for batch, _ in buckets["decode"]})
     contexts = sorted({context for _, context in buckets["decode"]})
     # No more than there are programs: a forged table could have a grid that fits into no memory.
     for place, (batch, context) in enumerate(itertools.product(batches, contexts)):
         if place > len(buckets["decode"]) or (batch, context) not in buckets["decode"]:
-            raise RejectError(path, f"decode of batch {batch} and context {context}: expected one")
+            raise ValueError(f"decode of batch {batch} and context {context}: expected one")
     grid = buckets["decode"]
     for kind in ("prefill", "verify"):
         if kind == "verify" and not buckets[kind]:
             continue
         for batch, context in sorted(grid ^ buckets[kind]):
             wanted = "one" if (batch, context) in grid else "none without a decode program"
-            raise RejectError(
-                path, f"{kind} of batch {batch} and context {context}: expected {wanted}"
-            )
+            raise ValueError(f"{kind} of batch {batch} and context {context}: expected {wanted}")
     if config.decoder is not None and (config.decoder.source is not None or buckets["encode"]):
         from prejit.runtime.format.checks.seldom_parts import check_sources
 
-        check_sources(config.decoder, buckets["encode"], batches[0], contexts, path)
+        check_sources(config.decoder, buckets["encode"], batches[0], contexts)
     if len(drafts) > 1:
-        raise RejectError(path, "expected one draft of all verify programs, found several")
+        raise ValueError("expected one draft of all verify programs, found several")
     copies = {(batch, context, batches[0], context) for batch, context in grid}
     copies |= {
         (batch, longer, batch, shorter)
@@ -391,23 +345,20 @@ def _check_decoder(config: Config, path: str) -> None:
         for shorter, longer in itertools.pairwise(contexts)
     }
     for batch, context, source_batch, source_context in sorted(copies - buckets["copy"]):
-        raise RejectError(
-            path,
+        raise ValueError(
             f"expected a program that copies caches of {source_batch} x {source_context} to "
-            f"{batch} x {context}, found none",
+            f"{batch} x {context}, found none"
         )
 
 
+@rejecting
 def check_array(text: str, mesh: Mesh | None, path: str) -> Array:
     """7. Return an argument or result, which must have the format's spelling and split evenly over the mesh.
 
     A program's arrays are parsed when the program is first used: a table may have hundreds of programs.
     """
-    try:
-        array = Array.parse(text)
-        _check_split(array.sharding, array.shape, mesh)
-    except ValueError as error:
-        raise RejectError(path, str(error)) from error
+    array = Array.parse(text)
+    _check_split(array.sharding, array.shape, mesh)
     return array
 
 
@@ -420,33 +371,31 @@ def _check_split(sharding: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh |
             )
 
 
+@rejecting
 def check_weight_sets(config: Config, shapes: Mapping[str, tuple[int, ...]], path: str) -> None:
     """10. Check that the weights layer has every tensor of the config, and that the mesh splits each evenly.
 
-    Args:
-        config: the program table.
-        shapes: the shapes of the tensors in the weights layer, by name.
-        path: the file of the weights, for errors.
+    `shapes` has the shapes of the tensors in the weights layer, by name.
     """
     for name, members in config.weight_sets.items():
         if missing := [tensor for tensor in members if tensor not in shapes]:
-            raise RejectError(path, f"weight set {name!r:.80}: no tensor {missing[0]!r:.80}")
+            raise ValueError(f"weight set {name!r:.80}: no tensor {missing[0]!r:.80}")
     layers = () if config.encoder is None else config.encoder.layers
     for name in dict.fromkeys(layers):
         for first, other in zip(
             config.weight_sets[layers[0]], config.weight_sets[name], strict=True
         ):
             if shapes[first] != shapes[other]:
-                raise RejectError(
-                    path, f"{other}: expected the shape of {first}, found {list(shapes[other])}"
+                raise ValueError(
+                    f"{other}: expected the shape of {first}, found {list(shapes[other])}"
                 )
     for name, text in (config.weight_shardings or {}).items():
         if name not in shapes:
-            raise RejectError(path, f"weight_shardings: no tensor {name!r:.80}")
+            raise ValueError(f"weight_shardings: no tensor {name!r:.80}")
         try:
             sharding = parse_sharding(text, len(shapes[name]))
             _check_split(sharding, shapes[name], config.mesh)
         except ValueError as error:
-            raise RejectError(path, f"weight_shardings: {name}: {error}") from error
+            raise ValueError(f"weight_shardings: {name}: {error}") from error
         if not sharding:
-            raise RejectError(path, f"weight_shardings: {name}: expected a mesh axis, found none")
+            raise ValueError(f"weight_shardings: {name}: expected a mesh axis, found none")

@@ -6,7 +6,7 @@ import itertools
 import re
 
 from prejit.runtime.base.files import is_digest
-from prejit.runtime.errors import RejectError
+from prejit.runtime.errors import rejecting
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import (
     Config,
@@ -29,128 +29,115 @@ HANDLER_NAME = re.compile(r"[\w.$-]{1,256}", re.ASCII)
 """The names of custom calls and of symbols that libraries of the user may have."""
 
 
+HEX_DIGEST = re.compile("[0-9a-f]{64}")
 _RECORDED_FILE = re.compile(r"[\w.-]{1,180}-[0-9a-f]{64}-cache")
 """The name of a recorded file. It becomes a name in a directory, so it must lead to no other place."""
 
 
+@rejecting
 def check_seldom_parts(config: Config, path: str) -> None:
     """7. Check the libraries, recorded files and encoder of a config that has some of them."""
-    _check_libraries(config, path)
-    _check_recorded(config, path)
+    _check_libraries(config)
+    _check_recorded(config)
     if config.encoder is not None:
-        _check_encoder(config, config.encoder, path)
+        _check_encoder(config, config.encoder)
 
 
-def _check_libraries(config: Config, path: str) -> None:
+def _check_libraries(config: Config) -> None:
     """Check that programs call handlers of the user's libraries that exist, each in one library."""
     calls = {name for program in config.programs for name in program.calls or ()}
     for program in config.programs:
         names = program.calls
         if names is not None and (not names or list(names) != sorted(set(names))):
-            raise RejectError(
-                path,
-                f"{program.name}: calls: expected names, each once, sorted; found {names!r:.80}",
+            raise ValueError(
+                f"{program.name}: calls: expected names, each once, sorted; found {names!r:.80}"
             )
     libraries = config.libraries
     if libraries is not None:
         if config.requirement.platform != "cpu":
-            raise RejectError(
-                path, f"expected libraries for cpu, found {config.requirement.platform!r:.80}"
+            raise ValueError(
+                f"expected libraries for cpu, found {config.requirement.platform!r:.80}"
             )
         digests = [library.digest for library in libraries]
         if not digests or digests != sorted(set(digests)) or not all(map(is_digest, digests)):
-            raise RejectError(
-                path, f"libraries: expected digests, each once, sorted; found {digests!r:.80}"
+            raise ValueError(
+                f"libraries: expected digests, each once, sorted; found {digests!r:.80}"
             )
     known = set[str]()
     for library in libraries or ():
         texts = (*library.handlers, *library.handlers.values())
         if not texts or not all(map(HANDLER_NAME.fullmatch, texts)):
-            raise RejectError(
-                path,
-                f"libraries: handlers: expected names of handlers, found {library.handlers!r:.80}",
+            raise ValueError(
+                f"libraries: handlers: expected names of handlers, found {library.handlers!r:.80}"
             )
         if twice := sorted(known & library.handlers.keys()):
-            raise RejectError(path, f"libraries: expected each handler once, found {twice!r:.80}")
+            raise ValueError(f"libraries: expected each handler once, found {twice!r:.80}")
         if not calls & library.handlers.keys():
-            raise RejectError(
-                path, f"expected a program that calls {library.name!r:.80}, found none"
-            )
+            raise ValueError(f"expected a program that calls {library.name!r:.80}, found none")
         known |= library.handlers.keys()
     if missing := sorted(calls - known):
-        raise RejectError(
-            path,
-            f"expected libraries with the handlers that programs call, found no {missing!r:.80}",
+        raise ValueError(
+            f"expected libraries with the handlers that programs call, found no {missing!r:.80}"
         )
 
 
+@rejecting
 def check_library_layers(config: Config, manifest: ImageManifest, path: str) -> None:
-    """7. Check that the libraries of a config are the layers of libraries of its manifest.
-
-    Args:
-        config: the config of a target.
-        manifest: the manifest of the same target.
-        path: the file of the manifest, for errors.
-    """
+    """7. Check that the libraries of a config are the layers of libraries of its manifest."""
     named = [library.digest for library in config.libraries or ()]
     found = sorted(at.digest for at in manifest.layers if at.mediaType == LIBRARY_MEDIA_TYPE)
     if named != found:
-        raise RejectError(
-            path,
+        raise ValueError(
             f"expected libraries {', '.join(named) or 'none'}, as the config; "
-            f"found {', '.join(found) or 'no layer'}",
+            f"found {', '.join(found) or 'no layer'}"
         )
 
 
-def _check_recorded(config: Config, path: str) -> None:
+def _check_recorded(config: Config) -> None:
     """Check that recorded files have safe names, each once, and that nothing else is in their target."""
     if config.recorded is None:
         return
     if config.programs or config.weight_sets or config.decoder or config.encoder:
-        raise RejectError(path, "expected no programs beside recorded files, found some")
+        raise ValueError("expected no programs beside recorded files, found some")
     files = [program.file for program in config.recorded]
     if not files or files != sorted(set(files)):
-        raise RejectError(path, "expected recorded files, each once, sorted by name")
+        raise ValueError("expected recorded files, each once, sorted by name")
     for program in config.recorded:
-        where = f"{path}: {program.file!r:.80}"
+        where = f"{program.file!r:.80}"
         if not _RECORDED_FILE.fullmatch(program.file):
-            raise RejectError(where, "expected a file of jax's compilation cache")
-        if not 0 < program.entry.raw_size <= limits.MAX_PROGRAM_BYTES:
-            raise RejectError(
-                where,
-                f"raw_size: expected 1 to {limits.MAX_PROGRAM_BYTES}, found {program.entry.raw_size}",
+            raise ValueError(f"{where}: expected a file of jax's compilation cache")
+        size = program.entry.raw_size
+        if not 0 < size <= limits.MAX_PROGRAM_BYTES:
+            raise ValueError(
+                f"{where}: raw_size: expected 1 to {limits.MAX_PROGRAM_BYTES}, found {size}"
             )
         if not all(map(HEX_DIGEST.fullmatch, program.ingredients.values())):
-            raise RejectError(where, "ingredients: expected digests of 64 hexadecimal digits")
+            raise ValueError(f"{where}: ingredients: expected digests of 64 hexadecimal digits")
 
 
 def check_sources(
-    decoder: Decoder, found: set[tuple[int, ...]], batch: int, contexts: list[int], path: str
+    decoder: Decoder, found: set[tuple[int, ...]], batch: int, contexts: list[int]
 ) -> None:
     """Check that an encoder-decoder has programs that read sources: the same sizes for each context."""
     if decoder.source is not None and not found:
-        raise RejectError(
-            path, "expected encode programs for the source of the decoder, found none"
-        )
+        raise ValueError("expected encode programs for the source of the decoder, found none")
     sources = sorted({size for _, _, size in found})
     expected = set[tuple[int, ...]]()
     # No more than there are programs, as above.
     for bucket in itertools.product([batch], contexts, sources):
         if bucket not in found:
-            raise RejectError(
-                path,
-                f"encode of batch {batch}, context {bucket[1]} and source {bucket[2]}: expected one",
+            raise ValueError(
+                f"encode of batch {batch}, context {bucket[1]} and source {bucket[2]}: expected one"
             )
         expected.add(bucket)
     for rows, context, size in sorted(found - expected):
-        raise RejectError(
-            path,
+        raise ValueError(
             f"encode of batch {rows}, context {context} and source {size}: expected none but for "
-            f"batch {batch} and the contexts of decode programs",
+            f"batch {batch} and the contexts of decode programs"
         )
 
 
-def _check_encoder(config: Config, encoder: Encoder, path: str) -> None:
+def _check_encoder(config: Config, encoder: Encoder) -> None:
     """Check that each bucket has three programs, and that layers differ only in their weights."""
     buckets: dict[str, set[tuple[int, int]]] = {kind: set() for kind in ENCODER_KINDS}
     layers = dict.fromkeys(encoder.layers)  # models may share weights between layers
@@ -160,60 +147,45 @@ def _check_encoder(config: Config, encoder: Encoder, path: str) -> None:
         batch, length = program.bucket["batch"], program.bucket["length"]
         expected = f"encode/b{batch}-t{length}/{program.kind}"
         if program.name != expected:
-            raise RejectError(path, f"{program.name!r:.80}: expected the name {expected!r}")
+            raise ValueError(f"{program.name!r:.80}: expected the name {expected!r}")
         buckets[program.kind].add((batch, length))
         if program.kind == "layer" and program.weights not in layers:
-            raise RejectError(path, f"{program.name}: expected a weight set of encoder.layers")
+            raise ValueError(f"{program.name}: expected a weight set of encoder.layers")
     every = set[tuple[int, int]]().union(*buckets.values())
     if not every:
-        raise RejectError(path, "expected programs for the encoder, found none")
+        raise ValueError("expected programs for the encoder, found none")
     for kind in ENCODER_KINDS:
         for batch, length in sorted(every - buckets[kind]):
-            raise RejectError(path, f"expected encode/b{batch}-t{length}/{kind}, found none")
+            raise ValueError(f"expected encode/b{batch}-t{length}/{kind}, found none")
     for name in layers:
         if name not in config.weight_sets:
-            raise RejectError(path, f"encoder: layers: unknown weight set {name!r:.80}")
+            raise ValueError(f"encoder: layers: unknown weight set {name!r:.80}")
     counts = {len(config.weight_sets[name]) for name in layers}
     if len(counts) > 1:
-        raise RejectError(path, "encoder: layers: expected weight sets of as many tensors each")
+        raise ValueError("encoder: layers: expected weight sets of as many tensors each")
 
 
-HEX_DIGEST = re.compile("[0-9a-f]{64}")
-
-
+@rejecting
 def check_library(content: bytes, library: UserLibrary, architecture: str, path: str) -> None:
-    """9. Check the digest of a library of the user, its architecture, and that it exports its handlers.
-
-    Args:
-        content: the library.
-        library: its entry in the config.
-        architecture: the architecture of the target.
-        path: the file, for errors.
-    """
+    """9. Check the digest of a library of the user, its architecture, and that it exports its handlers."""
     check_digest(content, library.digest, path)
     try:
         found = read_shared_library(content)
     except ValueError as error:
-        raise RejectError(path, f"expected a shared library: {error}") from error
+        raise ValueError(f"expected a shared library: {error}") from error
     if found.architecture != architecture:
-        raise RejectError(
-            path, f"expected a library for {architecture}, found one for {found.architecture}"
+        raise ValueError(
+            f"expected a library for {architecture}, found one for {found.architecture}"
         )
     if missing := sorted(set(library.handlers.values()) - set(found.exported)):
-        raise RejectError(path, f"expected exports {', '.join(missing)}, found others")
+        raise ValueError(f"expected exports {', '.join(missing)}, found others")
 
 
+@rejecting
 def check_recorded_layer(config: Config, manifest: ImageManifest, path: str) -> None:
-    """7. Check that a manifest has a layer of recorded files where its config lists some, and not otherwise.
-
-    Args:
-        config: the config of a target.
-        manifest: the manifest of the same target.
-        path: the file of the config, for errors.
-    """
+    """7. Check that a manifest has a layer of recorded files if its config lists some, and else none."""
     has_layer = manifest.has_layer(RECORDED_MEDIA_TYPE)
     if has_layer != (config.recorded is not None):
-        raise RejectError(
-            path,
-            f"expected {'a' if config.recorded else 'no'} layer of recorded files, as the config",
+        raise ValueError(
+            f"expected {'a' if config.recorded else 'no'} layer of recorded files, as the config"
         )
