@@ -267,14 +267,14 @@ def _cell(text: str) -> str:
 # --- the bundle's schema ------------------------------------------------------------------------------------
 
 
-_OF_BUNDLE_SCHEMA = (bundle_schema.__name__, bundle_schema.__name__)
+_SCHEMAS = (bundle_schema.__name__, arrays.__name__)
 
 
 def bundle_schema_page() -> str:
     """Return the reference of a bundle's config: one section for each class, one row for each key."""
     parts = [_BUNDLE_SCHEMA]
     for name, kind in vars(bundle_schema).items():
-        if not isinstance(kind, type) or kind.__module__ not in _OF_BUNDLE_SCHEMA:
+        if not isinstance(kind, type) or kind is arrays.Mesh or kind.__module__ not in _SCHEMAS:
             continue
         if dataclasses.is_dataclass(kind):
             summary, meanings = documented(kind)

@@ -149,7 +149,7 @@ LOADING = (
             f"{_TABLE}.check_weight_sets",
         ),
     ),
-    NumberedRule("11", "Chat templates, when one is used.", (f"{_CHECKS}.chat_layer.check_chat",)),
+    NumberedRule("11", "Chat templates, when one is used.", (f"{_CHECKS}.layers.check_chat",)),
     NumberedRule(
         "12",
         "The generation config of a bundle with a decoder, when it generates.",
@@ -195,26 +195,26 @@ ATTACHED = (
         "statement the `_type` of in-toto, a signature the `mediaType` of sigstore's bundles.",
         (
             "format.hashing.check_blob",
-            f"{_CHECKS}.attached.check_subject",
-            f"{_CHECKS}.attached.check_content",
+            "format.audit.check_subject",
+            "format.audit.check_content",
         ),
     ),
     NumberedRule(
         "15",
         "What `dev.prejit.attached` names is attached to the bundle, where the bundle's index is there.",
-        (f"{_CHECKS}.attached.check_types",),
+        ("format.audit.check_types",),
     ),
     NumberedRule(
         "16",
         "If the first key of `index.json` is `manifests`, prejit wrote it: it and `oci-layout` have the "
         "bytes of our writer: canonical JSON; the bundle, the targets in the order of its index, then all "
         "others, sorted by digest.",
-        (f"{_CHECKS}.attached.check_root", f"{_CHECKS}.oci.check_layout_file"),
+        ("format.audit.check_root", f"{_CHECKS}.oci.check_layout_file"),
     ),
     NumberedRule(
         "17",
         "There are no other files, links or directories in the layout.",
-        (f"{_CHECKS}.attached.check_names",),
+        ("format.audit.check_names",),
     ),
 )
 """The rules for what is no part of the bundle, in the order in which `prejit verify` comes to them."""
