@@ -25,7 +25,7 @@ import click
 from prejit.compiler.manifest.manifest_tables import documented, manifest_schema
 from prejit.runtime import errors
 from prejit.runtime.cli.commands import HOUSES, commands
-from prejit.runtime.format import bundle_schema, rules
+from prejit.runtime.format import arrays, bundle_schema, rules
 from prejit.server.served.served import Models
 from prejit.server.telemetry.metrics_collector import EngineCollector
 

@@ -153,6 +153,16 @@ TOLERANCES = range(1, 17)
 _NUMBER = r"-?\d{1,18}"
 _WORD = rf"(?:-|={_NUMBER}(?:,{_NUMBER}){{0,31}}|-?\d{{1,4}}:\d{{1,18}}(?:,(?:{_NUMBER}|[npm])){{0,32}})"
 _RESULTS = re.compile(rf"(?:{_WORD}(?: {_WORD}){{0,32767}})?", re.ASCII)
+"""The text of results has words, separated by spaces, one for each result of the program table, in order:
+
+    -                        it is not compared
+    =3,0,17                  whole numbers, bool included: samples, which must be equal
+    -2:271,-54,n,1033        other numbers: the mean of the absolute values, then samples
+
+The number before the colon is the exponent of the scale: 2 to its power is near the mean. What follows
+are multiples of scale / 2 ** (tolerance + 2). `n` is NaN, `p` and `m` are infinities.
+`programs.golden_check` chooses the elements.
+"""
 MAX_BYTES = 1 << 19
 """Maximum length of the results of one golden answer as text."""
 
@@ -165,16 +175,6 @@ def is_results(text: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class Golden:
     """The results of a program on the build host, for arguments that a seed makes.
-
-    Their text has words, separated by spaces, one for each result of the program table, in order:
-
-        -                        it is not compared
-        =3,0,17                  whole numbers, bool included: samples, which must be equal
-        -2:271,-54,n,1033        other numbers: the mean of the absolute values, then samples
-
-    The number before the colon is the exponent of the scale: 2 to its power is near the mean. What follows
-    are multiples of scale / 2 ** (tolerance + 2). `n` is NaN, `p` and `m` are infinities.
-    `programs.golden_check` chooses the elements.
 
     Attributes:
         recipe: version of the recipe of the arguments; readers ignore recipes that they do not have.
