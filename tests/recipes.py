@@ -81,9 +81,9 @@ class Recipe:
 
         from prejit.compiler.pipeline.describe.attaching import attach_descriptions
         from prejit.compiler.pipeline.describe.provenance import recording_provenance
+        from prejit.compiler.pipeline.layout_writing import write_layout
         from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS, assemble
         from prejit.runtime.base.files import digest_of
-        from prejit.runtime.format.writing import write_layout
 
         index, blobs = assemble(self.name, self.targets, DESCRIPTIONS)
         write_layout(path, index, blobs)

@@ -7,6 +7,7 @@ Each parser takes bytes and returns, or raises an error that its callers expect:
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -63,22 +64,6 @@ def _blobs(media_type: str, suffix: str = "") -> tuple[bytes, ...]:
 
 def _of_drafts(choose: Callable[[fuzz.Draft], Sequence[Any]]) -> list[bytes]:
     return [fuzz.encoded(each) for name in fuzz.BUNDLES for each in choose(fuzz.draft_of(name))]
-
-
-def _roots() -> list[bytes]:
-    return [fuzz.sound(name)["index.json"] for name in fuzz.BUNDLES]
-
-
-def _indexes() -> list[bytes]:
-    return _of_drafts(lambda draft: [draft.index])
-
-
-def _manifests() -> list[bytes]:
-    return _of_drafts(lambda draft: [manifest for manifest, _ in draft.targets])
-
-
-def _configs() -> list[bytes]:
-    return _of_drafts(lambda draft: [config for _, config in draft.targets])
 
 
 @cache
@@ -195,14 +180,6 @@ def _chats() -> list[bytes]:
     ]
 
 
-def _tokenizers() -> list[bytes]:
-    return list(_blobs("tokenizer"))
-
-
-def _libraries() -> list[bytes]:
-    return list(_blobs("kernels"))
-
-
 def _requests() -> list[bytes]:
     chat_messages = [
         {"role": "system", "content": "a"},
@@ -261,6 +238,23 @@ def _build_manifests() -> list[bytes]:
 # Parsers
 
 
+def _by(name: str, *more: Any) -> Callable[[], Callable[[bytes], object]]:
+    """Return what imports `room.module:function` of the runtime, to be called with the bytes and more."""
+
+    def make() -> Callable[[bytes], object]:
+        module, _, attribute = name.partition(":")
+        function: Any = importlib.import_module(f"prejit.{module}")
+        for part in attribute.split("."):
+            function = getattr(function, part)
+        return lambda content: function(content, *more)
+
+    return make
+
+
+def _file_by(file: str, name: str) -> Callable[[], Callable[[bytes], object]]:
+    return lambda: _of_file(file, _by(name)())  # type: ignore[arg-type]
+
+
 def _of_file(name: str, read: Callable[[str], object]) -> Callable[[bytes], object]:
     """Return a parser of bytes by one of a file, which lies in the working directory."""
 
@@ -304,12 +298,6 @@ def _index() -> Callable[[bytes], object]:
         return closest_target(targets).verdict.reason()
 
     return parse
-
-
-def _manifest() -> Callable[[bytes], object]:
-    from prejit.runtime.format.checks.oci import check_manifest
-
-    return lambda content: check_manifest(content, "manifest")
 
 
 def _config() -> Callable[[bytes], object]:
@@ -407,12 +395,6 @@ def _trusted_root() -> Callable[[bytes], object]:
     return parse
 
 
-def _statement() -> Callable[[bytes], object]:
-    from prejit.runtime.trust.signed_statements import SIGNATURE_PREDICATE, read_statement
-
-    return lambda content: read_statement(content, SIGNATURE_PREDICATE)
-
-
 def _channel() -> Callable[[bytes], object]:
     from prejit.runtime.trust import channel
 
@@ -426,18 +408,6 @@ def _channel() -> Callable[[bytes], object]:
     return parse
 
 
-def _channel_state() -> Callable[[bytes], object]:
-    from prejit.runtime.trust.channel_following import _read
-
-    return lambda content: _read(content, Path("state"))
-
-
-def _key() -> Callable[[bytes], object]:
-    from prejit.runtime.trust.public_keys import read_key
-
-    return lambda content: read_key(content, "key")
-
-
 def _library() -> Callable[[bytes], object]:
     from prejit.runtime.errors import RejectError
     from prejit.runtime.format.checks.elf import find_note, read_shared_library
@@ -449,12 +419,6 @@ def _library() -> Callable[[bytes], object]:
             raise RejectError("library", str(error)) from error
 
     return parse
-
-
-def _weights() -> Callable[[bytes], object]:
-    from prejit.runtime.format.checks.layers import check_weights
-
-    return lambda content: check_weights(memoryview(content), "weights")
 
 
 def _chat() -> Callable[[bytes], object]:
@@ -480,18 +444,6 @@ def _tokenizer() -> Callable[[bytes], object]:
         return tokenizer.decode(tokenizer.encode("a golden bundle", max_tokens=100)[:50])
 
     return parse
-
-
-def _generation() -> Callable[[bytes], object]:
-    from prejit.runtime.generation.options import check_generation
-
-    return lambda content: check_generation(content, "generation config")
-
-
-def _fingerprint() -> Callable[[bytes], object]:
-    from prejit.runtime.machine.fingerprint import Fingerprint
-
-    return _of_file("fingerprint.json", Fingerprint.read)
 
 
 def _first_load() -> Callable[[bytes], object]:
@@ -585,18 +537,6 @@ def _infer_request() -> Callable[[bytes], object]:
     return parse
 
 
-def _build_manifest() -> Callable[[bytes], object]:
-    from prejit.compiler.manifest.reading import read_manifest
-
-    return _of_file("manifest.toml", read_manifest)
-
-
-def _keys_of_server() -> Callable[[bytes], object]:
-    from prejit.server.gate.api_keys import read_keys
-
-    return _of_file("keys", read_keys)
-
-
 def _signature() -> Callable[[bytes], object]:
     from prejit.runtime.device.device import _parse_signature
 
@@ -606,27 +546,62 @@ def _signature() -> Callable[[bytes], object]:
 _FORMAT = ("prejit.runtime.format", "prejit.runtime.base", "prejit.runtime.machine")
 _TRUST = ("prejit.runtime.trust", "prejit.runtime.base")
 
+_CHECKS = "runtime.format.checks"
 PARSERS: dict[str, Parser] = {
-    "root": Parser(_FORMAT, _root, _roots),
-    "index": Parser((*_FORMAT, "prejit.runtime.verdict"), _index, _indexes),
-    "manifest": Parser(_FORMAT, _manifest, _manifests),
-    "config": Parser(_FORMAT, _config, _configs),
-    "weights": Parser(_FORMAT, _weights, lambda: _blobs("weights"), "bytes"),
-    "library": Parser(_FORMAT, _library, _libraries, "bytes"),
-    "policy": Parser((*_TRUST, "tomllib"), _policy, _policies, "toml"),
-    "key": Parser(_TRUST, _key, lambda: [_fixed_key().public.pem.encode()], "bytes"),
-    "sigstore bundle": Parser(_TRUST, _sigstore_bundle, _sigstore_bundles),
-    "keyless signature": Parser((*_TRUST, "sigstore"), _keyless, _keyless_bundles),
-    "trusted root": Parser((*_TRUST, "sigstore"), _trusted_root, _trusted_roots),
-    "statement": Parser(_TRUST, _statement, _statements),
-    "channel": Parser(_TRUST, _channel, _channels),
-    "channel state": Parser(_TRUST, _channel_state, _channel_states),
-    "chat": Parser(("prejit.runtime.text", "prejit.runtime.base"), _chat, _chats),
-    "tokenizer": Parser(("prejit.runtime.text",), _tokenizer, _tokenizers),
-    "generation": Parser(
-        ("prejit.runtime.generation.options",), _generation, lambda: _blobs("generation")
+    "root": Parser(_FORMAT, _root, lambda: [fuzz.sound(n)["index.json"] for n in fuzz.BUNDLES]),
+    "index": Parser(
+        (*_FORMAT, "prejit.runtime.verdict"),
+        _index,
+        lambda: _of_drafts(lambda draft: [draft.index]),
     ),
-    "fingerprint": Parser(_FORMAT, _fingerprint, lambda: [_this_machine()]),
+    "manifest": Parser(
+        _FORMAT,
+        _by(f"{_CHECKS}.oci:check_manifest", "manifest"),
+        lambda: _of_drafts(lambda draft: [manifest for manifest, _ in draft.targets]),
+    ),
+    "config": Parser(
+        _FORMAT, _config, lambda: _of_drafts(lambda draft: [config for _, config in draft.targets])
+    ),
+    "weights": Parser(
+        _FORMAT,
+        _by(f"{_CHECKS}.layers:check_weights", "weights"),
+        lambda: _blobs("weights"),
+        "bytes",
+    ),
+    "library": Parser(_FORMAT, _library, lambda: _blobs("kernels"), "bytes"),
+    "policy": Parser((*_TRUST, "tomllib"), _policy, _policies, "toml"),
+    "key": Parser(
+        _TRUST,
+        _by("runtime.trust.public_keys:read_key", "key"),
+        lambda: [_fixed_key().public.pem.encode()],
+        "bytes",
+    ),
+    "sigstore bundle": Parser(_TRUST, _sigstore_bundle, _sigstore_bundles),
+    "keyless signature": Parser((*_TRUST, "sigstore"), _keyless, lambda: _keyless_bundles()),
+    "trusted root": Parser((*_TRUST, "sigstore"), _trusted_root, _trusted_roots),
+    "statement": Parser(
+        _TRUST,
+        _by(
+            "runtime.trust.signed_statements:read_statement", "https://sigstore.dev/cosign/sign/v1"
+        ),
+        _statements,
+    ),
+    "channel": Parser(_TRUST, _channel, _channels),
+    "channel state": Parser(
+        _TRUST, _by("runtime.trust.channel_following:_read", Path("state")), _channel_states
+    ),
+    "chat": Parser(("prejit.runtime.text", "prejit.runtime.base"), _chat, _chats),
+    "tokenizer": Parser(("prejit.runtime.text",), _tokenizer, lambda: _blobs("tokenizer")),
+    "generation": Parser(
+        ("prejit.runtime.generation.options",),
+        _by("runtime.generation.options:check_generation", "generation config"),
+        lambda: _blobs("generation"),
+    ),
+    "fingerprint": Parser(
+        _FORMAT,
+        _file_by("fingerprint.json", "runtime.machine.fingerprint:Fingerprint.read"),
+        lambda: [_this_machine()],
+    ),
     "first load": Parser(
         ("prejit.runtime.trust.first_load",),
         _first_load,
@@ -636,12 +611,15 @@ PARSERS: dict[str, Parser] = {
     "inference request": Parser(("prejit.server",), _infer_request, _infer_requests),
     "server keys": Parser(
         ("prejit.server.gate.api_keys",),
-        _keys_of_server,
+        _file_by("keys", "server.gate.api_keys:read_keys"),
         lambda: [b"# a\nname: 0123456789abcdef\nfedcba9876543210\n"],
         "bytes",
     ),
     "build manifest": Parser(
-        ("prejit.compiler.manifest", "tomllib"), _build_manifest, _build_manifests, "toml"
+        ("prejit.compiler.manifest", "tomllib"),
+        _file_by("manifest.toml", "compiler.manifest.reading:read_manifest"),
+        _build_manifests,
+        "toml",
     ),
     "signature of XLA": Parser(
         ("prejit.runtime.device.device",),
@@ -687,13 +665,7 @@ _WORDS = (
     "0",
     "1e400",
     "9" * 30,
-    '""',
-    '"*"',
-    "[]",
-    "{}",
-    '["a"]',
-    "2026-11-22",
-    "nan",
+    *('""', '"*"', "[]", "{}", '["a"]', "2026-11-22", "nan"),
 )
 
 

@@ -275,9 +275,9 @@ class BundleDirectory:
         self._write_bundle(0)
 
     def _write_bundle(self, version: int) -> None:
+        from prejit.compiler.pipeline.layout_writing import write_layout
         from prejit.compiler.pipeline.pack.bundle_files import assemble
         from prejit.compiler.recording.recording_run import RecordedTarget, packed
-        from prejit.runtime.format.writing import write_layout
         from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 
         files = {file.entry.file: file for file in self._files(version)}
@@ -302,9 +302,9 @@ class BundleDirectory:
             yield RecordedFile(RecordedProgram(name, file, segment, {}, {}), frame)
 
     def write(self, number: int) -> None:
+        from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
         from prejit.runtime.errors import UsageError
         from prejit.runtime.format.blobs import read_whole
-        from prejit.runtime.format.writing import EMPTY, Part, attach
         from prejit.runtime.recorded import recorded_bundle
 
         os.environ["PREJIT_RUNTIME_CACHE"] = str(self._directory / "cache")
@@ -557,7 +557,7 @@ def rebuild(source: Path, path: Path, number: int) -> None:
     """Write a bundle as a build does."""
     from tests.layouts import blobs_of, index_file
 
-    from prejit.runtime.format.writing import write_layout
+    from prejit.compiler.pipeline.layout_writing import write_layout
 
     blobs: dict[str, bytes | Path] = {**blobs_of(source)}
     write_layout(path, index_file(source).read_bytes(), blobs)
@@ -565,8 +565,8 @@ def rebuild(source: Path, path: Path, number: int) -> None:
 
 def annotate(source: Path, path: Path, number: int) -> None:
     """Attach something, as `prejit sign` does."""
+    from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
     from prejit.runtime.format.blobs import read_whole
-    from prejit.runtime.format.writing import EMPTY, Part, attach
 
     subject = read_whole(path, lambda layout, root: root.subject)
     assert subject is not None

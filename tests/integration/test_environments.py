@@ -23,10 +23,10 @@ from prejit.compiler.targets import environments, installing
 from prejit.compiler.targets.environments import EnvironmentSpec
 from prejit.compiler.targets.installing import find_uv, make_environment
 from prejit.compiler.targets.listing import EXACT_JAX
+from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import toolchain_of
 from prejit.runtime.errors import BuildError, NetworkError, PrejitError, StoreError
-from prejit.runtime.machine.targets import Target
 
 JAX = "0.10.99"
 PINNED = tuple(
@@ -85,7 +85,7 @@ import sys
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.progress import Plain
-from prejit.runtime.machine.targets import Target
+from prejit.compiler.targets.target_classes import Target
 target = Target("cuda-x", "cuda", jax=sys.argv[1], constraints=("numpy<9",))
 wanted = environments.spec_for(target, "0.10.2")
 with Plain(sys.stderr) as progress:

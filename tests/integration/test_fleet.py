@@ -18,6 +18,7 @@ from tests.parity.cases import Case
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.interpreters import find_interpreter
+from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import target
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError
@@ -31,7 +32,6 @@ from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.targets import Target
 
 ROOT = Path(__file__).parents[2]
 OLD, NEW = "0.10.2", "0.12.0.1"

@@ -26,6 +26,7 @@ import zstandard
 from blake3 import blake3
 from jax import export
 
+from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import (
     PackedLayer,
     PackedTarget,
@@ -63,7 +64,6 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 
 HERE = Path(__file__).parent

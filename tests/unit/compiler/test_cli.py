@@ -15,9 +15,9 @@ from tests.layouts import index_of
 from prejit.compiler.cli.build_commands import PLAN_HAS_CHANGES
 from prejit.compiler.manifest.manifest_tables import manifest_schema
 from prejit.compiler.pipeline import plan
+from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import ManifestError, PrejitError, UsageError
-from prejit.runtime.machine.targets import Target
 
 MANIFEST = """
 [bundle]

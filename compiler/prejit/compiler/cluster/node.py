@@ -28,10 +28,10 @@ from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.build_host import host_cpu
 from prejit.compiler.targets.environments import spec_for
 from prejit.compiler.targets.installing import make_environment
+from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.toolchain import Toolchain, Tuned, host_toolchain, toolchain_of
 from prejit.runtime.errors import BuildError, PrejitError, StoreError
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.targets import Target
 
 _COUNTED = ("CUBLAS_", "JAX_", "LIBTPU_", "NVIDIA_TF32", "TF_", "XLA_")
 """Prefixes of variables that may change what compilers do: a node takes them from the build."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from prejit.compiler.native.library import KernelLibrary
 from prejit.compiler.store.key import Key
+from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.format.bundle_schema import Memory, Segment
-from prejit.runtime.machine.targets import Target
 
 
 @dataclass(frozen=True, slots=True)

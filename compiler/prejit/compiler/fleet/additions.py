@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from prejit.compiler.fleet.fleet_machines import Group, Machine, group_machines, is_release
+from prejit.compiler.targets.target_classes import CUDA, PLUGINS, Gpu, Target, catalogue, chips
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import (
     PLATFORMS,
@@ -17,7 +18,6 @@ from prejit.runtime.machine.fingerprint import (
     Requirement,
     effective_xla_flags,
 )
-from prejit.runtime.machine.targets import CUDA, PLUGINS, Gpu, Target, catalogue, chips
 from prejit.runtime.verdict import Axis, Verdict
 
 MAX_STEPS = 5_000

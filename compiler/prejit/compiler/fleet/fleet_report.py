@@ -17,9 +17,9 @@ from prejit.compiler.fleet.fleet_machines import (
     merge,
 )
 from prejit.compiler.pages import render
+from prejit.compiler.targets.target_classes import Gpu
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
-from prejit.runtime.machine.targets import Gpu
 from prejit.runtime.verdict import Axis, Verdict
 
 

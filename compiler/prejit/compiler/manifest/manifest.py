@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import Mesh
-from prejit.runtime.machine.targets import Target
 
 REPEAT = "repeat"
 """The static argument that says how many steps a call runs."""

@@ -21,11 +21,11 @@ from prejit.compiler.manifest.manifest_tables import (
     respelt,
     unknown_sections,
 )
+from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
 from prejit.runtime.base.wording import nearest_path
 from prejit.runtime.errors import ManifestError, StoreError
 from prejit.runtime.format.arrays import Mesh
-from prejit.runtime.machine.targets import Target
 
 _BLANK = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
 _KEY = re.compile(r"""[A-Za-z0-9_-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*'""")

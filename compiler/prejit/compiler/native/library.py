@@ -28,6 +28,7 @@ from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
 from prejit.compiler.store.own_code import KERNELS, code_digest
+from prejit.compiler.targets.target_classes import Target, catalogue
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError, StoreError
@@ -35,7 +36,6 @@ from prejit.runtime.format.bundle_schema import Kernels
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.names import KERNEL_PREFIX
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.targets import Target, catalogue
 
 SOURCES = Path(__file__).parent / "kernels"
 """Directory of the kernels' C++ sources."""

@@ -35,9 +35,9 @@ from prejit.compiler.pipeline.user_code import ReadCode, find_code
 from prejit.compiler.progress import Progress
 from prejit.compiler.targets.environments import spec_for
 from prejit.compiler.targets.installing import make_environment
+from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.fallback import expiry_notice
-from prejit.runtime.machine.targets import Target
 
 
 @dataclass(frozen=True)

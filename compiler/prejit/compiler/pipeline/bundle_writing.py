@@ -6,6 +6,7 @@ import json
 import logging
 from pathlib import Path
 
+from prejit.compiler.pipeline.layout_writing import remove_abandoned, write_layout
 from prejit.compiler.pipeline.pack.contents import PackedBundle
 from prejit.compiler.progress import Progress
 from prejit.runtime.base.typed_json import to_json
@@ -18,7 +19,6 @@ from prejit.runtime.format.names import BUNDLE_NAME, RECORDED_MEDIA_TYPE, SIGNAT
 from prejit.runtime.format.opening import match, read_manifest
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import is_ours, read_root
-from prejit.runtime.format.writing import remove_abandoned, write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.kept_files import Receipts
 

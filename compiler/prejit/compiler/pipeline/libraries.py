@@ -10,13 +10,13 @@ from prejit.compiler.compile.jobs import Source
 from prejit.compiler.manifest.manifest import Library, Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.store.interface import Store
+from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError, ManifestError, StoreError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import UserLibrary, handler_names
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.targets import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.native.library import KERNELS_ARCHITECTURE
+from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.machine.kept_files import Receipts
-from prejit.runtime.machine.targets import Target
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.cache import CacheLayout

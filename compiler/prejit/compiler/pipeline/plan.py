@@ -58,11 +58,11 @@ from prejit.compiler.store.key import Key
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.build_host import can_build
 from prejit.compiler.targets.installing import obstacle
+from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import chosen
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain, read_tuning, toolchain_of
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Segment
-from prejit.runtime.machine.targets import Target
 
 _WITHOUT_KERNELS = ("copy", "embed", "call")
 """The kinds of programs that call no kernels."""

@@ -32,8 +32,8 @@ from prejit.compiler.pipeline.plan import (
 from prejit.compiler.pipeline.program_keys import compile_key, native_key
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key, nearest, why
+from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.toolchain import Toolchain
-from prejit.runtime.machine.targets import Target
 
 CACHED = "cached"
 COMPILE = "compile"

@@ -26,11 +26,11 @@ from prejit.compiler.progress import Progress
 from prejit.compiler.rebuilding.compared_parts import ComparedPart, compare
 from prejit.compiler.rebuilding.recorded import Recorded, read_recorded
 from prejit.compiler.store.directory_store import DirectoryStore
+from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError, StoreError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
-from prejit.runtime.machine.targets import Target
 
 
 @dataclass(frozen=True)

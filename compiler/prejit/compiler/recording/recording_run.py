@@ -15,6 +15,7 @@ import zstandard
 
 from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.describe.provenance import recording_provenance
+from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import (
     DESCRIPTIONS,
     PackedTarget,
@@ -34,7 +35,6 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, RECORDED_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.recorded.hook import jax_texts
 from prejit.runtime.recorded.hook.watch import Orders

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach, remove_abandoned
 from prejit.runtime.base.files import digest_of, is_digest
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
@@ -30,7 +31,6 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.writing import EMPTY, Part, attach, remove_abandoned
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.signed_statements import (

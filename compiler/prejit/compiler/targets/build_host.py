@@ -6,9 +6,9 @@ import platform
 from functools import cache
 from pathlib import Path
 
+from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.targets import Target
 
 _DECIDING = (
     # LLVM names a CPU by these and by its extensions (llvm/lib/TargetParser/Host.cpp).

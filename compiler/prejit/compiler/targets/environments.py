@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prejit.compiler.store.directory_store import default_root
+from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.base.written_files import lock_file
 from prejit.runtime.errors import StoreError
-from prejit.runtime.machine.targets import Target
 
 VERSION = "v1"
 """Rises when environments of the last version can no longer be used. 1 (2026-11-20): the first."""

@@ -9,8 +9,8 @@ from prejit.compiler.targets import environments
 from prejit.compiler.targets.build_host import can_build, cross_compiles
 from prejit.compiler.targets.environments import EnvironmentSpec
 from prejit.compiler.targets.installing import obstacle
+from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import names, target
-from prejit.runtime.machine.targets import Target
 
 EXACT_JAX = "0.12.0.1"
 """The newest known jax: the version to pin where the build host's own compiles for no described CPU."""

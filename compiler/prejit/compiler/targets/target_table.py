@@ -12,11 +12,19 @@ from typing import Any, ClassVar
 
 from prejit.compiler.base.suggestions import did_you_mean, no_such_path, shown
 from prejit.compiler.targets.cpu_count import MAX_CPUS
+from prejit.compiler.targets.target_classes import (
+    CPUS,
+    HOST,
+    Gpu,
+    Target,
+    capabilities,
+    catalogue,
+    chips,
+)
 from prejit.runtime.base.wording import nearest
 from prejit.runtime.errors import PrejitError, UsageError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.fingerprint import PLATFORMS, Fingerprint
-from prejit.runtime.machine.targets import CPUS, HOST, Gpu, Target, capabilities, catalogue, chips
 
 
 @dataclass(frozen=True, slots=True)

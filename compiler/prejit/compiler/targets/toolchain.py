@@ -17,11 +17,11 @@ from typing import Any
 from prejit.compiler.targets import cpu_count
 from prejit.compiler.targets.build_host import cross_compiles
 from prejit.compiler.targets.environments import Environment, worker_command
+from prejit.compiler.targets.target_classes import PLUGINS, Target, capabilities
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.device.tuning import Tuning
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.fingerprint import read_xla_flags
-from prejit.runtime.machine.targets import PLUGINS, Target, capabilities
 
 
 def gpu_config(target: Target) -> str:

@@ -22,7 +22,7 @@ from prejit.runtime.format.checks.layers import check_chat, check_weights, unpac
 from prejit.runtime.format.checks.oci import check_digest, check_layout_file
 from prejit.runtime.format.checks.program_table import check_weight_sets, segments_of
 from prejit.runtime.format.hashing import check_blob
-from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.layout import Layout, locked
 from prejit.runtime.format.names import (
     ATTACHED_TYPES,
     CHAT_MEDIA_TYPE,
@@ -42,7 +42,6 @@ from prejit.runtime.format.opening import (
 )
 from prejit.runtime.format.referrers import Referrer, reached, referrers, unattached
 from prejit.runtime.format.root import Root, encode_root, is_ours
-from prejit.runtime.format.writing import locked
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 CheckGeneration = Callable[[bytes, str], object]

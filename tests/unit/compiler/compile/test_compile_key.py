@@ -18,10 +18,10 @@ from prejit.compiler.compile.compile_key import executable_key
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.targets import cpu_count, toolchain
 from prejit.compiler.targets.build_host import host_cpu
+from prejit.compiler.targets.target_classes import Target, catalogue
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, Tuned, gpu_config, host_toolchain
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.targets import Target, catalogue
 
 V3 = target("cpu-x86-64-v3")
 HOST = target("cpu-host")

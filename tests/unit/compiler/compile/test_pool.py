@@ -32,11 +32,11 @@ from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets import cpu_count
 from prejit.compiler.targets.build_host import jaxlib_version
+from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
 from prejit.runtime.errors import BuildError, StoreError
 from prejit.runtime.format.bundle_schema import Memory, Segment
-from prejit.runtime.machine.targets import Target
 
 VERSIONS = (("jax", "0.12.0"), ("jaxlib", "0.12.0"))
 HOST = target("cpu-host")

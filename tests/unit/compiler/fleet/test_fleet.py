@@ -23,6 +23,7 @@ from prejit.compiler.fleet.additions import fewest_sets
 from prejit.compiler.fleet.fleet_machines import Machine, read_fleet
 from prejit.compiler.fleet.fleet_report import FleetReport, explain_fleet, fleet_page
 from prejit.compiler.manifest.reading import read_manifest
+from prejit.compiler.targets.target_classes import Target, catalogue
 from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import StoreError, UsageError
@@ -33,7 +34,6 @@ from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement, effective_xla_flags
-from prejit.runtime.machine.targets import Target, catalogue
 
 LEVELS = {name: catalogue()[f"cpu-x86-64-{name}"].cpu_features or () for name in ("v2", "v3", "v4")}
 HOST = Fingerprint("cpu", "x86_64", LEVELS["v3"], "0.12.0.1", "Some CPU", 4, 1 << 34)

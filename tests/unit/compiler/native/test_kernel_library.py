@@ -26,13 +26,13 @@ from prejit.compiler.native.library import (
     needed_glibc,
 )
 from prejit.compiler.store.directory_store import DirectoryStore
+from prejit.compiler.targets.target_classes import catalogue
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
 from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.names import kernel_target
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.targets import catalogue
 
 TOY = Path(__file__).parents[3] / "toy_kernels"
 VERSIONS = {name: metadata.version(name) for name in ("jax", "jaxlib")}

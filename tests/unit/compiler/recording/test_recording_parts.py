@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble
 from prejit.compiler.recording.recording_run import (
     RecordedTarget,
@@ -23,7 +24,6 @@ from prejit.compiler.recording.recording_run import (
     requirement_of,
 )
 from prejit.runtime.errors import UsageError
-from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess
 

@@ -16,8 +16,8 @@ import pytest
 from prejit.compiler.targets import environments, installing
 from prejit.compiler.targets.environments import MARKER, Environment, EnvironmentSpec
 from prejit.compiler.targets.installing import make_environment
+from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.errors import StoreError
-from prejit.runtime.machine.targets import Target
 
 HOST = Target("cpu-host", "cpu")
 GPU = Target("cuda-h200", "cuda")

@@ -12,6 +12,7 @@ import pytest
 
 from prejit.compiler.targets import build_host
 from prejit.compiler.targets.build_host import can_build
+from prejit.compiler.targets.target_classes import capabilities, catalogue, chips
 from prejit.compiler.targets.target_table import (
     GpuTable,
     TableError,
@@ -25,7 +26,6 @@ from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.fingerprint import CPU_FEATURES, Fingerprint, Requirement
-from prejit.runtime.machine.targets import capabilities, catalogue, chips
 
 L4 = Fingerprint(
     platform="cuda",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from prejit.compiler.targets.target_classes import Target, catalogue
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import (
     Toolchain,
@@ -22,7 +23,6 @@ from prejit.compiler.targets.toolchain import (
 from prejit.runtime.device.tuning import Tuning, write
 from prejit.runtime.errors import BuildError, RejectError, StoreError
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.targets import Target, catalogue
 
 OURS = "--xla_cpu_parallel_codegen_split_count=1"
 V3 = target("cpu-x86-64-v3")

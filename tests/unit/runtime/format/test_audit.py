@@ -17,6 +17,7 @@ from tests.layouts import blob, index_of
 from tests.recipes import Recipe
 from tests.signers import signer
 
+from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach, remove_abandoned
 from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import RejectError, load
@@ -26,7 +27,6 @@ from prejit.runtime.format.audit import Audit, audit, check_index_file
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.writing import EMPTY, Part, attach, remove_abandoned
 
 X = np.ones((2, 16), np.float32)
 PARTS, STATEMENT = DESCRIPTIONS

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from tests.layouts import blobs_of, index_file
 
+from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.runtime import __main__
 from prejit.runtime.base.files import digest_file, digest_of, map_file
 from prejit.runtime.base.written_files import write_file
@@ -32,7 +33,6 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import LICENSE_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_manifest, read_manifests
 from prejit.runtime.format.root import Root, read_root
-from prejit.runtime.format.writing import write_layout
 from prejit.runtime.loader import load
 
 LOAD_AS_NOBODY = """
@@ -447,7 +447,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.layouts import blobs_of, index_file
-from prejit.runtime.format.writing import write_layout
+from prejit.compiler.pipeline.layout_writing import write_layout
 
 source, path = Path(sys.argv[1]), Path(sys.argv[2])
 index, blobs = index_file(source).read_bytes(), blobs_of(source)
@@ -494,7 +494,7 @@ WRITERS = """
 import os, sys
 from pathlib import Path
 from tests.layouts import blobs_of, index_file
-from prejit.runtime.format.writing import write_layout
+from prejit.compiler.pipeline.layout_writing import write_layout
 
 source = Path(sys.argv[1])
 index, blobs = index_file(source).read_bytes(), blobs_of(source)
@@ -680,7 +680,7 @@ BUILDS = """
 import sys, time
 from pathlib import Path
 from tests.layouts import blobs_of, index_file
-from prejit.runtime.format.writing import write_layout
+from prejit.compiler.pipeline.layout_writing import write_layout
 
 path = Path(sys.argv[1])
 bundles = []

@@ -14,11 +14,11 @@ from typing import Any
 import pynvml
 import pytest
 
+from prejit.compiler.targets.target_classes import catalogue
 from prejit.runtime.errors import PrejitWarning, UsageError
 from prejit.runtime.machine import accelerator
 from prejit.runtime.machine.accelerator import Accelerator, find_accelerator
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.targets import catalogue
 
 
 @dataclass

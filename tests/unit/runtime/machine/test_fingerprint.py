@@ -689,7 +689,7 @@ def test_the_fallback_warning_names_the_axis_of_the_closest_target(two_levels: P
 @pytest.mark.parametrize(
     "module",
     [
-        *("errors", "verdict", "base.typed_json", "machine.accelerator", "machine.targets"),
+        *("errors", "verdict", "base.typed_json", "machine.accelerator"),
         *("machine.fingerprint", "format.audit", "format.checks.program_table", "format.layout"),
         *("format.opening", "format.bundle_schema", "machine.kept_files"),
     ],

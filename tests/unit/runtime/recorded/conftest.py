@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble, check_readable
 from prejit.compiler.recording.recording_run import RecordedFile, RecordedTarget, packed
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
-from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 
 FILES = {

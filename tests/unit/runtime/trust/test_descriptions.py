@@ -14,6 +14,7 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 from tests.recipes import Recipe
 from tests.signers import key_table, signer, write_policy
 
+from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import UntrustedError, load
 from prejit.runtime.__main__ import main
@@ -21,7 +22,6 @@ from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.writing import EMPTY, Part, attach
 from prejit.runtime.trust.decision import Description, _why_not_built_so, missing_descriptions
 from prejit.runtime.trust.policy import ProvenanceRule, Rule, TrustedKey
 from prejit.runtime.trust.signed_statements import PROVENANCE_PREDICATE, SignedSubject, Statement

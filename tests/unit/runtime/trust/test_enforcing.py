@@ -17,6 +17,7 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 from tests.layouts import blob, index_of, write_root
 from tests.signers import key_table, signer, write_policy
 
+from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.compiler.signing.channels import release_bundle, rotate_keys, sign_channel
 from prejit.runtime import load
@@ -27,7 +28,6 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.writing import EMPTY, Part, attach
 from prejit.runtime.recorded.recorded_bundle import open_recorded
 
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prejit.compiler.pipeline.describe.sbom import parts_list
+from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
 from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format.blobs import read_whole
@@ -17,7 +18,6 @@ from prejit.runtime.format.names import PARTS_MEDIA_TYPE, STATEMENT_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.writing import EMPTY, Part, attach
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.trust.signed_statements import PROVENANCE_PREDICATE
 

@@ -10,6 +10,7 @@ from prejit.compiler.compile.jobs import Compiled
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.library import KernelLibrary, needed_glibc
 from prejit.compiler.pipeline.libraries import ReadLibrary, allowed_features
+from prejit.compiler.targets.target_classes import CUDA
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.fingerprint import (
@@ -17,7 +18,6 @@ from prejit.runtime.machine.fingerprint import (
     effective_environment,
     effective_xla_flags,
 )
-from prejit.runtime.machine.targets import CUDA
 
 
 def requirement_of(

@@ -6,9 +6,7 @@ before, or the whole of what is new.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +14,12 @@ from typing import Any, NamedTuple
 
 from prejit.runtime.base.files import digest_file, digest_of, is_digest
 from prejit.runtime.base.typed_json import from_json, to_json
-from prejit.runtime.base.written_files import locking, write_file
+from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor, Index
 from prejit.runtime.format.hashing import check_blob
-from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.layout import Layout, locked
 from prejit.runtime.format.names import (
     EMPTY_MEDIA_TYPE,
     MANIFEST_MEDIA_TYPE,
@@ -239,21 +237,6 @@ def _blobs_of(referrer: Referrer) -> Iterator[str]:
     yield referrer.config.digest
     for layer in referrer.layers:
         yield layer.digest
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keep writers away from a bundle. Where the disk fails, raise StoreError."""
-    try:
-        while True:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with locking(descriptor):
-                # Another directory may have been renamed to this path while this one waited for the lock.
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    yield
-                    return
-    except OSError as error:
-        raise StoreError(f"{path}: cannot write a bundle: {error}") from error
 
 
 def _write_blobs(

@@ -13,15 +13,22 @@ from typing import Any
 import pytest
 from tests.layouts import blob, blobs_of, index_file, write_root
 
+from prejit.compiler.pipeline import layout_writing as writing
+from prejit.compiler.pipeline.layout_writing import (
+    EMPTY,
+    Part,
+    attach,
+    remove_abandoned,
+    write_layout,
+)
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import RejectError, StoreError, UsageError
-from prejit.runtime.format import limits, writing
+from prejit.runtime.format import limits
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.writing import EMPTY, Part, attach, remove_abandoned, write_layout
 from prejit.runtime.loader import load
 
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"

@@ -168,7 +168,7 @@ def capabilities() -> dict[str, Capability]:
 
 @cache
 def _read(platform: str) -> dict[str, Any]:
-    file = resources.files("prejit.runtime.machine") / "catalogue" / f"{platform}.toml"
+    file = resources.files("prejit.compiler.targets") / "catalogue" / f"{platform}.toml"
     return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
