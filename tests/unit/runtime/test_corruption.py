@@ -143,7 +143,8 @@ def test_changed_bytes_in_every_layer_of_a_bundle_are_all_rejected(
     machine = dataclasses.replace(Fingerprint.current(), jaxlib="0.0.1")
     for number in range(20):
         for file in files_of(path):
-            damage = (corrupt, truncated, appended, block_lost)[number % 4]
+            others = (DAMAGES["truncated"], DAMAGES["appended"], block_lost)
+            damage = (corrupt, *others)[number % 4]
             before = file.read_bytes()
             damaged = damage(before, generator)
             if damaged == before:  # of a block that was zeros
@@ -220,36 +221,7 @@ def wait_until_settled(path: Path) -> None:
     time.sleep(max(0.0, newest + SETTLED_SECONDS + 0.05 - time.time()))
 
 
-def truncated(content: bytes, generator: random.Random) -> bytes:
-    return content[: generator.randrange(len(content))]
-
-
-def without_its_end(content: bytes, generator: random.Random) -> bytes:
-    return content[:-1]
-
-
-def emptied(content: bytes, generator: random.Random) -> bytes:
-    return b""
-
-
-def appended(content: bytes, generator: random.Random) -> bytes:
-    return content + generator.randbytes(generator.randrange(1, 100))
-
-
-def new_line(content: bytes, generator: random.Random) -> bytes:
-    return content + b"\n"
-
-
-def prepended(content: bytes, generator: random.Random) -> bytes:
-    return b"\0" + content
-
-
-def zeroed(content: bytes, generator: random.Random) -> bytes:
-    return bytes(len(content))
-
-
-def shifted(content: bytes, generator: random.Random) -> bytes:
-    return content[1:] + content[:1]
+Damage = Callable[[bytes, random.Random], bytes]
 
 
 def block_lost(content: bytes, generator: random.Random) -> bytes:
@@ -258,20 +230,29 @@ def block_lost(content: bytes, generator: random.Random) -> bytes:
     return (content[:at] + bytes(512) + content[at + 512 :])[: len(content)]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *(truncated, without_its_end, emptied, appended, new_line, prepended, zeroed, shifted),
-        block_lost,
-    ],
-)
+DAMAGES: dict[str, Damage] = {
+    "truncated": lambda content, generator: content[: generator.randrange(len(content))],
+    "without its end": lambda content, _: content[:-1],
+    "emptied": lambda content, _: b"",
+    "appended": lambda content, generator: (
+        content + generator.randbytes(generator.randrange(1, 100))
+    ),
+    "new line": lambda content, _: content + b"\n",
+    "prepended": lambda content, _: b"\0" + content,
+    "zeroed": lambda content, _: bytes(len(content)),
+    "shifted": lambda content, _: content[1:] + content[:1],
+    "a block lost": block_lost,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
 def test_files_damaged_at_large_are_rejected(
-    damage: Callable[[bytes, random.Random], bytes], bundle_dir: Path, nothing_runs: None
+    name: str, bundle_dir: Path, nothing_runs: None
 ) -> None:
     generator = random.Random(4)
     for file in files_of(bundle_dir):
         before = file.read_bytes()
-        damaged = damage(before, generator)
+        damaged = DAMAGES[name](before, generator)
         if damaged == before:
             continue
         with changed(file, damaged):

@@ -92,42 +92,45 @@ def test_a_sound_bundle_with_all_that_refers_to_it_is_refused(bundle: Path) -> N
 
 @pytest.mark.parametrize("kind", [PARTS, STATEMENT, SIGNATURE])
 @pytest.mark.parametrize("part", ["layer", "manifest", "config"])
-@pytest.mark.parametrize("damage", ["flipped", "deleted", "cut", "a link"])
 def test_a_damaged_file_that_refers_to_the_bundle_passes(
-    kind: str, part: str, damage: str, bundle: Path, tmp_path: Path
+    kind: str, part: str, bundle: Path, tmp_path: Path
 ) -> None:
     each = attached(bundle, kind)[0]
     at = {"layer": each.layers[0], "manifest": each.descriptor, "config": each.config}[part]
     file = blob(bundle, at.digest)
     content = file.read_bytes()
+    (tmp_path / "elsewhere").write_bytes(content)
     file.unlink()
-    if damage == "flipped":
-        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    elif damage == "cut":
-        file.write_bytes(content[:-1])
-    elif damage == "a link":
-        (tmp_path / "elsewhere").write_bytes(content)
-        file.symlink_to(tmp_path / "elsewhere")
-    rejected(bundle, file)
+    with pytest.raises(RejectError) as deleted:
+        audited(bundle)
+    assert deleted.value.path == str(file)
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RejectError) as linked:
+        audited(bundle)
+    assert linked.value.path == str(file)
+    file.unlink()
+    for damaged in (content[:-1], content[:-1] + bytes([content[-1] ^ 1])):
+        file.write_bytes(damaged)
+        rejected(bundle, file)
     still_loads(bundle)
 
 
-@pytest.mark.parametrize(
-    "name", ["notes.txt", "blobs/other", "blobs/sha256/short", f"blobs/sha256/{'0' * 64}"]
-)
-@pytest.mark.parametrize("what", ["file", "directory", "link", "blob"])
-def test_a_file_that_nothing_leads_to_passes(name: str, what: str, bundle: Path) -> None:
-    file = bundle / name
-    if what == "blob":
-        file = blob(bundle, digest_of(b"x"))
-    if what == "directory":
+def test_a_file_that_nothing_leads_to_passes(bundle: Path) -> None:
+    blobs = bundle / "blobs" / "sha256"
+    for name in ("notes.txt", "blobs/other", "blobs/sha256/short", f"blobs/sha256/{'0' * 64}"):
+        file = bundle / name
         file.mkdir()
-    elif what == "link":
+        assert "remove it" in str(rejected(bundle, file).hint)
+        file.rmdir()
         file.symlink_to(bundle / "index.json")
-    else:
+        assert "remove it" in str(rejected(bundle, file).hint)
+        file.unlink()
+    for file in (bundle / "notes.txt", blobs / "short", blob(bundle, digest_of(b"x"))):
         file.write_bytes(b"x")
-    assert "remove it" in str(rejected(bundle, file).hint)
-    still_loads(bundle)
+        assert "remove it" in str(rejected(bundle, file).hint)
+        still_loads(bundle)
+        file.unlink()
+    audited(bundle)
 
 
 @pytest.mark.parametrize(

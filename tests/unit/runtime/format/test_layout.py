@@ -86,55 +86,34 @@ def rejected(directory: Path, digest: str, size: int) -> list[RejectError]:
     return errors
 
 
-def plain_link(path: Path, aside: Path) -> None:
-    path.rename(aside)
-    path.symlink_to(aside)
+def instead(make: Callable[[Path, Path], object]) -> Callable[[Path, Path], None]:
+    """Remove a file, then make something in its place; the second path is one elsewhere."""
+
+    def replace(path: Path, aside: Path) -> None:
+        path.rename(aside)
+        make(path, aside)
+
+    return replace
 
 
-def dangling_link(path: Path, aside: Path) -> None:
-    path.unlink()
-    path.symlink_to(aside)
+def cut_to(size: Callable[[int], int]) -> Callable[[Path, Path], None]:
+    return lambda path, _: os.truncate(path, size(path.stat().st_size))
 
 
-def fifo(path: Path, aside: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
+REPLACEMENTS: dict[str, Callable[[Path, Path], None]] = {
+    "a link": instead(lambda path, aside: path.symlink_to(aside)),
+    "a dangling link": instead(lambda path, aside: path.symlink_to(aside / "none")),
+    "a FIFO": instead(lambda path, _: os.mkfifo(path)),
+    "a socket": instead(lambda path, _: os.mknod(path, stat.S_IFSOCK | 0o600)),
+    "a directory": instead(lambda path, _: path.mkdir()),
+    "nothing": instead(lambda *_: None),
+    "shorter": cut_to(lambda size: size - 1),
+    "longer": cut_to(lambda size: size + 1),
+    "empty": cut_to(lambda size: 0),
+}
 
 
-def socket_file(path: Path, aside: Path) -> None:
-    path.unlink()
-    os.mknod(path, stat.S_IFSOCK | 0o600)
-
-
-def directory_there(path: Path, aside: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def missing(path: Path, aside: Path) -> None:
-    path.unlink()
-
-
-def shorter(path: Path, aside: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def longer(path: Path, aside: Path) -> None:
-    with open(path, "ab") as file:
-        file.write(b"\0")
-
-
-def empty(path: Path, aside: Path) -> None:
-    os.truncate(path, 0)
-
-
-REPLACEMENTS = [
-    *(plain_link, dangling_link, fifo, socket_file, directory_there),
-    *(missing, shorter, longer, empty),
-]
-
-
-@pytest.mark.parametrize("replace", REPLACEMENTS)
+@pytest.mark.parametrize("replace", REPLACEMENTS.values(), ids=REPLACEMENTS)
 def test_what_is_not_the_expected_regular_file_is_rejected_at_once(
     replace: Callable[[Path, Path], None], bundle_dir: Path, tmp_path: Path
 ) -> None:
@@ -150,7 +129,7 @@ def test_what_is_not_the_expected_regular_file_is_rejected_at_once(
     assert time.monotonic() - started < 60, "waited for the other end of a FIFO"
 
 
-@pytest.mark.parametrize("replace", REPLACEMENTS)
+@pytest.mark.parametrize("replace", REPLACEMENTS.values(), ids=REPLACEMENTS)
 @pytest.mark.parametrize("name", ["index.json", "oci-layout"])
 def test_top_level_files_are_held_to_the_same(
     name: str, replace: Callable[[Path, Path], None], bundle_dir: Path, tmp_path: Path
@@ -247,21 +226,21 @@ def test_a_missing_bundle_is_no_damaged_bundle(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody who may not read")
-@pytest.mark.parametrize(
-    "closed", [".", "blobs", "blobs/sha256", "index.json", "oci-layout", "a blob"]
-)
 def test_a_forbidden_file_is_a_store_error_not_a_damaged_bundle(
-    closed: str, bundle_dir: Path, settled_dir: Path, run_python: Any
+    bundle_dir: Path, settled_dir: Path, run_python: Any
 ) -> None:
     for above in bundle_dir.parents:
         if above.name.startswith(("pytest-", "popen-", "test_")):
             above.chmod(0o755)
-    path = blob_of(bundle_dir)[0] if closed == "a blob" else bundle_dir / closed
     assert run_python(LOAD_AS_NOBODY, settled_dir, bundle_dir).stdout == "loaded\n"
-    path.chmod(0)
-    said = run_python(LOAD_AS_NOBODY, settled_dir, bundle_dir).stdout
-    assert "Permission denied" in said
-    assert str(bundle_dir) in said
+    names = (".", "blobs", "blobs/sha256", "index.json", "oci-layout")
+    for path in (*(bundle_dir / name for name in names), blob_of(bundle_dir)[0]):
+        mode = path.stat().st_mode
+        path.chmod(0)
+        said = run_python(LOAD_AS_NOBODY, settled_dir, bundle_dir).stdout
+        assert "Permission denied" in said
+        assert str(bundle_dir) in said
+        path.chmod(mode)
 
 
 def open_below(directory: Path) -> list[str]:
@@ -345,14 +324,11 @@ def test_writing_where_nothing_can_be_written_is_a_store_error(where: str, tmp_p
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a-directory", "a-file"]
 
 
-def test_a_bundle_over_a_file_is_a_store_error(recipe: Any, tmp_path: Path) -> None:
+def test_a_bundle_that_cannot_be_written_is_a_store_error(recipe: Any, tmp_path: Path) -> None:
+    index, blobs = recipe.assemble()
     (tmp_path / "occupied").write_bytes(b"")
     with pytest.raises(StoreError, match="occupied"):
-        write_layout(tmp_path / "occupied", *recipe.assemble())
-
-
-def test_a_blob_that_cannot_be_read_is_a_store_error(recipe: Any, tmp_path: Path) -> None:
-    index, blobs = recipe.assemble()
+        write_layout(tmp_path / "occupied", index, blobs)
     blobs[next(iter(blobs))] = tmp_path / "gone"
     with pytest.raises(StoreError, match="gone"):
         write_layout(tmp_path / "bundle", index, blobs)
@@ -393,12 +369,12 @@ def test_blobs_that_are_there_already_are_not_written_again(recipe: Any, tmp_pat
     assert before == {file.name: file.stat().st_ino for file in (path / "blobs/sha256").iterdir()}
 
 
-@pytest.mark.parametrize("replace", [plain_link, dangling_link, fifo, shorter, longer, missing])
+@pytest.mark.parametrize("name", ["a link", "a dangling link", "a FIFO", "shorter", "nothing"])
 def test_writing_again_mends_what_is_no_blob(
-    replace: Callable[[Path, Path], None], recipe: Any, bundle_dir: Path, tmp_path: Path
+    name: str, recipe: Any, bundle_dir: Path, tmp_path: Path
 ) -> None:
     before = digest_of_bundle(bundle_dir)
-    replace(blob_of(bundle_dir)[0], tmp_path / "aside")
+    REPLACEMENTS[name](blob_of(bundle_dir)[0], tmp_path / "aside")
     with pytest.raises(RejectError):
         digest_of_bundle(bundle_dir)
     write_layout(bundle_dir, *recipe.assemble())

@@ -65,16 +65,16 @@ def receipt_file(cache: Path) -> Path:
     return path
 
 
-def write_the_same(path: Path) -> None:
+def written(path: Path, first: bytes, *, times_back: bool = False) -> None:
+    status = path.stat()
     with open(path, "r+b") as out:
-        out.write(CONTENT[:1])
+        out.write(first)
+    if times_back:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def write_and_set_times_back(path: Path) -> None:
-    status = path.stat()
-    with open(path, "r+b") as out:
-        out.write(b"X")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    written(path, b"X", times_back=True)
 
 
 def write_through_a_map(path: Path) -> None:
@@ -83,33 +83,9 @@ def write_through_a_map(path: Path) -> None:
         content.flush()
 
 
-def touch(path: Path) -> None:
-    path.touch()
-
-
-def set_times_to_what_they_are(path: Path) -> None:
-    status = path.stat()
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def copy_over(path: Path) -> None:
-    copy = path.with_name("copy")
-    shutil.copy2(path, copy)
-    copy.rename(path)
-
-
 def rename_another_over(path: Path) -> None:
-    other = path.with_name("other")
-    other.write_bytes(CONTENT)
-    other.rename(path)
-
-
-def change_mode(path: Path) -> None:
-    path.chmod(0o600)
-
-
-def link_to_it(path: Path) -> None:
-    path.with_name("link").hardlink_to(path)
+    path.with_name("other").write_bytes(CONTENT)
+    path.with_name("other").rename(path)
 
 
 def truncate_and_extend(path: Path) -> None:
@@ -117,19 +93,22 @@ def truncate_and_extend(path: Path) -> None:
     os.truncate(path, len(CONTENT))
 
 
-def rename_it_and_back(path: Path) -> None:
-    path.rename(path.with_name("away"))
-    path.with_name("away").rename(path)
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "write the same": lambda path: written(path, CONTENT[:1]),
+    "write, and set times back": write_and_set_times_back,
+    "write through a map": write_through_a_map,
+    "touch": Path.touch,
+    "set times to what they are": lambda path: written(path, b"", times_back=True),
+    "copy over": lambda path: Path(shutil.copy2(path, path.with_name("copy"))).rename(path),
+    "rename another over": rename_another_over,
+    "change the mode": lambda path: path.chmod(0o600),
+    "link to it": lambda path: path.with_name("link").hardlink_to(path),
+    "truncate and extend": truncate_and_extend,
+    "rename it and back": lambda path: path.rename(path.with_name("away")).rename(path),
+}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(write_the_same, write_and_set_times_back, write_through_a_map, touch),
-        *(set_times_to_what_they_are, copy_over, rename_another_over, change_mode, link_to_it),
-        *(truncate_and_extend, rename_it_and_back),
-    ],
-)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_receipt_ends_with_any_change(change: Callable[[Path], None], file: Path) -> None:
     time.sleep(0.02)  # the kernel's clock for files may tick every 10 ms
     change(file)
@@ -147,61 +126,41 @@ def test_reading_does_not_end_a_receipt(file: Path) -> None:
     assert held(file)
 
 
-def test_a_receipt_is_for_one_digest(file: Path) -> None:
-    identity = Identity.of(os.stat(file))
-    assert not Receipts(file.parent).holds(digest_of(b"other"), identity)
-
-
-def test_a_receipt_is_for_one_directory(file: Path, tmp_path: Path) -> None:
+def test_a_receipt_is_for_one_directory_one_digest_and_one_identity(
+    file: Path, tmp_path: Path
+) -> None:
+    good, digest = Identity.of(os.stat(file)), digest_of(CONTENT)
+    receipts = Receipts(file.parent)
+    assert receipts.holds(digest, good)
+    assert not receipts.holds(digest_of(b"other"), good)
     (tmp_path / "other").mkdir()
-    assert not Receipts(tmp_path / "other").holds(digest_of(CONTENT), Identity.of(os.stat(file)))
-
-
-def test_one_changed_number_of_an_identity_is_another_file(file: Path) -> None:
-    good = Identity.of(os.stat(file))
-    assert Receipts(file.parent).holds(digest_of(CONTENT), good)
+    assert not Receipts(tmp_path / "other").holds(digest, good)
     for place in range(len(astuple(good))):
         changed = list(astuple(good))
         changed[place] += 1
-        assert not Receipts(file.parent).holds(digest_of(CONTENT), Identity(*changed))
+        assert not receipts.holds(digest, Identity(*changed))
 
 
-def test_a_file_that_may_still_change_within_its_clock_tick_gets_no_receipt(
-    tmp_path: Path, runtime_cache: Path
-) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(CONTENT)
-    receipts = Receipts(tmp_path)
-    receipts.digest_of(path)
+def kept(path: Path) -> bool:
+    """Hash a file, save its receipt if it gets one, and return whether it has one."""
+    receipts = Receipts(path.parent)
+    assert receipts.digest_of(path) == digest_of(CONTENT)
     receipts.save()
-    assert not runtime_cache.exists()
-    assert not held(path)
+    return held(path)
 
 
 def test_a_file_gets_its_receipt_when_it_has_settled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime_cache: Path
 ) -> None:
+    """It may still change within its clock's tick, and its time may lie in the future."""
     path = tmp_path / "file"
     path.write_bytes(CONTENT)
+    assert not kept(path)
+    assert not runtime_cache.exists()
     changed = path.stat().st_ctime
-    for later, expected in ((SETTLED_SECONDS - 0.1, False), (SETTLED_SECONDS + 0.1, True)):
-        monkeypatch.setattr(time, "time", lambda later=later: changed + later)
-        receipts = Receipts(tmp_path)
-        receipts.digest_of(path)
-        receipts.save()
-        assert held(path) == expected
-
-
-def test_a_file_from_the_future_gets_no_receipt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(CONTENT)
-    monkeypatch.setattr(time, "time", lambda: 0.0)
-    receipts = Receipts(tmp_path)
-    receipts.digest_of(path)
-    receipts.save()
-    assert not held(path)
+    for now in (0.0, changed + SETTLED_SECONDS - 0.1, changed + SETTLED_SECONDS + 0.1):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        assert kept(path) == (now > changed + SETTLED_SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -228,16 +187,14 @@ def test_a_receipt_that_makes_no_sense_is_no_receipt(
 def test_receipts_that_others_can_write_are_not_believed(
     mode: int, file: Path, runtime_cache: Path
 ) -> None:
-    receipt_file(runtime_cache).chmod(mode)
+    """In a directory of theirs they could put a link to a file of ours that they had us write."""
+    path = receipt_file(runtime_cache)
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    path.chmod(mode)
     assert not held(file)
-
-
-@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
-def test_receipts_in_a_directory_that_others_can_write_are_not_believed(
-    mode: int, file: Path, runtime_cache: Path
-) -> None:
-    """They could put a link there, to a file of ours that they had us write."""
-    (runtime_cache / "receipts" / "v1").chmod(mode)
+    path.chmod(0o600)
+    assert held(file)
+    path.parent.chmod({0o620: 0o770, 0o602: 0o707, 0o666: 0o1777}[mode])
     assert not held(file)
 
 
@@ -260,42 +217,25 @@ def test_receipts_of_another_user_are_not_believed(
     assert not held(file)
 
 
-def test_receipts_are_for_their_owner_alone(file: Path, runtime_cache: Path) -> None:
-    assert receipt_file(runtime_cache).stat().st_mode & 0o777 == 0o600
-    assert receipt_file(runtime_cache).parent.stat().st_mode & 0o777 == 0o700
-
-
 def test_a_loose_umask_does_not_cost_the_receipts(tmp_path: Path, at_once: None) -> None:
     path = tmp_path / "file"
     path.write_bytes(CONTENT)
     before = os.umask(0)
     try:
-        receipts = Receipts(tmp_path)
-        receipts.digest_of(path)
-        receipts.save()
+        assert kept(path)
     finally:
         os.umask(before)
-    assert held(path)
 
 
-@pytest.mark.parametrize("kind", ["/dev/null", "a file", "below a file"])
+@pytest.mark.parametrize("root", ["/dev/null", "a file", "a file/below"])
 def test_a_cache_that_cannot_be_written_costs_no_error(
-    kind: str, tmp_path: Path, at_once: None, monkeypatch: pytest.MonkeyPatch
+    root: str, tmp_path: Path, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a file").write_bytes(b"")
-    root = {"/dev/null": "/dev/null", "a file": tmp_path / "a file"}.get(
-        kind, tmp_path / "a file" / "below"
-    )
-    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(root))
+    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / root))
     path = tmp_path / "file"
     path.write_bytes(CONTENT)
-    receipts = Receipts(tmp_path)
-    assert receipts.digest_of(path) == digest_of(CONTENT)
-    receipts.save()
-    assert not held(path)
-
-
-def test_a_missing_file_is_a_store_error(tmp_path: Path) -> None:
+    assert not kept(path)
     with pytest.raises(StoreError, match="cannot read"):
         Receipts(tmp_path).digest_of(tmp_path / "none")
 
