@@ -108,51 +108,17 @@ def made(**options: Any) -> Any:
     return SIGSTORE.sign(STATEMENTS[INDEX], **options)
 
 
-def other_log_entry() -> Any:
-    signed, another = made(), SIGSTORE.sign(STATEMENTS[MANIFEST])
-    signed["verificationMaterial"]["tlogEntries"] = another["verificationMaterial"]["tlogEntries"]
+def swapped(key: str, payload: bytes = STATEMENTS[INDEX]) -> Any:
+    """A signature with the material of another one."""
+    signed, another = made(), SIGSTORE.sign(payload)
+    signed["verificationMaterial"][key] = another["verificationMaterial"][key]
     return signed
 
 
-def other_certificate() -> Any:
-    signed, another = made(), made()
-    signed["verificationMaterial"]["certificate"] = another["verificationMaterial"]["certificate"]
-    return signed
-
-
-def edited(change: Callable[[Any], None]) -> Any:
+def edited(change: Callable[[Any], object]) -> Any:
     signed = made()
     change(signed)
     return signed
-
-
-def other_time(signed: Any) -> None:
-    entry(signed)["integratedTime"] = str(int(SIGSTORE.now) + 60)
-
-
-def other_payload(signed: Any) -> None:
-    signed["dsseEnvelope"]["payload"] = b64(STATEMENTS[MANIFEST])
-
-
-def other_signature(signed: Any) -> None:
-    found = made()["dsseEnvelope"]["signatures"]
-    signed["dsseEnvelope"]["signatures"] = found
-
-
-def second_signature(signed: Any) -> None:
-    signed["dsseEnvelope"]["signatures"] *= 2
-
-
-def both_materials(signed: Any) -> None:
-    signed["verificationMaterial"]["publicKey"] = {"hint": "a"}
-
-
-def other_root_hash(signed: Any) -> None:
-    entry(signed)["inclusionProof"]["rootHash"] = b64(b"\0" * 32)
-
-
-def other_sibling(signed: Any) -> None:
-    entry(signed)["inclusionProof"]["hashes"] = [b64(b"\0" * 32)]
 
 
 def other_checkpoint(signed: Any) -> None:
@@ -175,8 +141,11 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "another target": ("other-subject", lambda: SIGSTORE.sign(OTHER_SUBJECT)),
     "a provenance": ("predicate-type", lambda: SIGSTORE.sign(PROVENANCE)),
     "another type of payload": ("payload-type", lambda: made(payload_type="text/plain")),
-    "the log entry of another artifact": ("keyless", other_log_entry),
-    "the certificate of another signature": ("keyless", other_certificate),
+    "the log entry of another artifact": (
+        "keyless",
+        lambda: swapped("tlogEntries", STATEMENTS[MANIFEST]),
+    ),
+    "the certificate of another signature": ("keyless", lambda: swapped("certificate")),
     "no log entry": (
         "keyless",
         lambda: edited(lambda s: s["verificationMaterial"].pop("tlogEntries")),
@@ -195,14 +164,39 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: edited(lambda s: entry(s).pop("inclusionPromise")),
     ),
     "no time": ("keyless", lambda: edited(lambda s: entry(s).pop("integratedTime"))),
-    "another time": ("keyless", lambda: edited(other_time)),
-    "another root hash": ("keyless", lambda: edited(other_root_hash)),
-    "another sibling in the tree": ("keyless", lambda: edited(other_sibling)),
+    "another time": (
+        "keyless",
+        lambda: edited(lambda s: entry(s).update(integratedTime=str(int(SIGSTORE.now) + 60))),
+    ),
+    "another root hash": (
+        "keyless",
+        lambda: edited(lambda s: entry(s)["inclusionProof"].update(rootHash=b64(b"\0" * 32))),
+    ),
+    "another sibling in the tree": (
+        "keyless",
+        lambda: edited(lambda s: entry(s)["inclusionProof"].update(hashes=[b64(b"\0" * 32)])),
+    ),
     "another checkpoint": ("keyless", lambda: edited(other_checkpoint)),
-    "another payload": ("keyless", lambda: edited(other_payload)),
-    "another signature": ("keyless", lambda: edited(other_signature)),
-    "a signature twice": ("keyless", lambda: edited(second_signature)),
-    "a key beside the certificate": ("bundle-material", lambda: edited(both_materials)),
+    "another payload": (
+        "keyless",
+        lambda: edited(lambda s: s["dsseEnvelope"].update(payload=b64(STATEMENTS[MANIFEST]))),
+    ),
+    "another signature": (
+        "keyless",
+        lambda: edited(
+            lambda s: s["dsseEnvelope"].update(signatures=made()["dsseEnvelope"]["signatures"])
+        ),
+    ),
+    "a signature twice": (
+        "keyless",
+        lambda: edited(
+            lambda s: s["dsseEnvelope"]["signatures"].extend(s["dsseEnvelope"]["signatures"])
+        ),
+    ),
+    "a key beside the certificate": (
+        "bundle-material",
+        lambda: edited(lambda s: s["verificationMaterial"].update(publicKey={"hint": "a"})),
+    ),
     "an older form of the bundle": (
         "bundle-type",
         lambda: edited(
