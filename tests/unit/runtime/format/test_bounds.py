@@ -6,7 +6,6 @@ Whatever they say, all of their digests are right.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import itertools
 import json
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.campaigns.fuzz import edited, encoded
 from tests.layouts import index_of, write_files
 
 from prejit.runtime import __main__
@@ -319,80 +319,6 @@ def test_layers_that_come_again_and_again_are_read_in_no_time() -> None:
 
 # Mutations
 
-NASTY: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        -1,
-        1,
-        2**31 - 1,
-        2**31,
-        2**53 + 1,
-        2**63 - 1,
-        2**63,
-        -(2**63),
-        10**400,
-    ),
-    *(1.5, 1e300, "", " ", "0", "-1", "1" * 5000, "x" * 9000, "\0", "\ud800", "é\U0001f600"),
-    *([], {}, [[]], [{}], {"": ""}, [None], [0], [""], ["x", 1], {"a": {"b": []}}),
-    *("cpu", "float32", "foo", "[] float32[]", '["x"] foo[1]', '["x"] int8[' + "9" * 5000 + "]"),
-    *(
-        "[" * 900,
-        '["a"] float32[-1]',
-        "sha256:" + "0" * 64,
-        "1" + ".1" * 500,
-        "2020-01-01",
-        "x86-64-v9",
-    ),
-]
-
-
-def nested(depth: int) -> Any:
-    found: Any = []
-    for _ in range(depth):
-        found = [found]
-    return found
-
-
-def mutated(plain: Any, generator: random.Random) -> Any:
-    """A JSON value with one to three of its parts changed, taken away, doubled or exchanged."""
-    plain = json.loads(json.dumps(plain))
-    for _ in range(generator.randrange(1, 4)):
-        holder: Any = plain
-        while True:
-            keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
-            if not keys:
-                break
-            key = generator.choice(keys)
-            if isinstance(holder[key], dict | list) and holder[key] and generator.random() < 0.85:
-                holder = holder[key]
-                continue
-            match generator.randrange(6):
-                case 0:
-                    del holder[key]
-                case 1:
-                    other = generator.choice(keys)
-                    holder[key], holder[other] = holder[other], holder[key]
-                case 2 if isinstance(holder, list):
-                    holder += [copy.deepcopy(holder[key]) for _ in range(generator.randrange(1, 4))]
-                case 2:
-                    name = generator.choice(["zzz", "", "digest", "mesh", "\ud800"])
-                    holder[name] = copy.deepcopy(holder[key])
-                case 3 if isinstance(holder[key], int):
-                    holder[key] += generator.choice([-1, 1, 2**31, -(2**40)])
-                case 4:
-                    holder[key] = nested(generator.choice([3, 80, 400]))
-                case _:
-                    holder[key] = copy.deepcopy(generator.choice(NASTY))
-            break
-    return plain
-
-
-def encoded(plain: Any) -> bytes:
-    return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
-
 
 def use(config: Config) -> None:
     """What a reader does with a table that it has taken for right, but for running its programs."""
@@ -416,7 +342,7 @@ def test_3000_mutated_tables_are_right_or_rejected() -> None:
     rejected = longest = 0
     for number in range(3000):
         config, plain = sources[number % len(sources)], plains[number % len(sources)]
-        content = encoded(mutated(plain, generator))
+        content = encoded(edited(plain, generator))
         started = time.thread_time()
         try:
             use(check(config, content))
@@ -424,7 +350,7 @@ def test_3000_mutated_tables_are_right_or_rejected() -> None:
             longest = max(longest, len(str(error)))
             rejected += 1
         assert time.thread_time() - started < SECONDS, content[:1000]
-        needs = encoded(mutated(plain["requirement"], generator))
+        needs = encoded(edited(plain["requirement"], generator))
         try:
             read = from_json(Requirement, needs, PATH)
             compare("target", read, machine).reason()
@@ -446,14 +372,14 @@ def test_mutated_indexes_manifests_and_headers_are_right_or_rejected() -> None:
         "__metadata__": {"format": "pt"},
     }
     for _ in range(500):
-        index = mutated(plain_index, generator)
-        text = json.dumps(mutated(header, generator)).encode()
+        index = edited(plain_index, generator)
+        text = json.dumps(edited(header, generator)).encode()
         text += b" " * (-(8 + len(text)) % 64)
         for read in (
             lambda index=index: [
                 target_of(at, PATH) for at in check_index(encoded(index), PATH).manifests
             ],
-            lambda: check_manifest(encoded(mutated(manifest, generator)), PATH),
+            lambda: check_manifest(encoded(edited(manifest, generator)), PATH),
             lambda text=text: check_weights(
                 memoryview(len(text).to_bytes(8, "little") + text + bytes(128)), PATH
             ),
@@ -497,7 +423,7 @@ def test_mutated_bundles_run_or_raise_errors_of_ours(recipe: Any, tmp_path: Path
     expected = load(host.write(tmp_path / "whole")).call("score", x=x)
     outcomes = {"ran": 0, "rejected": 0}
     for number in range(150):
-        changed = {**plain, "programs": mutated(plain["programs"], generator)}
+        changed = {**plain, "programs": edited(plain["programs"], generator)}
         try:
             forged = from_json(Config, encoded(changed), PATH)
         except RejectError:

@@ -1817,7 +1817,7 @@ def test_10_weights_that_the_mesh_cannot_split_so_are_rejected(
     with pytest.raises(RejectError, match=complaint):
         check_weight_sets(forged, shapes, PATH)
     if "score:nothing" in shardings:
-        path = recipe.configured(lambda _: forged).only("cpu-host").write(tmp_path / "b")
+        path = recipe.only(config.target).configured(lambda _: forged).write(tmp_path / "b")
         weights = digest_of(recipe.content(WEIGHTS_MEDIA_TYPE))
         assert reject(path, complaint).path.endswith(weights.removeprefix("sha256:"))
 
