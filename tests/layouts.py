@@ -26,6 +26,17 @@ def index_of(path: Path) -> Any:
     return json.loads(index_file(path).read_bytes())
 
 
+def subject_of(path: Path) -> Any:
+    """The descriptor by which something is attached to a bundle."""
+    from prejit.runtime.format.layout import Layout
+    from prejit.runtime.format.root import read_root
+
+    with Layout(path) as layout:
+        subject = read_root(layout).subject
+    assert subject is not None
+    return subject
+
+
 def blobs_of(path: Path) -> dict[str, Path]:
     """Every blob of a bundle but its index, by digest: what `write_layout` takes beside the index."""
     files = (path / "blobs" / "sha256").iterdir()

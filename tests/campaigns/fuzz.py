@@ -677,6 +677,32 @@ def _differs(path: Path, error: Exception | None, show: bool) -> str:
     return ""
 
 
+def figures_of(
+    count: int,
+    started: float,
+    outcomes: Counter[tuple[str, str]],
+    problems: Sequence[Any],
+    most: tuple[float, int],
+    **more: Any,
+) -> dict[str, Any]:
+    """Return the figures of a campaign, as its file has them; `most` in seconds and bytes."""
+    by_kind: dict[str, dict[str, int]] = {}
+    for (kind, outcome), number in sorted(outcomes.items()):
+        by_kind.setdefault(kind, {})[outcome] = number
+    return {
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "examples": count,
+        "minutes": round((time.monotonic() - started) / 60, 1),
+        "bad": [dataclasses.asdict(each) for each in problems[:20]],
+        "bad_count": len(problems),
+        **more,
+        "most_seconds_beyond_a_sound_bundle": round(most[0], 3),
+        "most_megabytes_beyond_a_sound_bundle": round(most[1] / 2**20, 1),
+        "outcomes": by_kind,
+    }
+
+
 def main(arguments: Sequence[str]) -> int:
     """Try one example and show it, or as many as the environment says and write the figures."""
     with Fuzzer() as fuzzer:
@@ -698,20 +724,7 @@ def main(arguments: Sequence[str]) -> int:
                 gc.collect()  # bundles that were refused have files open until then
             if number % 5000 == 4999:
                 print(f"{number + 1} examples, {len(problems)} bad", flush=True)
-    by_kind: dict[str, dict[str, int]] = {}
-    for (kind, outcome), number in sorted(outcomes.items()):
-        by_kind.setdefault(kind, {})[outcome] = number
-    figures = {
-        "date": date.today().isoformat(),
-        "python": platform.python_version(),
-        "examples": count,
-        "minutes": round((time.monotonic() - started) / 60, 1),
-        "bad": [dataclasses.asdict(each) for each in problems[:20]],
-        "bad_count": len(problems),
-        "most_seconds_beyond_a_sound_bundle": round(slowest, 3),
-        "most_megabytes_beyond_a_sound_bundle": round(largest / 2**20, 1),
-        "outcomes": by_kind,
-    }
+    figures = figures_of(count, started, outcomes, problems, (slowest, largest))
     RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
     return 1 if problems else 0
 

@@ -21,11 +21,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
-import platform
 import random
 import re
 import resource
@@ -41,7 +39,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -549,23 +546,12 @@ def campaign(bundles: Sequence[Path], policy: Path, count: int) -> dict[str, Any
                 print(f"{number} {tried.bundle} {tried.kind}: {tried.problem}", file=sys.stderr)
             if number % 250 == 249:
                 print(f"{number + 1} examples, {len(problems)} bad", file=sys.stderr, flush=True)
-    by_kind: dict[str, dict[str, int]] = {}
-    for (kind, outcome), number in sorted(outcomes.items()):
-        by_kind.setdefault(kind, {})[outcome] = number
-    return {
-        "date": date.today().isoformat(),
-        "python": platform.python_version(),
+    more: dict[str, Any] = {
         "jaxlib": version("jaxlib"),
-        "examples": count,
-        "minutes": round((time.monotonic() - started) / 60, 1),
-        "bad": [dataclasses.asdict(each) for each in problems[:20]],
-        "bad_count": len(problems),
         BY_CODE: dict(sorted(by_code.items())),
         "policy": dict(sorted(policies.items())),
-        "most_seconds_beyond_a_sound_bundle": round(slowest, 3),
-        "most_megabytes_beyond_a_sound_bundle": round(largest / 2**20, 1),
-        "outcomes": by_kind,
     }
+    return fuzz.figures_of(count, started, outcomes, problems, (slowest, largest), **more)
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.layouts import blob, blobs_of, index_file, write_root
+from tests.layouts import blob, blobs_of, index_file, subject_of, write_root
 
 from prejit.compiler.pipeline import layout_writing as writing
 from prejit.compiler.pipeline.layout_writing import (
@@ -34,13 +34,6 @@ from prejit.runtime.loader import load
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 TYPE = "application/vnd.example+json"
 NOTES = {"org.example.note": "a note"}
-
-
-def subject_of(path: Path) -> Descriptor:
-    with Layout(path) as layout:
-        subject = read_root(layout).subject
-    assert subject is not None
-    return subject
 
 
 def targets_of(path: Path) -> dict[str, Descriptor]:

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
 
-from tests.layouts import blob, index_of
+from tests.layouts import blob, index_of, subject_of
 from tests.recipes import Recipe
 from tests.signers import signer
 
@@ -234,17 +234,13 @@ def test_a_copy_of_a_target_needs_nothing_that_refers_to_the_bundle(bundle: Path
 def test_what_is_not_what_it_says_passes(
     kind: str, content: bytes, complaint: str, bundle: Path
 ) -> None:
-    with Layout(bundle) as layout:
-        subject = read_root(layout).subject
-    assert subject is not None
+    subject = subject_of(bundle)
     attach(bundle, subject, kind, EMPTY, [Part(kind, content)], {})
     assert complaint in str(rejected(bundle, blob(bundle, digest_of(content))))
 
 
 def test_what_refers_to_another_bundle_passes(bundle: Path) -> None:
-    with Layout(bundle) as layout:
-        subject = read_root(layout).subject
-    assert subject is not None
+    subject = subject_of(bundle)
     at = attach(bundle, subject, "text/x", EMPTY, [Part("text/plain", b"x")], {})
     for change, complaint in (
         ({"digest": digest_of(b"y")}, "as subject, found"),

@@ -158,9 +158,8 @@ def test_weights_do_not_reach_a_device_before_they_are_verified(
     assert not [each for each in given if len(each) == len(good)]
 
 
-@pytest.mark.parametrize("left", [0, 1, CHUNK, CHUNK + 1, 3 << 20])
 def test_a_file_that_is_cut_after_it_was_opened_is_an_error_and_no_sigbus(
-    path: Path, left: int, run_python: Any
+    chunks_recipe: Any, tmp_path: Path, run_python: Any
 ) -> None:
     code = (
         "import os, sys\n"
@@ -168,17 +167,22 @@ def test_a_file_that_is_cut_after_it_was_opened_is_an_error_and_no_sigbus(
         "from prejit.runtime import RejectError, load\n"
         "from prejit.runtime.format import blobs\n"
         "begin = blobs.Blobs.begin\n"
-        "def cut(opened, *args):\n"
-        "    os.truncate(sys.argv[2], int(sys.argv[3]))\n"
-        "    begin(opened, *args)\n"
-        "blobs.Blobs.begin = cut\n"
-        "try:\n"
-        "    load(sys.argv[1]).call('score', x=np.ones((2, 16), np.float32))\n"
-        "except RejectError as error:\n"
-        "    print('rejected', error.path)"
+        "for path, file, left in zip(*[iter(sys.argv[1:])] * 3):\n"
+        "    def cut(opened, *args):\n"
+        "        os.truncate(file, int(left))\n"
+        "        begin(opened, *args)\n"
+        "    blobs.Blobs.begin = cut\n"
+        "    try:\n"
+        "        load(path).call('score', x=np.ones((2, 16), np.float32))\n"
+        "    except RejectError as error:\n"
+        "        print('rejected', error.path)"
     )
-    file = weights_of(path)
-    assert run_python(code, path, file, left).stdout == f"rejected {file}\n"
+    arguments = list[Any]()
+    for left in (0, 1, CHUNK, CHUNK + 1, 3 << 20):
+        path = chunks_recipe.write(tmp_path / str(left))
+        arguments += [path, weights_of(path), left]
+    expected = "".join(f"rejected {file}\n" for file in arguments[1::3])
+    assert run_python(code, *arguments).stdout == expected
 
 
 def with_chunks(recipe: Any, change: Callable[[Chunks], Chunks]) -> Any:

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
 
+from tests.layouts import subject_of
 from tests.recipes import Recipe
 from tests.signers import key_table, signer, write_policy
 
@@ -98,9 +99,7 @@ def test_the_description_of_another_bundle_counts(
     sign(other, signer("a"))
     with Layout(signed) as layout:
         theirs = [at for at in read_root(layout).others if "sigstore" in str(at.artifactType)]
-    with Layout(other) as layout:
-        subject = read_root(layout).subject
-    assert subject is not None
+    subject = subject_of(other)
     for at in theirs:
         source = signed / "blobs" / "sha256"
         manifest = json.loads((source / at.digest[7:]).read_bytes())
@@ -115,9 +114,7 @@ def test_the_description_of_another_bundle_counts(
 def test_a_list_of_parts_that_is_added_later_is_not_signed_with_the_bundle(
     bundle_dir: Path,
 ) -> None:
-    with Layout(bundle_dir) as layout:
-        subject = read_root(layout).subject
-    assert subject is not None
+    subject = subject_of(bundle_dir)
     content = b'{"bomFormat":"CycloneDX","specVersion":"1.6"}'
     parts = [Part(PARTS_MEDIA_TYPE, content)]
     attach(bundle_dir, subject, PARTS_MEDIA_TYPE, EMPTY, parts, {})

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
 
-from tests.layouts import blob, index_of, write_root
+from tests.layouts import blob, index_of, subject_of, write_root
 from tests.signers import key_table, signer, write_policy
 
 from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
@@ -216,9 +216,7 @@ def test_a_signature_of_another_target_does_not_count(
     other = index_of(bundle_dir)["manifests"][1]["digest"]
     [found] = signatures(bundle_dir, other)
     content = blob(bundle_dir, found.layers[0].digest).read_bytes()
-    with Layout(copy) as layout:
-        subject = read_root(layout).subject
-    assert subject is not None
+    subject = subject_of(copy)
     attach(copy, subject, SIGNATURE_MEDIA_TYPE, EMPTY, [Part(SIGNATURE_MEDIA_TYPE, content)], {})
     assert case_of(copy, policy) == "other-subject"
 
@@ -277,9 +275,7 @@ def test_a_damaged_manifest_of_a_signature_is_a_damaged_bundle(
 def test_what_is_attached_as_a_signature_and_is_none_does_not_count(
     parts: list[Part], case: str, bundle_dir: Path, policy: Path
 ) -> None:
-    with Layout(bundle_dir) as layout:
-        subject = read_root(layout).subject
-    assert subject is not None
+    subject = subject_of(bundle_dir)
     signed = shutil.copytree(bundle_dir, bundle_dir.with_name("signed"))
     sign(signed, signer("a"))
     for path in (bundle_dir, signed):
@@ -316,12 +312,7 @@ def test_a_channel_goes_forward_back_by_a_higher_version_and_never_down(
     bundle_dir: Path, make_recipe: Callable[..., Any], tmp_path: Path
 ) -> None:
     newer = make_recipe(score_scale=2.0).write(tmp_path / "newer")
-    policy = write_policy(
-        tmp_path / "trust.toml",
-        KEYS,
-        rule('channel = "stable"'),
-        '[channels.stable]\nfile = "stable.json"\nkeys = ["a"]',
-    )
+    policy = channel_policy(tmp_path / "trust.toml")
     file = tmp_path / "stable.json"
     assert case_of(bundle_dir, policy) == "channel-missing"
     assert release_bundle(file, bundle_dir, "stable", [signer("a")], 1) == 1
@@ -340,20 +331,12 @@ def test_a_channel_goes_forward_back_by_a_higher_version_and_never_down(
 
 
 def test_keys_are_rotated_end_to_end(bundle_dir: Path, tmp_path: Path) -> None:
-    policy = write_policy(
-        tmp_path / "trust.toml",
-        KEYS,
-        rule('channel = "stable"'),
-        '[channels.stable]\nfile = "stable.json"\nkeys = ["a"]',
-    )
-    file, public = tmp_path / "stable.json", {}
-    for name in ("b", "c"):
-        public[name] = tmp_path / f"{name}.pub.pem"
-        public[name].write_text(signer(name).public.pem)
+    policy = channel_policy(tmp_path / "trust.toml")
+    file, public = tmp_path / "stable.json", [public_of(name, tmp_path) for name in "bc"]
     release_bundle(file, bundle_dir, "stable", [signer("a")], 1)
     runs(bundle_dir, policy)
     everybody = [signer("a"), signer("b"), signer("c")]
-    assert rotate_keys(file, "stable", [*public.values()], 2, everybody, 1) == 1
+    assert rotate_keys(file, "stable", public, 2, everybody, 1) == 1
     runs(bundle_dir, policy)
     release_bundle(file, bundle_dir, "stable", [signer("b")], 1)  # one of two
     assert case_of(bundle_dir, policy) == "channel-signature"
@@ -384,8 +367,7 @@ RENAMED = {
 def test_a_policy_that_is_renamed_moved_or_edited_goes_not_back(
     bundle_dir: Path, tmp_path: Path, renamed: tuple[str, str, str]
 ) -> None:
-    file, public = tmp_path / "stable.json", tmp_path / "b.pub.pem"
-    public.write_text(signer("b").public.pem)
+    file, public = tmp_path / "stable.json", public_of("b", tmp_path)
     policy = channel_policy(tmp_path / "trust.toml")
     other = channel_policy(tmp_path / renamed[0], *renamed[1:])
     contents = []
@@ -414,14 +396,14 @@ def test_a_stolen_key_rotates_nothing_again_under_a_renamed_policy(
 ) -> None:
     """The thief of the first key signs other keys of the version that the machine has accepted."""
     file = tmp_path / "stable.json"
-    for name in ("b", "thief"):
-        (tmp_path / name).write_text(signer(name).public.pem)
     release_bundle(file, bundle_dir, "stable", [signer("a")], 1)
     first = file.read_bytes()
-    rotate_keys(file, "stable", [tmp_path / "b"], 1, [signer("a"), signer("b")], 1)
+    rotate_keys(file, "stable", [public_of("b", tmp_path)], 1, [signer("a"), signer("b")], 1)
     runs(bundle_dir, channel_policy(tmp_path / "trust.toml"))
     file.write_bytes(first)
-    rotate_keys(file, "stable", [tmp_path / "thief"], 1, [signer("a"), signer("thief")], 1)
+    rotate_keys(
+        *(file, "stable", [public_of("thief", tmp_path)], 1, [signer("a"), signer("thief")], 1)
+    )
     for _ in range(3):
         release_bundle(file, bundle_dir, "stable", [signer("thief")], 1)
     assert case_of(bundle_dir, channel_policy(tmp_path / "c10.toml")) == "channel-two-keys"
@@ -430,8 +412,7 @@ def test_a_stolen_key_rotates_nothing_again_under_a_renamed_policy(
 def test_another_vendor_of_the_same_name_neither_collides_nor_blocks(
     bundle_dir: Path, tmp_path: Path
 ) -> None:
-    file, public = tmp_path / "stable.json", tmp_path / "a.pub.pem"
-    public.write_text(signer("a").public.pem)
+    file, public = tmp_path / "stable.json", public_of("a", tmp_path)
     for _ in range(3):
         release_bundle(file, bundle_dir, "stable", [signer("b")], 1)
     # The other vendor names our key among its own, which does not make it ours.
