@@ -27,7 +27,7 @@ BREAKS = [
     ("prejit.runtime.text.stop", IN_A_FUNCTION, "prejit.compiler.store.key"),
     ("prejit.server.served.say", FOR_TYPES, "prejit.server.http.app"),
     ("prejit.runtime.format.layout", IN_A_FUNCTION, "prejit.runtime.loader"),
-    ("prejit.runtime.machine.kept_files", FOR_TYPES, "prejit.runtime.format.bundle_schema"),
+    ("prejit.runtime.machine.kept_files", FOR_TYPES, "prejit.runtime.format.layout"),
     ("prejit.compiler.targets.toolchain", IN_A_FUNCTION, "prejit.compiler.lowering.export"),
     ("prejit.runtime.generation.sampling", FOR_TYPES, "prejit.runtime.generation.batch"),
     ("prejit.runtime.programs.pytree", IN_A_FUNCTION, "flax"),
