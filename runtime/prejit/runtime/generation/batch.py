@@ -25,6 +25,8 @@ from prejit.runtime.generation.slots import Slots, nothing
 
 PREFILL_TOKENS = 64
 """How many positions of prompts are computed between two decode steps, if nothing else is said."""
+_PREPARING_SECONDS = 0.01
+"""If making room for prompts and copying what is cached of them takes longer, a decode step comes first."""
 _LONGEST_STALL_SECONDS = 1.0
 """After so long without a decode step, no more than `prefill_tokens` positions are computed before it."""
 
@@ -292,6 +294,7 @@ class Batch(Slots):
         started = time.perf_counter()
         slots, work = self._arrive(requests, limit, together)
         insertion = _Insertion(slots, work, time.perf_counter() - started)
+        self._stalled_seconds += insertion.seconds
         self._insertions.append(insertion)
         return insertion
 
@@ -349,7 +352,10 @@ class Batch(Slots):
         budget = self._budget
         if self._stalled_seconds > _LONGEST_STALL_SECONDS:
             budget = min(budget, self._prefill_tokens)
-        return self._computed > 0 and self._computed + positions > budget
+        if not self._computed:
+            was_long = self._stalled_seconds > _PREPARING_SECONDS
+            return was_long and positions > 0 and self._limit() is not None
+        return self._computed + positions > budget
 
     def _begin_turn(self) -> None:
         """Begin to count what is computed between two decode steps."""

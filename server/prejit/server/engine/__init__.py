@@ -2,7 +2,10 @@
 
 May import `encoding`, `generation` and the rooms below them. The server is built on this room.
 
-    admission what is computed of new prompts between two decode steps
-    metrics   what an engine measures, as callers get it: counters and histograms of each kind of requests
-    recorder  what the loop and the lanes of shared calls count into
+    engine            what callers use; begin here
+    loop              the thread that admits requests and steps the batch
+    request_queue     whose turn it is, and how much of prompts a step computes
+    stream            requests on their way, and what their callers hold
+    microbatch        shared runs of encoders and of the user's functions
+    engine_metrics    what an engine measures; request_recorder counts it
 """

@@ -23,8 +23,7 @@ from prejit.server.engine.loop import Loop
 from prejit.server.engine.memory import CachePlan, free_bytes, plan_caches
 from prejit.server.engine.request_queue import NO_LIMITS, Limits
 from prejit.server.engine.request_recorder import ENCODE, Recorder, kinds_of
-from prejit.server.engine.stream import Answer, Pipe, Stream
-from prejit.server.engine.ticket import GuardedMask, Ticket
+from prejit.server.engine.stream import Answer, GuardedMask, Pipe, Stream, Ticket
 
 if TYPE_CHECKING:
     from prejit.runtime.encoding.encoder import Encoded

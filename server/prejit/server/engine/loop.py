@@ -15,12 +15,15 @@ from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.prefixes import PrefixCache
 from prejit.runtime.generation.rows import Token
-from prejit.server.engine.admission import positions_between, positions_of_call
 from prejit.server.engine.memory import CachePlan
-from prejit.server.engine.request_queue import LONGER_QUEUE, FairQueue
+from prejit.server.engine.request_queue import (
+    LONGER_QUEUE,
+    FairQueue,
+    positions_between,
+    positions_of_call,
+)
 from prejit.server.engine.request_recorder import Recorder
-from prejit.server.engine.stream import Waker, wake
-from prejit.server.engine.ticket import Ticket
+from prejit.server.engine.stream import Ticket, Waker, wake
 
 _ENTERING = 2
 """While so many prompts are computed in turns, each in a cache of its own, the others wait in the queue."""

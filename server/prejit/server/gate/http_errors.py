@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,11 +165,15 @@ def response(error: ApiError, path: str) -> Response:
     """Return the response for an error, in the form that clients of the path read."""
     of_inference = path == "/v2" or path.startswith("/v2/")
     content = {"error": error.message} if of_inference else error_json(error)
+    return json_response(content, error.status, error.headers)
+
+
+def json_response(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return a response with this JSON."""
     return Response(
-        msgspec.json.encode(content),
-        error.status,
-        headers=error.headers,
-        media_type="application/json",
+        msgspec.json.encode(content), status, headers=headers, media_type="application/json"
     )
 
 

@@ -31,8 +31,8 @@ MAX_BYTES = 1 << 30
 """Maximum memory that a compilation may add to its process."""
 _WAIT_SECONDS = 60.0
 """Maximum time of a compilation on a machine that has no CPU for it."""
-_NICE = 5
-"""The process gets a third of a thread's share of a busy CPU, so that tokens do not wait for a grammar."""
+NICE = 10
+"""Who compiles gets a tenth of a thread's share of a busy CPU, so that tokens do not wait for a grammar."""
 _BROKEN = 70
 """Exit status of a process that cannot read what it is sent (EX_SOFTWARE of sysexits(3))."""
 _THREAD_STACK_BYTES = 2 << 20
@@ -119,7 +119,7 @@ class _Process:
 
 def main() -> None:
     """Answer with sizes and errors until the server is gone."""
-    os.nice(_NICE)
+    os.nice(NICE)
     answers = take_stdout()
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
     # Half of what the threads of the server have: what fits here fits there.

@@ -1,4 +1,4 @@
-"""The process of a server and its HTTP application. Begin with `process`, then `app`.
+"""The process of a server and its HTTP application. Begin with `server_process`, then `app`.
 
 Imports every room but `cli`.
 """

@@ -7,7 +7,6 @@ import logging
 import time
 from typing import TYPE_CHECKING, final
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from prejit.server.gate import http_errors
-from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.http_errors import ApiError, json_response
 from prejit.server.gate.origins import Origins
 from prejit.server.gate.server_settings import Settings
 from prejit.server.served.served import Models
@@ -40,14 +39,14 @@ def make_admin(models: Models, settings: Settings, origins: Origins | None) -> S
 
     async def post_drain(request: Request) -> Response:
         idle = await drain(models, settings.drain_seconds)
-        return _answer(200 if idle else 202, state=models.state, idle=idle)
+        return json_response({"state": models.state, "idle": idle}, 200 if idle else 202)
 
     async def post_undrain(request: Request) -> Response:
         if not models.undrain():
             raise ApiError(
                 409, "expected a server that goes on, found one that ends", code="ending"
             )
-        return _answer(200, state=models.state)
+        return json_response({"state": models.state})
 
     return Starlette(
         routes=[
@@ -92,7 +91,3 @@ class _Guard:
             await http_errors.response(error, scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
-
-
-def _answer(status: int, **content: object) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from prejit.server.telemetry.spans import Telemetry
 
 _MAX_FILES = 65_536
+_SWITCH_SECONDS = 5e-4
+"""How long one thread may run Python while another one waits to. A step of an engine gives Python up and
+takes it again several times, and may wait so long each time: with Python's 5 ms, tokens waited."""
 
 Address = tuple[str, int] | str
 """A host and port (0: any that is free), or the path of a Unix socket."""
@@ -67,6 +70,7 @@ def serve(
     if sys.stderr is not None:  # a daemon may have closed it
         faulthandler.enable()  # native code that crashes shows where each thread was
     gc.disable()  # imports and loads make many objects and no garbage
+    sys.setswitchinterval(_SWITCH_SECONDS)
     use_few_arenas()
     _allow_many_connections()
     with _bind(address) as listening, _admin_socket(admin) as of_admin:

@@ -10,7 +10,6 @@ from typing import Any, final
 
 import msgspec
 import numpy as np
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -18,8 +17,8 @@ from starlette.routing import Route
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.errors import DeadlineError, UsageError
 from prejit.server.gate.api_keys import ApiKey
-from prejit.server.gate.disconnect import unless_gone
-from prejit.server.gate.http_errors import RETRY_SECONDS, ApiError
+from prejit.server.gate.http_errors import RETRY_SECONDS, ApiError, json_response
+from prejit.server.gate.request_clients import unless_gone
 from prejit.server.gate.server_settings import Settings
 from prejit.server.inference import tensors
 from prejit.server.inference.inference_models import InferenceModel, InferenceModels, results
@@ -31,7 +30,9 @@ from prejit.server.inference.inference_schema import (
     ModelMetadata,
     ServerMetadata,
 )
+from prejit.server.openai.bodies import check_parts
 from prejit.server.openai.openapi import Operation
+from prejit.server.openai.prompts import off_loop
 from prejit.server.served.served import Models
 
 VERSION = "1"
@@ -39,8 +40,6 @@ VERSION = "1"
 
 _JSON_LENGTH = "Inference-Header-Content-Length"
 """The header that says how long the JSON is, if bytes follow it."""
-_SMALL_BYTES = 1 << 14
-"""A larger body is read and written in a thread, so that other requests go on."""
 _PROTOCOL_PARAMETERS = frozenset(
     ("binary_data_output", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
 )
@@ -100,22 +99,22 @@ class _Protocol:
         described = ServerMetadata(
             name="prejit", version=version("prejit"), extensions=["binary_tensor_data"]
         )
-        return _json(described)
+        return json_response(described)
 
     async def live(self, request: Request) -> Response:
         """Answer that the process runs."""
-        return _json({"live": True})
+        return json_response({"live": True})
 
     async def ready(self, request: Request) -> Response:
         """Answer whether all bundles are loaded and nothing is left to compile."""
         ready = self._models.is_ready
         headers = {} if ready else {"Retry-After": str(RETRY_SECONDS)}
-        return _json({"ready": ready}, 200 if ready else 503, headers)
+        return json_response({"ready": ready}, 200 if ready else 503, headers)
 
     async def metadata(self, request: Request) -> Response:
         """Answer what a model takes and gives."""
         model = self._model(request)
-        return _json(
+        return json_response(
             ModelMetadata(
                 name=request.path_params["model"],
                 versions=[VERSION],
@@ -128,17 +127,14 @@ class _Protocol:
     async def model_ready(self, request: Request) -> Response:
         """Answer that a model is ready; the server refuses this path before it is."""
         self._model(request)
-        return _json({"name": request.path_params["model"], "ready": True})
+        return json_response({"name": request.path_params["model"], "ready": True})
 
     async def infer(self, request: Request) -> Response:
         """Run a program."""
         model = self._model(request)
         body = await request.body()
         length = request.headers.get(_JSON_LENGTH)
-        if len(body) > _SMALL_BYTES:
-            asked, given = await run_in_threadpool(_read, body, length, model)
-        else:
-            asked, given = _read(body, length, model)
+        asked, given = await off_loop(len(body), lambda: _read(body, length, model))
         args, kwargs = model.arguments(given)
         kwargs |= _static(asked, model)
         key: ApiKey = request.state.key
@@ -154,9 +150,8 @@ class _Protocol:
             timer.cancel()
         name = request.path_params["model"]
         arrays = results(value)
-        if sum(array.nbytes for array in arrays.values()) > _SMALL_BYTES:
-            return await run_in_threadpool(_answer, asked, name, arrays)
-        return _answer(asked, name, arrays)
+        size = sum(array.nbytes for array in arrays.values())
+        return await off_loop(size, lambda: _answer(asked, name, arrays))
 
     def _model(self, request: Request) -> InferenceModel:
         """Return the model of a path.
@@ -191,6 +186,7 @@ def _read(
 
     Raises:
         UsageError, msgspec.DecodeError: they are not what the protocol says, or not what the model takes.
+        ApiError: the JSON has too many parts.
     """
     end = len(body)
     if length is not None:
@@ -198,6 +194,7 @@ def _read(
             raise UsageError(f"{_JSON_LENGTH}: expected 0 to {len(body)}, found {length!r:.80}")
         end = int(length)
     view = memoryview(body)
+    check_parts(body[:end])
     asked = msgspec.json.decode(view[:end], type=InferRequest)
     expected = {tensor.name: tensor.datatype for tensor in model.inputs}
     given: dict[str, np.ndarray[Any, Any]] = {}
@@ -293,15 +290,9 @@ def _answer(asked: InferRequest, name: str, arrays: dict[str, np.ndarray[Any, An
         described.append(one)
     content = InferResponse(model_name=name, model_version=VERSION, outputs=described, id=asked.id)
     if not behind:
-        return _json(content)
+        return json_response(content)
     head = msgspec.json.encode(content)
     headers = {_JSON_LENGTH: str(len(head))}
     return Response(
         b"".join([head, *behind]), headers=headers, media_type="application/octet-stream"
-    )
-
-
-def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(
-        msgspec.json.encode(content), status, headers=headers, media_type="application/json"
     )

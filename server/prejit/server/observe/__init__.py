@@ -1,7 +1,7 @@
 """Files for those who watch servers: dashboards of Grafana, alert rules of Prometheus, runbooks. No JAX.
 
 May import `base` and `errors`. Only the command line imports it. The names of the metrics are those of
-`server/collector.py`; a test compares them, because nothing else would notice a name that no server has.
+`telemetry/metrics_collector.py`; a test compares them.
 
     templates/          the files: dashboards, rules, one runbook for each alert, and how to use all of it
     monitoring_files    writes them into a directory

@@ -1,6 +1,6 @@
 """OpenAI's HTTP API: completions, chat, responses, embeddings, models, and vLLM's /tokenize and /detokenize.
 
 May import `engine`, `bundle` and the modules of the server that know no API. Each endpoint has a module.
-Those that generate text share `fields` (what requests have in common), `calls` (requests to the engine) and
-`events` (streams of server-sent events).
+Those that generate text share `fields` (what requests have in common), `engine_calls` (requests to the
+engine) and `event_streams`.
 """

@@ -17,13 +17,13 @@ from prejit.server.openai.constraints import (
     TextConstraint,
     Tool,
     forced_calls,
+    limited,
     mask_of,
     mask_of_calls,
 )
 from prejit.server.openai.engine_calls import TextCall, text_call
 from prejit.server.openai.fields import Sampled
 from prejit.server.openai.prompts import off_loop
-from prejit.server.openai.token_limits import limited
 from prejit.server.openai.tool_calls import ForcedReader, Parts, ToolReader
 from prejit.server.served.served import Served
 
@@ -183,7 +183,7 @@ async def conversation_call(
         prompt=token_ids,
         options=options,
         choices=choices,
-        mask=await limited(served, body, mask, stops),
+        mask=await limited(served, body.allowed_token_ids, body.bad_words or (), mask, stops),
     )
 
 

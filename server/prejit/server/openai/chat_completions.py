@@ -15,7 +15,7 @@ from starlette.responses import Response
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.sampling import Logprob
-from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.http_errors import ApiError, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import engine_calls, prompt_scores, prompts
 from prejit.server.openai.answer_bodies import (
@@ -28,7 +28,6 @@ from prejit.server.openai.answer_bodies import (
 from prejit.server.openai.bodies import (
     RequestFields,
     ResponseFields,
-    answered,
     check_only,
     encode,
     fingerprint,
@@ -241,7 +240,7 @@ async def chat(models: Models, settings: Settings, request: Request) -> Response
     [found] = await engine_calls.results(request, [wanted])
     return await prompts.off_loop(
         engine_calls.listed([found], [scores]),
-        lambda: answered(answer.completion(found, wanted.prompt, scores)),
+        lambda: json_response(answer.completion(found, wanted.prompt, scores)),
     )
 
 
@@ -272,16 +271,14 @@ def _check(body: ChatRequest) -> None:
 
 
 def _prompt(body: ChatRequest, served: Served, tools: Tools) -> list[int]:
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
     return prompts.of_messages(
         served,
         for_template(body.messages),
         tools=plain_tools(tools.functions) if tools.functions else None,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        variables=variables,
+        variables=body.chat_template_kwargs,
+        effort=body.reasoning_effort,
     )
 
 

@@ -157,9 +157,11 @@ class JsonObjectFormat(
     """The answer is a JSON object."""
 
 
-def joined(parts: Sequence[TextPart | RefusalPart]) -> str:
-    """Return the text of a message in parts."""
-    return "\n".join(p.text if isinstance(p, TextPart) else p.refusal for p in parts)
+def joined(content: Any) -> str:
+    """Return the text of a message, which may be in parts with texts and refusals."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(p.refusal if isinstance(p, RefusalPart) else p.text for p in content)
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -175,7 +177,7 @@ def _plain(message: Message, place: int) -> dict[str, Any]:
     content = message.content if message.content is not None else message.refusal
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": content if content is None or isinstance(content, str) else joined(content),
+        "content": None if content is None else joined(content),
     }
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:

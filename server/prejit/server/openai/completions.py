@@ -15,18 +15,17 @@ from starlette.responses import Response
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.sampling import Logprob
-from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.http_errors import ApiError, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import engine_calls, prompt_scores, prompts
 from prejit.server.openai.bodies import (
     ResponseFields,
-    answered,
     encode,
     fingerprint,
     read,
     served_model,
 )
-from prejit.server.openai.constraints import mask_of
+from prejit.server.openai.constraints import limited, mask_of
 from prejit.server.openai.engine_calls import TextCall, text_call
 from prejit.server.openai.event_streams import DONE, EventStream
 from prejit.server.openai.fields import (
@@ -42,7 +41,6 @@ from prejit.server.openai.logprobs import (
     token_names,
 )
 from prejit.server.openai.prompt_scores import PromptLogprobs, as_vllm
-from prejit.server.openai.token_limits import limited
 from prejit.server.served.served import Models, Served
 
 _DEFAULT_TOKENS = 16
@@ -125,7 +123,9 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
     mask = None
     if constraint is not None:
         mask = await mask_of(request, served, constraint, options["stop_token_ids"])
-    mask = await limited(served, body, mask, options["stop_token_ids"])
+    mask = await limited(
+        served, body.allowed_token_ids, body.bad_words or (), mask, options["stop_token_ids"]
+    )
     wanted = [
         text_call(
             request,
@@ -146,7 +146,7 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
         return EventStream(answer.events())
     found = None if body.max_tokens == 0 else await engine_calls.results(request, wanted)
     listed = engine_calls.listed(found or (), scores)
-    return await prompts.off_loop(listed, lambda: answered(answer.completion(found)))
+    return await prompts.off_loop(listed, lambda: json_response(answer.completion(found)))
 
 
 def as_prompts(field: PromptField) -> list[str | list[int]]:

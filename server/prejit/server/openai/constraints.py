@@ -1,17 +1,19 @@
-"""Constraints on answers: JSON, a text of a grammar, or calls of tools. Grammars make token masks of them."""
+"""Constraints on answers: JSON, texts of grammars, calls of tools, allowed tokens; and their token masks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from starlette.requests import Request
 
+from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
-from prejit.server.gate.disconnect import unless_gone
 from prejit.server.gate.http_errors import ApiError, as_api_error
+from prejit.server.gate.request_clients import unless_gone
 from prejit.server.grammar.grammar_sources import (
     GrammarSource,
     SchemaPart,
@@ -25,6 +27,7 @@ from prejit.server.served.served import Served
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.options import TokenMask
+    from prejit.runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,3 +220,97 @@ class Tool:
     name: str
     parameters: dict[str, Any]
     strict: bool = False
+
+
+_Mask = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+async def limited(
+    served: Served,
+    token_ids: list[int] | None,
+    words: Sequence[str],
+    mask: Callable[[], TokenMask] | None,
+    stop_token_ids: Collection[int] | None,
+) -> Callable[[], TokenMask] | None:
+    """Return what makes token masks that also keep limits, as vLLM means them; None: all tokens are allowed.
+
+    Args:
+        served: the model.
+        token_ids: the only tokens that may come, `allowed_token_ids`; None: all may.
+        words: texts that may not come, `bad_words`.
+        mask: makes token masks of other limits, such as a grammar; None: there are none.
+        stop_token_ids: of the request; None: those of the model.
+
+    Raises:
+        UsageError: a token is not in the vocabulary, a bad word has no tokens, or there is no tokenizer for
+            them. The masks raise it, too: the limits leave no token, and the text is not at its end.
+    """
+    if token_ids is None and not words:
+        return mask
+    work = sum(map(len, words)) + len(token_ids or ())
+    return await prompts.off_loop(
+        work, lambda: _limited(served, token_ids, words, mask, stop_token_ids)
+    )
+
+
+def _limited(
+    served: Served,
+    token_ids: list[int] | None,
+    words: Sequence[str],
+    mask: Callable[[], TokenMask] | None,
+    stop_token_ids: Collection[int] | None,
+) -> Callable[[], TokenMask]:
+    decoder = served.bundle.decoder.decoder
+    size = decoder.vocab_size
+    stops = decoder.eos_token_ids if stop_token_ids is None else stop_token_ids
+    ends = [token_id for token_id in stops if token_id < size]
+    always = np.full(size, token_ids is None)
+    if token_ids is not None:
+        arguments.check_vocabulary("allowed_token_ids", token_ids, size)
+        always[token_ids] = True
+    longer: dict[int, list[tuple[list[int], int]]] = {}  # by the token before the last
+    for word in words:
+        spellings = _spellings(served.bundle.tokenizer, word)
+        if not spellings:
+            raise UsageError(f"bad_words: expected texts that have tokens, found {word!r:.80}")
+        for *before, last in spellings:
+            if before:
+                longer.setdefault(before[-1], []).append((before, last))
+            else:
+                always[last] = False
+
+    def make() -> TokenMask:
+        inner = None if mask is None else mask()
+
+        def allowed(token_ids: Sequence[int]) -> _Mask:
+            found = always.copy()
+            for before, last in longer.get(token_ids[-1], ()) if token_ids else ():
+                if [*token_ids[-len(before) :]] == before:
+                    found[last] = False
+            other = None if inner is None else inner(token_ids)
+            if other is not None:
+                found &= other
+            is_end = other is not None and (other[ends].any() or not other.any())
+            if not is_end and not found.any():
+                raise UsageError(
+                    f"allowed_token_ids, bad_words: expected them to leave a token that may come, found none "
+                    f"after {len(token_ids)} tokens",
+                    hint="allow more tokens, those of a grammar and one that ends the answer included",
+                )
+            return found
+
+        return allowed
+
+    return make
+
+
+def _spellings(tokenizer: Tokenizer, word: str) -> list[list[int]]:
+    """Return the token ids of a word at the beginning of a text, and after a space if those are others.
+
+    As vLLM has it: SamplingParams.update_from_tokenizer in vllm/sampling_params.py.
+    """
+    bare, spaced = (
+        tokenizer.encode(before + word.lstrip(), add_special_tokens=False) for before in ("", " ")
+    )
+    is_other = spaced and bare and spaced[0] != bare[0] and len(spaced) == len(bare)
+    return [found for found in (bare, spaced if is_other else []) if found]

@@ -12,15 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prejit.runtime.errors import NumbersError
-from prejit.server.gate.allowed import check_tokens
 from prejit.server.gate.api_keys import ApiKey
-from prejit.server.gate.disconnect import unless_gone
-from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.http_errors import ApiError, json_response
+from prejit.server.gate.request_clients import check_tokens, unless_gone
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import (
     ResponseFields,
     Unused,
-    answered,
     check_only,
     read,
     served_model,
@@ -92,7 +90,7 @@ async def embed(models: Models, settings: Settings, request: Request) -> Respons
     _check_dimensions(body, served)
     inputs = _inputs(body)
     vectors, tokens = await encoded(request, settings, served, body, inputs)
-    return answered(
+    return json_response(
         EmbeddingList(
             data=[
                 EmbeddingVector(index=place, embedding=_written(vector, body.encoding_format))

@@ -15,9 +15,9 @@ from prejit.runtime.errors import NumbersError
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.sampling import Logprob
-from prejit.server.gate import allowed
-from prejit.server.gate.disconnect import unless_gone
+from prejit.server.gate import request_clients
 from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.request_clients import unless_gone
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.fields import PromptTokensDetails, Sampled, TokenUsage
 from prejit.server.openai.prompts import kept
@@ -149,7 +149,7 @@ def text_call(
         ApiError, ContextError: the limits cannot be kept, or the prompt is certainly too long.
     """
     key: ApiKey = request.state.key
-    allowed.check_tokens(key)
+    request_clients.check_tokens(key)
     most = options["max_new_tokens"]
     if most is not None and (body.min_tokens or 0) > most:
         raise ApiError(
@@ -163,7 +163,7 @@ def text_call(
         options=options,
         choices=choices,
         mask=mask,
-        priority=allowed.priority(key, body.priority),
+        priority=request_clients.priority(key, body.priority),
         client=key.name,
         limits=key.limits,
         timeout=settings.timeout_seconds,

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from prejit.runtime.errors import PrejitError
-from prejit.server.gate.disconnect import disconnected
 from prejit.server.gate.http_errors import as_api_error, error_json
+from prejit.server.gate.request_clients import disconnected
 from prejit.server.openai.bodies import encode
 
 COMMENT_SECONDS = 15.0

@@ -13,7 +13,18 @@ from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.chat_completions import ChatCompletion, ChatRequest, chat
 from prejit.server.openai.completions import Completion, CompletionRequest, complete
 from prejit.server.openai.embeddings import EmbeddingList, EmbeddingRequest, embed
-from prejit.server.openai.model_list import ModelCard, ModelList, get_model, list_models
+from prejit.server.openai.models_and_tokens import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    ModelCard,
+    ModelList,
+    TokenizeAnswer,
+    TokenizeRequest,
+    detokenize,
+    get_model,
+    list_models,
+    tokenize,
+)
 from prejit.server.openai.openapi import Operation
 from prejit.server.openai.responses import respond
 from prejit.server.openai.responses_schema import ResponseObject, ResponseRequest
@@ -24,14 +35,6 @@ from prejit.server.openai.similarity import (
     ScoreRequest,
     rerank,
     score,
-)
-from prejit.server.openai.tokens import (
-    DetokenizeAnswer,
-    DetokenizeRequest,
-    TokenizeAnswer,
-    TokenizeRequest,
-    detokenize,
-    tokenize,
 )
 from prejit.server.served.served import Models
 
@@ -68,10 +71,14 @@ _HANDLERS: dict[Operation, Handler] = {
     Operation(
         "post", "/v1/embeddings", "Return vectors of texts", EmbeddingRequest, EmbeddingList
     ): embed,
-    Operation(
-        "post", "/v1/score", "Compare texts by their vectors", ScoreRequest, ScoreList
-    ): score,
-    Operation("post", "/v1/rerank", "Order texts by relevance", RerankRequest, Reranked): rerank,
+    **{
+        Operation("post", path, "Compare texts by their vectors", ScoreRequest, ScoreList): score
+        for path in ("/v1/score", "/score")
+    },
+    **{
+        Operation("post", path, "Order texts by relevance", RerankRequest, Reranked): rerank
+        for path in ("/v1/rerank", "/rerank")
+    },
     Operation("post", "/tokenize", "Return token ids", TokenizeRequest, TokenizeAnswer): tokenize,
     Operation(
         "post", "/detokenize", "Return the text of token ids", DetokenizeRequest, DetokenizeAnswer

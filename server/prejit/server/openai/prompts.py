@@ -109,13 +109,25 @@ def of_messages(
     tools: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
-    variables: Mapping[str, Any],
+    variables: Mapping[str, Any] | None,
+    effort: str | None = None,
 ) -> list[int]:
-    """Return the token ids of a conversation. Arguments and errors as `Bundle.apply_chat_template`.
+    """Return the token ids of a conversation. Other arguments and errors as `Bundle.apply_chat_template`.
+
+    Args:
+        served: the model.
+        messages: the conversation.
+        tools: as templates take them.
+        add_generation_prompt: whether the model's answer begins.
+        continue_final_message: whether the last message stays open.
+        variables: of the template.
+        effort: the variable `reasoning_effort`, unless `variables` has it.
 
     Raises:
         ApiError: a variable has the name of another argument.
     """
+    given = {} if effort is None else {"reasoning_effort": effort}
+    variables = {**given, **(variables or {})}
     if reserved := _RESERVED & variables.keys():
         name = f"chat_template_kwargs.{min(reserved)}"
         raise ApiError(400, f"{name}: expected it as a field of the request", param=name)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.sampling import Logprob
-from prejit.server.gate.http_errors import ApiError, as_api_error
+from prejit.server.gate.http_errors import ApiError, as_api_error, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import engine_calls, prompts
 from prejit.server.openai.answer_bodies import (
@@ -24,11 +24,11 @@ from prejit.server.openai.answer_bodies import (
     chosen_tools,
     conversation_call,
 )
-from prejit.server.openai.bodies import answered, check_only, encode, read, served_model
+from prejit.server.openai.bodies import check_only, encode, read, served_model
 from prejit.server.openai.chat_messages import (
     Function,
     JsonObjectFormat,
-    RefusalPart,
+    joined,
     plain_call,
     plain_tools,
 )
@@ -48,7 +48,6 @@ from prejit.server.openai.responses_schema import (
     OutputMessage,
     OutputPart,
     OutputTokensDetails,
-    Part,
     ResponseError,
     ResponseObject,
     ResponseRequest,
@@ -94,20 +93,12 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
         return EventStream(answer.events(wanted), answer.failed)
     [[result]] = await engine_calls.results(request, [wanted])
     return await prompts.off_loop(
-        engine_calls.listed([[result]], []), lambda: answered(answer.whole(result))
+        engine_calls.listed([[result]], []), lambda: json_response(answer.whole(result))
     )
 
 
 def _tools(body: ResponseRequest) -> Tools:
-    functions = [
-        Function(
-            name=tool.name,
-            description=tool.description,
-            parameters=tool.parameters,
-            strict=tool.strict,
-        )
-        for tool in body.tools or ()
-    ]
+    functions: Sequence[Function] = body.tools or ()
     choice = body.tool_choice
     if isinstance(choice, ChosenResponseTool):
         return chosen_tools(functions, None, choice.name, parallel=body.parallel_tool_calls)
@@ -127,14 +118,12 @@ def _constraint(body: ResponseRequest) -> AnyConstraint | None:
 
 
 def _prompt(body: ResponseRequest, served: Served, tools: Tools) -> list[int]:
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning.effort)
     return prompts.of_messages(
         served,
         messages_of(body),
         tools=plain_tools(tools.functions) if tools.functions else None,
-        variables=variables,
+        variables=body.chat_template_kwargs,
+        effort=None if body.reasoning is None else body.reasoning.effort,
     )
 
 
@@ -163,12 +152,12 @@ def messages_of(body: ResponseRequest) -> list[dict[str, Any]]:
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         elif item.type == "function_call_output":
-            text = _joined(_needed(item, "output", where))
+            text = joined(_needed(item, "output", where))
             call_id = _needed(item, "call_id", where)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
         else:
             role = _needed(item, "role", where)
-            text = _joined(_needed(item, "content", where))
+            text = joined(_needed(item, "content", where))
             role = "system" if role == "developer" else role
             messages.append({"role": role, "content": text})
     return messages
@@ -183,12 +172,6 @@ def _needed(item: InputItem, name: str, where: str) -> Any:
             param=f"{where}.{name}",
         )
     return value
-
-
-def _joined(content: str | Sequence[Part]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(p.refusal if isinstance(p, RefusalPart) else p.text for p in content)
 
 
 class _Answer:

@@ -9,11 +9,11 @@ from msgspec import Meta
 
 from prejit.server.openai.bodies import RequestFields, ResponseFields
 from prejit.server.openai.chat_messages import (
+    Function,
     JsonObjectFormat,
     RefusalPart,
     TextFormat,
     TextPart,
-    ToolName,
 )
 from prejit.server.openai.fields import Logprobs, Sampled, Tokens
 from prejit.server.openai.logprobs import TokenLogprob
@@ -77,23 +77,15 @@ class InputItem(RequestFields, frozen=True, kw_only=True):
     namespace: None = None
 
 
-class ResponseFunctionTool(RequestFields, frozen=True, kw_only=True):
+class ResponseFunctionTool(Function, frozen=True, kw_only=True):
     """A function that the model may call.
 
     Attributes:
         type: what it is.
-        name: of the function.
-        description: what it does.
-        parameters: the JSON Schema of its arguments.
-        strict: as of `Function`.
         allowed_callers, defer_loading, output_schema: not supported.
     """
 
     type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
     allowed_callers: None = None
     defer_loading: None = None
     output_schema: None = None

@@ -12,12 +12,11 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.http_errors import ApiError, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import (
     RequestFields,
     ResponseFields,
-    answered,
     read,
     served_model,
 )
@@ -129,7 +128,7 @@ async def score(models: Models, settings: Settings, request: Request) -> Respons
             param="text_1",
         )
     scores, tokens = await _cosines(request, settings, served, body, one, other)
-    return answered(
+    return json_response(
         ScoreList(
             id=f"score-{uuid.uuid4().hex}",
             created=int(time.time()),
@@ -148,7 +147,7 @@ async def rerank(models: Models, settings: Settings, request: Request) -> Respon
     scores, tokens = await _cosines(request, settings, served, body, [body.query], texts)
     best = sorted(range(len(texts)), key=lambda place: -scores[place])[: body.top_n or None]
     shown = body.return_documents is not False
-    return answered(
+    return json_response(
         Reranked(
             id=f"rerank-{uuid.uuid4().hex}",
             model=served.name,

@@ -3,6 +3,5 @@
 Imports `served` and the rooms below the server. The page is plain HTML, CSS and JavaScript of this package,
 without a build step or other hosts. It talks to the same endpoints as every client.
 
-    routes      the files and the two endpoints of the page; begin here
-    figures     what the endpoints return
+    page_routes     its files, and the two endpoints of the page
 """

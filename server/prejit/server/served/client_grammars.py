@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,8 @@ from prejit.server.grammar.mask import GrammarMask
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
 
+_NICE = 10
+"""As of the process that compiles first (trial.py): other threads run while llguidance compiles."""
 MAX_CHARACTERS = 256 << 10
 """The largest grammar, with its schemas. Above it no compilation ends in time."""
 
@@ -47,7 +51,7 @@ class Compiling:
 
     def __init__(self) -> None:
         self._grammars: Grammars | None = None
-        self._pool = ThreadPoolExecutor(1, "prejit-grammar")
+        self._pool = ThreadPoolExecutor(1, "prejit-grammar", _yield_cpu)
         self._waiting: list[_Turn] = []
         self._running: _Turn | None = None
         self._seconds: dict[str, float] = {}
@@ -123,3 +127,8 @@ class Compiling:
             else:
                 turn.result.set_result(work.result())
         self._begin_next()
+
+
+def _yield_cpu() -> None:
+    """Let the other threads of a busy machine run first."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -23,22 +23,22 @@ import os
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import msgspec
 import numpy as np
 
 from prejit.runtime.errors import StoreError
-from prejit.server.engine.request_queue import Limits
+from prejit.runtime.generation.generate import Piece
 from prejit.server.served.say import say
-from prejit.server.telemetry.watched_engine import WatchedEngine, WatchedStream
+from prejit.server.telemetry.watched_engine import Watch, WatchedEngine
 
 if TYPE_CHECKING:
-    from prejit.runtime.generation.finished_text import Result, Stats
-    from prejit.runtime.generation.generate import Piece
+    from prejit.runtime.encoding.encoder import Encoded
+    from prejit.runtime.generation.finished_text import Result
     from prejit.server.served.served import Models
 
 KEPT_HEADERS = (b"content-type", b"inference-header-content-length")
@@ -255,97 +255,46 @@ def _open(path: str) -> int:
 class RecordedEngine(WatchedEngine):
     """An engine that adds what it gives to the entry of the request that called it."""
 
-    def submit(self, prompt: Any = None, **options: Any) -> Future[Result]:
-        """Submit a request, as `Engine.submit`."""
-        call = self._generation(options)
-        future = self._engine.submit(prompt, **options)
-        if call is not None:
-            future.add_done_callback(lambda done: _take_result(call, done))
-        return future
-
-    def stream(self, prompt: Any = None, **options: Any) -> Any:
-        """Stream, as `Engine.stream`."""
-        call = self._generation(options)
-        stream = self._engine.stream(prompt, **options)
-        return stream if call is None else WatchedStream(stream, _noter(call))
-
-    def submit_encode(self, sentences: Any, **options: Any) -> Future[Any]:
-        """Encode, as `Engine.submit_encode`."""
-        future = self._engine.submit_encode(sentences, **options)
-        if (call := self._call("encode")) is not None:
-            future.add_done_callback(lambda done: _take_embeddings(call, done))
-        return future
-
-    def submit_client_call(
-        self, client: str, limits: Limits, name: str, /, *args: Any, **kwargs: Any
-    ) -> Future[Any]:
-        """Run a program, as `Engine.submit_client_call`."""
-        future = self._engine.submit_client_call(client, limits, name, *args, **kwargs)
-        if (call := self._call("call", name)) is not None:
-            future.add_done_callback(lambda done: _take_arrays(call, done, _leaves))
-        return future
-
-    def _call(self, kind: str, program: str | None = None) -> RecordedCall | None:
+    def _watch(self, kind: str, program: str, options: dict[str, Any]) -> Watch | None:
         if (entry := current.get()) is None:
             return None
-        call = RecordedCall(kind, self._name, program)
+        seeds, place = entry.seeds or (), len(entry.calls)
+        if kind == "generate" and place < len(seeds) and (seed := seeds[place]) is not None:
+            options["seed"] = seed  # of the log that is replayed
+        call = RecordedCall(kind, self._name, program or None, options.get("seed"))
         entry.calls.append(call)
-        return call
-
-    def _generation(self, options: dict[str, Any]) -> RecordedCall | None:
-        """Return the record of a generation; in a replay, give it the seed of the log."""
-        entry = current.get()
-        if entry is not None and entry.seeds is not None and len(entry.calls) < len(entry.seeds):
-            seed = entry.seeds[len(entry.calls)]
-            if seed is not None:
-                options["seed"] = seed
-        call = self._call("generate")
-        if call is not None:
-            call.seed = options.get("seed")
-        return call
+        return partial(_TAKE[kind], call)
 
 
-def _noter(call: RecordedCall) -> Callable[[Piece], None]:
-    """Return a function that adds the pieces of a stream to the record of a call."""
-    token_ids: list[int] = []
-    call.token_ids = token_ids
-
-    def note(piece: Piece) -> None:
-        if piece.token_id is not None:
-            token_ids.append(piece.token_id)
-        if piece.finish_reason is not None:
-            call.finish_reason = piece.finish_reason
-            if piece.stats is not None:
-                call.stats = _of_stats(piece.stats)
-
-    return note
+def _take_generation(call: RecordedCall, found: Result | Piece) -> None:
+    if isinstance(found, Piece):
+        call.token_ids = [] if call.token_ids is None else call.token_ids
+        if found.token_id is not None:
+            call.token_ids.append(found.token_id)
+    else:
+        call.token_ids = list(found.token_ids)
+    if found.finish_reason is not None:
+        call.finish_reason = found.finish_reason
+        if found.stats is not None:
+            call.stats = {name: round(getattr(found.stats, name), 6) for name in _TIMES}
 
 
-def _of_stats(stats: Stats) -> dict[str, float]:
-    return {name: round(getattr(stats, name), 6) for name in _TIMES}
+def _take_embeddings(call: RecordedCall, found: Encoded) -> None:
+    call.arrays = {"embeddings": describe_array(np.asarray(found.embeddings))}
+    call.stats = {"sentences": found.stats.sentences, "tokens": found.stats.tokens}
 
 
-def _take_result(call: RecordedCall, done: Future[Result]) -> None:
-    if done.cancelled() or done.exception() is not None:
-        return
-    result = done.result()
-    call.token_ids = list(result.token_ids)
-    call.finish_reason = result.finish_reason
-    call.stats = _of_stats(result.stats)
+def _take_arrays(call: RecordedCall, found: Any) -> None:
+    leaves = _leaves(found).items()
+    call.arrays = {name: describe_array(np.asarray(value)) for name, value in leaves}
 
 
-def _take_embeddings(call: RecordedCall, done: Future[Any]) -> None:
-    _take_arrays(call, done, lambda got: {"embeddings": got.embeddings})
-    if call.arrays is not None:
-        stats = done.result().stats
-        call.stats = {"sentences": stats.sentences, "tokens": stats.tokens}
-
-
-def _take_arrays(call: RecordedCall, done: Future[Any], arrays_of: Any) -> None:
-    if done.cancelled() or done.exception() is not None:
-        return
-    arrays = {name: np.asarray(value) for name, value in arrays_of(done.result()).items()}
-    call.arrays = {name: describe_array(value) for name, value in arrays.items()}
+_TAKE: Mapping[str, Callable[[RecordedCall, Any], None]] = {
+    "generate": _take_generation,
+    "encode": _take_embeddings,
+    "call": _take_arrays,
+}
+"""Add what a call of each kind gives to its record."""
 
 
 def describe_array(array: np.ndarray[Any, Any]) -> dict[str, Any]:

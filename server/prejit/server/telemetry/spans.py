@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, final
@@ -22,8 +21,7 @@ from opentelemetry import propagate
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from prejit.server.engine.histograms import TOKEN_BOUNDS
-from prejit.server.engine.request_queue import Limits
-from prejit.server.telemetry.watched_engine import WatchedEngine, WatchedStream
+from prejit.server.telemetry.watched_engine import Watch, WatchedEngine
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
@@ -31,14 +29,13 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from prejit.runtime.generation.finished_text import Result, Stats
-    from prejit.runtime.generation.generate import Piece
+    from prejit.runtime.generation.finished_text import Stats
     from prejit.server.engine.engine import Engine
 
 _OPERATIONS = (
     (re.compile(r"/v1/chat/completions|/v1/responses"), "chat"),
     (re.compile(r"/v1/completions"), "text_completion"),
-    (re.compile(r"/v1/embeddings|/v1/score|/v1/rerank"), "embeddings"),
+    (re.compile(r"/v1/embeddings|(/v1)?/(score|rerank)"), "embeddings"),
     (re.compile(r"/v2/models/.+/infer"), "infer"),
 )
 """The operation of each path that is traced. `infer` is no name of the conventions: they have none for it."""
@@ -328,68 +325,21 @@ class TracedEngine(WatchedEngine):
         super().__init__(name, engine)
         self._telemetry = telemetry
 
-    def submit(self, prompt: Any = None, **options: Any) -> Future[Result]:
-        """Submit a request, as `Engine.submit`."""
-        request, submitted = self._begin(options), time.time_ns()
-        future = self._engine.submit(prompt, **options)
+    def _watch(self, kind: str, program: str, options: dict[str, Any]) -> Watch | None:
+        if (request := _current.get()) is None:
+            return None
+        request.model, submitted = self._name, time.time_ns()
+        if request.span.is_recording():
+            for name, attribute in _OPTIONS.items():
+                if isinstance(value := options.get(name), int | float):
+                    request.span.set_attribute(attribute, value)
 
-        def ended(done: Future[Result]) -> None:
-            if request is not None and not done.cancelled() and done.exception() is None:
-                result = done.result()
-                self._telemetry.generated(request, submitted, result.finish_reason, result.stats)
+        def watch(found: Any) -> None:
+            if kind == "encode":
+                self._telemetry.ran(request, kind, submitted, found.stats.tokens)
+            elif kind == "call":
+                self._telemetry.ran(request, f"call {program}", submitted, 0)
+            elif found.finish_reason is not None and found.stats is not None:
+                self._telemetry.generated(request, submitted, found.finish_reason, found.stats)
 
-        future.add_done_callback(ended)
-        return future
-
-    def stream(self, prompt: Any = None, **options: Any) -> Any:
-        """Stream, as `Engine.stream`."""
-        request, submitted = self._begin(options), time.time_ns()
-        stream = self._engine.stream(prompt, **options)
-        if request is None:
-            return stream
-
-        def watch(piece: Piece) -> None:
-            if piece.finish_reason is not None and piece.stats is not None:
-                self._telemetry.generated(request, submitted, piece.finish_reason, piece.stats)
-
-        return WatchedStream(stream, watch)
-
-    def submit_encode(self, sentences: Any, **options: Any) -> Future[Any]:
-        """Encode, as `Engine.submit_encode`."""
-        return self._ran(
-            "encode",
-            lambda: self._engine.submit_encode(sentences, **options),
-            lambda encoded: encoded.stats.tokens,
-        )
-
-    def submit_client_call(
-        self, client: str, limits: Limits, name: str, /, *args: Any, **kwargs: Any
-    ) -> Future[Any]:
-        """Run a program, as `Engine.submit_client_call`."""
-        return self._ran(
-            f"call {name}",
-            lambda: self._engine.submit_client_call(client, limits, name, *args, **kwargs),
-            lambda _: 0,
-        )
-
-    def _begin(self, options: Mapping[str, Any]) -> _Request | None:
-        """Return the request whose handler calls, with the model and the options that are given."""
-        request = _current.get()
-        if request is not None:
-            request.model = self._name
-            if request.span.is_recording():
-                for name, attribute in _OPTIONS.items():
-                    if isinstance(value := options.get(name), int | float):
-                        request.span.set_attribute(attribute, value)
-        return request
-
-    def _ran(self, name: str, submit: Any, tokens_of: Any) -> Future[Any]:
-        request, submitted = self._begin({}), time.time_ns()
-        future: Future[Any] = submit()
-
-        def ended(done: Future[Any]) -> None:
-            if request is not None and not done.cancelled() and done.exception() is None:
-                self._telemetry.ran(request, name, submitted, tokens_of(done.result()))
-
-        future.add_done_callback(ended)
-        return future
+        return watch

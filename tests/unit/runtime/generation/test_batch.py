@@ -772,6 +772,12 @@ def test_closing_a_stream_frees_its_memory(bundle: Bundle, monkeypatch: pytest.M
 # ---------------------------------------------------------------------- prompts in chunks, other sizes
 
 
+@pytest.fixture(autouse=True)
+def _copies_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of steps does not depend on how fast the machine is."""
+    monkeypatch.setattr("prejit.runtime.generation.batch._PREPARING_SECONDS", 100.0)
+
+
 @pytest.fixture
 def short_chunks(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Batch:
     """Steps of one token, and at most 3 positions of prompts in each."""
@@ -886,6 +892,20 @@ def test_a_long_stall_ends_with_a_decode_step(
     assert order_of(batch, 1000) == [
         *(("first", 1), ("decode", 1), ("first", 1), ("decode", 2), ("first", 1))
     ]
+
+
+def test_a_decode_step_comes_between_long_copies_for_a_prompt_and_the_prompt(
+    bundle: Bundle, short_chunks: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = short_chunks
+    for seconds, first in ((0.0, "decode"), (100.0, "first")):
+        monkeypatch.setattr("prejit.runtime.generation.batch._PREPARING_SECONDS", seconds)
+        batch.insert(request([1, 2, 3], 60))
+        for _ in range(2):  # its first token, and a decode step
+            batch.step()
+        batch.begin(request(TEXT[:3], 9))
+        assert order_of(batch, 1000)[0] == (first, 1)
+        batch.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The queue: priorities, fair shares of tokens, and nothing lost."""
+"""The queue: priorities, fair shares, nothing lost, and nobody waits for more prompts than needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prejit.server.engine.request_queue import FairQueue
+from prejit.server.engine.request_queue import FairQueue, positions_between, positions_of_call
 
 
 def test_a_smaller_priority_is_served_first_and_equal_ones_in_order() -> None:
@@ -147,3 +147,29 @@ def test_every_request_comes_out_once_and_those_of_a_client_in_order(actions: li
                 queue.take()
         assert len(queue) == len(waiting)
         assert sorted(queue) == sorted(waiting)
+
+
+@pytest.mark.parametrize(("waiting", "running"), [(1, 1), (1, 8), (8, 8), (7, 16), (0, 1)])
+def test_running_texts_wait_for_few_positions_if_few_prompts_wait(
+    waiting: int, running: int
+) -> None:
+    assert positions_between(64, {"": waiting}, {"": running}) == 64
+
+
+def test_more_is_computed_the_more_prompts_wait_beside_few_texts() -> None:
+    found = [positions_between(64, {"": waiting}, {"": 4}) for waiting in (4, 6, 8, 12, 16, 100)]
+    assert found == [64, 96, 128, 192, 256, 256]
+
+
+def test_a_client_does_not_wait_for_the_many_prompts_of_another() -> None:
+    assert positions_between(64, {"many": 100}, {"few": 1}) == 64
+    assert positions_between(64, {"many": 100, "few": 3}, {"few": 2, "many": 1}) == 96
+
+
+def test_all_prompts_are_computed_before_a_step_that_would_decode_nothing() -> None:
+    assert positions_between(64, {"": 100}, {}) > 1 << 40
+
+
+def test_prompts_computed_together_do_not_make_running_texts_wait_longer() -> None:
+    assert positions_of_call(64, positions_between(64, {"": 100}, {})) == 128
+    assert positions_of_call(64, positions_between(64, {"": 3}, {"": 2})) == 96

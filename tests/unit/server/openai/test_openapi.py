@@ -9,8 +9,7 @@ import jsonschema
 from starlette.routing import Route
 
 from prejit.server.gate.server_settings import Settings
-from prejit.server.http.app import make_app
-from prejit.server.http.operations import OPERATIONS
+from prejit.server.http.app import OPERATIONS, make_app
 from prejit.server.openai.openapi import document
 from prejit.server.served.served import Models
 

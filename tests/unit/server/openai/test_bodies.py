@@ -1,4 +1,4 @@
-"""Unknown fields of requests: named with the nearest known name, at any depth, or left out."""
+"""Unknown fields of bodies are named with the nearest or left out; too many parts are never made."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prejit.server.gate.http_errors import ApiError
+from prejit.server.openai import bodies
+from prejit.server.openai.bodies import check_parts, decode
 from prejit.server.openai.chat_completions import ChatRequest
 from prejit.server.openai.completions import CompletionRequest
 from prejit.server.openai.responses_schema import ResponseRequest
-from prejit.server.openai.unknown_fields import decode
 
 USER = {"role": "user", "content": "a"}
 CALL = {"function": {"name": "f", "argments": "{}"}}
@@ -90,3 +93,42 @@ def test_a_long_name_is_cut() -> None:
     assert len(raised.value.message) < 300
     assert raised.value.param is not None
     assert len(raised.value.param) < 300
+
+
+def parts(value: Any) -> int:
+    """How many lists, objects, members and texts a value has, names of members included."""
+    if isinstance(value, dict):
+        return 1 + sum(2 + parts(each) for each in value.values())
+    if isinstance(value, list):
+        return 1 + sum(map(parts, value))
+    return int(isinstance(value, str))
+
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text('ab"\\[{:,é', max_size=12),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text('a"\\:[', max_size=5), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@given(VALUES, st.integers(1, 9), st.booleans())
+def test_parts_are_counted_whatever_the_texts_hold(value: Any, piece: int, ascii: bool) -> None:
+    content = json.dumps(value, ensure_ascii=ascii).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "_PIECE_BYTES", piece)
+        patch.setattr(bodies, "_MOST_PARTS", parts(value))
+        check_parts(content)
+        patch.setattr(bodies, "_MOST_PARTS", parts(value) - 1)
+        if parts(value):
+            with pytest.raises(ApiError, match="expected at most") as raised:
+                check_parts(content)
+            assert raised.value.status == 413
+
+
+def test_a_body_of_very_many_small_lists_is_refused_before_they_are_made() -> None:
+    with pytest.raises(ApiError, match="131072 lists"):
+        check_parts(b'{"prompt":[' + b"[]," * (1 << 20) + b"[]]}")
+    check_parts(b'{"prompt":[' + b"1," * (1 << 20) + b"1]}")

@@ -1,21 +1,20 @@
-"""POST /tokenize and /detokenize: texts to token ids and back, in the shapes of vLLM's server."""
+"""GET /v1/models, POST /tokenize and /detokenize, in the shapes of vLLM's server."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.http_errors import ApiError, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import prompts
 from prejit.server.openai.bodies import (
     RequestFields,
     ResponseFields,
-    answered,
     read,
     served_model,
 )
@@ -105,7 +104,7 @@ async def tokenize(models: Models, settings: Settings, request: Request) -> Resp
     texts = None
     if body.return_token_strs:
         texts = [tokenizer.token_bytes[each].decode("utf-8", "replace") for each in token_ids]
-    return answered(
+    return json_response(
         TokenizeAnswer(
             count=len(token_ids),
             max_model_len=longest(served),
@@ -123,7 +122,7 @@ def _of_messages(body: TokenizeRequest, served: Served) -> list[int]:
         tools=tools or None,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        variables=body.chat_template_kwargs or {},
+        variables=body.chat_template_kwargs,
     )
 
 
@@ -133,7 +132,7 @@ async def detokenize(models: Models, settings: Settings, request: Request) -> Re
     served = served_model(models, body.model)
     tokenizer = served.bundle.tokenizer
     text = await prompts.off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens))
-    return answered(DetokenizeAnswer(prompt=text))
+    return json_response(DetokenizeAnswer(prompt=text))
 
 
 def longest(served: Served) -> int:
@@ -142,3 +141,49 @@ def longest(served: Served) -> int:
     if bundle.config.decoder is not None:
         return served.engine.plan.context
     return bundle.encoder.max_tokens if bundle.config.encoder is not None else 0
+
+
+class ModelCard(ResponseFields, frozen=True, kw_only=True):
+    """A served model.
+
+    Attributes:
+        id: the name that requests give.
+        object: the kind of this object.
+        created: when the server loaded it, in seconds since 1970.
+        owned_by: who serves it.
+        root: the digest of its bundle.
+        max_model_len: its longest context in tokens, as vLLM has it; 0: it takes no tokens.
+    """
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["prejit"] = "prejit"
+    root: str
+    max_model_len: int
+
+
+class ModelList(ResponseFields, frozen=True, kw_only=True):
+    """The response of GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+async def list_models(models: Models, settings: Settings, request: Request) -> Response:
+    """Answer GET /v1/models."""
+    return json_response(ModelList(data=[_described(each) for each in models]))
+
+
+async def get_model(models: Models, settings: Settings, request: Request) -> Response:
+    """Answer GET /v1/models/{model}."""
+    return json_response(_described(models.get(request.path_params["model"])))
+
+
+def _described(served: Served) -> ModelCard:
+    return ModelCard(
+        id=served.name,
+        created=served.created,
+        root=served.bundle.digest,
+        max_model_len=longest(served),
+    )

@@ -1,7 +1,9 @@
-"""One key gets no more than its share, and learns nothing of what another one has sent."""
+"""One key gets no more than its share and learns nothing of others; who goes ends what it waits for."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import threading
 import urllib.error
@@ -11,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
 from tests.unit.server.running import Running, running, wait_for
 
 from prejit.runtime import load
 from prejit.server.engine.engine import Engine
 from prejit.server.gate.api_keys import read_keys
+from prejit.server.gate.request_clients import unless_gone
 from prejit.server.gate.server_settings import Settings
 from prejit.server.served.served import Models, Served
 
@@ -135,3 +140,26 @@ def test_a_prompt_of_another_key_is_not_found(server: Running) -> None:
     assert cached("other-0") == 0
     assert cached("other-0") == 39
     assert cached("urgent-") == 0
+
+
+async def gone() -> Message:
+    await asyncio.sleep(0)
+    return {"type": "http.disconnect"}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_several_values_that_nobody_waits_for_any_more_are_no_news(count: int) -> None:
+    reported: list[dict[str, Any]] = []
+
+    async def leave() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: reported.append(context))
+        wanted = [loop.create_future() for _ in range(count)]
+        with pytest.raises(ClientDisconnect):
+            await unless_gone(gone, asyncio.gather(*wanted))
+        assert all(each.cancelled() for each in wanted)
+        await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    gc.collect()
+    assert reported == []

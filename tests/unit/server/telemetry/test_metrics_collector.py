@@ -17,8 +17,8 @@ from starlette.testclient import TestClient
 from tests.served import DIGEST, StandIn, models, served
 
 from prejit.runtime import fallback
+from prejit.server.http.app import operator_routes
 from prejit.server.served.served import Models
-from prejit.server.telemetry.prometheus import routes
 
 PROMTOOL = shutil.which("promtool")
 NO_WORDS = {
@@ -72,7 +72,7 @@ VLLM_BOUNDS = {
 
 
 def scrape(of: Models, accept: str = "") -> str:
-    response = TestClient(Starlette(routes=list(routes(of)))).get(
+    response = TestClient(Starlette(routes=list(operator_routes(of)))).get(
         "/metrics", headers={"accept": accept}
     )
     assert response.status_code == 200
@@ -267,7 +267,7 @@ def test_the_parts_of_a_start_come_after_the_first_answer_and_without_idle_time(
     one = served(engine=engine)
     report = one.bundle.start_report()
     vars(one.bundle)["start_report"] = lambda: calls.append(1) or report
-    client = TestClient(Starlette(routes=list(routes(models(one)))))
+    client = TestClient(Starlette(routes=list(operator_routes(models(one)))))
     assert "prejit_start_seconds{" not in client.get("/metrics").text
     engine.request()
     for _ in range(2):
