@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -114,6 +115,32 @@ def stories() -> tuple[Path, dict[str, list[int]]]:
     if not directory.is_dir():
         pytest.skip(f"no checkpoint at {directory}; set PREJIT_SHARED to the directory that has it")
     return directory, json.loads((directory / "expected.json").read_text())
+
+
+CHAT_TEMPLATE = """\
+{{ bos_token }}{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}
+{% if tools %}{{ tools[0].function.name }} <tool_call> {% endif %}{% for message in messages %}
+{{ message.content or '' }}{% for call in message.tool_calls or [] %}
+{{ call.function.arguments.a }}{% endfor %}
+{% endfor %}"""
+"""A chat template that shows tools, calls and efforts."""
+
+
+@pytest.fixture(scope="session")
+def stories_dir(
+    run: Run, stories: tuple[Path, dict[str, list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A bundle of stories260k with CHAT_TEMPLATE, for four texts at once."""
+    directory = tmp_path_factory.mktemp("stories")
+    source = directory / "model"
+    shutil.copytree(stories[0], source)
+    source.chmod(0o755)
+    (source / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    manifest = write_manifest(
+        directory / "m.toml", source, name="stories", batch=(4,), prompt=(32,), context=(320,)
+    )
+    run("build", manifest, "-o", directory, quick=True)
+    return directory / "stories"
 
 
 @pytest.fixture(scope="session")

@@ -139,6 +139,16 @@ class Collector(HTTPServer):
             for span in scope.spans
         }
 
+    def services(self) -> set[str]:
+        """What the senders of spans are called."""
+        return {
+            pair.value.string_value
+            for trace in self.traces
+            for resource in trace.resource_spans
+            for pair in resource.resource.attributes
+            if pair.key == "service.name"
+        }
+
     def names(self) -> set[str]:
         return {
             metric.name
@@ -184,7 +194,6 @@ def test_a_server_is_scraped_and_sends_traces(decoder_dir: Path, collector: Coll
         "--prefix-memory",
         "2M",
         OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
-        OTEL_SERVICE_NAME="web",
     )
     try:
         server.wait_until_ready()
@@ -218,3 +227,4 @@ def test_a_server_is_scraped_and_sends_traces(decoder_dir: Path, collector: Coll
     ]
     assert root.parent_span_id.hex() == "b7ad6b7169203331"
     assert "gen_ai.server.time_to_first_token" in collector.names()
+    assert collector.services() == {"prejit"}

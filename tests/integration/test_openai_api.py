@@ -6,7 +6,6 @@ import asyncio
 import base64
 import contextlib
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -31,19 +30,11 @@ from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.chat_completions import ChatRequest
 from prejit.server.openai.completions import CompletionRequest
 from prejit.server.openai.embeddings import EmbeddingRequest
+from prejit.server.openai.models_and_tokens import DetokenizeRequest, TokenizeRequest
 from prejit.server.openai.responses_schema import ResponseRequest
 from prejit.server.openai.similarity import RerankRequest, ScoreRequest
-from prejit.server.openai.tokens import DetokenizeRequest, TokenizeRequest
 from prejit.server.served.served import Models, Served
 
-from .conftest import Run, write_manifest
-
-TEMPLATE = """\
-{{ bos_token }}{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}
-{% if tools %}{{ tools[0].function.name }} <tool_call> {% endif %}{% for message in messages %}
-{{ message.content or '' }}{% for call in message.tool_calls or [] %}
-{{ call.function.arguments.a }}{% endfor %}
-{% endfor %}"""
 ONCE = "Once upon a time"
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 ADD: dict[str, Any] = {
@@ -98,25 +89,8 @@ class ScriptedEngine:
 
 
 @pytest.fixture(scope="module")
-def stories_bundle(
-    run: Run, stories: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
-) -> Bundle:
-    """stories260k with a chat template beside it."""
-    directory = tmp_path_factory.mktemp("openai")
-    source = directory / "model"
-    shutil.copytree(stories[0], source)
-    source.chmod(0o755)
-    (source / "chat_template.jinja").write_text(TEMPLATE)
-    manifest = write_manifest(
-        directory / "m.toml",
-        source,
-        name="stories",
-        batch=(4,),
-        prompt=(32,),
-        context=(320,),
-    )
-    run("build", manifest, "-o", directory, quick=True)
-    return load(directory / "stories")
+def stories_bundle(stories_dir: Path) -> Bundle:
+    return load(stories_dir)
 
 
 @pytest.fixture(scope="module")
@@ -545,9 +519,6 @@ def test_json_of_a_schema_is_what_comes(client: openai.OpenAI, stories_bundle: B
         extra_body={"logit_bias": bias},
     )
     assert json.loads(responded.output_text).keys() == {"colour", "big"}
-
-
-def test_a_json_object_begins_as_one(client: openai.OpenAI) -> None:
     found = client.chat.completions.create(
         model="stories", messages=USER, response_format={"type": "json_object"}, max_tokens=30
     )
@@ -643,7 +614,9 @@ def test_responses_have_logprobs(client: openai.OpenAI) -> None:
 # ---------------------------------------------------------------------- embeddings, tokens, models
 
 
-def test_embeddings_are_those_of_the_bundle(client: openai.OpenAI, encoder_bundle: Bundle) -> None:
+def test_embeddings_are_those_of_the_bundle(
+    client: openai.OpenAI, post: Callable[[str, Any], httpx.Response], encoder_bundle: Bundle
+) -> None:
     texts = ["a b c", "d", "e f"]
     expected = encoder_bundle.encode(texts)
     packed = client.embeddings.create(model="tiny", input=texts)  # asks for base64
@@ -653,20 +626,15 @@ def test_embeddings_are_those_of_the_bundle(client: openai.OpenAI, encoder_bundl
         assert np.abs(vectors - expected).max() <= 1e-5
         assert [each.index for each in found.data] == [0, 1, 2]
         assert found.usage.prompt_tokens == 5 + 3 + 4
+    body = {"model": "tiny", "input": "a b c", "encoding_format": "base64"}
+    [packed_one] = post("/v1/embeddings", body).json()["data"]
+    vector = np.frombuffer(base64.b64decode(packed_one["embedding"]), "<f4")
+    assert np.abs(vector - expected[0]).max() <= 1e-5
     width = expected.shape[1]
     same = client.embeddings.create(model="tiny", input="d", dimensions=width)
     assert len(same.data[0].embedding) == width
     of_ids = client.embeddings.create(model="tiny", input=[[2, 7, 3]])
     assert len(of_ids.data) == 1
-
-
-def test_base64_is_little_endian_float32(
-    post: Callable[[str, Any], httpx.Response], encoder_bundle: Bundle
-) -> None:
-    body = {"model": "tiny", "input": "a", "encoding_format": "base64"}
-    [found] = post("/v1/embeddings", body).json()["data"]
-    vector = np.frombuffer(base64.b64decode(found["embedding"]), "<f4")
-    assert np.abs(vector - encoder_bundle.encode(["a"])[0]).max() <= 1e-5
 
 
 def test_tokenize_and_back(
@@ -810,20 +778,14 @@ def test_errors_have_their_status(
     assert raised.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError):
         list(client.completions.create(model="stories", prompt="word " * 1000, stream=True))
-    with pytest.raises(
-        openai.BadRequestError, match=r"an encoder; POST its texts to /v1/embeddings"
-    ):
-        client.completions.create(model="tiny", prompt="a")
     with pytest.raises(openai.BadRequestError, match="expected an encoder"):
         client.embeddings.create(model="stories", input="a")
-    with pytest.raises(openai.BadRequestError, match="an encoder"):
-        client.chat.completions.create(model="tiny", messages=USER)
     for body in (
         b"",
         b"[]",
         b"\xff",
         b'{"prompt": "\xff"}',
-        b'{"a":' * 100_000,
+        b'{"a":' * 20_000,
         b'{"x": NaN}',
         HUGE,
     ):
@@ -1010,11 +972,11 @@ def test_the_published_document_holds(server: Running) -> None:
         schemathesis.specs.openapi.checks.content_type_conformance,
         schemathesis.specs.openapi.checks.response_schema_conformance,
     )
-    for operation in schema.get_all_operations():
+    for operation in schema.exclude(path_regex="^/v2").get_all_operations():
         api = operation.ok()
 
         @hypothesis.settings(
-            max_examples=25,
+            max_examples=examples(12, 40),
             deadline=None,
             database=None,
             suppress_health_check=list(hypothesis.HealthCheck),

@@ -136,6 +136,8 @@ def test_an_answer_is_what_a_request_says_it_must_be(client: openai.OpenAI, name
         model="model", messages=USER, max_tokens=most, extra_body=body
     )
     check(chat.choices[0].message.content or "")
+    if "structured_outputs" not in body:  # an older name of the same
+        return
     text = client.completions.create(
         model="model", prompt="ab", max_tokens=most, n=2, extra_body=body
     )

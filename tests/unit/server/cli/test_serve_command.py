@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prejit.runtime import __main__
 from prejit.runtime.errors import UsageError
 from prejit.server.cli.serve_command import named_paths
+from prejit.server.gate.server_settings import Settings
+from prejit.server.http import server_process
+from prejit.server.served.served_loading import BundleSource, EngineOptions
 
 
 def test_a_bundle_may_have_another_name(tmp_path: Path) -> None:
@@ -34,7 +38,8 @@ def test_a_bundle_may_have_another_name(tmp_path: Path) -> None:
         *(["--max-tokens", "0"], ["--clients", "0"], ["--queue", "0"], ["--slots", "1.5"]),
         *(["--prefix-memory", "-1"], ["--prefix-memory", "1.5X"], ["--prefix-memory", "9" * 16]),
         *(["--check-seconds", "often"], ["--admin", "8001"], ["--admin", "http://127.0.0.1:8001"]),
-        *(["--admin", "localhost:99999"], ["--cors", "app.example"], ["--cors", "https://a.b/"]),
+        *(["--admin", "localhost:99999"], ["--admin", "localhost"], ["--slots", "0"]),
+        *(["--cors", "app.example"], ["--cors", "https://a.b/"]),
     ],
 )
 def test_a_limit_that_is_none_is_refused(
@@ -44,3 +49,39 @@ def test_a_limit_that_is_none_is_refused(
     error = capsys.readouterr().err
     assert error.startswith(f"error[usage]: Invalid value for '{options[0]}': ")
     assert options[1] in error
+
+
+def test_every_option_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(server_process, "serve", lambda *arguments: given.append(arguments))
+    options = {
+        **{"--host": "0.0.0.0", "--port": "8080", "--admin": "[::1]:9000", "--cors": "https://A.b"},
+        **{"--slots": "3", "--queue": "4", "--prefix-memory": "2M", "--clients": "5"},
+        **{"--timeout": "0.5", "--drain-seconds": "6", "--max-body": "7K", "--max-tokens": "8"},
+        **{"--check-seconds": "9", "--on-mismatch": "error"},
+    }
+    words = [word for pair in options.items() for word in pair]
+    flags = ("--ignore-unknown-fields", "--share-prefixes")
+    assert __main__.main(["serve", "a=x", "y", *words, *flags]) == 0
+    settings = Settings(
+        body_bytes=7 << 10,
+        max_tokens=8,
+        timeout_seconds=0.5,
+        clients=5,
+        drain_seconds=6,
+        check_seconds=9,
+        ignore_unknown_fields=True,
+        cors=("https://a.b",),
+    )
+    sources = [BundleSource("x", "a"), BundleSource("y")]
+    engines = EngineOptions(3, 4, 2 << 20, must_match=True, share_prefixes=True)
+    assert given == [(sources, engines, settings, ("0.0.0.0", 8080), None, ("::1", 9000))]
+    assert __main__.main(["serve", "y"]) == 0
+    assert given[1] == (
+        [BundleSource("y")],
+        EngineOptions(),
+        Settings(),
+        ("127.0.0.1", 8000),
+        None,
+        None,
+    )
