@@ -75,10 +75,8 @@ def recorded(case: Any) -> list[list[int]]:
 
 def requests(case: Any) -> list[tuple[list[int], Any]]:
     """Prompt and source of each row."""
-    if case is T5:
-        rows = zip(case.prompt.tolist(), case.source, case.lengths, strict=True)
-        return [(prompt, source[:length]) for prompt, source, length in rows]
-    return list(zip(case.prompts.tolist(), case.spectrograms, strict=True))
+    rows = zip(case.prompt.tolist(), case.source, case.lengths, strict=True)
+    return [(prompt, source[..., :length]) for prompt, source, length in rows]
 
 
 @pytest.mark.parametrize("case", [T5, WHISPER], ids=["t5", "whisper"])

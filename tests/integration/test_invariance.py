@@ -429,7 +429,7 @@ def examples(count: int) -> settings:
     return settings(max_examples=count, derandomize=not hostile, suppress_health_check=slow)
 
 
-@examples(30)
+@examples(20)
 @given(script=scripts, calls=steps, lasting=lastings)
 def test_tokens_of_a_gpt2_depend_on_nothing_but_the_request(
     gpt2: Subject, script: list[tuple[str, Any]], calls: list[int], lasting: int
@@ -437,7 +437,7 @@ def test_tokens_of_a_gpt2_depend_on_nothing_but_the_request(
     check_script(gpt2, script, calls, lasting)
 
 
-@examples(10)
+@examples(6)
 @given(script=scripts, calls=steps, lasting=lastings)
 def test_tokens_of_a_model_with_a_sliding_window_depend_on_nothing_but_the_request(
     mistral: Subject, script: list[tuple[str, Any]], calls: list[int], lasting: int

@@ -375,7 +375,7 @@ def cluster(tmp_path: Path) -> Cluster:
         ("llama-2x1", False, "loaded"),
         ("llama-1x2", True, "compiled"),
         pytest.param("llama-one", False, "loaded", marks=pytest.mark.thorough),
-        ("llama-one", True, "compiled"),
+        pytest.param("llama-one", True, "compiled", marks=pytest.mark.thorough),
     ],
 )
 def test_two_processes_give_the_tokens_of_one_device(

@@ -58,9 +58,14 @@ class Case:
         """Writes the checkpoint as torch's save_pretrained would."""
         shapes = _SHAPES.get(self.config["model_type"], _llama_shapes)(self.config)
         tensors = {name: _values(name, shape, self.seed) for name, shape in shapes.items()}
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(self.config, indent=1))
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        write_checkpoint(directory, self.config, tensors)
+
+
+def write_checkpoint(directory: Path, config: Config, tensors: dict[str, Any]) -> None:
+    """Writes config.json and model.safetensors."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def cases() -> tuple[Case, ...]:
@@ -85,7 +90,7 @@ _SEEDS = {
     "gemma3-07": 2707,
     "phi3-04-longrope": 1804,
 }
-"""Of cases where, with the seed of their number, rounding would decide a token: see record.main."""
+"""Of cases where, with the seed of their number, rounding would decide a token: see record.py."""
 
 
 _VOCABULARIES = [29, 31, 37, 41]
@@ -96,18 +101,18 @@ def _gpt2(count: int) -> Iterator[Case]:
     activations = cycle(["gelu_new", "gelu", "relu", "silu", "gelu_pytorch_tanh"])
     for number, activation in enumerate(islice(activations, count)):
         random = np.random.default_rng([1, number])
-        heads, head_size = _pick(random, [1, 2, 3, 5, 7]), _pick(random, [2, 3, 4, 7, 8])
+        heads, head_size = pick(random, [1, 2, 3, 5, 7]), pick(random, [2, 3, 4, 7, 8])
         config = {
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
-            "vocab_size": _pick(random, _VOCABULARIES),
-            "n_positions": _pick(random, [PROMPT + STEPS, 96, 107]),
+            "vocab_size": pick(random, _VOCABULARIES),
+            "n_positions": pick(random, [PROMPT + STEPS, 96, 107]),
             "n_embd": heads * head_size,
             "n_head": heads,
-            "n_layer": _pick(random, [1, 2]),
-            "n_inner": _pick(random, [None, 11, 32]),
+            "n_layer": pick(random, [1, 2]),
+            "n_inner": pick(random, [None, 11, 32]),
             "activation_function": activation,
-            "layer_norm_epsilon": _pick(random, [1e-5, 1e-6, 1e-3]),
+            "layer_norm_epsilon": pick(random, [1e-5, 1e-6, 1e-3]),
             "scale_attn_weights": number % 4 != 1,
             "scale_attn_by_inverse_layer_idx": number % 4 == 2,
             "reorder_and_upcast_attn": number % 4 == 3,
@@ -118,19 +123,19 @@ def _gpt2(count: int) -> Iterator[Case]:
 
 def _sizes(random: np.random.Generator, *, even: bool = False) -> Config:
     """What the configurations of all families after GPT-2 have in common."""
-    kv_heads, groups = _pick(random, [1, 2, 3]), _pick(random, [1, 2, 3, 5])
+    kv_heads, groups = pick(random, [1, 2, 3]), pick(random, [1, 2, 3, 5])
     heads = kv_heads * groups
     # transformers wants the width to be a multiple of the heads, even where head_dim is given
-    width = heads * _pick(random, [4, 6] if even else [3, 4, 6])
+    width = heads * pick(random, [4, 6] if even else [3, 4, 6])
     return {
-        "vocab_size": _pick(random, _VOCABULARIES),
+        "vocab_size": pick(random, _VOCABULARIES),
         "hidden_size": width,
-        "intermediate_size": _pick(random, [13, 24, 40]),
-        "num_hidden_layers": _pick(random, [1, 2]),
+        "intermediate_size": pick(random, [13, 24, 40]),
+        "num_hidden_layers": pick(random, [1, 2]),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": POSITIONS,
-        "rms_norm_eps": _pick(random, [1e-5, 1e-6]),
+        "rms_norm_eps": pick(random, [1e-5, 1e-6]),
     }
 
 
@@ -140,12 +145,12 @@ def _llama(count: int) -> Iterator[Case]:
         random = np.random.default_rng([2, number])
         sizes = _sizes(random)
         given = sizes["hidden_size"] // sizes["num_attention_heads"]
-        head_size = _pick(random, [4, 6, 10]) if given % 2 or number % 2 else given
+        head_size = pick(random, [4, 6, 10]) if given % 2 or number % 2 else given
         config = {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
             **sizes,
-            "hidden_act": _pick(random, _ACTIVATIONS),
+            "hidden_act": pick(random, _ACTIVATIONS),
             "attention_bias": number % 3 == 1,
             "mlp_bias": number % 4 == 1,
             "tie_word_embeddings": number % 2 == 0,
@@ -163,14 +168,14 @@ def _mistral(count: int) -> Iterator[Case]:
             "model_type": "mistral",
             "architectures": ["MistralForCausalLM"],
             **_sizes(random, even=True),
-            "hidden_act": _pick(random, _ACTIVATIONS),
+            "hidden_act": pick(random, _ACTIVATIONS),
             # shorter than the prompt, ending while decoding, longer than all, none
             "sliding_window": [5, 1, 30, 200, None][number % 5],
             "tie_word_embeddings": number % 3 == 2,
             **_rope(rope, number // 3, random),
         }
         if number % 2:
-            config["head_dim"] = _pick(random, [4, 6, 10])
+            config["head_dim"] = pick(random, [4, 6, 10])
         yield Case(f"mistral-{number:02}-{rope}", config, 300 + number)
 
 
@@ -181,7 +186,7 @@ def _qwen2(count: int) -> Iterator[Case]:
             "model_type": "qwen2",
             "architectures": ["Qwen2ForCausalLM"],
             **_sizes(random, even=True),
-            "hidden_act": _pick(random, _ACTIVATIONS),
+            "hidden_act": pick(random, _ACTIVATIONS),
             "tie_word_embeddings": number % 2 == 0,
             **_layers(number, random),
             **_rope(rope, number // 3, random),
@@ -196,8 +201,8 @@ def _qwen3(count: int) -> Iterator[Case]:
             "model_type": "qwen3",
             "architectures": ["Qwen3ForCausalLM"],
             **_sizes(random),
-            "head_dim": _pick(random, [4, 6, 10]),
-            "hidden_act": _pick(random, _ACTIVATIONS),
+            "head_dim": pick(random, [4, 6, 10]),
+            "hidden_act": pick(random, _ACTIVATIONS),
             "attention_bias": number % 3 == 1,
             "tie_word_embeddings": number % 2 == 0,
             **_layers(number, random),
@@ -208,7 +213,7 @@ def _qwen3(count: int) -> Iterator[Case]:
 
 def _layers(number: int, random: np.random.Generator) -> Config:
     """Windows in some layers, in each of the ways to say so; a window that is not used in the others."""
-    window = _pick(random, [4, 9, 40])
+    window = pick(random, [4, 9, 40])
     return [
         {"use_sliding_window": False, "sliding_window": window},
         {
@@ -230,10 +235,10 @@ def _gemma(number: int, random: np.random.Generator) -> Config:
     """What Gemma 2 and 3 have in common."""
     return {
         **_sizes(random),
-        "head_dim": _pick(random, [4, 6, 10]),
+        "head_dim": pick(random, [4, 6, 10]),
         "num_hidden_layers": 2 + number % 2,
-        "hidden_activation": _pick(random, ["gelu_pytorch_tanh", "silu"]),
-        "query_pre_attn_scalar": _pick(random, [4, 9, 24]),
+        "hidden_activation": pick(random, ["gelu_pytorch_tanh", "silu"]),
+        "query_pre_attn_scalar": pick(random, [4, 9, 24]),
         "sliding_window": [5, 20, 1, 50][number % 4],
         "attention_bias": number % 4 == 1,
         "final_logit_softcapping": [20.0, 50.0, None][number % 3],
@@ -267,7 +272,7 @@ def _gemma3(count: int) -> Iterator[Case]:
             "architectures": ["Gemma3ForCausalLM"],
             **_gemma(number, random),
         }
-        near, far = _pick(random, [50.0, 1000.0]), _pick(random, [10000.0, 1000000.0])
+        near, far = pick(random, [50.0, 1000.0]), pick(random, [10000.0, 1000000.0])
         if number % 3 == 0:  # as files of transformers 4 say it
             config |= {"rope_theta": far, "rope_local_base_freq": near, "sliding_window_pattern": 2}
         else:
@@ -287,14 +292,14 @@ def _phi3(count: int) -> Iterator[Case]:
     for number, rope in enumerate(islice(cycle(["longrope", "default"]), count)):
         random = np.random.default_rng([8, number])
         sizes = _sizes(random)
-        head_size = _pick(random, [4, 8, 16])
-        partial = _pick(random, [0.5, 0.75, 1.0] if head_size > 4 else [0.5, 1.0])
+        head_size = pick(random, [4, 8, 16])
+        partial = pick(random, [0.5, 0.75, 1.0] if head_size > 4 else [0.5, 1.0])
         sizes["hidden_size"] = head_size * sizes["num_attention_heads"]
         config = {
             "model_type": "phi3",
             "architectures": ["Phi3ForCausalLM"],
             **sizes,
-            "hidden_act": _pick(random, _ACTIVATIONS),
+            "hidden_act": pick(random, _ACTIVATIONS),
             "sliding_window": [None, 7, 45][number % 3],
             "tie_word_embeddings": number % 4 == 1,
             "partial_rotary_factor": partial,
@@ -313,16 +318,16 @@ def _phi3(count: int) -> Iterator[Case]:
 
 def _rope(kind: str, variant: int, random: np.random.Generator, pairs: int | None = None) -> Config:
     """The keys of config.json, as files of transformers 4 (rope_scaling) or 5 (rope_parameters) say it."""
-    theta = _pick(random, [100.0, 10000.0, 500000.0])
+    theta = pick(random, [100.0, 10000.0, 500000.0])
     scaling: Config = {"rope_type": kind}
     if kind not in ("default", "longrope"):
-        scaling["factor"] = _pick(random, [2.0, 4.0, 8.0])
+        scaling["factor"] = pick(random, [2.0, 4.0, 8.0])
     if kind == "llama3":
         # 8: the prompt goes beyond it; 48: decoding does
         scaling["original_max_position_embeddings"] = 8 if variant % 2 else 48
-        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": _pick(random, [2.0, 4.0])}
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": pick(random, [2.0, 4.0])}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = _pick(random, [8, 32])
+        scaling["original_max_position_embeddings"] = pick(random, [8, 32])
         variants: list[Config] = [
             {},
             {"attention_factor": 0.8},
@@ -350,11 +355,11 @@ def _gpt2_shapes(config: dict[str, Any]) -> Shapes:
     shapes: Shapes = {
         "transformer.wte.weight": (config["vocab_size"], width),
         "transformer.wpe.weight": (config["n_positions"], width),
-        **_norm("transformer.ln_f", width),
+        **norm("transformer.ln_f", width),
     }
     for layer in range(config["n_layer"]):
         block = f"transformer.h.{layer}"
-        shapes |= _norm(f"{block}.ln_1", width) | _norm(f"{block}.ln_2", width)
+        shapes |= norm(f"{block}.ln_1", width) | norm(f"{block}.ln_2", width)
         for name, inputs, outputs in (
             ("attn.c_attn", width, 3 * width),
             ("attn.c_proj", width, width),
@@ -437,7 +442,8 @@ def _heads(config: Config) -> tuple[int, int, int]:
 _SHAPES: dict[str, Callable[[Config], Shapes]] = {"gpt2": _gpt2_shapes, "phi3": _phi3_shapes}
 
 
-def _norm(name: str, width: int) -> Shapes:
+def norm(name: str, width: int) -> Shapes:
+    """Of a layer norm."""
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
@@ -454,5 +460,6 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.
     return values * np.float32(0.2) + np.float32(name.endswith("weight"))
 
 
-def _pick(random: np.random.Generator, options: list[Any]) -> Any:
+def pick(random: np.random.Generator, options: list[Any]) -> Any:
+    """One of the options."""
     return options[random.integers(len(options))]

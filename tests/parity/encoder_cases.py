@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from .cases import norm, pick, write_checkpoint
+
 ROWS, TOKENS = 4, 11
 """Of a case's batch. The first row is full, the others are shorter."""
 
@@ -78,8 +80,6 @@ class Case:
 
     def write(self, directory: Path) -> None:
         """Writes the checkpoint as torch's save_pretrained or sentence-transformers' save would."""
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(self.config, indent=1))
         shapes = (
             _distilbert_shapes(self.config)
             if self.config["model_type"] == "distilbert"
@@ -91,7 +91,7 @@ class Case:
                 name: self._values(name, shape)
                 for name, shape in _head_shapes(self.config, self.published).items()
             }
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        write_checkpoint(directory, self.config, tensors)
         if self.pooling:
             self._write_modules(directory)
 
@@ -155,10 +155,10 @@ def cases() -> tuple[Case, ...]:
 
 def _plain(family: str, number: int) -> Case:
     random = np.random.default_rng([zlib.crc32(family.encode()), number])
-    heads, size = _pick(random, [1, 2, 3, 5]), _pick(random, [2, 3, 4, 8])
+    heads, size = pick(random, [1, 2, 3, 5]), pick(random, [2, 3, 4, 8])
     activation = ("gelu", "gelu_new", "relu", "silu")[number % (2 if family == "distilbert" else 4)]
-    sizes = [heads * size, _pick(random, [11, 24, 32]), _pick(random, [1, 2, 3])]
-    vocabulary, positions = _pick(random, [31, 64, 83]), _pick(random, [16, 21, 32])
+    sizes = [heads * size, pick(random, [11, 24, 32]), pick(random, [1, 2, 3])]
+    vocabulary, positions = pick(random, [31, 64, 83]), pick(random, [16, 21, 32])
     if family == "distilbert":
         config = {
             "model_type": "distilbert",
@@ -181,7 +181,7 @@ def _plain(family: str, number: int) -> Case:
             "vocab_size": vocabulary,
             "max_position_embeddings": positions,
             "type_vocab_size": 2 if family == "bert" else 1,
-            "layer_norm_eps": _pick(random, [1e-12, 1e-5]),
+            "layer_norm_eps": pick(random, [1e-12, 1e-5]),
             "pad_token_id": 0 if family == "bert" else 1,
         }
     with_head = number % 3 == 1
@@ -223,7 +223,7 @@ def _bert_shapes(config: dict[str, Any]) -> Shapes:
         "embeddings.word_embeddings.weight": (config["vocab_size"], width),
         "embeddings.position_embeddings.weight": (config["max_position_embeddings"], width),
         "embeddings.token_type_embeddings.weight": (config["type_vocab_size"], width),
-        **_norm("embeddings.LayerNorm", width),
+        **norm("embeddings.LayerNorm", width),
     }
     for layer in range(config["num_hidden_layers"]):
         at = f"encoder.layer.{layer}"
@@ -231,8 +231,8 @@ def _bert_shapes(config: dict[str, Any]) -> Shapes:
             shapes |= _linear(f"{at}.attention.{name}", width, width)
         shapes |= _linear(f"{at}.intermediate.dense", width, inner)
         shapes |= _linear(f"{at}.output.dense", inner, width)
-        shapes |= _norm(f"{at}.attention.output.LayerNorm", width)
-        shapes |= _norm(f"{at}.output.LayerNorm", width)
+        shapes |= norm(f"{at}.attention.output.LayerNorm", width)
+        shapes |= norm(f"{at}.output.LayerNorm", width)
     return shapes
 
 
@@ -241,14 +241,14 @@ def _distilbert_shapes(config: dict[str, Any]) -> Shapes:
     shapes: Shapes = {
         "embeddings.word_embeddings.weight": (config["vocab_size"], width),
         "embeddings.position_embeddings.weight": (config["max_position_embeddings"], width),
-        **_norm("embeddings.LayerNorm", width),
+        **norm("embeddings.LayerNorm", width),
     }
     for layer in range(config["n_layers"]):
         at = f"transformer.layer.{layer}"
         for name in ("q_lin", "k_lin", "v_lin", "out_lin"):
             shapes |= _linear(f"{at}.attention.{name}", width, width)
         shapes |= _linear(f"{at}.ffn.lin1", width, inner) | _linear(f"{at}.ffn.lin2", inner, width)
-        shapes |= _norm(f"{at}.sa_layer_norm", width) | _norm(f"{at}.output_layer_norm", width)
+        shapes |= norm(f"{at}.sa_layer_norm", width) | norm(f"{at}.output_layer_norm", width)
     return shapes
 
 
@@ -258,18 +258,10 @@ def _head_shapes(config: dict[str, Any], prefix: str) -> Shapes:
     assert isinstance(width, int)
     family = config["model_type"]
     if family == "distilbert":
-        return _linear("vocab_transform", width, width) | _norm("vocab_layer_norm", width)
+        return _linear("vocab_transform", width, width) | norm("vocab_layer_norm", width)
     head = "cls.predictions.transform.dense" if family == "bert" else "lm_head.dense"
     return _linear(f"{prefix}pooler.dense", width, width) | _linear(head, width, width)
 
 
 def _linear(name: str, inputs: int, outputs: int) -> Shapes:
     return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
-
-
-def _norm(name: str, width: int) -> Shapes:
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-
-def _pick(random: np.random.Generator, options: list[Any]) -> Any:
-    return options[random.integers(len(options))]

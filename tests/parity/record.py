@@ -1,18 +1,18 @@
 """Records what transformers' torch models say of the cases, in float32: the definition of correct.
 
-python -m tests.parity.record          # needs torch, transformers, safetensors; writes reference.npz
+python -m tests.parity.record          # needs torch, transformers, safetensors; writes .npz files
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .cases import PROMPT, REFERENCE, STEPS, Case, cases
+from . import cases, t5_cases, whisper_cases
 
 TIE = 1e-3
 """Tokens of which the logits are nearer than this could change places by rounding alone."""
@@ -22,44 +22,69 @@ ROUNDING = 4e-5
 Logits = np.ndarray[Any, np.dtype[np.float32]]
 
 
-def torch_logits(case: Case, directory: Path) -> Logits:
-    """Float32 [STEPS, V]: after the prompt, and after each greedy token; the last token is not fed."""
+def torch_logits(case: Any, directory: Path) -> Logits:
+    """Float32 [(ROWS,) STEPS, V]: after the prompt and each greedy token; the last token is not fed."""
     import torch
 
-    model = torch_model(case, directory)
-    tokens = torch.from_numpy(case.prompt).long()[None]
+    model, of_rows = torch_model(case, directory), case.prompt.ndim == 2
+    tokens = torch.from_numpy(np.atleast_2d(case.prompt)).long()
     steps = []
     with torch.no_grad():
-        for _ in range(STEPS):  # all of the text anew for every token: no cache can be wrong
-            steps.append(model(tokens, use_cache=False).logits[0, -1])
-            tokens = torch.cat([tokens, steps[-1].argmax()[None, None]], 1)
-    result: Logits = torch.stack(steps).numpy()
-    return result
+        # All of source and text anew for every token: no cache can be wrong.
+        for _ in range(_of(case).STEPS):
+            steps.append(_logits(model, case, tokens)[:, -1])
+            tokens = torch.cat([tokens, steps[-1].argmax(1)[:, None]], 1)
+    result: Logits = torch.stack(steps, 1).numpy()
+    return result if of_rows else result[0]
 
 
-def rounding(case: Case, logits: Logits, directory: Path) -> float:
+def rounding(case: Any, logits: Logits, directory: Path) -> float:
     """How far torch's own logits of the whole text are in float32 from those with float64 products."""
     import torch
 
     model = torch_model(case, directory)
-    tokens = torch.from_numpy(np.concatenate([case.prompt, logits[:-1].argmax(1)])).long()[None]
+    text = np.concatenate([case.prompt, logits[..., :-1, :].argmax(-1)], -1)
+    tokens, first = torch.from_numpy(np.atleast_2d(text)).long(), _of(case).PROMPT - 1
     with torch.no_grad():
-        single = model(tokens, use_cache=False).logits[0, PROMPT - 1 :]
+        single = _logits(model, case, tokens)[:, first:]
         for module in model.double().modules():
             if hasattr(module, "reorder_and_upcast_attn"):
                 module.reorder_and_upcast_attn = False  # to float32 it would be
-        double = model(tokens, use_cache=False).logits[0, PROMPT - 1 :]
+        double = _logits(model, case, tokens)[:, first:]
     return float((single - double).abs().max())
 
 
-def torch_model(case: Any, directory: Path, kind: str = "AutoModelForCausalLM") -> Any:
-    """The model of a case, of a class of transformers."""
+def _of(case: Any) -> Any:
+    """The module of a case."""
+    return {"t5": t5_cases, "whisper": whisper_cases}.get(case.config["model_type"], cases)
+
+
+def _logits(model: Any, case: Any, tokens: Any) -> Any:
+    import torch
+
+    inputs = {"input_ids": tokens}
+    if case.config["model_type"] == "t5":
+        mask = np.arange(t5_cases.SOURCE) < case.lengths[:, None]
+        inputs = {
+            "input_ids": torch.from_numpy(case.source).long(),
+            "attention_mask": torch.from_numpy(mask).long(),
+            "decoder_input_ids": tokens,
+        }
+    elif case.config["model_type"] == "whisper":
+        source = torch.from_numpy(case.source).to(model.dtype)
+        inputs = {"input_features": source, "decoder_input_ids": tokens}
+    return model(**inputs, use_cache=False).logits
+
+
+def torch_model(case: Any, directory: Path) -> Any:
+    """The model of a case."""
     import torch
     import transformers
 
     torch.set_num_threads(1)  # more of them take longer over matrices as small as these
     case.write(directory)
-    model, loading = getattr(transformers, kind).from_pretrained(
+    kind = getattr(transformers, case.config["architectures"][0])
+    model, loading = kind.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not any(loading.values()), (case.name, loading)
@@ -72,12 +97,7 @@ def nearest_tokens(logits: Logits) -> float:
     return float((best[..., -1] - best[..., -2]).min())
 
 
-def record(
-    reference: Path,
-    cases: Iterable[Any],
-    torch_logits: Callable[[Any, Path], Logits],
-    rounding: Callable[[Any, Logits, Path], float],
-) -> None:
+def record(reference: Path, cases: Iterable[Any]) -> None:
     """Writes a reference. A case whose text or logits hang on the rounding of float32 needs another seed."""
     recorded = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -96,4 +116,5 @@ def record(
 
 
 if __name__ == "__main__":
-    record(REFERENCE, cases(), torch_logits, rounding)
+    for each in (cases, t5_cases, whisper_cases):
+        record(each.REFERENCE, each.cases())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+
+from .cases import write_checkpoint
 
 ROWS, SOURCE = 2, 23
 """Sources of a case, and places of each. The first source is full, the other shorter."""
@@ -71,9 +71,7 @@ class Case:
             tensors[unused] = tensors[unused.replace("1.EncDec", "0.Self")] + 1
             for stack in ("encoder", "decoder"):
                 tensors[f"{stack}.embed_tokens.weight"] = tensors["shared.weight"].copy()
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(self.config, indent=1))
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        write_checkpoint(directory, self.config, tensors)
 
 
 def cases() -> tuple[Case, ...]:
@@ -82,7 +80,7 @@ def cases() -> tuple[Case, ...]:
 
 
 _SEEDS: dict[int, int] = {}
-"""Of cases where, with the seed of their number, rounding would decide a token: see t5_record.main."""
+"""Of cases where, with the seed of their number, rounding would decide a token: see record.py."""
 
 
 def _case(number: int) -> Case:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+
+from .cases import norm, pick, write_checkpoint
 
 COUNT = 12
 ROWS, PROMPT, STEPS = 2, 4, 24
@@ -38,7 +38,7 @@ class Case:
     seed: int
 
     @property
-    def prompts(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def prompt(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Int32 [ROWS, PROMPT]."""
         random = np.random.default_rng([self.seed, 0])
         return random.integers(0, self.config["vocab_size"], (ROWS, PROMPT), dtype=np.int32)
@@ -49,20 +49,23 @@ class Case:
         return 2 * int(self.config["max_source_positions"])
 
     @property
-    def spectrograms(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def source(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Float32 [ROWS, mel bins, frames], of about the size of log-mel ones."""
         random = np.random.default_rng([self.seed, 1])
         shape = (ROWS, self.config["num_mel_bins"], self.frames)
         return random.uniform(-1, 1.5, shape).astype(np.float32)
+
+    @property
+    def lengths(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Int32 [ROWS]; a Whisper reads all frames."""
+        return np.full(ROWS, self.frames, np.int32)
 
     def write(self, directory: Path) -> None:
         """Writes the checkpoint as torch's save_pretrained would."""
         tensors = {
             name: _values(name, shape, self.seed) for name, shape in _shapes(self.config).items()
         }
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(self.config, indent=1))
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        write_checkpoint(directory, self.config, tensors)
 
 
 def cases() -> tuple[Case, ...]:
@@ -74,24 +77,24 @@ def _cases() -> Iterator[Case]:
     activations = cycle(["gelu", "gelu", "relu", "silu", "gelu_new"])
     for number, activation in enumerate(islice(activations, COUNT)):
         random = np.random.default_rng([20, number])
-        heads = _pick(random, [1, 2, 3, 6])
+        heads = pick(random, [1, 2, 3, 6])
         # transformers wants an even width, for its sinusoids
-        width = heads * _pick(random, [4, 6, 8] if heads % 2 else [3, 4, 5, 8])
+        width = heads * pick(random, [4, 6, 8] if heads % 2 else [3, 4, 5, 8])
         divisors = [n for n in range(1, width + 1) if width % n == 0 and width // n > 1]
         config = {
             "model_type": "whisper",
             "architectures": ["WhisperForConditionalGeneration"],
-            "vocab_size": _pick(random, [29, 31, 37, 41]),
-            "num_mel_bins": _pick(random, [5, 8, 13]),
+            "vocab_size": pick(random, [29, 31, 37, 41]),
+            "num_mel_bins": pick(random, [5, 8, 13]),
             "d_model": width,
-            "encoder_layers": _pick(random, [1, 2]),
-            "encoder_attention_heads": _pick(random, divisors),
-            "encoder_ffn_dim": _pick(random, [11, 24, 40]),
-            "decoder_layers": _pick(random, [1, 2, 3]),
+            "encoder_layers": pick(random, [1, 2]),
+            "encoder_attention_heads": pick(random, divisors),
+            "encoder_ffn_dim": pick(random, [11, 24, 40]),
+            "decoder_layers": pick(random, [1, 2, 3]),
             "decoder_attention_heads": heads,
-            "decoder_ffn_dim": _pick(random, [13, 24, 32]),
-            "max_source_positions": _pick(random, [7, 12, 25]),
-            "max_target_positions": _pick(random, [PROMPT + STEPS, 40]),
+            "decoder_ffn_dim": pick(random, [13, 24, 32]),
+            "max_source_positions": pick(random, [7, 12, 25]),
+            "max_target_positions": pick(random, [PROMPT + STEPS, 40]),
             "activation_function": activation,
             "scale_embedding": number % 4 == 1,
             **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
@@ -101,7 +104,7 @@ def _cases() -> Iterator[Case]:
 
 
 _SEEDS: dict[int, int] = {}
-"""Of cases where, with the seed of their number, rounding would decide a token: see whisper_record.main."""
+"""Of cases where, with the seed of their number, rounding would decide a token: see record.py."""
 
 
 def _shapes(config: Config) -> Shapes:
@@ -112,29 +115,25 @@ def _shapes(config: Config) -> Shapes:
         "model.encoder.conv2.weight": (width, width, 3),
         "model.encoder.conv2.bias": (width,),
         "model.encoder.embed_positions.weight": (config["max_source_positions"], width),
-        **_norm("model.encoder.layer_norm", width),
+        **norm("model.encoder.layer_norm", width),
         "model.decoder.embed_tokens.weight": (config["vocab_size"], width),
         "model.decoder.embed_positions.weight": (config["max_target_positions"], width),
-        **_norm("model.decoder.layer_norm", width),
+        **norm("model.decoder.layer_norm", width),
     }
     for side in ("encoder", "decoder"):
         inner = config[f"{side}_ffn_dim"]
         for layer in range(config[f"{side}_layers"]):
             block = f"model.{side}.layers.{layer}"
             for part in ("self_attn", "encoder_attn")[: 1 + (side == "decoder")]:
-                shapes |= _norm(f"{block}.{part}_layer_norm", width)
+                shapes |= norm(f"{block}.{part}_layer_norm", width)
                 for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
                     shapes[f"{block}.{part}.{name}.weight"] = (width, width)
                     if name != "k_proj":
                         shapes[f"{block}.{part}.{name}.bias"] = (width,)
-            shapes |= _norm(f"{block}.final_layer_norm", width)
+            shapes |= norm(f"{block}.final_layer_norm", width)
             shapes[f"{block}.fc1.weight"], shapes[f"{block}.fc1.bias"] = (inner, width), (inner,)
             shapes[f"{block}.fc2.weight"], shapes[f"{block}.fc2.bias"] = (width, inner), (width,)
     return shapes
-
-
-def _norm(name: str, width: int) -> Shapes:
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
 def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -149,7 +148,3 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.
     if len(shape) > 1:
         return values * np.float32(min(0.4, 1.5 / max(shape) ** 0.5))
     return values * np.float32(0.2) + np.float32(name.endswith("weight"))
-
-
-def _pick(random: np.random.Generator, options: list[Any]) -> Any:
-    return options[random.integers(len(options))]

@@ -67,12 +67,21 @@ GEMMA3 = {
     "final_logit_softcapping": 20.0,
 }
 PHI3 = {**LLAMA, "model_type": "phi3", "hidden_size": 24, "sliding_window": 9, "pad_token_id": 0}
+BERT = {
+    **{name: LLAMA[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
+    **{name: LLAMA[name] for name in ("num_hidden_layers", "num_attention_heads")},
+    "model_type": "roberta",
+    "max_position_embeddings": CONTEXT,
+    "pad_token_id": 1,
+    "type_vocab_size": 1,
+}
 CONFIGS = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "mistral": MISTRAL,
     "gemma3_text": GEMMA3,
     "phi3": PHI3,
+    "roberta": BERT,
 }
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10}
 
@@ -85,8 +94,9 @@ LONGROPE = {
 
 _LONGEST = "1" + "0" * 5000
 
-families = pytest.mark.parametrize("family", CONFIGS)
-quick = partial(settings, deadline=None, derandomize=True, max_examples=examples(10, 25))
+# One module is all of them: these have learned positions, windows by layer, and fused matrices.
+families = pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "phi3"])
+quick = partial(settings, deadline=None, derandomize=True, max_examples=examples(8, 25))
 
 
 class Model:
@@ -366,60 +376,6 @@ def test_the_description_holds_what_the_runtime_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "said"),
-    [
-        ("gpt2", {"activation_function": "gelu_ne"}, 'found "gelu_ne" (did you mean "gelu_new"?)'),
-        ("gpt2", {"add_cross_attention": True}, "add_cross_attention: expected false, found true"),
-        ("gpt2", {"n_head": 5}, "n_embd: expected a multiple of n_head = 5, found 12"),
-        ("llama", {"hidden_act": "mish"}, "hidden_act: expected"),
-        (
-            "llama",
-            {"num_key_value_heads": 3},
-            "num_attention_heads: expected a multiple of num_key_value_heads = 3, found 4",
-        ),
-        ("llama", {"head_dim": 3}, "head_dim: expected an even number, found 3"),
-        (
-            "llama",
-            {"rope_scaling": {"rope_type": "lama3", "factor": 2.0}},
-            'found "lama3" (did you mean "llama3"?)',
-        ),
-        ("mistral", {"sliding_window": 0}, "sliding_window: expected null or at least 1, found 0"),
-        (
-            "gemma3_text",
-            {"sliding_window": None},
-            "sliding_window: expected a number, as layer_types",
-        ),
-        (
-            "gemma3_text",
-            {"layer_types": ["full_attention", "chunked_attention"]},
-            'layer_types: expected "full_attention" or "sliding_attention", found "chunked_attention"',
-        ),
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected null"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ("phi3", {"partial_rotary_factor": 0.5}, "expected an even number, found 3"),
-        (
-            "llama",
-            {"rope_scaling": {**LONGROPE, "long_factor": [2.0]}},
-            "expected 3 factors, one for each pair",
-        ),
-        (
-            "llama",
-            {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}},
-            "rope_parameters.partial_rotary_factor: expected null or 1.0, found 0.5",
-        ),
-    ],
-)
-def test_a_setting_that_is_not_built_is_named(
-    family: str, change: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[family], **change}))
-    with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
-        model_registry.make_decoder(config_file.load_config(tmp_path))
-    assert str(tmp_path / "config.json") in str(caught.value)
-    assert caught.value.hint
-
-
-@pytest.mark.parametrize(
     ("text", "said"),
     [
         (None, "expected a file, found none"),
@@ -457,32 +413,71 @@ def test_a_config_that_cannot_be_used_is_refused(
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
+def made(family: str, directory: Path) -> Any:
+    """The module that config.json of a family describes."""
+    if family in model_registry.ENCODERS:
+        return model_registry.make_encoder(config_file.load_encoder(directory))
+    return model_registry.make_decoder(config_file.load_config(directory))
+
+
 _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt2", {"activation_function": "gelu_ne"}, 'found "gelu_ne" (did you mean "gelu_new"?)'),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention: expected false, found true"),
+    ("gpt2", {"n_head": 5}, "n_embd: expected a multiple of n_head = 5, found 12"),
+    ("llama", {"hidden_act": "mish"}, "hidden_act: expected"),
+    (
+        "llama",
+        {"num_key_value_heads": 3},
+        "num_attention_heads: expected a multiple of num_key_value_heads = 3, found 4",
+    ),
+    ("llama", {"head_dim": 3}, "head_dim: expected an even number, found 3"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "lama3", "factor": 2.0}},
+        'found "lama3" (did you mean "llama3"?)',
+    ),
+    ("mistral", {"sliding_window": 0}, "sliding_window: expected null or at least 1, found 0"),
+    (
+        "gemma3_text",
+        {"sliding_window": None},
+        "sliding_window: expected a number, as layer_types",
+    ),
+    (
+        "gemma3_text",
+        {"layer_types": ["full_attention", "chunked_attention"]},
+        'layer_types: expected "full_attention" or "sliding_attention", found "chunked_attention"',
+    ),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected null"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("phi3", {"partial_rotary_factor": 0.5}, "expected an even number, found 3"),
+    (
+        "llama",
+        {"rope_scaling": {**LONGROPE, "long_factor": [2.0]}},
+        "expected 3 factors, one for each pair",
+    ),
+    (
+        "llama",
+        {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary_factor: expected null or 1.0, found 0.5",
+    ),
     ("gpt2", {"n_head": 0}, "n_head: expected an integer from 1 to 16384, found 0"),
-    ("gpt2", {"n_head": -2}, "n_head: expected"),
     ("gpt2", {"num_attention_heads": 0}, "num_attention_heads: expected"),
     ("gpt2", {"n_layer": 0}, "n_layer: expected an integer from 1 to 1000, found 0"),
     ("gpt2", {"n_layer": 1001}, "n_layer: expected"),
     ("gpt2", {"n_layer": True}, "n_layer: expected"),
-    ("gpt2", {"n_layer": 2.0}, "n_layer: expected"),
     ("gpt2", {"n_embd": "12"}, 'n_embd: expected an integer from 1 to 1048576, found "12"'),
     ("gpt2", {"n_inner": 0}, "n_inner: expected"),
     ("gpt2", {"vocab_size": 2**40}, "vocab_size: expected"),
     ("gpt2", {"n_positions": 10**30}, "n_positions: expected"),
     ("gpt2", {"layer_norm_epsilon": 0}, "layer_norm_epsilon: expected a number from 1e-30 to 1"),
-    ("gpt2", {"layer_norm_epsilon": -1e-5}, "layer_norm_epsilon: expected"),
     ("gpt2", {"activation_function": ["gelu"]}, "activation_function: expected a text"),
     ("gpt2", {"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false"),
     ("gpt2", {"scale_attn_weights": 1}, "scale_attn_weights: expected true or false"),
     ("llama", {"num_hidden_layers": 100_000}, "num_hidden_layers: expected an integer from 1 to"),
-    ("llama", {"num_hidden_layers": -1}, "num_hidden_layers: expected"),
     ("llama", {"num_attention_heads": 0}, "num_attention_heads: expected"),
     ("llama", {"num_key_value_heads": 0}, "num_key_value_heads: expected"),
-    ("llama", {"num_key_value_heads": 3}, "expected a multiple of num_key_value_heads"),
     ("llama", {"head_dim": 0}, "head_dim: expected"),
-    ("llama", {"head_dim": [6]}, "head_dim: expected"),
     ("llama", {"max_position_embeddings": None}, "max_position_embeddings"),
-    ("llama", {"max_position_embeddings": {}}, "max_position_embeddings: expected"),
     ("llama", {"rms_norm_eps": 1e-300}, "rms_norm_eps: expected"),
     ("llama", {"rms_norm_eps": None}, "rms_norm_eps"),
     (
@@ -490,7 +485,6 @@ _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
         {"rope_theta": 0},
         "rope_theta: expected a number from 1e-06 to 1e+12",
     ),
-    ("llama", {"rope_theta": -1.0}, "rope_theta: expected"),
     ("llama", {"rope_theta": "1e4"}, "rope_theta"),
     ("llama", {"rope_theta": {"a": 1}}, "rope_theta"),
     ("llama", {"rope_scaling": [1]}, "rope_scaling: expected an object"),
@@ -522,12 +516,28 @@ _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3_text", {"final_logit_softcapping": 0.0}, "final_logit_softcapping: expected"),
     ("gemma3_text", {"final_logit_softcapping": 1e-300}, "final_logit_softcapping: expected"),
     ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types"),
-    ("gemma3_text", {"layer_types": []}, "layer_types"),
     ("gemma3_text", {"layer_types": [1, 2]}, "layer_types: expected a list, each a text"),
     ("gemma3_text", {"rope_parameters": {"full_attention": 3}}, "config.json"),
     ("mistral", {"sliding_window": 1.5}, "sliding_window: expected"),
     ("phi3", {"partial_rotary_factor": 0.0}, "partial_rotary_factor"),
     ("phi3", {"partial_rotary_factor": 2.0}, "partial_rotary_factor"),
+    (
+        "roberta",
+        {"num_attention_heads": 5},
+        "hidden_size: expected a multiple of num_attention_heads = 5, found 12",
+    ),
+    ("roberta", {"num_attention_heads": 0}, "num_attention_heads: expected"),
+    ("roberta", {"num_hidden_layers": 10**9}, "num_hidden_layers: expected"),
+    (
+        "roberta",
+        {"pad_token_id": 19},
+        "max_position_embeddings: expected more than pad_token_id + 1 = 20",
+    ),
+    ("roberta", {"pad_token_id": -1}, "pad_token_id: expected"),
+    ("roberta", {"pad_token_id": None}, "pad_token_id: expected"),
+    ("roberta", {"type_vocab_size": 0}, "type_vocab_size: expected"),
+    ("roberta", {"layer_norm_eps": 0.0}, "layer_norm_eps: expected"),
+    ("roberta", {"hidden_act": None}, "hidden_act"),
 ]
 
 
@@ -536,49 +546,14 @@ _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     _UNUSABLE,
     ids=[f"{family}-{next(iter(change.items()))}"[:60] for family, change, _ in _UNUSABLE],
 )
-def test_a_number_that_makes_a_model_unusable_is_refused(
+def test_a_setting_that_is_not_built_or_makes_a_model_unusable_is_named(
     family: str, change: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[family], **change}))
     with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
-        model_registry.make_decoder(config_file.load_config(tmp_path))
+        made(family, tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
-
-
-BERT = {
-    **{name: LLAMA[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
-    **{name: LLAMA[name] for name in ("num_hidden_layers", "num_attention_heads")},
-    "model_type": "roberta",
-    "max_position_embeddings": CONTEXT,
-    "pad_token_id": 1,
-    "type_vocab_size": 1,
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            {"num_attention_heads": 5},
-            "hidden_size: expected a multiple of num_attention_heads = 5, found 12",
-        ),
-        ({"num_attention_heads": 0}, "num_attention_heads: expected"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers: expected"),
-        ({"pad_token_id": 19}, "max_position_embeddings: expected more than pad_token_id + 1 = 20"),
-        ({"pad_token_id": -1}, "pad_token_id: expected"),
-        ({"pad_token_id": None}, "pad_token_id: expected"),
-        ({"type_vocab_size": 0}, "type_vocab_size: expected"),
-        ({"layer_norm_eps": 0.0}, "layer_norm_eps: expected"),
-        ({"hidden_act": None}, "hidden_act"),
-    ],
-)
-def test_a_number_that_makes_an_encoder_unusable_is_refused(
-    change: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**BERT, **change}))
-    with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
-        model_registry.make_encoder(config_file.load_encoder(tmp_path))
-    assert str(tmp_path / "config.json") in str(caught.value)
+    assert caught.value.hint or "transformers refuses it" in str(caught.value)
 
 
 _DECODERS = {
@@ -606,10 +581,7 @@ def test_any_config_is_refused_with_an_error_of_ours_or_makes_a_module(
     with tempfile.TemporaryDirectory() as name, contextlib.suppress(CheckpointError):
         directory = Path(name)
         (directory / "config.json").write_text(to_json(config))
-        if family in _ENCODERS:
-            model_registry.make_encoder(config_file.load_encoder(directory))
-        else:
-            model_registry.make_decoder(config_file.load_config(directory))
+        made(family, directory)
 
 
 def test_a_model_is_described_without_torch_or_any_array(tmp_path: Path) -> None:

@@ -154,8 +154,8 @@ def test_norms_or_biases_are_quantized() -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("rows", [1, 2, REDUCED_ROWS, REDUCED_ROWS + 1, 40])
-@pytest.mark.parametrize("sizes", [(24, 40), (40, 24), (7, 7), (1, 3)])
+@pytest.mark.parametrize("rows", [1, REDUCED_ROWS, REDUCED_ROWS + 1])
+@pytest.mark.parametrize("sizes", [(24, 40), (40, 24), (1, 3)])
 def test_a_form_of_the_product_gives_other_values(
     dtype: str, rows: int, sizes: tuple[int, int]
 ) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import shutil
 import subprocess
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -56,17 +58,16 @@ def product_library(level: str, cache: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(place))
 
 
-def load(level: str, out: Path, sources: Iterable[Path]) -> ctypes.CDLL:
+def load(level: str, cache: Path, sources: Iterable[Path]) -> ctypes.CDLL:
     """Compile sources to a library and load it."""
-    _compile(level, out, *_LIBRARY, "-isystem", jax.ffi.include_dir(), f"-I{SOURCES}", *sources)
-    return ctypes.CDLL(str(out))
+    flags = (*_LIBRARY, "-isystem", jax.ffi.include_dir(), f"-I{SOURCES}")
+    return ctypes.CDLL(str(_compiled(level, cache, *flags, *sources)))
 
 
-def sanitized(driver: Path, names: Iterable[str], sanitizers: str, out: Path) -> Path:
+def sanitized(driver: Path, names: Iterable[str], sanitizers: str, cache: Path) -> Path:
     """Compile a driver with some sources under sanitizers, without optimizing, which takes twice as long."""
     flags = ("-O0", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", f"-I{SOURCES}")
-    _compile(highest_level(), out, *flags, driver, *(SOURCES / name for name in names))
-    return out
+    return _compiled(highest_level(), cache, *flags, driver, *(SOURCES / name for name in names))
 
 
 def assert_runs_clean(driver: Path, *arguments: str) -> None:
@@ -80,11 +81,23 @@ def _need(level: str) -> None:
         pytest.skip(f"this machine runs no {level}: it lacks {', '.join(sorted(missing))}")
 
 
-def _compile(level: str, out: Path, *more: object) -> None:
+def _compiled(level: str, cache: Path, *more: object) -> Path:
+    """Return what a compiler makes of these arguments; a build cache keeps it until a source changes."""
     _need(level)
     found = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
     if found is None:
         pytest.skip("no C++ compiler on this machine")
     command = [found, "-std=c++17", *_WARNINGS, f"-march={level}", "-pthread", *map(str, more)]
-    done = subprocess.run([*command, "-o", str(out)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    version = subprocess.run([found, "--version"], capture_output=True, check=True).stdout
+    hasher = hashlib.sha256(repr((command, metadata.version("jaxlib"), version)).encode())
+    for source in sorted(each for place in (SOURCES, TESTS) for each in place.iterdir()):
+        hasher.update(source.name.encode() + source.read_bytes())
+    kept = cache / "test-kernels" / hasher.hexdigest()
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        out = kept.with_suffix(f".{os.getpid()}")
+        command += ["-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        out.rename(kept)  # another process of these tests may load it
+    return kept

@@ -214,7 +214,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=examples(30, 60), deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(cases)
 def test_attention_of_any_size_is_what_numpy_makes_of_it(kernels: ctypes.CDLL, case: Case) -> None:
     out, keys, values = run(case, kernels)
@@ -424,7 +424,7 @@ def encode(
     return out
 
 
-@settings(max_examples=examples(20, 40), deadline=None)
+@settings(max_examples=examples(12, 40), deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 3),
@@ -467,7 +467,7 @@ def test_an_encoder_agrees_with_the_form_that_xla_compiles(kernels: ctypes.CDLL)
 @pytest.mark.parametrize(
     "sanitizers", ["address,undefined", pytest.param("thread", marks=pytest.mark.thorough)]
 )
-def test_sanitizers_find_nothing(sanitizers: str, tmp_path: Path) -> None:
+def test_sanitizers_find_nothing(sanitizers: str, build_cache: Path) -> None:
     names = ("attention.cc", "encoder_attention.cc", "threads.cc")
-    driver = kernel_builds.sanitized(DRIVER, names, sanitizers, tmp_path / "driver")
+    driver = kernel_builds.sanitized(DRIVER, names, sanitizers, build_cache)
     kernel_builds.assert_runs_clean(driver)

@@ -32,14 +32,13 @@ DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int8))
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
+def libraries(build_cache: Path) -> Callable[[str], ctypes.CDLL]:
     """Compiles the kernel of a level, once, with what chooses its multiplier."""
 
     @functools.cache
     def library_of(level: str) -> ctypes.CDLL:
         sources = (*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE)
-        out = tmp_path_factory.mktemp(level) / "kernels.so"
-        return kernel_builds.load(level, out, sources)
+        return kernel_builds.load(level, build_cache, sources)
 
     return library_of
 
@@ -193,7 +192,7 @@ def drawn(
     )
 
 
-@settings(max_examples=examples(30, 60), deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(data=st.data())
 def test_odd_sizes_and_flags_give_what_numpy_gives(
     kernels: ctypes.CDLL, data: st.DataObject
@@ -214,7 +213,7 @@ def test_odd_sizes_and_flags_give_what_numpy_gives(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 16, 33, 128, 300])
+@pytest.mark.parametrize("rows", [1, 3, 5, 8, 33, 300])
 def test_sizes_of_models_give_what_numpy_gives(
     kernels: ctypes.CDLL, rows: int, dtype: np.dtype[Any]
 ) -> None:
@@ -397,9 +396,9 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels: ctypes.CDLL) -> None
         pytest.param("thread", [[]], id="thread", marks=pytest.mark.thorough),
     ],
 )
-def test_sanitizers_find_nothing(sanitizers: str, ways: list[list[str]], tmp_path: Path) -> None:
+def test_sanitizers_find_nothing(sanitizers: str, ways: list[list[str]], build_cache: Path) -> None:
     sources = {each.name for each in SOURCES.glob("linear*.cc")} - {"linear_ffi.cc"}
     names = (*sorted(sources), "threads.cc")
-    driver = kernel_builds.sanitized(DRIVER, names, sanitizers, tmp_path / "driver")
+    driver = kernel_builds.sanitized(DRIVER, names, sanitizers, build_cache)
     for arguments in ways:
         kernel_builds.assert_runs_clean(driver, *arguments)

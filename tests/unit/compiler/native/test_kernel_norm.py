@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.extent import examples
 
 from prejit.compiler.models.layers import kernel_calls
 
@@ -48,7 +49,7 @@ def expected(x: Any, weight: Any, bias: Any, offset: float) -> Any:
     return wide * scale * (weight + np.float64(offset)) + (0 if bias is None else bias)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(30, 100))
 @given(
     rows=st.integers(0, 70),
     width=st.integers(1, 70) | st.sampled_from([768, 769, 2048]),

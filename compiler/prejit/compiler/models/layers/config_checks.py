@@ -8,9 +8,8 @@ that transformers completes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,77 +23,67 @@ _HINT = "correct config.json, or take the one that was published with the weight
 
 
 @dataclass(frozen=True)
-class NumberCheck:
-    """A number from `low` to `high`, an integer if `whole`, or null if `optional`."""
+class Check:
+    """What a value may be.
 
-    low: float
-    high: float
-    optional: bool = False
-    whole: bool = False
+    Attributes:
+        expected: in words.
+        allows: returns whether a value is so.
+        optional: whether it may be null.
+    """
 
-    def __str__(self) -> str:
-        low, high = (str(n) if self.whole else f"{n:g}" for n in (self.low, self.high))
-        kind = "an integer" if self.whole else "a number"
-        return f"{kind} from {low} to {high}{' or null' if self.optional else ''}"
-
-    def allows(self, value: Any) -> bool:
-        """Return whether a value is such a number; NaN is not."""
-        types: tuple[type, ...] = (int,) if self.whole else (int, float)
-        return type(value) in types and self.low <= value <= self.high
-
-
-integer = partial(NumberCheck, whole=True)
-
-
-@dataclass(frozen=True)
-class TypeCheck:
-    """A value of one of Python's types, or null if `optional`."""
-
-    kind: type
+    expected: str
+    allows: Callable[[Any], bool]
     optional: bool = False
 
     def __str__(self) -> str:
-        name = {bool: "true or false", str: "a text", dict: "an object"}[self.kind]
-        return f"{name}{' or null' if self.optional else ''}"
-
-    def allows(self, value: Any) -> bool:
-        """Return whether a value has the type."""
-        return type(value) is self.kind
+        return f"{self.expected}{' or null' if self.optional else ''}"
 
 
-@dataclass(frozen=True)
-class ListCheck:
-    """A list of values that `item` allows, or null if `optional`."""
-
-    item: NumberCheck | TypeCheck
-    optional: bool = False
-
-    def __str__(self) -> str:
-        return f"a list, each {self.item}{' or null' if self.optional else ''}"
-
-    def allows(self, value: Any) -> bool:
-        """Return whether a value is such a list."""
-        return isinstance(value, list | tuple) and all(map(self.item.allows, value))
-
-
-Check = NumberCheck | TypeCheck | ListCheck
 Checks = Mapping[str, Check]
 
+
+def _number(low: float, high: float, *, optional: bool = False) -> Check:
+    """Allow numbers from low to high; NaN is none."""
+    return Check(
+        f"a number from {low:g} to {high:g}",
+        lambda value: type(value) in (int, float) and low <= value <= high,
+        optional,
+    )
+
+
+def _integer(low: int, high: int, *, optional: bool = False) -> Check:
+    return Check(
+        f"an integer from {low} to {high}",
+        lambda value: type(value) is int and low <= value <= high,
+        optional,
+    )
+
+
+def _list(item: Check) -> Check:
+    return Check(
+        f"a list, each {item}",
+        lambda value: isinstance(value, list | tuple) and all(map(item.allows, value)),
+    )
+
+
 _LARGEST = 2**31 - 1
-_WIDTH = integer(1, 2**20)
-INNER = integer(1, 2**22)
+_WIDTH = _integer(1, 2**20)
+INNER = _integer(1, 2**22)
 """An inner width, or the number of rows of a table of positions."""
-_SIZE = integer(1, 2**14)
-_LAYERS = integer(1, MAX_LAYERS)
-_BOOL, _TEXT = TypeCheck(bool), TypeCheck(str)
+_SIZE = _integer(1, 2**14)
+_LAYERS = _integer(1, MAX_LAYERS)
+_BOOL = Check("true or false", lambda value: type(value) is bool)
+_TEXT = Check("a text", lambda value: type(value) is str)
+_OBJECT = Check("an object", lambda value: type(value) is dict)
 # Within these bounds the numbers and their squares are normal float32 numbers.
-_EPSILON = NumberCheck(1e-30, 1.0)
-_SCALE = NumberCheck(1e-6, 1e12)
-_FACTOR = NumberCheck(1e-6, 1e9)
-_ANY_FACTOR = NumberCheck(1e-6, 1e9, optional=True)
+_EPSILON = _number(1e-30, 1.0)
+_SCALE = _number(1e-6, 1e12)
+_FACTOR = _number(1e-6, 1e9)
+_ANY_FACTOR = _number(1e-6, 1e9, optional=True)
 
 _KEYS: Checks = {
-    **dict.fromkeys(("vocab_size", "type_vocab_size"), integer(1, 2**24)),
+    **dict.fromkeys(("vocab_size", "type_vocab_size"), _integer(1, 2**24)),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "num_mel_bins"), _WIDTH),
     **dict.fromkeys(("intermediate_size", "d_ff", "hidden_dim"), INNER),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), INNER),
@@ -112,21 +101,21 @@ _KEYS: Checks = {
     **dict.fromkeys(("use_sliding_window", "scale_decoder_outputs"), _BOOL),
     **dict.fromkeys(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), _BOOL),
     **dict.fromkeys(("is_gated_act", "is_encoder_decoder"), _BOOL),
-    "max_position_embeddings": integer(1, _LARGEST),
-    "n_inner": integer(1, 2**22, optional=True),
-    "head_dim": integer(1, 2**14, optional=True),
-    "pad_token_id": integer(0, 2**22),
-    "rope_parameters": TypeCheck(dict),
+    "max_position_embeddings": _integer(1, _LARGEST),
+    "n_inner": _integer(1, 2**22, optional=True),
+    "head_dim": _integer(1, 2**14, optional=True),
+    "pad_token_id": _integer(0, 2**22),
+    "rope_parameters": _OBJECT,
     # The family checks which windows and kinds of layers it supports.
-    "sliding_window": integer(0, _LARGEST, optional=True),
-    "layer_types": ListCheck(_TEXT),
-    "max_window_layers": integer(0, _LARGEST),
+    "sliding_window": _integer(0, _LARGEST, optional=True),
+    "layer_types": _list(_TEXT),
+    "max_window_layers": _integer(0, _LARGEST),
     "query_pre_attn_scalar": _SCALE,
-    "final_logit_softcapping": NumberCheck(1e-6, 1e12, optional=True),
-    "attn_logit_softcapping": NumberCheck(1e-6, 1e12, optional=True),
+    "final_logit_softcapping": _number(1e-6, 1e12, optional=True),
+    "attn_logit_softcapping": _number(1e-6, 1e12, optional=True),
     # Each of two directions has a bucket for the distance 0 and one for larger distances.
-    "relative_attention_num_buckets": integer(4, 2**16),
-    "relative_attention_max_distance": integer(1, 2**20),
+    "relative_attention_num_buckets": _integer(4, 2**16),
+    "relative_attention_max_distance": _integer(1, 2**20),
 }
 """The check of each key that a family may read."""
 
@@ -138,9 +127,9 @@ def checks_of(*keys: str, **others: Check) -> Checks:
 
 _ROPE: Checks = {
     "rope_theta": _SCALE,
-    "partial_rotary_factor": NumberCheck(1e-6, 1.0, optional=True),
+    "partial_rotary_factor": _number(1e-6, 1.0, optional=True),
 }
-_PRETRAINED = integer(2, _LARGEST)
+_PRETRAINED = _integer(2, _LARGEST)
 _ROPE_KINDS: Mapping[str, Checks] = {
     "linear": {"factor": _FACTOR},
     "llama3": {
@@ -153,8 +142,8 @@ _ROPE_KINDS: Mapping[str, Checks] = {
         "factor": _ANY_FACTOR,
         "original_max_position_embeddings": _PRETRAINED,
         "attention_factor": _ANY_FACTOR,
-        "mscale": NumberCheck(0, 1e9, optional=True),
-        "mscale_all_dim": NumberCheck(0, 1e9, optional=True),
+        "mscale": _number(0, 1e9, optional=True),
+        "mscale_all_dim": _number(0, 1e9, optional=True),
         "beta_fast": _ANY_FACTOR,
         "beta_slow": _ANY_FACTOR,
     },
@@ -162,8 +151,8 @@ _ROPE_KINDS: Mapping[str, Checks] = {
         "factor": _ANY_FACTOR,
         "original_max_position_embeddings": _PRETRAINED,
         "attention_factor": _ANY_FACTOR,
-        "short_factor": ListCheck(_FACTOR),
-        "long_factor": ListCheck(_FACTOR),
+        "short_factor": _list(_FACTOR),
+        "long_factor": _list(_FACTOR),
     },
 }
 """The keys of `rope_parameters` that rope.py reads, with the check of each value, by rope_type."""
@@ -190,12 +179,11 @@ def check_file(
         CheckpointError: a value has another type or is out of range; the error names the file, the key and
             what is allowed.
     """
-    for key, value in content.items():
-        check = checks.get(aliases.get(key, key))
-        if check is not None and value is not None and not check.allows(value):
-            raise _error(file, prefix + key, check, value)
+    named = {key: aliases.get(key, key) for key in content}
+    present = {key: checks[name] for key, name in named.items() if name in checks}
+    _check(file, prefix, content, present, complete=False)
     if "rope_parameters" in checks:
-        _check_present(file, prefix, content, _ROPE)
+        _check(file, prefix, content, _ROPE, complete=False)
         for key in ("rope_scaling", "rope_parameters"):
             _check_file_rope(file, prefix + key, content.get(key))
 
@@ -233,9 +221,9 @@ def check_rope(file: Path, key: str, parameters: Any, kind: str | None = None) -
         CheckpointError: as `check_file`.
     """
     if not isinstance(parameters, dict):
-        raise _error(file, key, TypeCheck(dict), parameters)
+        raise _error(file, key, _OBJECT, parameters)
     checks = _ROPE if kind is None else _ROPE_KINDS.get(kind, {})
-    _check(file, f"{key}.", {name: parameters.get(name) for name in checks}, checks)
+    _check(file, f"{key}.", parameters, checks)
 
 
 def _check_file_rope(file: Path, key: str, content: Any) -> None:
@@ -243,26 +231,28 @@ def _check_file_rope(file: Path, key: str, content: Any) -> None:
     if content is None:
         return
     if not isinstance(content, dict):
-        raise _error(file, key, TypeCheck(dict, optional=True), content)
+        raise _error(file, key, replace(_OBJECT, optional=True), content)
     kind = content.get("rope_type", content.get("type"))
     numbers = _ROPE_KINDS.get(kind, {}) if isinstance(kind, str) else {}
-    _check_present(file, f"{key}.", content, {**_ROPE, **numbers})
+    _check(file, f"{key}.", content, {**_ROPE, **numbers}, complete=False)
     for name, part in content.items():
         if isinstance(part, dict):
             _check_file_rope(file, f"{key}.{name}", part)
 
 
-def _check_present(file: Path, prefix: str, content: Mapping[str, Any], checks: Checks) -> None:
+def _check(
+    file: Path,
+    prefix: str,
+    values: Mapping[str, Any],
+    checks: Checks,
+    *,
+    complete: bool = True,
+) -> None:
+    """Check values; where they are not complete, transformers gives a value to a key that is null."""
     for key, check in checks.items():
-        value = content.get(key)
-        if value is not None and not check.allows(value):
-            raise _error(file, prefix + key, check, value)
-
-
-def _check(file: Path, prefix: str, values: Mapping[str, Any], checks: Checks) -> None:
-    for key, check in checks.items():
-        value = values[key]
-        if not (value is None and getattr(check, "optional", False)) and not check.allows(value):
+        value = values.get(key)
+        may_be_null = check.optional or not complete
+        if not (value is None and may_be_null) and not check.allows(value):
             raise _error(file, prefix + key, check, value)
 
 
