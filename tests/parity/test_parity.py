@@ -27,7 +27,7 @@ from .record import TIE, nearest_tokens, torch_logits
 TOLERANCE = 1e-4
 CONTEXT = 96
 ENCODER_DECODERS = {"t5", "whisper"}
-"""Families whose cases have sources: each has a test of its own, such as test_t5.py."""
+"""Families whose cases have sources: test_encoder_decoder_parity.py has them."""
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
 
