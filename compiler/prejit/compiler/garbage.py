@@ -1,9 +1,9 @@
 """`prejit gc`: removes files that no build used for some days, and files that killed processes left behind.
 
 It is safe beside running builds. An environment is locked by the process that makes it and by the workers in
-it. The mtime of a file in the build cache is its last use (store/directory.py); it is checked again just
-before the file is deleted. While a build has the cache open, files used in the last day stay. A build that
-loses a result all the same compiles it again.
+it. The mtime of a file in the build cache is its last use (store/directory_store.py); it is checked again
+just before the file is deleted. While a build has the cache open, files used in the last day stay. A build
+that loses a result all the same compiles it again.
 """
 
 from __future__ import annotations

@@ -44,16 +44,10 @@ def open_progress(stream: TextIO | None = None) -> Progress:
     stream = stream or sys.stderr
     if stream is None:  # it was closed when this process started
         return Quiet()
-    logs = logging.getLogger("prejit").isEnabledFor(
-        logging.INFO
-    )  # its lines would meet the display
-    if (
-        not logs
-        and stream.isatty()
-        and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
-    ):
-        return Live(stream)
-    return Plain(stream)
+    # Lines of a log would meet the display.
+    logs = logging.getLogger("prejit").isEnabledFor(logging.INFO)
+    redraws = stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
+    return Live(stream) if redraws and not logs else Plain(stream)
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
@@ -161,9 +155,8 @@ class Progress(abc.ABC):
             node = self._nodes.get(_label(program, target))
             seconds = self._end(program, target, compiler_seconds)
             place = f" on {node}" if node else ""
-            self._tell_finished(
-                f"compiled {program} for {target}{place} in {seconds:.1f} s ({self._count()})"
-            )
+            text = f"compiled {program} for {target}{place} in {seconds:.1f} s ({self._count()})"
+            self._tell_finished(text)
 
     def failed(self, program: str, target: str, reason: str) -> None:
         """Show that a program did not compile."""
@@ -197,8 +190,7 @@ class Progress(abc.ABC):
     def _tell(self, text: str) -> None:
         """Show a line that stays."""
 
-    @abc.abstractmethod
-    def _tell_finished(self, text: str) -> None:
+    def _tell_finished(self, text: str) -> None:  # noqa: B027 (a display may count it)
         """Show that one program is done."""
 
     def __enter__(self) -> Progress:
@@ -243,9 +235,6 @@ class Quiet(Progress):
     def _tell(self, text: str) -> None:
         pass
 
-    def _tell_finished(self, text: str) -> None:
-        pass
-
 
 @final
 class Plain(Progress):
@@ -272,22 +261,18 @@ class Plain(Progress):
         self._stream.flush()
         self._last_line = _now()
 
-    def _tell_finished(self, text: str) -> None:
-        self._tell(text)
+    _tell_finished = _tell
 
     def _beat(self) -> None:
         wait = self._heartbeat_seconds
         while not self._stop.wait(wait):
             with self._lock:
-                silent = _now() - self._last_line
-                wait = self._heartbeat_seconds - silent
+                wait = self._last_line + self._heartbeat_seconds - _now()
                 if wait > 0:
                     continue
                 wait = self._heartbeat_seconds
                 if running := self._running():
-                    labels = ", ".join(
-                        f"{label} ({seconds:.0f} s)" for label, seconds in running[:4]
-                    )
+                    labels = ", ".join(f"{label} ({past:.0f} s)" for label, past in running[:4])
                     more = f" and {len(running) - 4} more" if len(running) > 4 else ""
                     count = f"; {self._count()}" if self._total else ""
                     self._tell(f"still {labels}{more}{count}")
@@ -323,9 +308,6 @@ class Live(Progress):
     def _tell(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def _tell_finished(self, text: str) -> None:
-        pass  # the display counts it
-
     def _render(self) -> Any:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
@@ -336,12 +318,9 @@ class Live(Progress):
             done = self._finished + self._cached + self._failed
             left = self._seconds_left()
             facts = [self._count()]
-            if self._cached:
-                facts.append(f"{self._cached} cached")
-            if self._failed:
-                facts.append(f"{self._failed} failed")
-            if left >= 1:
-                facts.append(f"about {left:.0f} s left")
+            facts += [f"{self._cached} cached"] if self._cached else []
+            facts += [f"{self._failed} failed"] if self._failed else []
+            facts += [f"about {left:.0f} s left"] if left >= 1 else []
             running = self._running()
             total = self._total
             nodes = Counter(self._nodes.values())

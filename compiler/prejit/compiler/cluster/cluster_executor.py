@@ -32,8 +32,13 @@ from prejit.compiler.cluster.node import (
     own_cpu,
     send,
 )
-from prejit.compiler.compile.executor import compile_once, find_compiled, give_error, give_result
-from prejit.compiler.compile.history import need_of
+from prejit.compiler.compile.executor import (
+    compile_once,
+    find_compiled,
+    give_error,
+    give_result,
+    need_of,
+)
 from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
@@ -65,15 +70,12 @@ class _Task:
         self.job, self.future, self.need = job, future, need
         self.answer: Future[Compiled] = Future()
         self.orders: list[tuple[int, Need]] = []  # attempts that wait until its inputs are sent
+        self.keeper: threading.Thread | None = None
         self.is_prepared = self.is_shown = False
 
     def show(self, progress: Progress, node: str) -> None:
         self.is_shown = True
         progress.started(self.job.program, self.job.target.name, node)
-
-    def is_unseen(self) -> bool:
-        """Return whether no thread of its own holds it."""
-        return not self.is_prepared and not self.orders
 
 
 @final
@@ -133,7 +135,6 @@ class ClusterExecutor:
         self._tasks: dict[str, _Task] = {}
         self._size = Size(0, 0, 0, frozenset())
         self._attempts: dict[int, str] = {}
-        self._keepers: set[threading.Thread] = set()
 
     @property
     def compiled(self) -> frozenset[str]:
@@ -240,13 +241,14 @@ class ClusterExecutor:
             self._closed.set()
             self._refuse(CancelledError())
             for task in self._tasks.values():
-                if task.is_unseen():
+                if task.keeper is None:
                     task.future.cancel()
                 task.answer.cancel()
             with suppress(Exception):
                 connection.close()
-            for keeper in list(self._keepers):
-                keeper.join()
+            for task in self._tasks.values():
+                if task.keeper is not None:
+                    task.keeper.join()
             self._take_calls(wait=False)
 
     def _take_calls(self, *, wait: bool) -> None:
@@ -269,34 +271,31 @@ class ClusterExecutor:
             match decision:
                 case Start(attempt, name, need):
                     self._attempts[attempt] = name
-                    self._start(connection, self._tasks[name], name, attempt, need)
+                    self._tasks[name].orders.append((attempt, need))
+                    self._start(connection, name)
                 case Cancel(attempt):
                     self._attempts.pop(attempt, None)
                     connection.cancel(attempt)
                 case GiveUp(name, reason, losses):
                     self._give_up(self._tasks[name], reason, losses)
 
-    def _start(
-        self, connection: RayConnection, task: _Task, name: str, attempt: int, need: Need
-    ) -> None:
+    def _start(self, connection: RayConnection, name: str) -> None:
+        """Send the attempts at a job that wait, once its inputs are sent."""
+        task = self._tasks[name]
         if task.is_prepared:
-            self._send(connection, task, attempt, need)
-            return
-        task.orders.append((attempt, need))
-        if len(task.orders) == 1:
-            keeper = threading.Thread(
-                target=self._keep, args=(name, task), name="keep", daemon=True
-            )
-            self._keepers.add(keeper)
-            keeper.start()
+            for attempt, need in task.orders:
+                if attempt in self._attempts:
+                    self._send(connection, task, attempt, need)
+            task.orders.clear()
+        elif task.keeper is None:
+            keep = partial(self._keep, name, task)
+            task.keeper = threading.Thread(target=keep, name="keep", daemon=True)
+            task.keeper.start()
 
-    def _prepared(self, task: _Task) -> None:
-        """Start the attempts that waited until the inputs of their job were sent."""
+    def _prepared(self, name: str) -> None:
         assert self._connection is not None
-        task.is_prepared = True
-        for attempt, need in task.orders:
-            if attempt in self._attempts:
-                self._send(self._connection, task, attempt, need)
+        self._tasks[name].is_prepared = True
+        self._start(self._connection, name)
 
     def _send(self, connection: RayConnection, task: _Task, attempt: int, need: Need) -> None:
         if self._closed.is_set():
@@ -379,7 +378,7 @@ class ClusterExecutor:
         for task in self._tasks.values():
             if not task.answer.done():
                 task.answer.set_exception(failure)
-            if task.is_unseen() and not task.future.done():
+            if task.keeper is None and not task.future.done():
                 task.future.set_exception(failure)
 
     def _refuse(self, failure: Exception) -> None:
@@ -398,7 +397,7 @@ class ClusterExecutor:
         def compile_job(job: CompileJob) -> Compiled | None:
             if self._remote is not None:
                 send(self._remote, self._contents, *inputs_of(job.source))
-            self._calls.put(partial(self._prepared, task))
+            self._calls.put(partial(self._prepared, name))
             try:
                 compiled = task.answer.result()
             except CancelledError:
@@ -429,13 +428,11 @@ class ClusterExecutor:
                     self._compiled.add(job.key.digest)
             give_result(self._progress, job, future, outcome, is_new=is_new)
         finally:
-            keeper = threading.current_thread()
-            self._calls.put(partial(self._forget, name, keeper))
+            self._calls.put(partial(self._forget, name))
 
-    def _forget(self, name: str, keeper: threading.Thread) -> None:
+    def _forget(self, name: str) -> None:
         self._schedule.drop(name)  # another build compiled it, or its inputs cannot be sent
         self._tasks.pop(name, None)
-        self._keepers.discard(keeper)
 
 
 def _needs_own_cpu(job: CompileJob) -> bool:

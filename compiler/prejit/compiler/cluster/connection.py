@@ -37,14 +37,7 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of an attempt.
-
-    Attributes:
-        attempt: its number.
-        body: what `compile_on_node` returned; None: it was lost, or failed.
-        loss: why it was lost.
-        failure: why no attempt can succeed.
-    """
+    """The end of an attempt: what `compile_on_node` returned, why it was lost, or why none can succeed."""
 
     attempt: int
     body: dict[str, Any] | None = None
@@ -54,14 +47,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a cluster.
-
-    Attributes:
-        cores: CPU cores of all nodes.
-        node_cores: those of the largest node.
-        node_bytes: memory of the node that has most.
-        addresses: addresses of the nodes.
-    """
+    """The size of a cluster: cores of all nodes, of the largest one, the largest memory, all addresses."""
 
     cores: int
     node_cores: int
@@ -98,23 +84,12 @@ class _Running:
     Attributes:
         attempt: its number.
         nodes: the nodes that lived then; once one has taken it, that one alone.
+        until: if its worker died, when its node counts as alive although no death was noticed.
     """
 
     attempt: int
     nodes: frozenset[str]
-
-
-@dataclass(frozen=True)
-class _Doubt:
-    """An attempt whose worker died, perhaps because its node did.
-
-    Attributes:
-        running: the attempt.
-        until: when its node counts as alive, if no death was noticed.
-    """
-
-    running: _Running
-    until: float
+    until: float = 0.0
 
 
 def run_order(order: Order, board: Any) -> dict[str, Any]:
@@ -165,15 +140,11 @@ class RayConnection:
         self._connects = not ray.is_initialized()
         if self._connects:
             place = address if address != SCHEME + _LOCAL else _LOCAL
+            quiet = {"log_to_driver": False, "configure_logging": False}
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # Ray's own, of versions to come
-                    ray.init(
-                        address=place,
-                        runtime_env=environment,
-                        log_to_driver=False,
-                        configure_logging=False,
-                    )
+                    ray.init(address=place, runtime_env=environment, **quiet)
             except (ConnectionError, TimeoutError) as error:
                 raise _unreachable(address, str(error)) from error
             except RuntimeError as error:
@@ -187,19 +158,12 @@ class RayConnection:
         # Losses are for the schedule to count.
         self._task: Any = ray.remote(run_order)
         self._options: dict[str, Any] = {"max_retries": 0, **options}
-        self._board: Any = (
-            self._ray.remote(Board)
-            .options(
-                num_cpus=0,
-                max_restarts=-1,
-                resources={"node:__internal_head__": 0.001},  # the last node to go
-                **options,
-            )
-            .remote()
-        )
+        head = {"node:__internal_head__": 0.001}  # the last node to go
+        board = ray.remote(Board).options(num_cpus=0, max_restarts=-1, resources=head, **options)
+        self._board: Any = board.remote()
         self._news: Any = None
         self._running: dict[Any, _Running] = {}
-        self._doubts: list[_Doubt] = []
+        self._doubts: list[_Running] = []  # their worker died, perhaps because their node did
         self._alive = frozenset[str]()  # numbers of the nodes that lived when it was last asked
         self._looked = 0.0
 
@@ -216,12 +180,11 @@ class RayConnection:
         task = self._task.options(
             num_cpus=need.cores, memory=need.bytes, name=order.target.name, **self._options
         )
-        running = _Running(order.attempt, self._alive)
-        self._running[task.remote(order, self._board)] = running
+        self._running[task.remote(order, self._board)] = _Running(order.attempt, self._alive)
 
     def cancel(self, attempt: int) -> None:
         """End an attempt. No answer comes."""
-        self._doubts = [each for each in self._doubts if each.running.attempt != attempt]
+        self._doubts = [each for each in self._doubts if each.attempt != attempt]
         for each, running in list(self._running.items()):
             if running.attempt == attempt:
                 del self._running[each]
@@ -259,7 +222,7 @@ class RayConnection:
             taken, begun = [], []
         self._news = None
         nodes = dict(taken)
-        for running in (*self._running.values(), *(each.running for each in self._doubts)):
+        for running in (*self._running.values(), *self._doubts):
             if running.attempt in nodes:
                 running.nodes = frozenset({nodes[running.attempt]})
         found: list[tuple[int, str]] = begun
@@ -295,7 +258,8 @@ class RayConnection:
             return Ended(attempt, loss=Loss.NODE)
         except (exceptions.WorkerCrashedError, exceptions.RaySystemError):
             # Ray says the same of a node whose worker dies a moment before it.
-            self._doubts.append(_Doubt(running, time.monotonic() + _DOUBT_SECONDS))
+            running.until = time.monotonic() + _DOUBT_SECONDS
+            self._doubts.append(running)
             return None
         except exceptions.RayTaskError as error:
             return Ended(attempt, failure=_of_the_node(error))
@@ -310,16 +274,12 @@ class RayConnection:
         if not self._doubts or now - self._looked < _LOOK_SECONDS:
             return []
         self._live_nodes()
-        found, left = list[Ended](), list[_Doubt]()
-        for each in self._doubts:
-            if not each.running.nodes <= self._alive:
-                found.append(Ended(each.running.attempt, loss=Loss.NODE))
-            elif now > each.until:
-                found.append(Ended(each.running.attempt, loss=Loss.WORKER))
-            else:
-                left.append(each)
-        self._doubts = left
-        return found
+        died = [each for each in self._doubts if not each.nodes <= self._alive]
+        ended = [each for each in self._doubts if each in died or now > each.until]
+        self._doubts = [each for each in self._doubts if each not in ended]
+        return [
+            Ended(each.attempt, loss=Loss.NODE if each in died else Loss.WORKER) for each in ended
+        ]
 
     def _live_nodes(self) -> list[dict[str, Any]]:
         """Ask the cluster which nodes live."""

@@ -5,17 +5,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
-from typing import Protocol
+from contextlib import ExitStack, suppress
+from typing import Any, Protocol
 
 from prejit.compiler.compile.jobs import Compiled, CompileJob
+from prejit.compiler.compile.schedule import Need
 from prejit.compiler.compile.worker_process import OUTPUT_MARK
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
 from prejit.runtime.errors import BuildError, PrejitError, RejectError, StoreError
+
+_BASE_SECONDS, _SECONDS_A_BYTE = 0.1, 100e-6
+_BASE_BYTES, _BYTES_A_BYTE = 300 << 20, 1000
+"""Need of a program that was never compiled: a constant, and a part that grows with its StableHLO."""
+_RESERVE = 1.25
+"""Memory that is reserved for a job, in times of what it needed last."""
+WORKER_BYTES = 200 << 20
+"""Memory of a worker process and of what runs it, beside the job's own."""
 
 
 class Executor(Protocol):
@@ -86,11 +96,14 @@ def find_compiled(store: Store, key: Key) -> Compiled | None:
     Raises:
         StoreError: the store cannot be read.
     """
-    stored = store.get(key, verify=True)
-    try:
+    return _as_compiled(store.get(key, verify=True))
+
+
+def _as_compiled(stored: Mapping[str, Any] | None) -> Compiled | None:
+    """Return a result of a store; None: there is none, or another version of prejit wrote other fields."""
+    with suppress(RejectError):
         return None if stored is None else Compiled.from_plain(stored)
-    except RejectError:  # another version of prejit wrote it, with other fields
-        return None
+    return None
 
 
 def compile_once(
@@ -133,10 +146,7 @@ def compile_once(
 def collect(
     futures: Mapping[tuple[str, str], Future[Compiled]],
 ) -> dict[tuple[str, str], Compiled]:
-    """Wait for all jobs and return their results.
-
-    Args:
-        futures: what `Executor.submit` returned, by (program, name of the target).
+    """Wait for all jobs and return their results, by (program, name of the target).
 
     Raises:
         BuildError: programs that did not compile, each with its reason. The others are in the store.
@@ -161,3 +171,22 @@ def collect(
     if any(isinstance(failure, StoreError) for failure in failures):
         raise StoreError(message, hint=hint)
     raise BuildError(message, hint=hint)
+
+
+def need_of(store: Store, job: CompileJob) -> Need:
+    """Return what the last compile of this name took, whatever its key, else an estimate by the size."""
+    known = _as_compiled(store.last_result(job.key.kind, job.key.name))
+    if known is None:
+        path = store.blob_path(job.source.program)
+        return size_need(0 if path is None else path.stat().st_size)
+    milliseconds = max(known.milliseconds, 1)
+    cores = max(1, math.floor(known.cpu_milliseconds / milliseconds + 0.5))
+    memory = math.ceil(_RESERVE * known.peak_bytes) + WORKER_BYTES
+    return Need(milliseconds / 1000, memory, cores)
+
+
+def size_need(stablehlo_bytes: int) -> Need:
+    """Return what a program that was never compiled is expected to need, by the size of its StableHLO."""
+    memory = _BASE_BYTES + _BYTES_A_BYTE * stablehlo_bytes
+    seconds = _BASE_SECONDS + _SECONDS_A_BYTE * stablehlo_bytes
+    return Need(seconds, math.ceil(_RESERVE * memory) + WORKER_BYTES)

@@ -77,8 +77,7 @@ class Compiled:
 
     def to_plain(self) -> dict[str, Any]:
         """Return the result as JSON."""
-        plain: dict[str, Any] = json.loads(to_json(self))
-        return plain
+        return dict[str, Any](json.loads(to_json(self)))
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Compiled:

@@ -2,7 +2,7 @@
 
 The pool has a few threads, each with at most one worker process. Jobs may be submitted while others are
 compiled. A thread takes the job that is expected to take longest, among those whose memory is free; both
-come from the last compile of the same program (`history`).
+come from the last compile of the same program (`need_of`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
-from prejit.compiler.compile.executor import compile_once, find_compiled, give_error, give_result
-from prejit.compiler.compile.history import need_of, size_need
+from prejit.compiler.compile.executor import (
+    compile_once,
+    find_compiled,
+    give_error,
+    give_result,
+    need_of,
+    size_need,
+)
 from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.compile.schedule import Need
 from prejit.compiler.compile.worker_process import (
@@ -176,20 +182,14 @@ class WorkerPool:
                     attempt.future.set_running_or_notify_cancel()
                 outcome, compiled = None, False
                 error: Exception | None = None
+                give_up, progress = self._has_better_to_do, self._progress
                 try:
                     outcome, compiled = compile_once(
-                        self._store,
-                        attempt.job,
-                        compile_job,
-                        progress=self._progress,
-                        give_up=self._has_better_to_do,
+                        self._store, attempt.job, compile_job, progress=progress, give_up=give_up
                     )
                 except Exception as found:
                     # Any error: a thread that ended here would leave its future waiting for ever.
                     error = found
-                with self._changed:
-                    self._running.remove(attempt)
-                    self._changed.notify()  # its memory is free
                 self._end(attempt, outcome, compiled, error)
         finally:
             self._release(worker)
@@ -242,33 +242,41 @@ class WorkerPool:
             return self._closed or any(each.not_before <= now for each in self._waiting)
 
     def _end(
-        self, attempt: _Attempt, outcome: Compiled | None, compiled: bool, error: Exception | None
+        self, attempt: _Attempt, outcome: Compiled | None, is_new: bool, error: Exception | None
     ) -> None:
         """Take the end of an attempt: the job's result or error, or a reason to try it again."""
-        job = attempt.job
-        if isinstance(error, WorkerKilledError) and not (attempt.alone or self._closed):
-            try:
+        job, future = attempt.job, attempt.future
+        again: _Attempt | None = None
+        is_killed = isinstance(error, WorkerKilledError)
+        if is_killed and not attempt.alone:
+            again = replace(attempt, alone=True, not_before=0.0)
+        elif error is None and outcome is None and not is_new:  # another build compiles it now
+            again = replace(attempt, not_before=time.monotonic() + _DEFER_SECONDS)
+        with self._changed:
+            self._running.remove(attempt)
+            is_closed = self._closed
+            if is_new and outcome is not None:
+                self._compiled.add(job.key.digest)
+            if again is not None and not is_closed:
+                self._waiting.append(again)
+            else:
+                self._unfinished -= 1
+            self._changed.notify_all()  # its memory is free
+        if again is not None and not is_closed:
+            if again.alone and is_killed:
                 self._progress.note(
                     f"{job.program} for {job.target.name}: its worker was killed, most likely because memory "
                     "ran out; it is tried again while nothing else is compiled"
                 )
-            finally:
-                self._put_back(replace(attempt, alone=True, not_before=0.0))
-        elif error is not None:
-            self._fail(attempt, error)
-        elif outcome or compiled or self._closed:
-            self._finish(job, attempt.future, outcome, compiled)
-        else:  # another build compiles it now
-            self._put_back(replace(attempt, not_before=time.monotonic() + _DEFER_SECONDS))
-
-    def _put_back(self, attempt: _Attempt) -> None:
-        """Let a job wait again."""
-        with self._changed:
-            if not self._closed:
-                self._waiting.append(attempt)
-                self._changed.notify()
-                return
-        self._finish(attempt.job, attempt.future, None, False)
+        elif outcome is not None:
+            give_result(self._progress, job, future, outcome, is_new=is_new)
+        elif (
+            error is None or is_closed
+        ):  # `close` killed its worker: the job did not fail by itself
+            future.set_exception(CancelledError())
+        else:
+            hint = "nothing else was compiled: it may need more memory than this machine has (see `dmesg`)"
+            give_error(self._progress, job, future, error, hint if is_killed else None)
 
     def _new_worker(self, toolchain: Toolchain) -> WorkerProcess | None:
         """Start a worker for a toolchain; None: the pool is closed."""
@@ -284,31 +292,6 @@ class WorkerPool:
             with self._changed:
                 self._workers.discard(worker)
             worker.release()
-
-    def _finish(
-        self, job: CompileJob, future: Future[Compiled], outcome: Compiled | None, compiled: bool
-    ) -> None:
-        with self._changed:
-            self._unfinished -= 1
-            if compiled and outcome is not None:
-                self._compiled.add(job.key.digest)
-        if outcome is None:
-            future.set_exception(CancelledError())
-            return
-        give_result(self._progress, job, future, outcome, is_new=compiled)
-
-    def _fail(self, attempt: _Attempt, error: Exception) -> None:
-        job, future = attempt.job, attempt.future
-        with self._changed:
-            self._unfinished -= 1
-            closed = self._closed
-        if closed:  # `close` killed its worker: the job did not fail by itself
-            future.set_exception(CancelledError())
-            return
-        hint = None
-        if attempt.alone and isinstance(error, WorkerKilledError):
-            hint = "nothing else was compiled: it may need more memory than this machine has (see `dmesg`)"
-        give_error(self._progress, job, future, error, hint)
 
 
 def _available_bytes() -> int:

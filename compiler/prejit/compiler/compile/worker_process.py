@@ -100,20 +100,13 @@ class WorkerProcess:
         kernels: str | None,
         seconds: float = JOB_SECONDS,
     ) -> list[int]:
-        """Return the microseconds that one run of each program takes on this machine.
-
-        Args:
-            programs: for each its `executable` (a blob), `weight_sets` and `arguments`; see timing.py.
-            weights: file of the packed weights.
-            kernels: digest of the library that they call; None: they call none.
-            seconds: time limit for all of them; then the process is killed.
+        """Return the microseconds of one run of each program on this machine: see `worker_timing.measure`.
 
         Raises:
-            BuildError: a program fails, or the worker died.
+            BuildError: a program fails, the worker died, or all of them took longer than the limit.
         """
         request = {"programs": list(programs), "weights": str(weights), "kernels": kernels}
-        result: list[int] = self._measured({"measure": request}, seconds)
-        return result
+        return list[int](self._measured({"measure": request}, seconds))
 
     def measure_forms(
         self,
@@ -122,20 +115,13 @@ class WorkerProcess:
         kernels: str,
         seconds: float = JOB_SECONDS,
     ) -> dict[str, int]:
-        """Return the nanoseconds that each form of a product takes on this machine.
-
-        Args:
-            product: the product.
-            forms: digest of the executable of each form.
-            kernels: digest of the library that they call.
-            seconds: time limit; then the process is killed.
+        """Return the nanoseconds that each form of a product takes here: see `worker_timing.measure_forms`.
 
         Raises:
-            BuildError: a form fails, or the worker died.
+            BuildError: a form fails, the worker died, or it took longer than the limit.
         """
         request = {"product": str(product), "forms": dict(forms), "kernels": kernels}
-        result: dict[str, int] = self._measured({"measure_forms": request}, seconds)
-        return result
+        return dict[str, int](self._measured({"measure_forms": request}, seconds))
 
     def _measured(self, request: Mapping[str, Any], seconds: float) -> Any:
         try:
@@ -167,7 +153,10 @@ class WorkerProcess:
         # Without an answer the process itself is gone, not only its fork that did the job.
         code = answer["exit"] if "exit" in answer else self._child.exit_code(_ANSWER_SECONDS)
         late = self._child.late
-        reason, hint = _too_late(seconds) if late else _ended(code)
+        reason, hint = _ended(code)
+        if late:
+            reason = f"its worker did not answer within {seconds:g} s and was killed"
+            hint = "if it only needs longer, give it more time: --timeout SECONDS"
         lines = "".join(f"{OUTPUT_MARK}{line}" for line in _last_lines(self._child.errors()))
         killed = code == -signal.SIGKILL and not late
         raise (WorkerKilledError if killed else BuildError)(reason + lines, hint=hint)
@@ -189,12 +178,9 @@ class WorkerProcess:
 
 def _last_lines(output: str) -> tuple[str, ...]:
     words, fatal, stack = output.partition(_FATAL)
-    stack = (fatal + stack).partition("\nExtension modules: ")[0]
-    return (*_lines_of(words)[-_LAST_LINES:], *_lines_of(stack)[:_LAST_LINES])
-
-
-def _lines_of(text: str) -> list[str]:
-    return [line.rstrip() for line in text.splitlines() if line.strip()]
+    texts = (words, (fatal + stack).partition("\nExtension modules: ")[0])
+    said, trace = ([line.rstrip() for line in t.splitlines() if line.strip()] for t in texts)
+    return (*said[-_LAST_LINES:], *trace[:_LAST_LINES])
 
 
 def _stored_results(toolchain: Toolchain, store: Store) -> Path | None:
@@ -202,11 +188,6 @@ def _stored_results(toolchain: Toolchain, store: Store) -> Path | None:
     if toolchain.tuned is None:
         return None
     return store.blob_path(store.put_blob(toolchain.tuned.results))
-
-
-def _too_late(seconds: float) -> tuple[str, str]:
-    reason = f"its worker did not answer within {seconds:g} s and was killed"
-    return reason, "if it only needs longer, give it more time: --timeout SECONDS"
 
 
 def _ended(code: int) -> tuple[str, str]:

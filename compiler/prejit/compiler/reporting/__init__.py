@@ -2,6 +2,6 @@
 
     Progress.steps + Built + the bundle's program tables -> BuildReport -> NAME.report.json, NAME.report.html
 
-`report` makes the values without reading files, `timing` finds lanes and the critical path, `change` compares
-two reports, `page` draws, and `files` reads the bundle and writes. Imports `pipeline`. Begin with `report`.
+`build_report` makes the values without reading files and compares two of them, `time_line` finds lanes and
+the critical path, `build_page` draws, and `report_files` reads the bundle and writes. Imports `pipeline`.
 """

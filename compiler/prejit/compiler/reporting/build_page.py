@@ -21,13 +21,7 @@ _MOST_ROWS = 200
 
 @dataclass(frozen=True, slots=True)
 class StepMark:
-    """A step in the picture.
-
-    Attributes:
-        x, width, y: where it is drawn.
-        kind: class of the style sheet.
-        text: what shows under the pointer.
-    """
+    """A step in the picture: its place, its class in the style sheet, and what shows under the pointer."""
 
     x: float
     width: float

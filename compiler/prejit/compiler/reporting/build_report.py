@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from prejit.compiler.pipeline.built import Built
 from prejit.compiler.progress import Step
-from prejit.compiler.reporting.change import Change
 from prejit.compiler.reporting.time_line import Link, Placed, critical_path, place
 from prejit.runtime.format.bundle_schema import Accuracy
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents
+
+_Timed = TypeVar("_Timed", Placed, Link)
 
 REPORT_VERSION = 1
 """The version of the fields of a report. It is the first value of the file."""
@@ -86,6 +88,32 @@ class PeakMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """The difference of a bundle to the one that it replaced.
+
+    Attributes:
+        digest: the digest of the bundle that was replaced.
+        date: when that one was built.
+        added, removed: programs, each as `NAME for TARGET`.
+        changed: programs whose StableHLO differs.
+        recompiled: programs with the same StableHLO and another executable.
+        executable_bytes: growth of all executables; negative: they shrank.
+        weights: whether the weights differ.
+        versions: for each package whose version differs, `before -> after`.
+    """
+
+    digest: str
+    date: str
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: tuple[str, ...]
+    recompiled: tuple[str, ...]
+    executable_bytes: int
+    weights: bool
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class BuildReport:
     """What a build did.
 
@@ -144,14 +172,8 @@ def make_report(
 ) -> BuildReport:
     """Return the report of a build, without its difference to the last one.
 
-    Args:
-        built: what the build returned.
-        contents: manifest and config of each target.
-        steps: what the build did.
-        seconds: its length.
-        date: when it ended.
-        fetched: the shared store that a result came from, by the digest of its key.
-        peak_memory: the most memory of its processes.
+    `contents` are of all targets; `fetched` has the shared store that a result came from, by its key's
+    digest.
     """
     compiled = {each.key for each in built.programs if each.new}
     known = {(each.program, each.target): each for each in built.programs}
@@ -194,8 +216,8 @@ def make_report(
         dict(Counter(each.origin for each in programs)),
         _versions(contents),
         tuple(programs),
-        tuple(_rounded(each) for each in place(steps)),
-        tuple(_rounded_link(each) for each in critical_path(steps, seconds)),
+        tuple(map(_rounded, place(steps))),
+        tuple(map(_rounded, critical_path(steps, seconds))),
         peak_memory,
         dict(sorted(sizes.items())),
         tuple(sorted(d for d, layer in layers.items() if layer.mediaType == WEIGHTS_MEDIA_TYPE)),
@@ -251,9 +273,38 @@ def _versions(contents: Sequence[Contents]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _rounded(step: Placed) -> Placed:
-    return Placed(step.lane, step.what, round(step.start, 4), round(step.end, 4))
+def _rounded(step: _Timed) -> _Timed:
+    return replace(step, start=round(step.start, 4), end=round(step.end, 4))
 
 
-def _rounded_link(link: Link) -> Link:
-    return Link(link.what, round(link.start, 4), round(link.end, 4))
+def change(before: Mapping[str, Any], after: Mapping[str, Any]) -> Change:
+    """Return the difference of two reports, as their JSON has them.
+
+    Raises:
+        KeyError, TypeError: `before` is no report.
+    """
+    old, new = _programs(before["programs"]), _programs(after["programs"])
+    both = [name for name in new if name in old]
+    changed = [name for name in both if old[name]["portable"] != new[name]["portable"]]
+    recompiled = [name for name in both if old[name]["executable"] != new[name]["executable"]]
+    sums = [sum(one["executable_bytes"] for one in each.values()) for each in (old, new)]
+    was, now = before["versions"], after["versions"]
+    return Change(
+        before["digest"],
+        before["date"],
+        tuple(name for name in new if name not in old),
+        tuple(name for name in old if name not in new),
+        tuple(changed),
+        tuple(name for name in recompiled if name not in changed),
+        sums[1] - sums[0],
+        before["weights"] != after["weights"],
+        {
+            name: f"{was.get(name, 'none')} -> {now.get(name, 'none')}"
+            for name in sorted({*was, *now})
+            if was.get(name) != now.get(name)
+        },
+    )
+
+
+def _programs(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {f"{row['program']} for {row['target']}": row for row in rows}

@@ -12,7 +12,12 @@ from typing import Any
 
 from prejit.compiler.pipeline.built import Built
 from prejit.compiler.progress import Progress
-from prejit.compiler.reporting.build_report import REPORT_VERSION, PeakMemory, make_report
+from prejit.compiler.reporting.build_report import (
+    REPORT_VERSION,
+    PeakMemory,
+    change,
+    make_report,
+)
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import PrejitError, StoreError
 from prejit.runtime.format.blobs import read_whole
@@ -44,7 +49,6 @@ def report_build(built: Built, progress: Progress, fetched: Mapping[str, str]) -
 
 def _write(built: Built, progress: Progress, fetched: Mapping[str, str], path: Path) -> None:
     from prejit.compiler.reporting.build_page import report_page
-    from prejit.compiler.reporting.change import change
 
     def read(layout: Layout, root: Root) -> tuple[str, list[Contents]]:
         targets = sorted(match(root, Fingerprint.current()), key=lambda target: target.name)

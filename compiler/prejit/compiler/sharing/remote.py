@@ -56,7 +56,8 @@ class RemoteFile:
 class Remote(Protocol):
     """Files that many machines read and write, under short names. They may be wrong: anyone may write there.
 
-    Results are at `ac/<64 digits>`, contents at `cas/<64 digits>`, the layout of Bazel's remote cache.
+    Results are at `ac/<64 digits>`, contents at `cas/<64 digits>`, the layout of Bazel's remote cache. Every
+    method raises a RemoteError if the store does not answer, or does not let us do what is asked.
     """
 
     @property
@@ -64,36 +65,16 @@ class Remote(Protocol):
         """Its URL without passwords, for people."""
 
     def read(self, path: str, most: int) -> bytes | None:
-        """Return a small file; None: there is none. One that is larger, or damaged, has no bytes.
-
-        Args:
-            path: its name.
-            most: the number of bytes that it may have.
-
-        Raises:
-            RemoteError: it does not answer.
-        """
+        """Return a small file; None: there is none. One with more than `most` bytes, or damaged, has none."""
 
     def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
-        """Read a file in pieces; return whether there is one.
-
-        Raises:
-            RemoteError: it does not answer.
-        """
+        """Read a file in pieces; return whether there is one."""
 
     def has(self, path: str) -> bool:
-        """Return whether a file is there.
-
-        Raises:
-            RemoteError: it does not answer.
-        """
+        """Return whether a file is there."""
 
     def write(self, path: str, content: bytes | BinaryIO) -> None:
-        """Write a file. It appears whole.
-
-        Raises:
-            RemoteError: it does not answer, or does not let us write.
-        """
+        """Write a file. It appears whole."""
 
     def create(self, path: str, content: bytes) -> bool:
         """Write a small file unless there is one; return whether the file is ours.
@@ -101,24 +82,16 @@ class Remote(Protocol):
         Of several machines that do so at the same time, one succeeds. A store without conditional writes
         cannot promise it (`claim`). A file with the same content is ours: the answer to an earlier attempt
         was lost.
-
-        Raises:
-            RemoteError: it does not answer, or does not let us write.
         """
 
     def remove(self, path: str) -> bool:
-        """Delete a file if it is there; return False if this kind of store deletes by itself only.
-
-        Raises:
-            RemoteError: it does not answer, or does not let us delete.
-        """
+        """Delete a file if it is there; return False if this kind of store deletes by itself only."""
 
     def listed(self) -> Iterator[RemoteFile]:
-        """Yield all results and contents.
+        """Yield all files.
 
         Raises:
             UsageError: this kind of store cannot list its files.
-            RemoteError: it does not answer.
         """
 
 
@@ -137,16 +110,7 @@ def again(
     pauses: Sequence[float],
     failure: type[RemoteError] = RemoteError,
 ) -> _Answer:
-    """Ask a store, and once more after each pause for as long as it fails.
-
-    Args:
-        ask: sends the request.
-        pauses: seconds before each further attempt.
-        failure: the errors after which it is asked again.
-
-    Raises:
-        RemoteError: the last attempt failed too, or an attempt failed in another way.
-    """
+    """Ask a store, and once more after each pause in seconds for as long as it fails with such an error."""
     for pause in pauses:
         try:
             return ask()
@@ -162,15 +126,7 @@ def claim(remote: Remote, path: str, content: bytes) -> bool:
     one, waits until the writes of all others that found none have taken effect, and reads back whose is
     there. The wait is twice the time from our own look to our write where that is more than
     `SETTLE_SECONDS`, so a store may be slow. Two machines may both succeed if the write of one of them takes
-    that much longer than that of the other.
-
-    Args:
-        remote: the store.
-        path: name of the file.
-        content: differs from what any other machine writes.
-
-    Raises:
-        RemoteError: the store does not answer, or does not let us write.
+    that much longer than that of the other. Each machine must write other content.
     """
     began = time.monotonic()
     found = remote.read(path, LEASE_BYTES)

@@ -57,13 +57,7 @@ class _GoneError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SharedResult:
-    """A result.
-
-    Attributes:
-        key: everything that decided it.
-        result: JSON.
-        blobs: size of each of its contents, by digest.
-    """
+    """A result under its key: JSON, and the size of each of its contents by digest."""
 
     key: Key
     result: Mapping[str, Any]
@@ -98,21 +92,12 @@ class Tier:
         return f"ac/{key.digits_in(self.namespace)}"
 
     def read(self, key: Key) -> SharedResult | None:
-        """Return the result of a key; None: the store has none.
-
-        Raises:
-            RemoteError: the store does not answer.
-            UnusableError: see `decode`.
-        """
+        """Return the result of a key; None: the store has none. Errors as `decode`."""
         content = self.remote.read(self.path_of(key), MAX_BYTES)
         return None if content is None else decode(content, key, self.believed)
 
     def write(self, key: Key, result: Mapping[str, Any], blobs: Mapping[str, int]) -> None:
-        """Write the result of a key. Its contents must be there: whoever finds it must find them.
-
-        Raises:
-            RemoteError: the store does not answer, or does not let us write.
-        """
+        """Write the result of a key. Its contents must be there: whoever finds it must find them."""
         content = encode(SharedResult(key, result, blobs), self.signer)
         self.remote.write(self.path_of(key), content)
 
@@ -127,18 +112,8 @@ def send_content(
 ) -> tuple[int, bool] | None:
     """Write contents of this machine's store to a remote store that lacks them.
 
-    Args:
-        remote: the remote store.
-        store: this machine's.
-        digest: digest of the contents.
-        replace: whether to write them even if they are there.
-
     Returns:
         Their size, and whether they were written; None: this machine's store lacks them.
-
-    Raises:
-        RemoteError: the remote store does not answer, or does not let us write.
-        StoreError: they cannot be read here.
     """
     if (file := store.open_blob(digest)) is None:
         return None
@@ -155,16 +130,8 @@ def fetch_content(
 ) -> bool:
     """Read contents of a remote store into this machine's; return whether they are there.
 
-    Args:
-        remote: the remote store.
-        store: this machine's. What is damaged is not kept.
-        digest: digest of the contents.
-        size: number of their bytes, where it is known.
-
     Raises:
-        RemoteError: the remote store does not answer.
-        UnusableError: the contents are damaged.
-        StoreError: they cannot be written here.
+        UnusableError: they are damaged, or do not have the expected size in bytes. They are not kept.
     """
     with suppress(_GoneError), store.blob_writer() as blob:
 
@@ -182,12 +149,7 @@ def fetch_content(
 
 
 def encode(entry: SharedResult, signer: PrivateKey | None) -> bytes:
-    """Return a result as an ActionResult in JSON.
-
-    Args:
-        entry: the result.
-        signer: signs it; None: nobody does.
-    """
+    """Return a result as an ActionResult in JSON. Without a signer nobody signs it."""
     predicate = {
         "kind": entry.key.kind,
         "ingredients": [list(pair) for pair in entry.key.ingredients],

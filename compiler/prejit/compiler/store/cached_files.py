@@ -1,9 +1,13 @@
-"""Files of a directory store: each appears whole, by a rename, and is checked when it is read."""
+"""Files of a directory store: each appears whole, by a rename, and is checked when it is read.
+
+`StoreBlobs` are contents named by their own digest; `Files.write_json` writes results.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import secrets
@@ -11,9 +15,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
+from types import TracebackType
 from typing import Any, final
 
-from prejit.runtime.base.files import digest_of
+from prejit.runtime.base.files import digest_of, is_digest
 from prejit.runtime.base.written_files import locking, sync_directory
 from prejit.runtime.errors import StoreError
 
@@ -110,6 +115,109 @@ class Files:
                 path.unlink()
 
 
+@final
+class StoreBlobs:
+    """The blobs of one store."""
+
+    def __init__(self, files: Files) -> None:
+        """Use a directory; nothing is created yet."""
+        self._files = files
+        self.directory = files.base / "blobs" / "sha256"
+
+    def path(self, digest: str) -> Path:
+        """Return the path of a blob, whether it exists or not.
+
+        Raises:
+            ValueError: it is not a digest.
+        """
+        if not is_digest(digest):
+            raise ValueError(f"expected a sha256 digest, found {digest!r}")
+        return self.directory / digest.removeprefix("sha256:")
+
+    def writer(self) -> BlobWriter:
+        """Return a context manager that writes one blob."""
+        return BlobWriter(self._files, self)
+
+    def read(self, digest: str) -> bytes | None:
+        """Return the content of a blob; None: there is none, or it was damaged and is deleted now.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        path = self.path(digest)
+        with reading(path), opened(path) as file:
+            if file is not None:
+                content = file.read()
+                if digest_of(content) == digest:
+                    return content
+                self._files.remove_damaged(path, file)
+        return None
+
+    def verify(self, digest: str) -> bool:
+        """Return whether a blob exists undamaged. Reads it in pieces; deletes a damaged one.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        path = self.path(digest)
+        with reading(path), opened(path) as file:
+            if file is not None:
+                if f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}" == digest:
+                    return True
+                self._files.remove_damaged(path, file)
+        return False
+
+
+@final
+class BlobWriter:
+    """Writes one blob piece by piece: `with store.blob_writer() as blob: blob.write(...)`.
+
+    The blob is in the store when the block ends without an error, and not at all otherwise.
+    """
+
+    def __init__(self, files: Files, blobs: StoreBlobs) -> None:
+        self._files = files
+        self._blobs = blobs
+        self._hash = hashlib.sha256()
+        self._file: BufferedWriter | None = None
+        self.size = 0
+        """Number of bytes written so far."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of the bytes written so far."""
+        return f"sha256:{self._hash.hexdigest()}"
+
+    def write(self, content: bytes | bytearray | memoryview) -> None:
+        """Append content.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        assert self._file is not None, "write inside the with block"
+        with writing(Path(self._file.name)):
+            self._file.write(content)
+        self._hash.update(content)
+        self.size += memoryview(content).nbytes
+
+    def __enter__(self) -> BlobWriter:
+        self._file = self._files.new_temp()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        file, self._file = self._file, None
+        assert file is not None
+        if kind is None:
+            self._files.commit(file, self._blobs.path(self.digest))
+        else:
+            discard(file)
+
+
 def parse_json(stored: bytes) -> dict[str, Any] | None:
     """Return the JSON in the bytes of a file that `Files.write_json` wrote; None: it is damaged."""
     digest, _, content = stored.partition(b"\n")
@@ -121,11 +229,9 @@ def parse_json(stored: bytes) -> dict[str, Any] | None:
 
 def size_of(path: Path) -> int | None:
     """Return the size of a file; None: there is none."""
-    with reading(path):
-        try:
-            return path.stat().st_size
-        except FileNotFoundError:
-            return None
+    with reading(path), suppress(FileNotFoundError):
+        return path.stat().st_size
+    return None
 
 
 def discard(file: BufferedWriter) -> None:
@@ -169,12 +275,11 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        hint = "give --cache DIR, or set PREJIT_CACHE to a directory that you can write"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             hint = (
                 "free some space, or give --cache DIR or PREJIT_CACHE a directory on another disk"
             )
-        else:
-            hint = "give --cache DIR, or set PREJIT_CACHE to a directory that you can write"
         raise StoreError(
             f"{path}: cannot write the build cache: {error.strerror or error}", hint=hint
         ) from error

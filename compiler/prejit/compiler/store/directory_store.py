@@ -28,9 +28,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
-from prejit.compiler.store.cached_blobs import FileBlobWriter, StoreBlobs
 from prejit.compiler.store.cached_files import (
+    BlobWriter,
     Files,
+    StoreBlobs,
     discard,
     opened,
     parse_json,
@@ -138,11 +139,7 @@ class DirectoryStore:
         Raises:
             StoreError: the directory cannot be written.
         """
-        with writing(self.root):
-            try:
-                in_use = lock_file(self._in_use, wait=False, mode=0o666)
-            except BlockingIOError:
-                in_use = None
+        in_use = _try_lock(self._in_use, self.root)
         try:
             yield in_use is not None
         finally:
@@ -153,7 +150,7 @@ class DirectoryStore:
     def making(self, key: Key, *, give_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
         """See `Store.making`."""
         path = self._files.temp / f"{key.digest.removeprefix('sha256:')}.lock"
-        while (lock := _try_lock(path)) is None:
+        while (lock := _try_lock(path, path)) is None:
             if give_up():
                 yield False
                 return
@@ -169,7 +166,7 @@ class DirectoryStore:
             blob.write(content)
         return blob.digest
 
-    def blob_writer(self) -> FileBlobWriter:
+    def blob_writer(self) -> BlobWriter:
         """See `Store.blob_writer`."""
         return self._blobs.writer()
 
@@ -189,11 +186,9 @@ class DirectoryStore:
             StoreError: it cannot be read.
         """
         path = self._blobs.path(digest)
-        with reading(path):
-            try:
-                return path.open("rb")
-            except FileNotFoundError:
-                return None
+        with reading(path), suppress(FileNotFoundError):
+            return path.open("rb")
+        return None
 
     def put(self, key: Key, result: Mapping[str, Any], *, blobs: Iterable[str] = ()) -> None:
         """See `Store.put`."""
@@ -215,7 +210,7 @@ class DirectoryStore:
 
     def _get(self, key: Key, *, verify: bool) -> dict[str, Any] | None:
         body = self._files.read_json(self._action(key))
-        if body is None or body["ingredients"] != [list(pair) for pair in key.ingredients]:
+        if body is None or body["ingredients"] != _key_json(key)["ingredients"]:
             return None
         self._note_use(key, body["blobs"])  # first: `prejit gc` spares what was just used
         for digest, size in body["blobs"].items():
@@ -342,13 +337,16 @@ def _read_secret(path: Path) -> bytes | None:
     return found if found is not None and len(found) == _SECRET_BYTES else None
 
 
-def _try_lock(path: Path) -> int | None:
-    """Return the descriptor of a locked lock file; None: another process holds the lock."""
-    with writing(path):
-        try:
-            return lock_file(path, wait=False, mode=0o666)
-        except BlockingIOError:
-            return None
+def _try_lock(path: Path, named: Path) -> int | None:
+    """Return the descriptor of a locked lock file; None: another process holds the lock.
+
+    Args:
+        path: the lock file.
+        named: what an error names.
+    """
+    with writing(named), suppress(BlockingIOError):
+        return lock_file(path, wait=False, mode=0o666)
+    return None
 
 
 def _key_json(key: Key) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The interface of a store of results.
 
-`directory.DirectoryStore` keeps results in a directory; `sharing.layered.LayeredStore` has stores that many
-machines share behind it.
+`directory_store.DirectoryStore` keeps results in a directory; `sharing.layered.LayeredStore` has stores that
+many machines share behind it.
 
 A result is JSON under the key of everything that decides it. Large contents (programs, executables, weights)
 are blobs, named by their digest; a result names its blobs.
@@ -12,50 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
+from prejit.compiler.store.cached_files import BlobWriter
 from prejit.compiler.store.key import Key
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
 
-class BlobWriter(Protocol):
-    """Writes one blob piece by piece: `with store.blob_writer() as blob: blob.write(...)`.
-
-    The blob is in the store when the block ends without an error, and not at all otherwise.
-    """
-
-    @property
-    def digest(self) -> str:
-        """Digest of the bytes written so far."""
-
-    @property
-    def size(self) -> int:
-        """Number of bytes written so far."""
-
-    def write(self, content: bytes | bytearray | memoryview) -> None:
-        """Append content.
-
-        Raises:
-            StoreError: it cannot be written.
-        """
-
-    def __enter__(self) -> BlobWriter:
-        """Begin the blob."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Store the blob, or drop it after an error."""
-
-
 class Store(Protocol):
-    """Results by key and blobs by digest. Safe for many processes and threads."""
+    """Results by key and blobs by digest. Safe for many processes and threads.
+
+    Every method raises a StoreError if the store on this machine cannot be read or written.
+    """
 
     @property
     def root(self) -> Path:
@@ -71,9 +41,6 @@ class Store(Protocol):
         Args:
             key: everything that decides the result.
             verify: whether to compare the digests of its blobs too, not only their sizes.
-
-        Raises:
-            StoreError: the store cannot be read.
         """
 
     def map(self, ask: Callable[[_Item], _Answer], items: Iterable[_Item]) -> Iterator[_Answer]:
@@ -83,11 +50,7 @@ class Store(Protocol):
         """
 
     def where(self, key: Key) -> str | None:
-        """Return the name of the store that has the result of a key; None: none has it.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
+        """Return the name of the store that has the result of a key; None: none has it."""
 
     def put(self, key: Key, result: Mapping[str, Any], *, blobs: Iterable[str] = ()) -> None:
         """Store the result of a key, and remember the key as the last one of its kind and name.
@@ -95,10 +58,7 @@ class Store(Protocol):
         Args:
             key: everything that decides the result.
             result: JSON.
-            blobs: digests of the blobs that the result needs.
-
-        Raises:
-            StoreError: the store cannot be written, or lacks one of the blobs.
+            blobs: digests of the blobs that the result needs, which the store must have.
         """
 
     def making(
@@ -114,52 +74,31 @@ class Store(Protocol):
 
         Returns:
             A context manager that gives whether the right is held: always, unless `give_up` ended the wait.
-
-        Raises:
-            StoreError: the store cannot be written.
         """
 
     def last_result(self, kind: str, name: str) -> Mapping[str, Any] | None:
         """Return the last result of a kind and name, whatever its key, from here or else from elsewhere.
 
         It says what happened then. Its blobs may be missing, and none is fetched.
-
-        Raises:
-            StoreError: the store cannot be read.
         """
 
     def last_keys(self, kind: str, name: str) -> tuple[Key, ...]:
-        """Return the keys of the last results of a kind and name, here and elsewhere, which explain a miss.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
+        """Return the last keys of a kind and name, here and elsewhere, which explain a miss."""
 
     def seal(self, text: str) -> str:
         """Return a text that stands for another one in keys of this store, and shows nothing of it.
 
         Without the store's secret nobody can try which text it stands for. `Key.is_sealed` keys stay here.
-
-        Raises:
-            StoreError: the store's secret cannot be read or written.
         """
 
     def put_blob(self, content: bytes) -> str:
-        """Store a blob and return its digest.
-
-        Raises:
-            StoreError: it cannot be written.
-        """
+        """Store a blob and return its digest."""
 
     def blob_writer(self) -> BlobWriter:
         """Return a context manager that writes one blob, which need not fit into memory."""
 
     def read_blob(self, digest: str) -> bytes | None:
-        """Return the content of a blob; None: there is none, or it was damaged and is deleted now.
-
-        Raises:
-            StoreError: it cannot be read.
-        """
+        """Return the content of a blob; None: there is none, or it was damaged and is deleted now."""
 
     def blob_path(self, digest: str) -> Path | None:
         """Return the local file of a blob, unchecked; None: there is none."""

@@ -14,7 +14,8 @@ import pytest
 from prejit.compiler.compile.executor import Executor, collect, compile_once, find_compiled
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store.interface import BlobWriter, Store
+from prejit.compiler.store.cached_files import BlobWriter
+from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import SEALED, Key
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain

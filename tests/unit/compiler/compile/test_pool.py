@@ -21,8 +21,13 @@ import pytest
 import zstandard
 
 from prejit.compiler.compile import pool, worker_process
-from prejit.compiler.compile.executor import Executor, collect, find_compiled
-from prejit.compiler.compile.history import need_of, size_need
+from prejit.compiler.compile.executor import (
+    Executor,
+    collect,
+    find_compiled,
+    need_of,
+    size_need,
+)
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.worker.worker_compile import compress

@@ -13,11 +13,12 @@ from prejit.compiler.progress import Step
 from prejit.compiler.reporting.build_page import report_page
 from prejit.compiler.reporting.build_report import (
     BuildReport,
+    Change,
     PeakMemory,
     ReportedProgram,
     bucket_costs,
+    change,
 )
-from prejit.compiler.reporting.change import Change, change
 from prejit.compiler.reporting.time_line import critical_path, place
 
 EVIL = "<script>alert(1)</script>\"'&"

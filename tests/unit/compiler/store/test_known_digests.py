@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.store import known_digests
-from prejit.compiler.store.known_digests import KnownDigests
+from prejit.compiler.store import own_code
+from prejit.compiler.store.own_code import KnownDigests
 from prejit.runtime.base.files import digest_of
 
 DIGEST = digest_of(b"code")
@@ -19,7 +19,7 @@ DIGEST = digest_of(b"code")
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sources that were written just now count as settled, and the cache is empty."""
-    monkeypatch.setattr(known_digests, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(own_code, "SETTLED_SECONDS", -1.0)
     monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / "cache"))
 
 
@@ -73,7 +73,7 @@ def test_sources_that_changed_just_now_are_read_again(
     sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second change could leave the same times."""
-    monkeypatch.setattr(known_digests, "SETTLED_SECONDS", 60.0)
+    monkeypatch.setattr(own_code, "SETTLED_SECONDS", 60.0)
     KnownDigests(sources).keep("step", DIGEST)
     assert KnownDigests(sources).get("step") is None
 

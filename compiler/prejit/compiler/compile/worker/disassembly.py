@@ -25,81 +25,29 @@ from prejit.runtime.format.checks.elf import read_sections
 from prejit.runtime.machine.fingerprint import CPU_FEATURES
 
 LLVM_NAMES = {
-    # iced's CpuidFeature -> LLVM's name.
-    "ADX": "adx",
-    "AES": "aes",
+    name: name.lower().replace("_", "")
+    for name in """
+    ADX AES AVX AVX2 AVX512BW AVX512CD AVX512DQ AVX512F AVX512VL AVX512_BF16 AVX512_BITALG
+    AVX512_FP16 AVX512_IFMA AVX512_VBMI AVX512_VBMI2 AVX512_VNNI AVX512_VP2INTERSECT
+    AVX512_VPOPCNTDQ AVX_IFMA AVX_NE_CONVERT AVX_VNNI AVX_VNNI_INT16 AVX_VNNI_INT8 BMI2 CLFLUSHOPT
+    CLWB CLZERO CMOV CMPCCXADD CX8 F16C FMA FMA4 FSGSBASE FXSR GFNI INVPCID LZCNT MMX MOVBE
+    MOVDIR64B MOVDIRI POPCNT RDPID RDSEED SERIALIZE SHA SSE SSE2 SSE3 SSE4A SSSE3 TBM VAES
+    VPCLMULQDQ WAITPKG XOP XSAVE XSAVEC XSAVEOPT XSAVES
+    """.split()  # noqa: SIM905 (a list of them has a line for each)
+} | {
     "AMX_BF16": "amx-bf16",
     "AMX_COMPLEX": "amx-complex",
     "AMX_FP16": "amx-fp16",
     "AMX_INT8": "amx-int8",
     "AMX_TILE": "amx-tile",
-    "AVX": "avx",
-    "AVX2": "avx2",
-    "AVX512BW": "avx512bw",
-    "AVX512CD": "avx512cd",
-    "AVX512DQ": "avx512dq",
-    "AVX512F": "avx512f",
-    "AVX512VL": "avx512vl",
-    "AVX512_BF16": "avx512bf16",
-    "AVX512_BITALG": "avx512bitalg",
-    "AVX512_FP16": "avx512fp16",
-    "AVX512_IFMA": "avx512ifma",
-    "AVX512_VBMI": "avx512vbmi",
-    "AVX512_VBMI2": "avx512vbmi2",
-    "AVX512_VNNI": "avx512vnni",
-    "AVX512_VP2INTERSECT": "avx512vp2intersect",
-    "AVX512_VPOPCNTDQ": "avx512vpopcntdq",
-    "AVX_IFMA": "avxifma",
-    "AVX_NE_CONVERT": "avxneconvert",
-    "AVX_VNNI": "avxvnni",
-    "AVX_VNNI_INT16": "avxvnniint16",
-    "AVX_VNNI_INT8": "avxvnniint8",
     "BMI1": "bmi",
-    "BMI2": "bmi2",
-    "CLFLUSHOPT": "clflushopt",
-    "CLWB": "clwb",
-    "CLZERO": "clzero",
-    "CMOV": "cmov",
-    "CMPCCXADD": "cmpccxadd",
     "CMPXCHG16B": "cx16",
-    "CX8": "cx8",
-    "F16C": "f16c",
-    "FMA": "fma",
-    "FMA4": "fma4",
-    "FSGSBASE": "fsgsbase",
-    "FXSR": "fxsr",
-    "GFNI": "gfni",
-    "INVPCID": "invpcid",
-    "LZCNT": "lzcnt",
-    "MMX": "mmx",
-    "MOVBE": "movbe",
-    "MOVDIR64B": "movdir64b",
-    "MOVDIRI": "movdiri",
     "PCLMULQDQ": "pclmul",
-    "POPCNT": "popcnt",
     "PREFETCHW": "prfchw",
-    "RDPID": "rdpid",
     "RDRAND": "rdrnd",
-    "RDSEED": "rdseed",
-    "SERIALIZE": "serialize",
-    "SHA": "sha",
-    "SSE": "sse",
-    "SSE2": "sse2",
-    "SSE3": "sse3",
-    "SSE4A": "sse4a",
     "SSE4_1": "sse4.1",
     "SSE4_2": "sse4.2",  # with `crc32`, which LLVM counts apart
-    "SSSE3": "ssse3",
-    "TBM": "tbm",
-    "VAES": "vaes",
-    "VPCLMULQDQ": "vpclmulqdq",
-    "WAITPKG": "waitpkg",
     "X64": "64bit",
-    "XOP": "xop",
-    "XSAVE": "xsave",
-    "XSAVEC": "xsavec",
-    "XSAVEOPT": "xsaveopt",
-    "XSAVES": "xsaves",
 }
 """Names of CPU extensions: LLVM's by iced's."""
 

@@ -82,11 +82,7 @@ def measure(
     for _ in range(_PASSES):  # a disturbance rarely lasts for all passes
         for place, run in enumerate(runs):
             run()  # the first run also builds what XLA makes lazily
-            spent = 0.0
-            while not spent or spent < _PASS_SECONDS:
-                seconds = run()
-                spent += seconds
-                least[place] = min(least[place], seconds)
+            least[place] = min(least[place], _least_of(run, _PASS_SECONDS))
     sets = (len(program["weight_sets"]) for program in programs)
     return [max(1, round(best * 1e6 / count)) for best, count in zip(least, sets, strict=True)]
 
@@ -138,14 +134,19 @@ def measure_forms(
     for _ in range(_FORM_PASSES):
         fastest = min(least.values())
         for form, run in runs.items():
-            if least[form] > max(_FORM_SECONDS, 4 * fastest):
-                continue  # too slow to become the fastest
-            spent = 0.0
-            while not spent or spent < _FORM_SECONDS:
-                seconds = run()
-                spent += seconds
-                least[form] = min(least[form], seconds)
+            if least[form] <= max(_FORM_SECONDS, 4 * fastest):  # others cannot become the fastest
+                least[form] = min(least[form], _least_of(run, _FORM_SECONDS))
     return {form: max(1, round(seconds * 1e9)) for form, seconds in least.items()}
+
+
+def _least_of(run: Callable[[], float], seconds: float) -> float:
+    """Return the least time of runs that together take at least so many seconds."""
+    least, spent = math.inf, 0.0
+    while not spent or spent < seconds:
+        took = run()
+        spent += took
+        least = min(least, took)
+    return least
 
 
 def last_cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:

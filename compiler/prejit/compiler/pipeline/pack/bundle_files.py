@@ -54,7 +54,8 @@ from prejit.runtime.format.root import encode_index
 if TYPE_CHECKING:
     from prejit.compiler.native.library import KernelLibrary
     from prejit.compiler.pipeline.libraries import ReadLibrary
-    from prejit.compiler.store.interface import BlobWriter, Store
+    from prejit.compiler.store.cached_files import BlobWriter
+    from prejit.compiler.store.interface import Store
 
 _SAFETENSORS_NAMES = {numpy: name for name, (numpy, _) in SAFETENSORS_DTYPES.items()}
 
