@@ -25,7 +25,7 @@ from typing import Any
 
 _PRELOADED = (
     *(
-        "prejit.compiler.cli.build_commandss",
+        "prejit.compiler.cli.build_commands",
         "prejit.compiler.pipeline.run",
         "prejit.compiler.lowering.export",
     ),

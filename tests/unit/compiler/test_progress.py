@@ -83,16 +83,13 @@ def test_silence_is_broken_by_a_heartbeat() -> None:
         time.sleep(0.1)
     assert 1 <= without_times(told).count("still lowering decode (N s); 0/1\n") <= most
     assert stream.getvalue() == told
-
-
-def test_a_heartbeat_of_many_names_a_few() -> None:
-    stream = io.StringIO()
-    with Plain(stream, heartbeat_seconds=0.03) as progress:
+    many = io.StringIO()
+    with Plain(many, heartbeat_seconds=0.03) as progress:
         for number in range(6):
             progress.started(f"p{number}", "t")
-        wait_for(lambda: "and 2 more" in stream.getvalue())
-    assert "compiling p3 for t (N s) and 2 more\n" in without_times(stream.getvalue())
-    assert "p4" not in stream.getvalue()
+        wait_for(lambda: "and 2 more" in many.getvalue())
+    assert "compiling p3 for t (N s) and 2 more\n" in without_times(many.getvalue())
+    assert "p4" not in many.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -174,10 +171,16 @@ def test_a_start_that_was_told_late_does_not_shorten_the_time(
     assert (step.start, step.end) == (6.0, 10.0)
 
 
-def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_is_quiet(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is a process without a stream at all."""
     with Quiet() as progress:
         build(progress)
     assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys, "stderr", None)  # as Python has it for `2>&-`
+    assert type(open_progress()) is Quiet
+    progress_module.tell("nobody reads this")
 
 
 class Broken(Terminal):
@@ -219,9 +222,3 @@ def test_a_process_whose_reader_has_gone_ends_well(stream: str) -> None:
     done = subprocess.run(command, env=environ, check=False, **{stream: writer})
     os.close(writer)
     assert done.returncode == 0
-
-
-def test_no_stream_at_all_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)  # as Python has it for `2>&-`
-    assert type(open_progress()) is Quiet
-    progress_module.tell("nobody reads this")

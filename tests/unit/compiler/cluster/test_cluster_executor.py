@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from prejit.compiler.cluster import cluster_executor as cluster_executor
+from prejit.compiler.cluster import cluster_executor
 from prejit.compiler.cluster.cluster_executor import ClusterExecutor
 from prejit.compiler.cluster.connection import Ended, Size, check_address
 from prejit.compiler.cluster.node import Order, bring, inputs_of, open_exchange, send
@@ -110,10 +110,11 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return Site(DirectoryStore.open(tmp_path / "cache"), monkeypatch)
 
 
-def test_a_job_is_compiled_on_the_cluster_once(site: Site) -> None:
+def test_a_job_is_compiled_on_the_cluster_once_by_a_node_that_is_named(site: Site) -> None:
+    """Also where the cluster does not say that it began."""
     cluster = FakeCluster(lambda order: compiled_by(site.store, order))
-    jobs = [site.job(f"p{number}") for number in range(20)]
-    with site.executor(cluster) as executor:
+    jobs, stream = [site.job(f"p{number}") for number in range(20)], io.StringIO()
+    with Plain(stream) as site.progress, site.executor(cluster) as executor:
         futures = [executor.submit(job) for job in jobs]
         results = [future.result(60) for future in futures]
         assert executor.submit(jobs[0]).result(60) == results[0], "the second comes from the store"
@@ -121,6 +122,8 @@ def test_a_job_is_compiled_on_the_cluster_once(site: Site) -> None:
     assert len(cluster.orders) == 20
     assert [find_compiled(site.store, job.key) for job in jobs] == results
     assert cluster.is_closed
+    [shown] = [line for line in stream.getvalue().splitlines() if line.startswith("compiled p7 ")]
+    assert shown.startswith("compiled p7 for cpu-x86-64-v3 on node7 in ")
 
 
 def test_a_job_that_does_not_compile_is_named_and_is_not_tried_again(site: Site) -> None:
@@ -133,16 +136,6 @@ def test_a_job_that_does_not_compile_is_named_and_is_not_tried_again(site: Site)
     assert len(cluster.orders) == 1
 
 
-def test_a_job_whose_node_died_runs_again(site: Site) -> None:
-    def behave(order: Order) -> Ended:
-        if order.attempt == 0:
-            return Ended(0, loss=Loss.NODE)
-        return compiled_by(site.store, order)
-
-    with site.executor(FakeCluster(behave)) as executor:
-        assert executor.submit(site.job("p")).result(60).milliseconds == 5
-
-
 def test_a_job_that_kills_its_workers_is_an_error_that_says_so(site: Site) -> None:
     cluster = FakeCluster(lambda order: Ended(order.attempt, loss=Loss.WORKER))
     with site.executor(cluster) as executor:
@@ -152,25 +145,19 @@ def test_a_job_that_kills_its_workers_is_an_error_that_says_so(site: Site) -> No
     assert "--executor local" in caught.value.hint
 
 
-def test_the_node_is_named_where_the_cluster_told_no_start(site: Site) -> None:
-    stream = io.StringIO()
-    with Plain(stream) as site.progress:
-        cluster = FakeCluster(lambda order: compiled_by(site.store, order))
-        with site.executor(cluster) as executor:
-            executor.submit(site.job("p")).result(60)
-    assert stream.getvalue().startswith("compiled p for cpu-x86-64-v3 on node7 in ")
+def test_a_job_whose_node_died_runs_again_and_one_that_was_killed_gets_more_memory(
+    site: Site,
+) -> None:
+    ends = [{"loss": Loss.NODE}, {"body": {"killed": "SIGKILL"}}]
 
-
-def test_a_job_whose_compiler_was_killed_gets_more_memory(site: Site) -> None:
     def behave(order: Order) -> Ended:
-        if order.attempt == 0:
-            return Ended(0, body={"killed": "SIGKILL"})
-        return compiled_by(site.store, order)
+        return Ended(order.attempt, **ends.pop(0)) if ends else compiled_by(site.store, order)  # type: ignore[arg-type]
 
     cluster = FakeCluster(behave)
     with site.executor(cluster) as executor:
-        executor.submit(site.job("p")).result(60)
-    assert cluster.needs[1].bytes == 2 * cluster.needs[0].bytes
+        assert executor.submit(site.job("p")).result(60).milliseconds == 5
+    first, second, third = (need.bytes for need in cluster.needs)
+    assert third == 2 * second == 2 * first
 
 
 def test_closing_ends_jobs_that_never_answer(site: Site) -> None:
@@ -277,12 +264,9 @@ def test_a_store_that_is_only_read_is_refused_for_a_cluster(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("address", ["slurm", "ray://", "http://a:1", "Ray://a:1"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
+def test_an_address_that_is_none_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="expected local, ray://HOST:PORT or ray://auto"):
         check_address(address)
-
-
-def test_without_ray_the_hint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError) as caught:
         check_address("ray://head:10001")

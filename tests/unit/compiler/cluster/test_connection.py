@@ -20,41 +20,16 @@ from prejit.compiler.targets.target_table import target
 
 
 class RayError(Exception):
-    """As ray.exceptions has it; the others follow."""
+    """As ray.exceptions has it."""
 
 
-class OutOfMemoryError(RayError):
-    pass
-
-
-class NodeDiedError(RayError):
-    pass
-
-
-class ObjectLostError(RayError):
-    pass
-
-
-class WorkerCrashedError(RayError):
-    pass
-
-
-class RaySystemError(RayError):
-    pass
-
-
-class RayTaskError(RayError):
-    pass
-
-
-class RuntimeEnvSetupError(RayError):
-    pass
-
-
-ERRORS = (
-    *(RayError, OutOfMemoryError, NodeDiedError, ObjectLostError, WorkerCrashedError),
-    *(RaySystemError, RayTaskError),
-)
+ERRORS = {
+    name: type(name, (RayError,), {})
+    for name in (
+        *("OutOfMemoryError", "NodeDiedError", "ObjectLostError", "WorkerCrashedError"),
+        *("RaySystemError", "RayTaskError", "RuntimeEnvSetupError"),
+    )
+}
 
 
 class Remote:
@@ -116,12 +91,17 @@ class Cluster:
         self.handed.remove(ref)
 
 
+ORDER = Order(
+    7, target("cpu-x86-64-v3"), (), 1, None, None, Source("x", ()), {}, None, None, None, 60.0
+)
+
+
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made, module = Cluster(), ModuleType("ray")
     for name in ("remote", "is_initialized", "nodes", "wait", "get", "cancel"):
         setattr(module, name, getattr(made, name))
-    module.exceptions = SimpleNamespace(**{each.__name__: each for each in ERRORS})  # type: ignore[attr-defined]
+    module.exceptions = SimpleNamespace(RayError=RayError, **ERRORS)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", module)
     monkeypatch.setattr(connection, "_keep_stdout_for_data", lambda: None)
     monkeypatch.setattr(connection, "_LOOK_SECONDS", 0.0)
@@ -134,26 +114,33 @@ def ray(cluster: Cluster) -> RayConnection:
     """A connection with one attempt, number 7, that was handed to the cluster."""
     made = RayConnection("ray://auto")
     made.size()
-    order = Order(
-        7, target("cpu-x86-64-v3"), (), 1, None, None, Source("x", ()), {}, None, None, None, 60.0
-    )
-    made.start(order, Need(1.0))
+    made.start(ORDER, Need(1.0))
     return made
 
 
-def test_a_node_that_ray_says_has_died_is_a_lost_node(cluster: Cluster, ray: RayConnection) -> None:
-    cluster.outcomes["attempt 7"] = NodeDiedError("gone")
-    assert ray.wait(0.0) == [Ended(7, loss=Loss.NODE)]
+@pytest.mark.parametrize(
+    ("error", "loss"),
+    [
+        ("NodeDiedError", Loss.NODE),
+        ("ObjectLostError", Loss.NODE),
+        ("OutOfMemoryError", Loss.MEMORY),
+    ],
+)
+def test_what_ray_says_of_a_loss_is_believed(
+    cluster: Cluster, ray: RayConnection, error: str, loss: Loss
+) -> None:
+    cluster.outcomes["attempt 7"] = ERRORS[error]("gone")
+    assert ray.wait(0.0) == [Ended(7, loss=loss)]
 
 
-@pytest.mark.parametrize("error", [WorkerCrashedError(), RaySystemError("the raylet was killed")])
+@pytest.mark.parametrize("error", ["WorkerCrashedError", "RaySystemError"])
 def test_a_worker_that_died_with_its_node_is_a_lost_node(
-    cluster: Cluster, ray: RayConnection, error: RayError
+    cluster: Cluster, ray: RayConnection, error: str
 ) -> None:
     """A job may end two workers, and five nodes. Ray notices the death of the node seconds later."""
     cluster.board.take(7, "b")
     assert ray.begun() == []
-    cluster.outcomes["attempt 7"] = error
+    cluster.outcomes["attempt 7"] = ERRORS[error]("the raylet was killed")
     assert ray.wait(0.0) == []
     assert ray.wait(0.0) == [], "nothing is known yet"
     cluster.alive = {"a", "c"}
@@ -168,7 +155,7 @@ def test_a_worker_that_died_on_a_node_that_lives_counts_against_the_job(
     monkeypatch.setattr(connection, "_DOUBT_SECONDS", 0.2)
     cluster.board.take(7, "b")
     ray.begun()
-    cluster.outcomes["attempt 7"] = WorkerCrashedError()
+    cluster.outcomes["attempt 7"] = ERRORS["WorkerCrashedError"]()
     cluster.alive = {"b"}
     assert ray.wait(0.0) == []
     time.sleep(0.25)
@@ -178,7 +165,7 @@ def test_a_worker_that_died_on_a_node_that_lives_counts_against_the_job(
 def test_the_note_of_a_node_may_come_after_the_death_of_its_worker(
     cluster: Cluster, ray: RayConnection
 ) -> None:
-    cluster.outcomes["attempt 7"] = WorkerCrashedError()
+    cluster.outcomes["attempt 7"] = ERRORS["WorkerCrashedError"]()
     assert ray.wait(0.0) == []
     cluster.board.take(7, "b")
     ray.begun()
@@ -188,41 +175,33 @@ def test_the_note_of_a_node_may_come_after_the_death_of_its_worker(
     assert ray.wait(0.0) == [Ended(7, loss=Loss.NODE)]
 
 
+@pytest.mark.parametrize("is_needed", [True, False])
 def test_a_node_that_died_before_it_could_say_anything_is_a_lost_node(
-    cluster: Cluster, ray: RayConnection
+    cluster: Cluster, ray: RayConnection, is_needed: bool
 ) -> None:
-    cluster.outcomes["attempt 7"] = WorkerCrashedError()
+    """An attempt that nobody needs is forgotten."""
+    cluster.outcomes["attempt 7"] = ERRORS["WorkerCrashedError"]()
     assert ray.wait(0.0) == []
+    if not is_needed:
+        ray.cancel(7)
     cluster.alive = {"a", "c"}
-    assert ray.wait(0.0) == [Ended(7, loss=Loss.NODE)]
-
-
-def test_an_attempt_in_doubt_that_nobody_needs_is_forgotten(
-    cluster: Cluster, ray: RayConnection
-) -> None:
-    cluster.outcomes["attempt 7"] = WorkerCrashedError()
-    assert ray.wait(0.0) == []
-    ray.cancel(7)
-    cluster.alive = set()
-    assert ray.wait(0.0) == []
-
-
-def test_memory_that_ran_out_is_told_from_a_crash(cluster: Cluster, ray: RayConnection) -> None:
-    cluster.outcomes["attempt 7"] = OutOfMemoryError()
-    assert ray.wait(0.0) == [Ended(7, loss=Loss.MEMORY)]
+    assert ray.wait(0.0) == ([Ended(7, loss=Loss.NODE)] if is_needed else [])
 
 
 def test_what_ray_cannot_run_is_an_error_of_the_job(cluster: Cluster, ray: RayConnection) -> None:
-    cluster.outcomes["attempt 7"] = RuntimeEnvSetupError("no such package")
+    """A connection that breaks is not: each job would say that Ray cannot run it."""
+    cluster.outcomes["attempt 7"] = ERRORS["RuntimeEnvSetupError"]("no such package")
     [ended] = ray.wait(0.0)
     assert ended.loss is None
     assert str(ended.failure) == "Ray could not run it: no such package"
-
-
-def test_a_connection_that_breaks_is_the_fault_of_no_job(
-    cluster: Cluster, ray: RayConnection
-) -> None:
-    """The executor says that the cluster does not answer; each job would say that Ray cannot run it."""
+    ray.start(ORDER, Need(1.0))
+    cluster.outcomes["attempt 7"] = ERRORS["RayTaskError"]("x\nModuleNotFoundError: no iced")
+    [ended] = ray.wait(0.0)
+    assert (
+        str(ended.failure) == "a node of the cluster cannot compile: ModuleNotFoundError: no iced"
+    )
+    assert "pip install" in str(ended.failure.hint if ended.failure else None)
+    ray.start(ORDER, Need(1.0))
     cluster.outcomes["attempt 7"] = ConnectionError("GRPC connection failed")
     with pytest.raises(ConnectionError):
         ray.wait(0.0)

@@ -49,16 +49,13 @@ def ingredients(
     return executable_key("name", toolchain, source, environ).ingredients
 
 
-def test_the_program_and_its_platforms_are_in_the_key() -> None:
+def test_the_program_its_platforms_and_its_cpu_are_in_the_key() -> None:
     sources = [
         SOURCE,
         replace(SOURCE, program="sha256:1"),
         replace(SOURCE, platforms=("cpu", "tpu")),
     ]
     assert len({ingredients(new(V3), {}, source) for source in sources}) == len(sources)
-
-
-def test_the_cpu_of_a_target_is_in_the_key() -> None:
     assert dict(ingredients(new(V3), {}))["cpu"] == "x86-64-v3"
 
 
@@ -135,20 +132,17 @@ def test_a_worker_for_cpus_imports_no_jax(tmp_path: Path, run_python: Any) -> No
     )
 
 
-def test_flags_that_only_print_are_in_no_key_and_the_order_of_others_is_in_none() -> None:
-    both = {"XLA_FLAGS": "--xla_b=1 --xla_a=1"}
+def test_flags_count_unless_they_only_print_and_neither_their_order_nor_their_path_does(
+    tmp_path: Path,
+) -> None:
+    both = {"XLA_FLAGS": "--xla_b=1 --xla_a=1", "HOME": "/a"}
     turned = {"XLA_FLAGS": "--xla_a=1 --xla_dump_to=/tmp/x --xla_dump_hlo_as_text --xla_b=1"}
-    assert ingredients(new(V3), both) == ingredients(new(V3), turned)
+    found = ingredients(new(V3), both)
+    assert found == ingredients(new(V3), turned) != ingredients(new(V3), {})
+    (tmp_path / "flags").write_text("--xla_b=1 --xla_a=1")
+    assert found == ingredients(new(V3), {"XLA_FLAGS": str(tmp_path / "flags"), "HOME": "/b"})
     last = [{"XLA_FLAGS": f"--xla_a={a} --xla_a={b}"} for a, b in ("12", "21")]
     assert ingredients(new(V3), last[0]) != ingredients(new(V3), last[1]), "XLA takes the last"
-
-
-def test_users_flags_change_the_key_and_their_path_does_not(tmp_path: Path) -> None:
-    flags = tmp_path / "flags"
-    flags.write_text("--xla_a=1")
-    given = ingredients(new(V3), {"XLA_FLAGS": "--xla_a=1", "HOME": "/a"})
-    assert given == ingredients(new(V3), {"XLA_FLAGS": str(flags), "HOME": "/b"})
-    assert given != ingredients(new(V3), {})
 
 
 def test_each_target_has_ingredients_of_its_own() -> None:
@@ -157,22 +151,16 @@ def test_each_target_has_ingredients_of_its_own() -> None:
     assert len({ingredients(one, {}) for one in found}) == len(found)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
+def test_whatever_describes_a_gpu_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = (
         replace(L4, memory_bytes=1),
         replace(L4, xla_flags=("--xla_gpu_autotune_level=0",)),
         replace(L4, device_count=2),
         replace(L4, compute_capability="9.0"),
-    ],
-)
-def test_whatever_describes_a_gpu_is_in_the_key(changed: Target) -> None:
-    assert ingredients(for_gpu(changed), {}) != ingredients(for_gpu(), {})
-
-
-def test_how_a_gpu_is_described_to_xla_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit that all GPUs share is no field of a target."""
+    )
+    assert len({ingredients(for_gpu(on), {}) for on in (L4, *changed)}) == 5
     before = ingredients(for_gpu(), {})
+    # A limit that all GPUs share is no field of a target.
     monkeypatch.setattr(toolchain, "gpu_config", lambda on: f"{gpu_config(on)}\nmended: 1")
     assert ingredients(for_gpu(), {}) != before
 

@@ -13,8 +13,9 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ import zstandard
 
 from prejit.compiler.compile import pool, worker_process
 from prejit.compiler.compile.executor import (
-    Executor,
     collect,
     find_compiled,
     need_of,
@@ -44,8 +44,7 @@ from prejit.runtime.errors import BuildError, StoreError
 from prejit.runtime.format.bundle_schema import Memory, Segment
 
 VERSIONS = (("jax", "0.12.0"), ("jaxlib", "0.12.0"))
-HOST = target("cpu-host")
-V3 = target("cpu-x86-64-v3")
+HOST, V3 = target("cpu-host"), target("cpu-x86-64-v3")
 
 # A worker whose compiler does what its portable program says. Everything but XLA is real.
 FAKE_WORKER = """
@@ -74,7 +73,7 @@ def compile_program(portable, machine):
         time.sleep(60)
     if action == "noise":
         os.write(1, b"{}\\nnot an answer")
-        print("nor this")
+        print("a warning of another program", file=sys.stderr)
     if action == "babble":
         answers.write(b"not an answer\\n")
         answers.flush()
@@ -90,8 +89,6 @@ def compile_program(portable, machine):
         Path(argument).touch()
         time.sleep(0.3)  # so that another program runs beside it
         os.kill(os.getpid(), signal.SIGKILL)
-    if action == "warn":
-        print("a warning of another program", file=sys.stderr)
     if action == "sleep":
         Path(argument).write_text(f"{os.getpid()} {os.getppid()}")
         time.sleep(60)
@@ -120,83 +117,83 @@ def compile_program(portable, machine):
 answers = open(os.dup(1), "wb")
 requests.main(compile_program)
 """
+Results = dict[tuple[str, str], Compiled]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A store, and jobs for the fake worker."""
+
+    path: Path
+    cache: DirectoryStore
+    command: tuple[str, ...]
+
+    def job(
+        self, program: str, portable: str | bytes, on: Target = HOST, *, real: bool = False
+    ) -> CompileJob:
+        """A job for a portable program, which is put into the store; `real`: for XLA itself."""
+        digest = self.cache.put_blob(portable.encode() if isinstance(portable, str) else portable)
+        key = Key("compile", f"{program}/{on.name}", (("portable", digest), ("target", on.name)))
+        toolchain = Toolchain(on, self.command, VERSIONS)
+        if real:
+            toolchain = host_toolchain(on, {"jaxlib": jaxlib_version()})
+        return CompileJob(program, toolchain, Source(digest, ()), key)
+
+    def run(self, *jobs: CompileJob, **options: Any) -> Results:
+        with WorkerPool(self.cache, **{"workers": 2, **options}) as workers:
+            return results(workers, *jobs)
+
+
+def results(workers: WorkerPool, *jobs: CompileJob) -> Results:
+    return collect({(one.program, one.target.name): workers.submit(one) for one in jobs})
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> DirectoryStore:
-    return DirectoryStore.open(tmp_path / "cache")
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> tuple[str, str]:
-    """The command of the fake worker."""
-    path = tmp_path / "fake_worker.py"
-    path.write_text(FAKE_WORKER)
-    return (sys.executable, str(path))
-
-
-@pytest.fixture(autouse=True)
-def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers find prejit where this process finds it."""
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    (tmp_path / "fake_worker.py").write_text(FAKE_WORKER)
+    command = (sys.executable, str(tmp_path / "fake_worker.py"))
+    return Place(tmp_path, DirectoryStore.open(tmp_path / "cache"), command)
 
 
-def job(
-    cache: DirectoryStore,
-    program: str,
-    portable: str | bytes,
-    on: Target = HOST,
-    command: tuple[str, ...] = (),
-) -> CompileJob:
-    """A job for a portable program, which is put into the cache."""
-    content = portable.encode() if isinstance(portable, str) else portable
-    digest = cache.put_blob(content)
-    key = Key("compile", f"{program}/{on.name}", (("portable", digest), ("target", on.name)))
-    toolchain = Toolchain(on, command, VERSIONS)
-    if not command:
-        toolchain = host_toolchain(on, {"jaxlib": jaxlib_version()})
-    return CompileJob(program, toolchain, Source(digest, ()), key)
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Waits until something is so; at most 60 s."""
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+    pytest.fail("waited for 60 s")
 
 
-def run(
-    cache: DirectoryStore, command: tuple[str, ...], *jobs: CompileJob, workers: int = 2
-) -> dict[tuple[str, str], Compiled]:
-    """Compiles jobs."""
-    with WorkerPool(cache, workers=workers) as pool:
-        return results(
-            pool, *(replace(one, toolchain=replace(one.toolchain, command=command)) for one in jobs)
-        )
+def is_alive(process: int) -> bool:
+    """Whether a process runs; a zombie that nobody has waited for does not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # it ended before the file was opened, or read
+        return False
+    return state != "Z"
 
 
-def results(pool: Executor, *jobs: CompileJob) -> dict[tuple[str, str], Compiled]:
-    """Compiles jobs with an executor."""
-    return collect({(one.program, one.target.name): pool.submit(one) for one in jobs})
-
-
-def compiled(cache: DirectoryStore, *jobs: CompileJob) -> dict[tuple[str, str], Compiled]:
-    """Compiles jobs with their own toolchains."""
-    with WorkerPool(cache) as pool:
-        return results(pool, *jobs)
-
-
-def test_a_real_program_is_compiled_for_each_target_and_runs(cache: DirectoryStore) -> None:
+def exported(function: Callable[..., Any], *shape: int) -> bytes:
     import jax
     from jax import export
 
+    made = export.export(jax.jit(function), platforms=["cpu"])
+    return bytes(made(jax.ShapeDtypeStruct(shape, "float32")).mlir_module_serialized)
+
+
+def test_a_real_program_is_compiled_for_each_target_and_runs(place: Place) -> None:
     from prejit.runtime.device.device import Device
     from prejit.runtime.device.transfer import to_numpy
 
-    def f(x: jax.Array) -> jax.Array:
-        return x * 2 + 1
-
-    exported = export.export(jax.jit(f), platforms=["cpu"])(jax.ShapeDtypeStruct((8,), "float32"))
-    jobs = [job(cache, "f", exported.mlir_module_serialized, on) for on in (HOST, V3)]
-    results = compiled(cache, *jobs)
-    assert set(results) == {("f", "cpu-host"), ("f", "cpu-x86-64-v3")}
+    program = exported(lambda x: x * 2 + 1, 8)
+    jobs = [place.job("f", program, on, real=True) for on in (HOST, V3)]
+    found = place.run(*jobs)
+    assert set(found) == {("f", "cpu-host"), ("f", "cpu-x86-64-v3")}
     device = Device()
-    for result in results.values():
+    for result in found.values():
         segment = result.executable
-        frame = cache.read_blob(segment.digest)
+        frame = place.cache.read_blob(segment.digest)
         assert frame is not None
         assert len(frame) == segment.size
         serialized = zstandard.ZstdDecompressor().decompress(frame)
@@ -205,16 +202,18 @@ def test_a_real_program_is_compiled_for_each_target_and_runs(cache: DirectorySto
         np.testing.assert_array_equal(to_numpy(y), np.arange(8) * 2 + 1)
         assert "sse2" in result.cpu_features or "avx" in result.cpu_features
         assert result.memory.argument_bytes == 32
-    assert "avx512f" not in results["f", "cpu-x86-64-v3"].cpu_features
+    assert "avx512f" not in found["f", "cpu-x86-64-v3"].cpu_features
     # A build that changes nothing compiles nothing: no worker could be started with this command.
-    assert run(cache, ("/nonexistent",), *jobs) == results
+    gone = [replace(j, toolchain=replace(j.toolchain, command=("/nonexistent",))) for j in jobs]
+    assert place.run(*gone) == found
 
 
-def a_loop_in_parts() -> bytes:
-    """A program whose loops XLA splits for the CPUs that it sees."""
+def test_a_program_is_split_for_the_cpus_of_its_target_and_not_of_the_build_host(
+    tmp_path: Path, place: Place
+) -> None:
+    """They decided into how many parts loops are split, and in which order kernels are in the file."""
     import jax
     import jax.numpy as jnp
-    from jax import export
 
     def program(x: jax.Array) -> tuple[jax.Array, ...]:
         y = x
@@ -223,36 +222,20 @@ def a_loop_in_parts() -> bytes:
         z = jax.nn.softmax(x @ x) + jnp.sin(x).T @ x[:, :1]
         return y, jnp.tanh(x), jnp.sum(jnp.sin(x), axis=0), z
 
-    shape = jax.ShapeDtypeStruct((1024, 1024), "float32")
-    return export.export(jax.jit(program), platforms=["cpu"])(shape).mlir_module_serialized
-
-
-def test_the_build_hosts_cores_change_no_byte_of_a_program(tmp_path: Path) -> None:
-    """They decided into how many parts loops are split, and in which order kernels are in the file."""
-    portable = a_loop_in_parts()
-    host = os.sched_getaffinity(0)
-    found = []
-    for cpus in ({min(host)}, host, host):
-        cache = DirectoryStore.open(tmp_path / f"cache-{len(found)}")
+    portable = exported(program, 1024, 1024)
+    host, found = os.sched_getaffinity(0), []
+    for number, cpus in enumerate(({min(host)}, host)):
+        here = replace(place, cache=DirectoryStore.open(tmp_path / f"cache {number}"))
+        on = [HOST, *(replace(HOST, name=f"cpus-{n}", cpus=n) for n in (1, 100))]
         os.sched_setaffinity(0, cpus)
         try:
-            one = compiled(cache, job(cache, "p", portable))["p", "cpu-host"]
+            done = here.run(*(here.job("p", portable, each, real=True) for each in on))
         finally:
             os.sched_setaffinity(0, host)
-        found.append(one.executable.digest)
-    assert found[0] == found[1] == found[2]
+        found.append([each.executable.digest for each in done.values()])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 3
     assert cpu_count.seen_by_xla(HOST.cpus) == HOST.cpus, "without this, cores are in the key"
-
-
-def test_a_program_is_split_for_the_cpus_of_its_target(cache: DirectoryStore) -> None:
-    """And for those of no other target that the same build compiles for."""
-    portable = a_loop_in_parts()
-    on = [replace(HOST, name=f"cpus-{n}", cpus=n) for n in (1, 2, 16, 100)]
-    digests = [
-        each.executable.digest
-        for each in compiled(cache, *(job(cache, "p", portable, t) for t in on)).values()
-    ]
-    assert len(set(digests)) == len(on)
 
 
 def test_where_no_filter_is_allowed_a_process_gives_up_cpus(
@@ -275,199 +258,119 @@ def test_where_no_filter_is_allowed_a_process_gives_up_cpus(
         os.sched_setaffinity(0, host)
 
 
-def test_programs_are_compiled_side_by_side(
-    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path
-) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
-    jobs = [job(cache, "a", f"meet:{a},{b}"), job(cache, "b", f"meet:{b},{a}")]
-    assert len(run(cache, fake, *jobs)) == 2
+def test_each_target_has_its_flags_in_a_process_that_is_used_again(place: Place) -> None:
+    """Also after a program that prints."""
+    targets = (HOST, replace(V3, xla_flags=("--xla_backend_optimization_level=0",)))
+    jobs = [place.job(f"p{n}", f"noise:{n}", on) for n in range(3) for on in targets]
+    found = place.run(*jobs, workers=1)
+    for on in targets:
+        [(_, flags)] = {each.cpu_features for (_, name), each in found.items() if name == on.name}
+        assert flags == place.job("any", "", on).toolchain.xla_flags(os.environ)
+    assert len({each.cpu_features for each in found.values()}) == 2
 
 
-def test_each_target_has_a_process_of_its_own_that_is_used_again(
-    cache: DirectoryStore, fake: tuple[str, str]
-) -> None:
-    jobs = [job(cache, f"p{n}", f"ok:{n}", on) for n in range(3) for on in (HOST, V3)]
-    results = run(cache, fake, *jobs, workers=1)
-    workers = {
-        name: {result.cpu_features for (_, on), result in results.items() if on == name}
-        for name in ("cpu-host", "cpu-x86-64-v3")
-    }
-    assert [len(found) for found in workers.values()] == [1, 1]
-    assert workers["cpu-host"] != workers["cpu-x86-64-v3"]
-    for on in (HOST, V3):
-        ((_, flags),) = workers[on.name]
-        assert flags == job(cache, "any", "", on).toolchain.xla_flags(os.environ)
+BAD = {
+    "babble": ("babble:", ["its worker was killed by SIGKILL"]),
+    "bug": ("bug:", ["its worker ended with exit code 1"]),
+    "crash": ("crash:", ["its worker was killed by SIGSEGV"]),
+    "exit": ("exit:7", ["its worker ended with exit code 7", "| noise", "| what went wrong"]),
+    "kill": ("kill-worker:", ["its worker was killed by SIGKILL"]),
+    "memory": ("signal:9", ["its worker was killed by SIGKILL", "| the last words"]),
+    "raise": ("raise:", ["XLA does not like it"]),
+    "signal": ("signal:6", ["its worker was killed by SIGABRT", "| the last words"]),
+}
 
 
-def test_what_xla_prints_is_no_answer(cache: DirectoryStore, fake: tuple[str, str]) -> None:
-    assert len(run(cache, fake, job(cache, "a", "noise:"))) == 1
-
-
-def failure(cache: DirectoryStore, command: tuple[str, ...], bad: CompileJob) -> BuildError:
-    """The error of a build with one bad job among good ones; the good ones must be cached."""
-    good = [job(cache, f"good{n}", f"ok:{n}", on) for n in range(2) for on in (HOST, V3)]
-    with pytest.raises(BuildError) as caught:
-        run(cache, command, good[0], bad, *good[1:])
-    for one in good:
-        assert cache.get(one.key, verify=True) is not None, one
-    assert cache.get(bad.key) is None
-    assert str(caught.value).startswith("1 of 5 programs did not compile\n")
-    assert caught.value.hint is not None
-    assert caught.value.hint.endswith("4 finished and stay cached")
-    return caught.value
-
-
-def test_an_out_of_memory_kill_is_reported_with_program_target_and_last_lines(
-    cache: DirectoryStore, fake: tuple[str, str]
-) -> None:
-    error = failure(cache, fake, job(cache, "decode", "signal:9", V3))
-    assert str(error).splitlines()[1:] == [
-        "  decode for cpu-x86-64-v3: its worker was killed by SIGKILL",
-        "      | the last words",
-    ]
-    assert error.hint is not None
-    assert "more memory than this machine has" in error.hint
-
-
-@pytest.mark.parametrize(
-    ("portable", "lines"),
-    [
-        ("crash:", ["  bad for cpu-host: its worker was killed by SIGSEGV"]),
-        (
-            "signal:6",
-            ["  bad for cpu-host: its worker was killed by SIGABRT", "      | the last words"],
-        ),
-        (
-            "exit:7",
-            [
-                "  bad for cpu-host: its worker ended with exit code 7",
-                "      | noise",
-                "      | what went wrong",
-            ],
-        ),
-        ("raise:", ["  bad for cpu-host: XLA does not like it"]),
-    ],
-)
-def test_a_crash_is_reported_with_its_text(
-    cache: DirectoryStore, fake: tuple[str, str], portable: str, lines: list[str]
-) -> None:
-    error = str(failure(cache, fake, job(cache, "bad", portable)))
-    said, fatal, stack = error.partition("\n      | Fatal Python error: ")
-    assert said.splitlines()[1:] == lines
-    assert bool(fatal) == (" killed by SIG" in said)
-    assert not fatal or " in compile_program\n" in stack
-    assert len(stack.splitlines()) <= 15
-
-
-def test_a_bug_of_ours_is_reported_with_its_traceback(
-    cache: DirectoryStore, fake: tuple[str, str]
-) -> None:
-    text = str(failure(cache, fake, job(cache, "bad", "bug:")))
-    assert "its worker ended with exit code 1" in text
-    assert "| ZeroDivisionError: a bug" in text
-
-
-def test_a_worker_process_that_is_killed_is_reported_at_once(
-    cache: DirectoryStore, fake: tuple[str, str]
-) -> None:
-    start = time.monotonic()
-    text = str(failure(cache, fake, job(cache, "bad", "kill-worker:")))
-    assert "bad for cpu-host: its worker was killed by SIGKILL" in text
-    assert time.monotonic() - start < 30  # its fork, which sleeps for 60 s, died with it
-
-
-def test_a_worker_that_babbles_is_killed(
-    cache: DirectoryStore, fake: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+def test_whatever_happens_to_a_program_is_reported_and_costs_no_other(
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_process, "_ANSWER_SECONDS", 0.1)
-    text = str(failure(cache, fake, job(cache, "bad", "babble:")))
-    assert "bad for cpu-host: its worker was killed by SIGKILL" in text
-
-
-def test_only_what_the_failed_program_wrote_is_reported(
-    cache: DirectoryStore, fake: tuple[str, str]
-) -> None:
-    jobs = [job(cache, "a", "warn:"), job(cache, "b", "exit:7")]
-    with pytest.raises(BuildError, match="what went wrong") as caught:
-        run(cache, fake, *jobs, workers=1)
+    start = time.monotonic()
+    good = [place.job(f"good{n}", f"noise:{n}", on) for n in range(2) for on in (HOST, V3)]
+    bad = [place.job(name, portable, V3) for name, (portable, _) in BAD.items()]
+    with pytest.raises(BuildError) as caught:
+        place.run(good[0], *bad, *good[1:])
+    assert time.monotonic() - start < 100  # forks that sleep for 60 s died with their workers
+    for one in good:
+        assert place.cache.get(one.key, verify=True) is not None, one
+    assert not any(place.cache.get(one.key) for one in bad)
+    first, *parts = re.split(r"\n  (?=\w+ for cpu-x86-64-v3: )", str(caught.value))
+    assert first == "8 of 12 programs did not compile"
+    for part, (name, (_, lines)) in zip(parts, BAD.items(), strict=True):
+        said, fatal, stack = part.partition("\n      | Fatal Python error: ")
+        head, *rest = [line.strip() for line in said.splitlines()]
+        assert head == f"{name} for cpu-x86-64-v3: {lines[0]}"
+        if name == "bug":
+            assert "| ZeroDivisionError: a bug" in rest
+        else:
+            assert rest == lines[1:]
+        assert bool(fatal) == (name in ("crash", "signal"))
+        assert not fatal or " in compile_program\n" in f"{stack}\n"
+        assert len(stack.splitlines()) <= 15
     assert "a warning of another program" not in str(caught.value)
+    hint = str(caught.value.hint)
+    assert hint.endswith("4 finished and stay cached")
+    for each in ("change it", "more memory than this machine has", "XLA crashed"):
+        assert each in hint
 
 
 def test_real_xla_tells_of_a_flag_that_it_does_not_know(
-    cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
     with pytest.raises(BuildError, match=r"Unknown flags? in XLA_FLAGS: --xla_no_such_flag=1"):
-        compiled(cache, job(cache, "f", b"whatever"))
+        place.run(place.job("f", b"whatever", real=True))
 
 
-def test_a_portable_program_that_is_damaged_is_reported(
-    cache: DirectoryStore, fake: tuple[str, str]
-) -> None:
-    one = job(cache, "a", "ok:")
-    path = cache.blob_path(one.source.program)
+def test_a_store_that_is_damaged_or_cannot_be_written_is_reported(place: Place) -> None:
+    damaged, breaks = place.job("a", "ok:"), f"break-cache:{place.cache.root / 'v1' / 'temp'}"
+    path = place.cache.blob_path(damaged.source.program)
     assert path is not None
     path.write_bytes(b"damaged")
     with pytest.raises(BuildError, match="expected sha256:"):
-        run(cache, fake, one)
-
-
-def test_a_cache_that_cannot_be_written_is_a_store_error(
-    cache: DirectoryStore, fake: tuple[str, str]
-) -> None:
-    broken = cache.root / "v1" / "temp"
+        place.run(damaged)
     with pytest.raises(StoreError, match="cannot write the build cache"):
-        run(cache, fake, job(cache, "a", f"break-cache:{broken}"))
+        place.run(place.job("b", breaks))
 
 
-def test_a_worker_that_cannot_be_started_is_reported_for_every_program(
-    cache: DirectoryStore,
-) -> None:
-    jobs = [job(cache, f"p{n}", f"ok:{n}") for n in range(3)]
+def test_a_worker_that_cannot_be_started_is_reported_for_every_program(place: Place) -> None:
+    nowhere = replace(place, command=("/nonexistent",))
     with pytest.raises(BuildError, match="3 of 3 programs") as caught:
-        run(cache, ("/nonexistent",), *jobs)
+        place.run(*(nowhere.job(f"p{n}", f"ok:{n}") for n in range(3)))
     assert str(caught.value).count("cannot start a worker process, /nonexistent") == 3
 
 
-def test_a_result_of_another_form_is_compiled_again(
-    cache: DirectoryStore, fake: tuple[str, str]
+def test_a_result_of_another_form_is_compiled_again_and_one_that_is_there_asks_for_no_history(
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = job(cache, "a", "ok:")
-    cache.put(one.key, {"executable": "of an older prejit"})
-    assert find_compiled(cache, one.key) is None
-    assert run(cache, fake, one) == {("a", "cpu-host"): find_compiled(cache, one.key)}
+    one = place.job("a", "ok:")
+    place.cache.put(one.key, {"executable": "of an older prejit"})
+    assert find_compiled(place.cache, one.key) is None
+    found = place.run(one)
+    assert found == {("a", "cpu-host"): find_compiled(place.cache, one.key)}
+    monkeypatch.setattr(pool, "need_of", lambda store, job: pytest.fail("it was asked for"))
+    assert place.run(one) == found
 
 
-def test_jobs_are_taken_while_others_run(
-    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path
+def test_jobs_are_taken_while_others_run_and_a_long_one_is_reported(
+    place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
-    with WorkerPool(cache, workers=2) as pool:
-        first = pool.submit(job(cache, "a", f"meet:{a},{b}", command=fake))
-        wait_for(a.exists)
-        second = pool.submit(job(cache, "b", f"meet:{b},{a}", command=fake))
-        first.result()
-        second.result()
-        pool.submit(job(cache, "c", "ok:", command=fake)).result()
-        assert len(pool.compiled) == 3
-
-
-def test_a_long_compile_is_reported_by_a_heartbeat(
-    cache: DirectoryStore, fake: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
+    a, b = place.path / "a", place.path / "b"
     with (
         Plain(sys.stderr, heartbeat_seconds=0.05) as progress,
-        WorkerPool(cache, workers=1, progress=progress) as pool,
+        WorkerPool(place.cache, workers=2, progress=progress) as workers,
     ):
-        future = pool.submit(job(cache, "a", f"meet:{a},{b}", command=fake))
+        first = workers.submit(place.job("a", f"meet:{a},{b}"))
         wait_for(a.exists)
         time.sleep(0.2)
-        b.touch()
-        future.result()
+        second = workers.submit(place.job("b", f"meet:{b},{a}"))
+        first.result(60)
+        second.result(60)
+        workers.submit(place.job("c", "ok:")).result(60)
+        assert len(workers.compiled) == 3
     captured = capsys.readouterr()
     assert re.search(r"^still compiling a for cpu-host \(\d+ s\); 0/1$", captured.err, re.MULTILINE)
-    assert captured.err.splitlines()[-1].startswith("compiled a for cpu-host in ")
+    assert captured.err.splitlines()[-1].startswith("compiled c for cpu-host in ")
     assert captured.out == ""
 
 
@@ -481,7 +384,6 @@ from prejit.compiler.store.key import Key
 from prejit.compiler.compile.executor import collect
 from prejit.compiler.compile.jobs import CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool
-from prejit.compiler.targets.build_host import jaxlib_version
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain
 
@@ -500,17 +402,17 @@ with WorkerPool(cache, workers=len(portables)) as pool:
 """
 
 
+def building(place: Place, *portables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", BUILD, str(place.cache.root), place.command[1], *portables]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_a_build_that_is_interrupted(
-    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path, number: signal.Signals
+    place: Place, number: signal.Signals
 ) -> None:
-    marks = [tmp_path / "a", tmp_path / "b"]
-    portables = [f"sleep:{mark}" for mark in marks]
-    build = subprocess.Popen(
-        [sys.executable, "-c", BUILD, str(cache.root), fake[1], *portables],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    marks = [place.path / "a", place.path / "b"]
+    build = building(place, *(f"sleep:{mark}" for mark in marks))
     wait_for(lambda: all(mark.exists() and mark.read_text() for mark in marks))
     processes = [int(text) for mark in marks for text in mark.read_text().split()]
     assert all(map(is_alive, processes))
@@ -519,44 +421,22 @@ def test_no_worker_outlives_a_build_that_is_interrupted(
     if number == signal.SIGINT:
         assert errors.rstrip().endswith("KeyboardInterrupt")
     wait_for(lambda: not any(map(is_alive, processes)))
-    assert list((DirectoryStore.open(cache.root).root / "v1" / "temp").iterdir()) == []
+    assert list((DirectoryStore.open(place.cache.root).root / "v1" / "temp").iterdir()) == []
 
 
-def is_alive(process: int) -> bool:
-    """Whether a process runs; a zombie that nobody has waited for does not."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # it ended before the file was opened, or read
-        return False
-    return state != "Z"
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Waits until something is so; at most 60 s."""
-    for _ in range(6000):
-        if condition():
-            return
-        time.sleep(0.01)
-    pytest.fail("waited for 60 s")
-
-
-@pytest.mark.parametrize("portable", ["sleep:{mark}", "stop:"])
-def test_a_worker_that_does_not_answer_is_killed_at_the_time_limit(
-    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path, portable: str
-) -> None:
-    mark = tmp_path / "mark"
-    late = job(cache, "decode", portable.format(mark=mark), V3, command=fake)
-    with WorkerPool(cache, workers=1, timeout_seconds=3.0) as pool:
-        with pytest.raises(BuildError) as caught:
-            results(pool, late, job(cache, "good", "ok:", V3, command=fake))
-    assert str(caught.value).splitlines()[:2] == [
-        "1 of 2 programs did not compile",
-        "  decode for cpu-x86-64-v3: its worker did not answer within 3 s and was killed",
+def test_a_worker_that_does_not_answer_is_killed_at_the_time_limit(place: Place) -> None:
+    mark = place.path / "mark"
+    late = [place.job("sleep", f"sleep:{mark}", V3), place.job("stop", "stop:", V3)]
+    with pytest.raises(BuildError) as caught:
+        place.run(*late, place.job("good", "ok:", V3), timeout_seconds=3.0)
+    said = "for cpu-x86-64-v3: its worker did not answer within 3 s and was killed"
+    assert str(caught.value).splitlines() == [
+        "2 of 3 programs did not compile",
+        f"  sleep {said}",
+        f"  stop {said}",
     ]
-    assert caught.value.hint is not None
-    assert "--timeout SECONDS" in caught.value.hint
-    if mark.exists():
-        wait_for(lambda: not any(is_alive(int(text)) for text in mark.read_text().split()))
+    assert "--timeout SECONDS" in str(caught.value.hint)
+    wait_for(lambda: not any(is_alive(int(text)) for text in mark.read_text().split()))
 
 
 @pytest.mark.parametrize(
@@ -569,12 +449,12 @@ def test_a_worker_that_does_not_answer_is_killed_at_the_time_limit(
     ],
 )
 def test_a_worker_that_dies_while_it_measures_is_a_failed_measurement(
-    cache: DirectoryStore, code: str, reason: str
+    place: Place, code: str, reason: str
 ) -> None:
     toolchain = Toolchain(HOST, (sys.executable, "-c", code), VERSIONS)
     large = [{"executable": "x" * (1 << 20)}]  # more than a pipe holds
     seconds = 1.0 if "sleep" in code else 60.0
-    with WorkerProcess(toolchain, cache, os.environ) as worker:
+    with WorkerProcess(toolchain, place.cache, os.environ) as worker:
         with pytest.raises(BuildError) as caught:
             worker.measure(large, Path("weights"), None, seconds)
         with pytest.raises(BuildError, match="cannot measure"):
@@ -593,79 +473,71 @@ class Closed(io.StringIO):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
-def test_a_build_whose_stderr_is_closed_does_not_hang(
-    cache: DirectoryStore, fake: tuple[str, str]
-) -> None:
-    jobs = [job(cache, f"p{n}", f"ok:{n}", command=fake) for n in range(3)]
-    bad = job(cache, "bad", "exit:7", command=fake)
-    with (
-        Plain(Closed(), heartbeat_seconds=0.05) as progress,
-        WorkerPool(cache, workers=1, progress=progress) as pool,
-    ):
+def test_a_build_whose_stderr_is_closed_does_not_hang(place: Place) -> None:
+    jobs = [place.job(f"p{n}", f"ok:{n}") for n in range(3)]
+    with Plain(Closed(), heartbeat_seconds=0.05) as progress:
         with pytest.raises(BuildError, match="1 of 4 programs"):
-            results(pool, *jobs, bad)
+            place.run(*jobs, place.job("bad", "exit:7"), workers=1, progress=progress)
 
 
-def test_equal_builds_at_once_compile_each_program_once(
-    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path
-) -> None:
-    marks = [tmp_path / f"mark{n}" for n in range(3)]
-    portables = [f"count:{mark}" for mark in marks]
-    command = [sys.executable, "-c", BUILD, str(cache.root), fake[1], *portables]
-    builds = [subprocess.Popen(command) for _ in range(4)]
-    assert [build.wait(timeout=60) for build in builds] == [0] * 4
-    assert [mark.read_text().count("\n") for mark in marks] == [1, 1, 1]
-    assert list((cache.root / "v1" / "temp").iterdir()) == []
+def test_equal_builds_at_once_compile_each_program_once(place: Place) -> None:
+    marks = [place.path / f"mark{n}" for n in range(2)]
+    builds = [building(place, *(f"count:{mark}" for mark in marks)) for _ in range(3)]
+    for build in builds:
+        _, errors = build.communicate(timeout=60)
+        assert build.returncode == 0, errors
+    assert [mark.read_text().count("\n") for mark in marks] == [1, 1]
+    assert list((place.cache.root / "v1" / "temp").iterdir()) == []
 
 
-def test_a_build_that_is_killed_leaves_its_program_to_those_that_wait(
-    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path
-) -> None:
-    mark, count = tmp_path / "mark", tmp_path / "count"
-    count.touch()
-    # It sleeps the first time that it is compiled, and the mark says that it does.
-    text = f"once:{mark},{count}"
-    command = [sys.executable, "-c", BUILD, str(cache.root), fake[1], text]
-    first = subprocess.Popen(command)
+def test_a_build_that_is_killed_leaves_its_program_to_those_that_wait(place: Place) -> None:
+    mark, count = place.path / "mark", place.path / "count"
+    text = f"once:{mark},{count}"  # it sleeps the first time that it is compiled
+    first = building(place, text)
     wait_for(mark.exists)
-    second = subprocess.Popen(command)
+    second = building(place, text)
     time.sleep(0.5)
     assert second.poll() is None, "it waits for the first"
     first.kill()
-    first.wait()
-    assert second.wait(timeout=60) == 0
+    first.communicate()
+    second.communicate(timeout=60)
+    assert second.returncode == 0
     assert count.read_text() == "compiled\n"
 
 
-def test_closing_a_pool_ends_its_wait_for_another_build(
-    cache: DirectoryStore, fake: tuple[str, str]
-) -> None:
-    one = job(cache, "a", "ok:", command=fake)
-    with cache.making(one.key) as held:
-        assert held
-        pool = WorkerPool(cache, workers=1)
-        future = pool.submit(one)
-        time.sleep(0.2)
-        pool.close()
-        with pytest.raises(CancelledError):
-            future.result(timeout=60)
-    with WorkerPool(cache, workers=1) as pool:
-        pool.submit(one).result()
-        assert pool.compiled == {one.key.digest}
-
-
-def test_closing_a_pool_cancels_what_it_has_not_compiled(
-    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path
-) -> None:
-    mark = tmp_path / "mark"
-    pool = WorkerPool(cache, workers=1)
-    jobs = (job(cache, name, f"sleep:{mark}", command=fake) for name in ("running", "waiting"))
-    running, waiting = map(pool.submit, jobs)
+def test_closing_a_pool_cancels_what_runs_and_what_waits(place: Place) -> None:
+    mark = place.path / "mark"
+    workers = WorkerPool(place.cache, workers=1)
+    futures = [workers.submit(place.job(name, f"sleep:{mark}")) for name in ("runs", "waits")]
     wait_for(mark.exists)
-    pool.close()
-    for future in (running, waiting):
+    workers.close()
+    for future in futures:
         with pytest.raises(CancelledError):
             future.result(timeout=60)
+
+
+def test_a_job_of_another_build_stops_no_other_job_and_ends_with_the_pool(place: Place) -> None:
+    """The only lane must not wait for the other build while it could compile something."""
+    first, second, third = (place.job(name, f"ok:{name}") for name in "abc")
+    with place.cache.making(first.key) as held:
+        assert held
+        with WorkerPool(place.cache, workers=1) as workers:
+            waiting = workers.submit(first)
+            time.sleep(0.2)
+        with pytest.raises(CancelledError):  # nothing else was there to do
+            waiting.result(60)
+        with WorkerPool(place.cache, workers=1) as workers:
+            waiting = workers.submit(first)
+            assert workers.submit(second).result(60)
+        with pytest.raises(CancelledError):  # it was tried, and put off
+            waiting.result(60)
+    with WorkerPool(place.cache, workers=1) as workers:
+        with place.cache.making(first.key):
+            waiting = workers.submit(first)
+            assert workers.submit(third).result(60)
+            assert not waiting.done()
+        assert waiting.result(60)
+    assert workers.compiled == {first.key.digest, third.key.digest}
 
 
 def test_workers_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -675,155 +547,114 @@ def test_workers_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert default_workers() == workers
 
 
-def remember(cache: DirectoryStore, program: str, seconds: float, peak_mb: int, on: Target) -> None:
+def remember(place: Place, program: str, seconds: float, peak_mb: int, on: Target = HOST) -> None:
     """Puts a compile of an older version of a program into the cache."""
-    digest = cache.put_blob(b"executable")
-    found = Compiled(
-        Segment(0, 10, digest, 10, digest),
-        (),
-        Memory(1, 2, 3, 4),
-        round(1000 * seconds),
-        round(1000 * seconds),
-        peak_bytes=peak_mb << 20,
-    )
+    digest, time_ms = place.cache.put_blob(b"executable"), round(1000 * seconds)
+    segment = Segment(0, 10, digest, 10, digest)
+    found = Compiled(segment, (), Memory(1, 2, 3, 4), time_ms, time_ms, peak_mb << 20)
     key = Key("compile", f"{program}/{on.name}", (("portable", f"an older {program}"),))
-    cache.put(key, found.to_plain(), blobs=[digest])
+    place.cache.put(key, found.to_plain(), blobs=[digest])
 
 
-def order_of(
-    cache: DirectoryStore, blocker: CompileJob, at: Path, jobs: list[CompileJob], **options: bool
-) -> str:
-    """The order in which the only worker compiles jobs that were submitted while it was busy."""
-    done: list[str] = []
-    with WorkerPool(cache, workers=1, **options) as workers:
-        first = workers.submit(blocker)
-        wait_for((at / "begun").exists)
+@pytest.mark.parametrize(
+    ("known", "submitted", "in_order", "order"),
+    [
+        # At the end the longest would run beside nothing. `a` is new, and small.
+        ("b3 c60 d9", "a b c d", False, "cdba"),
+        # All shards know the same times: each would take the longest job, and wait for the others.
+        ("b60", "a b c", True, "abc"),
+        # A worker of another target is worth its start for `c`, and goes on with `b`; then `a` is worth it.
+        ("a3 B3.4 C5 d0.5", "a B C d", False, "CBad"),
+    ],
+    ids=["longest first", "shard", "switch"],
+)
+def test_the_only_worker_takes_waiting_jobs_in_the_best_order(
+    place: Place, known: str, submitted: str, in_order: bool, order: str
+) -> None:
+    """A capital is for another target."""
+    for each in known.split():
+        remember(place, each[0], float(each[1:]), 100, V3 if each[0].isupper() else HOST)
+    begun, go_on, done = place.path / "begun", place.path / "go on", list[str]()
+    jobs = [place.job(n, f"ok:{n}", V3 if n.isupper() else HOST) for n in submitted.split()]
+    with WorkerPool(place.cache, workers=1, in_order=in_order) as workers:
+        first = workers.submit(place.job("first", f"meet:{begun},{go_on}"))
+        wait_for(begun.exists)
         futures = [workers.submit(each) for each in jobs]
         for each, future in zip(jobs, futures, strict=True):
             future.add_done_callback(lambda _, name=each.program: done.append(name))
-        (at / "go on").touch()
+        go_on.touch()
         for future in (first, *futures):
             future.result(60)
-    return "".join(done)
+    assert "".join(done) == order
 
 
 @pytest.fixture
-def blocker(cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path) -> CompileJob:
-    return job(cache, "first", f"meet:{tmp_path / 'begun'},{tmp_path / 'go on'}", command=fake)
+def beside(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Gets, for each compile that begins, the programs that are compiled then."""
+    found = list[tuple[str, ...]]()
+    compile_really, lane_begins = WorkerProcess.compile, WorkerPool._run_lane
+    pools = set[WorkerPool]()
 
+    def run_lane(self: WorkerPool) -> None:
+        pools.add(self)
+        lane_begins(self)
 
-def test_the_longest_job_does_not_run_last(
-    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path, blocker: CompileJob
-) -> None:
-    """At the end it would run beside nothing."""
-    for name, seconds in (("b", 3.0), ("c", 60.0), ("d", 9.0)):
-        remember(cache, name, seconds, 100, HOST)
-    # `a` is new, and small.
-    jobs = [job(cache, name, f"ok:{name}", command=fake) for name in "abcd"]
-    assert order_of(cache, blocker, tmp_path, jobs) == "cdba"
+    def watch(
+        self: WorkerProcess, source: Source, toolchain: Toolchain, seconds: float
+    ) -> Compiled:
+        [only] = pools
+        found.append(tuple(sorted(each.job.program for each in only._running)))
+        return compile_really(self, source, toolchain, seconds)
 
-
-def test_jobs_of_a_shard_run_in_the_order_that_divides_them_among_machines(
-    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path, blocker: CompileJob
-) -> None:
-    """All shards know the same times: each would take the longest job, and wait for the others."""
-    remember(cache, "b", 60.0, 100, HOST)
-    jobs = [job(cache, name, f"ok:{name}", command=fake) for name in "abc"]
-    assert order_of(cache, blocker, tmp_path, jobs, in_order=True) == "abc"
-
-
-def test_a_new_worker_is_started_only_for_a_job_that_is_worth_it(
-    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path, blocker: CompileJob
-) -> None:
-    for name, seconds, on in (("a", 3.0, HOST), ("b", 3.4, V3), ("c", 5.0, V3), ("d", 0.5, HOST)):
-        remember(cache, name, seconds, 100, on)
-    jobs = [
-        job(cache, name, f"ok:{name}", on, command=fake)
-        for name, on in (("a", HOST), ("b", V3), ("c", V3), ("d", HOST))
-    ]
-    # `c` is worth it. Its worker goes on with `b`; then `a` is worth it.
-    assert order_of(cache, blocker, tmp_path, jobs) == "cbad"
+    monkeypatch.setattr(WorkerPool, "_run_lane", run_lane)
+    monkeypatch.setattr(WorkerProcess, "compile", watch)
+    return found
 
 
 @pytest.mark.parametrize("peak_mb", [3000, 30_000])
 def test_jobs_that_do_not_fit_together_never_run_together(
-    cache: DirectoryStore,
-    fake: tuple[str, str],
-    tmp_path: Path,
+    place: Place,
     monkeypatch: pytest.MonkeyPatch,
+    beside: list[tuple[str, ...]],
     peak_mb: int,
 ) -> None:
     """Also those that alone need more than the machine has: they must run, and beside nothing."""
     monkeypatch.setattr(pool, "_available_bytes", lambda: 6 << 30)
-    beside: list[tuple[str, ...]] = []
-    compile_really = WorkerProcess.compile
-
-    def watch(
-        self: WorkerProcess, source: Source, toolchain: Toolchain, seconds: float
-    ) -> Compiled:
-        beside.append(tuple(sorted(each.job.program for each in workers._running)))
-        return compile_really(self, source, toolchain, seconds)
-
-    monkeypatch.setattr(WorkerProcess, "compile", watch)
-    jobs = []
-    for number, name in enumerate("abc"):
-        remember(cache, name, 9.0 - number, peak_mb, HOST)
-        jobs.append(job(cache, name, f"count:{tmp_path / name}", command=fake))
-    small = [job(cache, name, f"count:{tmp_path / name}", command=fake) for name in "xy"]
-    with WorkerPool(cache, workers=3) as workers:
-        assert len(results(workers, *jobs, *small)) == 5
-    large = [sum(name in "abc" for name in each) for each in beside]
-    assert max(large) == 1
+    for number, name in enumerate("ab"):
+        remember(place, name, 9.0 - number, peak_mb)
+    jobs = [place.job(name, f"count:{place.path / name}") for name in "abxy"]
+    assert len(place.run(*jobs, workers=3)) == 4
+    assert max(sum(name in "ab" for name in each) for each in beside) == 1
     if peak_mb == 3000:
         assert max(map(len, beside)) > 1, "small ones fit beside a large one"
     else:
-        assert all(len(each) == 1 for each in beside if set(each) & set("abc"))
-
-
-def test_memory_that_somebody_else_takes_is_not_given_to_jobs(
-    cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for available, free in ((8 << 30, 7 << 30), (1 << 30, 1 << 30)):
-        monkeypatch.setattr(pool, "_available_bytes", lambda: 8 << 30)
-        workers = WorkerPool(cache, workers=2)
-        monkeypatch.setattr(pool, "_available_bytes", lambda found=available: found)
-        one = job(cache, "a", "ok:")
-        need = replace(need_of(cache, one), bytes=1 << 30)
-        workers._running.add(pool._Attempt(one, Future(), need))
-        assert workers._free_bytes() == free
+        assert all(len(each) == 1 for each in beside if set(each) & set("ab"))
 
 
 def test_a_job_whose_worker_is_killed_runs_once_more_beside_nothing(
-    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, beside: list[tuple[str, ...]]
 ) -> None:
     """Its estimate was too low, or another program took the memory."""
-    mark, beside = tmp_path / "mark", list[tuple[str, ...]]()
-    compile_really = WorkerProcess.compile
-
-    def watch(
-        self: WorkerProcess, source: Source, toolchain: Toolchain, seconds: float
-    ) -> Compiled:
-        beside.append(tuple(sorted(each.job.program for each in workers._running)))
-        return compile_really(self, source, toolchain, seconds)
-
-    monkeypatch.setattr(WorkerProcess, "compile", watch)
-    greedy = job(cache, "greedy", f"greedy:{mark}", command=fake)
-    others = [job(cache, f"p{n}", f"count:{tmp_path}/{n}", command=fake) for n in range(6)]
-    with WorkerPool(cache, workers=2) as workers:
+    greedy = place.job("greedy", f"greedy:{place.path / 'mark'}")
+    others = [place.job(f"p{n}", f"count:{place.path}/{n}") for n in range(4)]
+    with WorkerPool(place.cache, workers=2) as workers:
         found = results(workers, greedy, *others)
-        assert len(workers.compiled) == len(found) == 7
+        assert len(workers.compiled) == len(found) == 5
     assert [each for each in beside if "greedy" in each][-1] == ("greedy",)
-    assert len(beside) == 8, "each of the others once, and it twice"
+    assert len(beside) == 6, "each of the others once, and it twice"
 
 
-def test_a_job_that_the_store_has_asks_for_no_history(
-    cache: DirectoryStore, fake: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+def test_memory_that_somebody_else_takes_is_not_given_to_jobs(
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A build that changes nothing must not pay for it."""
-    jobs = [job(cache, name, "ok:", command=fake) for name in "ab"]
-    first = run(cache, fake, *jobs)
-    monkeypatch.setattr(pool, "need_of", lambda store, job: pytest.fail("it was asked for"))
-    assert run(cache, fake, *jobs) == first
+    for available, free in ((8 << 30, 7 << 30), (1 << 30, 1 << 30)):
+        monkeypatch.setattr(pool, "_available_bytes", lambda: 8 << 30)
+        workers = WorkerPool(place.cache, workers=2)
+        monkeypatch.setattr(pool, "_available_bytes", lambda found=available: found)
+        one = place.job("a", "ok:")
+        need = replace(need_of(place.cache, one), bytes=1 << 30)
+        workers._running.add(pool._Attempt(one, Future(), need))
+        assert workers._free_bytes() == free
 
 
 def test_a_frame_says_its_size_and_notices_every_flipped_bit() -> None:
@@ -840,30 +671,3 @@ def test_a_frame_says_its_size_and_notices_every_flipped_bit() -> None:
         except zstandard.ZstdError:
             continue
         assert found == content, at  # a bit that means nothing
-
-
-def test_a_job_of_another_build_stops_no_other_job(
-    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path
-) -> None:
-    """The only lane must not wait for the other build while it could compile something."""
-    first, second = (job(cache, name, f"count:{tmp_path / name}", command=fake) for name in "ab")
-    with WorkerPool(cache, workers=1) as pool:
-        with cache.making(first.key):
-            waiting = pool.submit(first)
-            assert pool.submit(second).result(60)
-            assert not waiting.done()
-        assert waiting.result(60)
-    assert pool.compiled == {first.key.digest, second.key.digest}
-
-
-def test_a_job_of_another_build_ends_with_the_pool(
-    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path
-) -> None:
-    """One that was tried, and put off, must not leave anybody waiting for it."""
-    first, second = (job(cache, name, f"count:{tmp_path / name}", command=fake) for name in "ab")
-    with cache.making(first.key):
-        with WorkerPool(cache, workers=1) as pool:
-            waiting = pool.submit(first)
-            assert pool.submit(second).result(60)
-        with pytest.raises(CancelledError):
-            waiting.result(60)

@@ -122,8 +122,7 @@ def http_store(
         def do_GET(self) -> None:
             self.answer(self.path in files, files.get(self.path, b""))
 
-        def do_HEAD(self) -> None:
-            self.answer(self.path in files, b"", len(files.get(self.path, b"")))
+        do_HEAD = do_GET  # noqa: N815
 
         def do_PUT(self) -> None:
             seen.append(f"{self.path[:8]} {self.headers.get('content-type')}")
@@ -133,14 +132,14 @@ def http_store(
                 files[self.path] = content
             self.answer(True, b"")
 
-        def answer(self, found: bool, content: bytes, size: int | None = None) -> None:
+        def answer(self, found: bool, content: bytes) -> None:
             seen.append(f"{self.command} {self.headers.get('authorization')}")
-            if is_down():
-                content, size = b"", None
+            content = b"" if is_down() else content
             self.send_response(503 if is_down() else 200 if found else 404)
-            self.send_header("content-length", str(len(content) if size is None else size))
+            self.send_header("content-length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content)
+            if self.command != "HEAD":
+                self.wfile.write(content)
 
     with _serving(Handler) as host:
         yield f"http://{host}"
@@ -166,10 +165,10 @@ def registry(
 
     class Handler(_Handler):
         def do_GET(self) -> None:
-            self.answer(200 if self.path in files else 404, files.get(self.path, b""))
+            content = b"" if self.command == "HEAD" else files.get(self.path, b"")
+            self.answer(200 if self.path in files else 404, content)
 
-        def do_HEAD(self) -> None:
-            self.answer(200 if self.path in files else 404, b"")
+        do_HEAD = do_GET  # noqa: N815
 
         def do_POST(self) -> None:
             self.answer(202, b"", {"location": f"{self.path}1?state=x"})
@@ -232,8 +231,7 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
             else:
                 self.answer(200, found[0])
 
-        def do_HEAD(self) -> None:
-            self.do_GET()
+        do_HEAD = do_GET  # noqa: N815
 
         def do_PUT(self) -> None:
             content = self.rfile.read(int(self.headers["content-length"]))
@@ -272,19 +270,14 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
             self.answer(204, b"")
 
         def listing(self, prefix: str) -> bytes:
-            def entry(path: str, content: bytes, written: float) -> str:
-                time_text = datetime.fromtimestamp(written, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-                return (
-                    f"<Contents><Key>{path.removeprefix('/bucket/')}</Key><Size>{len(content)}</Size>"
-                    f"<LastModified>{time_text}</LastModified></Contents>"
-                )
-
-            entries = [
-                entry(path, *found)
-                for path, found in sorted(files.items())
-                if path.startswith(f"/bucket/{prefix}")
-            ]
-            return f"<ListBucketResult>{''.join(entries)}</ListBucketResult>".encode()
+            entries = ""
+            for path, (content, written) in sorted(files.items()):
+                if path.startswith(f"/bucket/{prefix}"):
+                    date = datetime.fromtimestamp(written, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+                    entries += f"<Contents><Key>{path.removeprefix('/bucket/')}</Key>"
+                    entries += f"<Size>{len(content)}</Size>"
+                    entries += f"<LastModified>{date}</LastModified></Contents>"
+            return f"<ListBucketResult>{entries}</ListBucketResult>".encode()
 
         def answer(self, status: int, content: bytes) -> None:
             self.send_response(status)

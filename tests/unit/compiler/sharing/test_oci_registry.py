@@ -43,12 +43,9 @@ def round_trip(place: Repository, tmp_path: Path) -> None:
     assert decode(result, KEY, ()) == RESULT_OF_KEY
 
 
-def test_a_registry_holds_results_and_contents(tmp_path: Path) -> None:
-    with registry() as host:
-        round_trip(Repository(f"oci://{host}/team/store"), tmp_path)
-
-
-def test_the_login_of_docker_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registry_holds_results_and_contents_and_the_login_of_docker_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with registry("me:secret") as host:
         with pytest.raises(RemoteError):
@@ -79,13 +76,12 @@ def test_a_real_registry_holds_results_and_contents(tmp_path: Path) -> None:
         server.kill()
 
 
-def test_a_registry_may_take_time_to_store_a_large_blob(tmp_path: Path) -> None:
+def test_a_registry_may_take_time_for_a_blob_and_a_manifest_that_finds_half_of_it_is_sent_again(
+    tmp_path: Path,
+) -> None:
+    """A registry on a file system answers 400 while another machine writes the same blob."""
     with registry(upload_seconds=1.5 * ANSWER_SECONDS) as host:
         Repository(f"oci://{host}/store").write(CAS, CONTENT)
-
-
-def test_a_manifest_that_finds_a_blob_half_written_is_sent_again(tmp_path: Path) -> None:
-    """A registry on a file system answers 400 while another machine writes the same blob."""
     with registry(refused=3) as host:
         round_trip(Repository(f"oci://{host}/store"), tmp_path)
     with registry(refused=4) as host:

@@ -70,53 +70,38 @@ def _changed(content: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
     return json.dumps(outer).encode()
 
 
-def _exchange(statement: dict[str, Any]) -> None:
-    statement["predicate"]["blobs"] = {f"sha256:{'b' * 64}": 7}
+def _set(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    """Changes fields of the predicate of a statement."""
+    return lambda statement: statement["predicate"].update(fields)
 
 
 def _rename(statement: dict[str, Any]) -> None:
     statement["subject"][0]["digest"]["sha256"] = OTHER.digest.removeprefix("sha256:")
 
 
-def _reword(statement: dict[str, Any]) -> None:
-    statement["predicate"]["ingredients"][1][1] = "z"
-
-
 SIGNED, UNSIGNED = encode(RESULT_OF_KEY, SIGNER), encode(RESULT_OF_KEY, None)
+OTHERS = [["jaxlib", "0.10.2"], ["stablehlo", "z"]]
+NOBODY, OF_KEY, DIGESTS = "a key that this build", "expected the result of", "digests of contents"
 
 REFUSED = {
-    "signed by nobody": (UNSIGNED, KEY, BELIEVED, "expected a signature, found none"),
-    "signed by a stranger": (
-        encode(RESULT_OF_KEY, STRANGER),
-        KEY,
-        BELIEVED,
-        "a key that this build",
-    ),
-    "contents exchanged": (_changed(SIGNED, _exchange), KEY, BELIEVED, "a key that this build"),
-    "another key's name": (_changed(SIGNED, _rename), OTHER, BELIEVED, "a key that this build"),
-    "of another key": (SIGNED, OTHER, BELIEVED, "expected the result of"),
-    "of another key, unsigned": (UNSIGNED, OTHER, (), "expected the result of"),
-    "other ingredients": (_changed(UNSIGNED, _reword), KEY, (), "the ingredients of"),
+    "by nobody": (UNSIGNED, KEY, BELIEVED, "expected a signature, found none"),
+    "by a stranger": (encode(RESULT_OF_KEY, STRANGER), KEY, BELIEVED, NOBODY),
+    "exchanged": (_changed(SIGNED, _set(blobs={f"sha256:{'b' * 64}": 7})), KEY, BELIEVED, NOBODY),
+    "another key's name": (_changed(SIGNED, _rename), OTHER, BELIEVED, NOBODY),
+    "of another key": (SIGNED, OTHER, BELIEVED, OF_KEY),
+    "of another key, unsigned": (UNSIGNED, OTHER, (), OF_KEY),
+    "others": (_changed(UNSIGNED, _set(ingredients=OTHERS)), KEY, (), "the ingredients of"),
+    "another kind": (_changed(UNSIGNED, _set(kind="lower")), KEY, (), "the ingredients of"),
     "truncated": (SIGNED[:-9], KEY, BELIEVED, "expected JSON"),
     "empty": (b"", KEY, (), "expected JSON"),
     "no statement": (b'{"stdoutRaw": "e30="}', KEY, (), "statement"),
     "not base64": (b'{"stdoutRaw": "?"}', KEY, (), "base64"),
     "too large": (b" " * (5 << 20), KEY, (), "at most"),
     "deeply nested": (b'{"stdoutRaw":' + b"[" * 10_000, KEY, (), "expected JSON"),
-    "no digest": (
-        _changed(UNSIGNED, lambda s: s["predicate"].update(blobs={"../x": 1})),
-        KEY,
-        (),
-        "expected digests of contents",
-    ),
-    "a negative size": (
-        _changed(UNSIGNED, lambda s: s["predicate"].update(blobs={BLOB: -1})),
-        KEY,
-        (),
-        "expected digests of contents",
-    ),
-    "no result": (_changed(UNSIGNED, lambda s: s["predicate"].pop("result")), KEY, (), "result"),
-    "another predicate": (
+    "no digest": (_changed(UNSIGNED, _set(blobs={"../x": 1})), KEY, (), DIGESTS),
+    "a negative size": (_changed(UNSIGNED, _set(blobs={BLOB: -1})), KEY, (), DIGESTS),
+    "no result": (_changed(UNSIGNED, _set(result=None)), KEY, (), "result"),
+    "predicate": (
         _changed(UNSIGNED, lambda s: s.update(predicateType="urn:other")),
         KEY,
         (),

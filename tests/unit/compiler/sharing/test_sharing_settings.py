@@ -18,11 +18,10 @@ def write(directory: Path, text: str) -> str:
     return str(directory / "stores.toml")
 
 
-def test_nothing_is_shared_unless_somebody_says_so() -> None:
+def test_a_url_or_a_directory_is_read_and_written_and_nothing_unless_somebody_says_so(
+    tmp_path: Path,
+) -> None:
     assert not read_stores(None, {}).tiers
-
-
-def test_a_url_or_a_directory_is_read_and_written(tmp_path: Path) -> None:
     (tier,) = read_stores("http://127.0.0.1:9/x").tiers
     assert (tier.remote.name, tier.writes, tier.believed) == ("http://127.0.0.1:9/x", True, ())
     (tier,) = read_stores(None, {STORE: str(tmp_path / "a b")}).tiers
@@ -50,40 +49,18 @@ def test_a_file_says_who_writes_and_who_is_believed(tmp_path: Path) -> None:
     ]
 
 
+STORE_TABLE = '[[store]]\nurl = "http://x"\n'
 WRONG: dict[str, tuple[str, type[PrejitError], str]] = {
     "no TOML": ("[[store", UsageError, "expected TOML"),
     "no store": ('namespace = "x"', UsageError, r"expected a table \[\[store\]\]"),
+    "no table": ("store = [1]", UsageError, "store 1: expected a table, found 1"),
     "no url": ("[[store]]\nwrite = true", UsageError, "store 1: expected url"),
-    "unknown key": (
-        '[[store]]\nurl = "http://x"\nkey = "a"',
-        UsageError,
-        "store 1: key: expected one",
-    ),
-    "wrong type": (
-        '[[store]]\nurl = "http://x"\nwrite = "yes"',
-        UsageError,
-        "write: expected bool",
-    ),
-    "keys no texts": (
-        '[[store]]\nurl = "http://x"\nkeys = [1]',
-        UsageError,
-        "keys: expected a list",
-    ),
-    "key missing": (
-        '[[store]]\nurl = "http://x"\nkeys = ["no.pem"]',
-        StoreError,
-        "no.pem: cannot read",
-    ),
-    "a private key believed": (
-        '[[store]]\nurl = "http://x"\nkeys = ["key.pem"]',
-        PolicyError,
-        "found a private one",
-    ),
-    "signs what nobody writes": (
-        '[[store]]\nurl = "http://x"\nsign = "key.pem"',
-        UsageError,
-        "sign: expected write = true",
-    ),
+    "unknown key": (f'{STORE_TABLE}key = "a"', UsageError, "store 1: key: expected one"),
+    "wrong type": (f'{STORE_TABLE}write = "yes"', UsageError, "write: expected bool"),
+    "keys no texts": (f"{STORE_TABLE}keys = [1]", UsageError, "keys: expected a list"),
+    "key missing": (f'{STORE_TABLE}keys = ["no.pem"]', StoreError, "no.pem: cannot read"),
+    "private": (f'{STORE_TABLE}keys = ["key.pem"]', PolicyError, "found a private one"),
+    "nobody writes": (f'{STORE_TABLE}sign = "key.pem"', UsageError, "sign: expected write = true"),
     "no repository": ('[[store]]\nurl = "oci://host"', UsageError, "a host and a repository"),
 }
 
@@ -100,3 +77,5 @@ def test_a_mistake_names_the_file_and_the_key(tmp_path: Path, case: str) -> None
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot read it"):
         read_stores(str(tmp_path / "stores.toml"))
+    with pytest.raises(UsageError, match=f"{STORE}: .*a host and a repository"):
+        read_stores(None, {STORE: "oci://host"})

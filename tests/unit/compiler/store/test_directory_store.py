@@ -88,23 +88,20 @@ def test_what_was_stored_is_found(cache: DirectoryStore) -> None:
     assert temp_files(cache) == []
 
 
-def test_what_was_not_stored_is_a_miss(cache: DirectoryStore) -> None:
-    other = Key("compile", KEY.name, (("jaxlib", "0.12.0"), ("portable", "x")))
-    cache.put(KEY, {})
-    assert cache.get(other) is None
-    assert cache.get(Key("lower", KEY.name, KEY.ingredients)) is None
-    assert cache.read_blob(digest_of(b"")) is None
-    assert cache.blob_path(digest_of(b"")) is None
-
-
-def test_the_last_key_of_a_name_is_remembered(cache: DirectoryStore) -> None:
+def test_what_was_not_stored_is_a_miss_and_the_last_key_of_a_name_is_remembered(
+    cache: DirectoryStore,
+) -> None:
     newer = Key("compile", KEY.name, (("jaxlib", "0.12.0"),))
     assert not cache.last_keys("compile", KEY.name)
     cache.put(KEY, {})
+    assert cache.get(newer) is None
+    assert cache.get(Key("lower", KEY.name, KEY.ingredients)) is None
     cache.put(newer, {})
     cache.put(Key("lower", KEY.name, ()), {})
     assert cache.last_keys("compile", KEY.name) == (newer,)
     assert not cache.last_keys("compile", "../../other")
+    assert cache.read_blob(digest_of(b"")) is None
+    assert cache.blob_path(digest_of(b"")) is None
 
 
 def test_a_flipped_bit_in_a_blob_heals(cache: DirectoryStore) -> None:
@@ -122,37 +119,24 @@ def test_a_flipped_bit_in_a_blob_heals(cache: DirectoryStore) -> None:
         assert cache.read_blob(digest) == content
 
 
-@pytest.mark.parametrize("size", [0, 5, 29, 31])
-def test_a_blob_of_another_size_is_a_miss_at_lookup(cache: DirectoryStore, size: int) -> None:
+def test_a_blob_of_another_size_is_a_miss_and_one_of_other_content_when_verified(
+    cache: DirectoryStore,
+) -> None:
     content = b"executable" * 3
     digest = cache.put_blob(content)
     cache.put(KEY, {}, blobs=[digest])
     path = cache.blob_path(digest)
     assert path is not None
-    path.write_bytes((content * 2)[:size])
-    assert cache.get(KEY) is None
-    path.unlink()
-    assert cache.get(KEY) is None
-    cache.put_blob(content)
+    for size in (0, 5, 29, 31):
+        path.write_bytes((content * 2)[:size])
+        assert cache.get(KEY) is None
+    path.write_bytes(content[::-1])
     assert cache.get(KEY) == {}
-
-
-def test_a_blob_that_differs_in_content_only_is_a_miss_when_verified(cache: DirectoryStore) -> None:
-    digest = cache.put_blob(b"right")
-    cache.put(KEY, {}, blobs=[digest])
-    path = cache.blob_path(digest)
-    assert path is not None
-    path.write_bytes(b"wrong")
+    cache.put_blob(content)  # replaces the damaged one
+    assert cache.get(KEY, verify=True) == {}
+    path.write_bytes(content[::-1])
     assert cache.get(KEY, verify=True) is None
-
-
-def test_writing_a_blob_again_replaces_a_damaged_one(cache: DirectoryStore) -> None:
-    digest = cache.put_blob(b"right")
-    path = cache.blob_path(digest)
-    assert path is not None
-    path.write_bytes(b"wrong")
-    cache.put_blob(b"right")
-    assert cache.read_blob(digest) == b"right"
+    assert cache.get(KEY) is None, "it is gone"
 
 
 def test_every_damaged_byte_of_an_action_is_a_miss_and_heals(cache: DirectoryStore) -> None:
@@ -170,7 +154,9 @@ def test_every_damaged_byte_of_an_action_is_a_miss_and_heals(cache: DirectorySto
     assert cache.get(KEY) == {"memory": 12345}
 
 
-def test_a_block_that_fails_leaves_nothing(cache: DirectoryStore) -> None:
+def test_a_block_that_fails_leaves_nothing_and_a_result_without_its_blob_is_not_stored(
+    cache: DirectoryStore,
+) -> None:
     def write_half() -> None:
         with cache.blob_writer() as blob:
             blob.write(b"half")
@@ -180,11 +166,8 @@ def test_a_block_that_fails_leaves_nothing(cache: DirectoryStore) -> None:
         write_half()
     assert temp_files(cache) == []
     assert cache.blob_path(digest_of(b"half")) is None
-
-
-def test_a_result_without_its_blob_is_not_stored(cache: DirectoryStore) -> None:
     with pytest.raises(StoreError, match="expected blob sha256:"):
-        cache.put(KEY, {}, blobs=[digest_of(b"never written")])
+        cache.put(KEY, {}, blobs=[digest_of(b"half")])
     assert cache.get(KEY) is None
 
 
@@ -252,7 +235,7 @@ while True:
     cache.put(Key("compile", f"{number % 7}", (("number", f"{number}"),)), {"n": number}, blobs=[digest])
 """
     root = tmp_path / "cache"
-    for attempt in range(5):
+    for attempt in range(4):
         process = python(code, root)
         with process:
             assert process.stdout is not None
@@ -269,7 +252,7 @@ while True:
         result = cache.get(Key("compile", "", (("number", f"{number}"),)), verify=True)
         found += result == {"n": number}
         assert result in ({"n": number}, None)
-    assert found >= len(blobs) - 5  # each kill may cost the one result that was under way
+    assert found >= len(blobs) - 4  # each kill may cost the one result that was under way
 
 
 def test_a_full_disk_is_reported_and_leaves_no_temp_files(tmp_path: Path) -> None:
@@ -332,12 +315,12 @@ print(hits)
 """
 
 
-def test_eight_processes_that_damage_and_heal_one_cache_never_see_a_wrong_answer(
+def test_processes_that_damage_and_heal_one_cache_never_see_a_wrong_answer(
     tmp_path: Path,
 ) -> None:
-    racers = [python(RACER, tmp_path / "cache", seed) for seed in range(8)]
+    racers = [python(RACER, tmp_path / "cache", seed) for seed in range(5)]
     outputs = [racer.communicate() for racer in racers]
-    assert [errors for _, errors in outputs] == [""] * 8
+    assert [errors for _, errors in outputs] == [""] * 5
     assert sum(int(output) for output, _ in outputs) > 100
     assert temp_files(DirectoryStore.open(tmp_path / "cache")) == []
 

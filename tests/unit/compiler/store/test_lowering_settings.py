@@ -14,6 +14,7 @@ import jax
 import pytest
 
 from prejit.compiler.store.lowering_settings import COUNTED, HARMLESS, jax_configuration
+from prejit.runtime.errors import UsageError
 
 BEFORE_AND_AFTER = """
 import json, os
@@ -76,7 +77,7 @@ def test_jaxs_defaults_are_not_in_the_configuration() -> None:
     assert before_and_after({}) == ("", "")
 
 
-def test_a_setting_that_no_list_has_is_in_the_configuration(
+def test_a_setting_that_no_list_has_is_in_the_configuration_and_a_harmless_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     values = {**dict.fromkeys(("jax_platforms", "jax_log_compiles"), "x"), "jax_scan4": False}
@@ -86,11 +87,7 @@ def test_a_setting_that_no_list_has_is_in_the_configuration(
     assert jax_configuration({}) == "jax_scan4=False"
     monkeypatch.delitem(sys.modules, "jax")
     assert jax_configuration({"JAX_SCAN4": "1"}) == "jax_scan4=1"
-
-
-def test_what_decides_no_program_is_no_part_of_jaxs_configuration(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delitem(sys.modules, "jax", raising=False)
     assert jax_configuration({"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": "/x"}) == ""
     assert jax_configuration({"JAX_ENABLE_X64": "true"}) == "jax_enable_x64=True"
+    with pytest.raises(UsageError, match=r"JAX_ENABLE_X64: expected true or false.*found 'maybe'"):
+        jax_configuration({"JAX_ENABLE_X64": "maybe"})

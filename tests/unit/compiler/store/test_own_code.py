@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
@@ -12,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler.store import own_code
-from prejit.compiler.store.own_code import code_digest
+from prejit.compiler.store.own_code import KnownDigests, code_digest
 from prejit.compiler.store.source_file import definitions
+from prejit.runtime.base.files import digest_of
 
 Edit = Callable[[str, Callable[[str], str]], None]
 READ = cache(definitions)
@@ -70,7 +73,6 @@ STEPS = {
 MODELS = {"LOWERING", "WEIGHTS", "ACCURACY"}
 LOWERED = {"LOWERING", "USER_DECODERS"}
 CHANGES = [
-    # What decides a result makes it again, and no other.
     ("compiler.models.families.decoders:TextDecoder", MODELS),
     ("compiler.models.layers.rope:frequencies", MODELS),
     ("compiler.models.sharding:shardings", {"LOWERING"}),
@@ -95,38 +97,39 @@ CHANGES = [
     ("runtime.device._jax_parts:compile_options", {"COMPILING", "GOLDEN", "SIZES"}),
     ("compiler.native.library:_LINK_FLAGS", {"KERNELS"}),
     ("compiler.checkpoint.tokenizer_check:", {"TOKENIZER"}),
+]
+"""What decides results makes them again, and no others."""
+UNRELATED = [
     # What starts, feeds, keeps, packs, serves or shows decides nothing, even in the same file.
-    ("compiler.compile.worker.requests:serve", set()),
-    ("compiler.compile.worker_process:WorkerProcess", set()),
-    ("compiler.compile.pool:WorkerPool", set()),
-    ("compiler.native.library:find_kernels", set()),
-    ("compiler.pipeline.lowering:products_of", set()),
-    ("compiler.pipeline.pack.bundle_files:assemble", set()),
-    ("compiler.pipeline.plan:plan_build", set()),
-    ("compiler.pipeline.run:build", set()),
-    ("compiler.store.directory_store:DirectoryStore", set()),
-    ("compiler.targets.toolchain:Toolchain", set()),
-    ("compiler.progress:Plain", set()),
-    ("compiler.cli.build_commands:build", set()),
-    ("runtime.format.bundle_schema:ImageManifest", set()),
-    ("runtime.cli.commands:", set()),
-    ("runtime.generation.batch:", set()),
+    "compiler.compile.worker.requests:serve",
+    "compiler.compile.worker_process:WorkerProcess",
+    "compiler.compile.pool:WorkerPool",
+    "compiler.native.library:find_kernels",
+    "compiler.pipeline.lowering:products_of",
+    "compiler.pipeline.pack.bundle_files:assemble",
+    "compiler.pipeline.plan:plan_build",
+    "compiler.pipeline.run:build",
+    "compiler.store.directory_store:DirectoryStore",
+    "compiler.targets.toolchain:Toolchain",
+    "compiler.progress:Plain",
+    "compiler.cli.build_commands:build",
+    "runtime.format.bundle_schema:ImageManifest",
+    "runtime.cli.commands:",
+    "runtime.generation.batch:",
 ]
 
 
-@pytest.mark.parametrize(("place", "steps"), CHANGES, ids=[place for place, _ in CHANGES])
-def test_a_change_of_our_code_makes_again_what_it_decides_and_nothing_else(
-    place: str, steps: set[str], edit: Edit
-) -> None:
+def test_a_change_of_our_code_makes_again_what_it_decides_and_nothing_else(edit: Edit) -> None:
     before = {name: code_digest(*roots) for name, roots in STEPS.items()}
-    module, _, name = place.partition(":")
-    edit(
-        f"prejit.{module}",
-        lambda source: f"{source}\n{name} = {name}\n" if name else f"{source}\nprint(1)\n",
-    )
-    assert not name or f"prejit.{place}" in defined(f"prejit.{module}"), "it is gone"
-    after = {step for step, roots in STEPS.items() if code_digest(*roots) != before[step]}
-    assert after == steps
+    for places, steps in [*(([place], steps) for place, steps in CHANGES), (UNRELATED, set[str]())]:
+        for place in places:
+            module, _, name = place.partition(":")
+            line = f"{name} = {name}" if name else "print(1)"
+            edit(f"prejit.{module}", lambda source, line=line: f"{source}\n{line}\n")
+            assert not name or f"prejit.{place}" in defined(f"prejit.{module}"), f"{place} is gone"
+        after = {name: code_digest(*roots) for name, roots in STEPS.items()}
+        assert {step for step in STEPS if after[step] != before[step]} == steps, places
+        before = after
 
 
 def defined(module: str) -> set[str]:
@@ -219,17 +222,6 @@ def replaced(old: str, new: str) -> Callable[[str], str]:
         (HELPER, "    return", "    'Return twice x.'\n    return"),
         (OTHER, "x + x", "x - x"),
     ],
-    ids=[
-        "docstring",
-        "comment",
-        "line break",
-        "error",
-        "types only",
-        "quotes",
-        "brackets",
-        "helper",
-        "not imported",
-    ],
 )
 def test_prose_and_what_does_not_run_change_no_digest(
     module: str, old: str, new: str, package: Edit
@@ -239,22 +231,19 @@ def test_prose_and_what_does_not_run_change_no_digest(
     assert code_digest(MAIN) == before
 
 
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
+def test_all_that_runs_changes_the_digest(package: Edit) -> None:
+    found = [code_digest(MAIN)]
+    for module, old, new in (
         (MAIN, "x < 0", "x < 1"),
         (MAIN, '"text"', '"texts"'),
         (MAIN, "ValueError", "TypeError"),
+        (HELPER, "2 *", "3 *"),
         (MAIN, "base.helper", "base.other"),
         (MAIN, "    return", "return"),
-        (HELPER, "2 *", "3 *"),
-    ],
-    ids=["statement", "text", "kind of error", "import", "indentation", "helper"],
-)
-def test_all_that_runs_changes_the_digest(module: str, old: str, new: str, package: Edit) -> None:
-    before = code_digest(MAIN)
-    package(module, replaced(old, new))
-    assert code_digest(MAIN) != before
+    ):
+        package(module, replaced(old, new))
+        found.append(code_digest(MAIN))
+    assert len({*found}) == len(found)
 
 
 def test_what_an_import_runs_changes_the_digest_of_all_that_the_module_defines(
@@ -279,6 +268,10 @@ def sources_in_keys() -> Iterator[tuple[str, str]]:
         yield module, own_code._file(module).read_text("utf-8")
 
 
+def is_unused(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
 def walked(node: ast.AST) -> Iterator[ast.AST]:
     """All that runs within a node: no types of arguments and results, and no texts of errors."""
     if isinstance(node, ast.Raise):
@@ -292,16 +285,19 @@ def walked(node: ast.AST) -> Iterator[ast.AST]:
         ):
             continue
         for child in value if isinstance(value, list) else [value]:
-            is_unused = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
-            if isinstance(child, ast.AST) and not is_unused:
+            if isinstance(child, ast.AST) and not is_unused(child):
                 yield child
                 yield from walked(child)
 
 
-def test_imports_are_found_as_python_finds_them() -> None:
+def test_imports_definitions_and_what_they_mention_are_found_as_python_finds_them() -> None:
+    """A name that is not found would be missing in keys, with all that it stands for."""
     for module, source in sources_in_keys():
+        tree, (found, top) = ast.parse(source), READ(source)
+        inside = {id(statement): [*walked(statement)] for statement in tree.body}
         expected = set[tuple[str, str]]()
-        for node in walked(ast.parse(source)):
+        runs = [each for each in tree.body if not is_unused(each)]
+        for node in (*runs, *(each for one in runs for each in inside[id(one)])):
             if isinstance(node, ast.Import):
                 names = [alias for alias in node.names if alias.name.startswith("prejit.")]
                 expected |= {(alias.name, alias.asname or alias.name) for alias in names}
@@ -309,39 +305,43 @@ def test_imports_are_found_as_python_finds_them() -> None:
                 assert node.level == 0, f"{module}: relative imports are not found"
                 for alias in node.names:
                     expected.add((f"{node.module}.{alias.name}", alias.asname or alias.name))
-        found, top = READ(source)
         imports = [*top, *(each for one in found for each in one.imports)]
-        names = {(".".join(filter(None, (e.statement, e.name))), e.local) for e in imports}
-        assert names == expected, module
-
-
-def test_definitions_and_what_they_mention_are_found_as_python_finds_them() -> None:
-    """A name that is not found would be missing in keys, with all that it stands for."""
-    for module, source in sources_in_keys():
-        found, _ = READ(source)
-        for node in ast.parse(source).body:
+        local = {(".".join(filter(None, (e.statement, e.name))), e.local) for e in imports}
+        assert local == expected, module
+        for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                names = {node.name}
+                defined = {node.name}
             elif isinstance(node, ast.AnnAssign) or (
                 isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Tuple)
             ):
                 targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
-                names = {
+                defined = {
                     n.id for each in targets for n in ast.walk(each) if isinstance(n, ast.Name)
                 }
             else:
                 continue
-            mentioned = {n.id for n in walked(node) if isinstance(n, ast.Name)}
-            defining = [each for each in found if names & {*each.names}]
-            assert {name for each in defining for name in each.names} >= names, (module, names)
+            mentioned = {n.id for n in inside[id(node)] if isinstance(n, ast.Name)}
+            defining = [each for each in found if defined & {*each.names}]
+            assert {name for each in defining for name in each.names} >= defined, module
             missing = mentioned - {name for each in defining for name, _ in each.mentions}
-            assert not missing, (module, names, missing)
+            assert not missing, (module, defined, missing)
 
 
 def test_a_root_that_is_gone_is_an_error(package: Edit) -> None:
     """Its step would have a digest without its code."""
     with pytest.raises(ValueError, match=r"found nothing at prejit\.compiler\.main:gone"):
         code_digest(f"{MAIN}:gone")
+
+
+def test_a_root_package_has_a_digest_and_is_in_no_other(package: Edit) -> None:
+    """A user's module may import it."""
+    root = own_code._file("prejit.compiler")
+    root.write_text("A = 1\n")
+    forget()
+    before = code_digest("prejit.compiler"), code_digest(MAIN)
+    package("prejit.compiler", replaced("1", "2"))
+    assert code_digest("prejit.compiler") != before[0]
+    assert code_digest(MAIN) == before[1]
 
 
 def test_code_beside_what_is_used_changes_no_digest(package: Edit) -> None:
@@ -388,3 +388,91 @@ def test_code_is_found_however_it_is_imported_and_used(
         package(OTHER, replaced("x + x", "x - -x"))
         assert code_digest(f"{MAIN}:run") != before
         package(OTHER, lambda _: textwrap.dedent(SOURCES[OTHER]))
+
+
+DIGEST = digest_of(b"code")
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sources that were written just now count as settled, and the cache is empty."""
+    monkeypatch.setattr(own_code, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def sources(tmp_path: Path, settled: None) -> dict[str, Path]:
+    (tmp_path / "code" / "inner").mkdir(parents=True)
+    (tmp_path / "code" / "a.py").write_text("A = 1\n")
+    (tmp_path / "code" / "inner" / "b.py").write_text("B = 1\n")
+    return {"prejit.code": tmp_path / "code"}
+
+
+def test_a_later_process_finds_what_was_kept(sources: dict[str, Path]) -> None:
+    KnownDigests(sources).keep("step", DIGEST)
+    (sources["prejit.code"] / "__pycache__").mkdir()
+    (sources["prejit.code"] / "__pycache__" / "a.pyc").write_bytes(b"")  # no source
+    assert KnownDigests(sources).get("step") == DIGEST
+    assert KnownDigests(sources).get("other step") is None
+
+
+def _rewrite_with_its_old_times(path: Path) -> None:
+    status = path.stat()
+    path.write_text("B = 2\n")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda code: (code / "a.py").write_text("A = 2\n"),
+        lambda code: _rewrite_with_its_old_times(code / "inner" / "b.py"),
+        lambda code: (code / "inner" / "c.py").write_text(""),
+        lambda code: (code / "inner" / "b.py").unlink(),
+        lambda code: (code / "a.py").rename(code / "z.py"),
+    ],
+    ids=["written", "written, with the times of before", "added", "removed", "renamed"],
+)
+def test_a_source_that_changed_ends_all(
+    change: Callable[[Path], object], sources: dict[str, Path]
+) -> None:
+    KnownDigests(sources).keep("step", DIGEST)
+    change(sources["prejit.code"])
+    assert KnownDigests(sources).get("step") is None
+
+
+def test_sources_that_changed_just_now_or_a_file_that_others_may_write_are_not_believed(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second change could leave the same times."""
+    with monkeypatch.context() as patch:
+        patch.setattr(own_code, "SETTLED_SECONDS", 60.0)
+        KnownDigests(sources).keep("step", DIGEST)
+    assert KnownDigests(sources).get("step") is None
+    KnownDigests(sources).keep("step", DIGEST)
+    [file] = (tmp_path / "cache").rglob("*.json")
+    file.chmod(0o666)
+    assert KnownDigests(sources).get("step") is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda held: b"",
+        lambda held: b"[1",
+        lambda held: b"[]",
+        lambda held: json.dumps({**held, "digests": None}).encode(),
+        lambda held: json.dumps({**held, "digests": {"step": "sha256:0"}}).encode(),
+        lambda held: json.dumps({**held, "sources": "0"}).encode(),
+    ],
+    ids=["empty", "no JSON", "a list", "no digests", "no digest", "other sources"],
+)
+def test_a_damaged_file_counts_as_missing(
+    damage: Callable[[dict[str, object]], bytes], sources: dict[str, Path], tmp_path: Path
+) -> None:
+    KnownDigests(sources).keep("step", DIGEST)
+    [file] = (tmp_path / "cache").rglob("*.json")
+    file.write_bytes(damage(json.loads(file.read_bytes())))
+    assert KnownDigests(sources).get("step") is None
+    KnownDigests(sources).keep("step", DIGEST)
+    assert KnownDigests(sources).get("step") == DIGEST

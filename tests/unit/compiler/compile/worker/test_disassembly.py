@@ -270,32 +270,21 @@ def test_an_executable_uses_nothing_above_its_level(level: str, compiled: Compil
         assert used - set(allowed) <= MNEMONICS.keys() | {"bmi"}
 
 
-def test_objdump_shows_no_register_above_the_level(level: str, compiled: Compiled) -> None:
+def test_objdump_shows_what_is_used_and_no_register_above_the_level(
+    level: str, compiled: Compiled
+) -> None:
     if not compiled.disassembled:
         pytest.skip("no objdump is installed")
     above, within = LEVELS[level]
     assert re.search(within, compiled.disassembled)
     assert not re.findall(above, compiled.disassembled)
-
-
-@pytest.mark.parametrize("extension", MNEMONICS)
-def test_an_extension_is_used_where_objdump_shows_it(extension: str, compiled: Compiled) -> None:
-    if not compiled.disassembled:
-        pytest.skip("no objdump is installed")
-    shown = re.search(MNEMONICS[extension], compiled.disassembled) is not None
-    assert shown == (extension in used_features(compiled.serialized))
-
-
-def test_rep_bsf_of_a_v2_executable_is_not_bmi(level: str, compiled: Compiled) -> None:
-    """The program has it: else this shows nothing."""
-    if not compiled.disassembled:
-        pytest.skip("no objdump is installed")
+    used = used_features(compiled.serialized)
+    for extension, pattern in MNEMONICS.items():
+        shown = re.search(pattern, compiled.disassembled) is not None
+        assert shown == (extension in used), extension
+    # `rep bsf` of a v2 executable is not bmi. The program has it: else this shows nothing.
     assert re.search(r"\t(repz bsf|tzcnt)", compiled.disassembled)
-    declared = declared_features(compiled.serialized)
-    if "bmi" not in declared:
-        assert "bmi" not in used_features(compiled.serialized)
-    else:
-        assert "bmi" in used_features(compiled.serialized)
+    assert ("bmi" in used) == ("bmi" in declared_features(compiled.serialized))
 
 
 def test_a_program_without_kernels_needs_nothing() -> None:
@@ -310,21 +299,18 @@ def test_a_program_without_kernels_needs_nothing() -> None:
     assert declared_features(serialized) != ()
 
 
-def test_a_truncated_executable_is_refused_or_needs_no_less(compiled: Compiled) -> None:
+@pytest.mark.parametrize("level", ["cpu-x86-64-v3"], indirect=True, scope="module")
+def test_a_truncated_or_damaged_executable_is_refused_or_needs_no_less(compiled: Compiled) -> None:
     used = set(used_features(compiled.serialized))
     size = len(compiled.serialized)
     refused = 0
-    for end in (*range(0, 4000, 97), *range(4000, size, size // 150)):
+    for end in (*range(0, 4000, 97), *range(4000, size, size // 100)):
         try:
             assert used <= set(used_features(compiled.serialized[:end]))
         except BuildError:
             refused += 1
-    assert refused > 150
-
-
-def test_damage_in_an_executable_never_crashes(compiled: Compiled) -> None:
-    size = len(compiled.serialized)
-    for at in range(0, size, size // 200):
+    assert refused > 100
+    for at in range(0, size, size // 100):
         damaged = bytearray(compiled.serialized)
         damaged[at] ^= 0xFF
         with suppress(BuildError):
@@ -334,20 +320,19 @@ def test_damage_in_an_executable_never_crashes(compiled: Compiled) -> None:
 # Instructions
 
 
-@pytest.mark.parametrize(("instruction", "extensions"), INSTRUCTIONS)
-def test_an_instruction_needs_its_extensions_and_no_more(instruction: str, extensions: str) -> None:
-    serialized = executable(code(bytes.fromhex(instruction) + RET))
-    assert set(used_features(serialized)) == {"64bit", *extensions.split()}
+def test_an_instruction_needs_its_extensions_and_no_more() -> None:
+    for instruction, extensions in INSTRUCTIONS:
+        used = used_features(executable(code(bytes.fromhex(instruction) + RET)))
+        assert set(used) == {"64bit", *extensions.split()}, instruction
 
 
-def test_instructions_of_all_objects_and_sections_count() -> None:
+def test_instructions_of_all_objects_and_sections_count_and_data_does_not() -> None:
     by_name = {names: bytes.fromhex(digits) for digits, names in INSTRUCTIONS}
     serialized = executable(code(RET, by_name["avx"]), code(by_name["fma"]), code(RET))
     assert used_features(serialized) == ("64bit", "avx", "fma")
-
-
-def test_data_does_not_count() -> None:
     assert used_features(executable(elf([(DATA, AVX512), (EXECUTABLE, RET)]))) == ("64bit",)
+    # An extension that LLVM was not allowed counts all the same.
+    assert used_features(executable(code(AVX512), declared="+sse2")) == ("avx512f",)
 
 
 def test_tzcnt_is_an_extension_only_where_llvm_may_use_it() -> None:
@@ -355,10 +340,6 @@ def test_tzcnt_is_an_extension_only_where_llvm_may_use_it() -> None:
     assert used_features(executable(contents, declared="+64bit,+sse2")) == ("64bit",)
     assert used_features(executable(contents, declared="+64bit,-bmi,+sse2")) == ("64bit",)
     assert used_features(executable(contents, declared="+64bit,+bmi")) == ("64bit", "bmi")
-
-
-def test_an_extension_that_llvm_was_not_allowed_counts_all_the_same() -> None:
-    assert used_features(executable(code(AVX512), declared="+sse2")) == ("avx512f",)
 
 
 DECLARED = "+64bit,+avx,-avx2,+prefer-no-gather,+sse2,+warp"
@@ -425,20 +406,10 @@ def test_what_is_no_executable_is_an_error(other: bytes) -> None:
 
 @settings(deadline=None)
 @given(st.binary(max_size=300))
-def test_random_bytes_are_refused(content: bytes) -> None:
+def test_random_bytes_are_refused_and_random_code_needs_something_known(content: bytes) -> None:
     with pytest.raises(BuildError):
         used_features(content)
-
-
-@settings(deadline=None)
-@given(st.binary(max_size=300))
-def test_random_code_needs_something_known(content: bytes) -> None:
     assert set(used_features(executable(code(content)))) <= CPU_FEATURES.keys()
-
-
-@settings(deadline=None)
-@given(st.binary(max_size=300))
-def test_a_random_object_needs_all_that_llvm_was_allowed(content: bytes) -> None:
     for contents in (content, code(RET)[:64] + content):
         assert used_features(executable(contents)) in {("64bit", "sse2"), ()}
 
