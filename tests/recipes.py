@@ -79,10 +79,10 @@ class Recipe:
         """Writes the bundle as a build does, with list of parts and provenance."""
         from functools import partial
 
-        from prejit.compiler.pipeline.describe.attaching import attach_descriptions
-        from prejit.compiler.pipeline.describe.provenance import recording_provenance
         from prejit.compiler.pipeline.layout_writing import write_layout
+        from prejit.compiler.pipeline.pack.attaching import attach_descriptions
         from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS, assemble
+        from prejit.compiler.pipeline.pack.provenance import recording_provenance
         from prejit.runtime.base.files import digest_of
 
         index, blobs = assemble(self.name, self.targets, DESCRIPTIONS)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from functools import cache as once
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -28,13 +26,12 @@ from prejit.compiler.native.form_table import (
 )
 from prejit.compiler.native.library import KernelLibrary, build_kernels
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.lowering import products_of
-from prejit.compiler.pipeline.measure.measured_forms import measure_products, runs_here
-from prejit.compiler.pipeline.model import read_model
+from prejit.compiler.pipeline.lower.lowering import products_of
+from prejit.compiler.pipeline.measure.measured_speed import measure_products, runs_here
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.program_keys import versions
-from prejit.compiler.pipeline.user_code import UserCode
-from prejit.compiler.progress import Progress, open_progress
+from prejit.compiler.pipeline.workspace import Workspace
+from prejit.compiler.progress import Progress, Quiet, open_progress
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
@@ -68,11 +65,9 @@ def recorded_products(cache: DirectoryStore) -> dict[str, tuple[Product, ...]]:
 
     demo = read_manifest(ROOT / "manifests" / "demo.toml")
     plan = plan_build(demo, cache, only=("cpu-host",))
-    assert plan.model is not None
-    model = once(partial(read_model, demo, plan.model))
     all_dtypes = ("float32", "bfloat16", "int8")
     return {
-        "demo": products_of(plan, model, UserCode, cache),
+        "demo": products_of(Workspace.of(plan, cache, Quiet())),
         "gpt2": tuple(products(all_dtypes, (1, 2, 4, 8, 16, 32, 64, 128, 512), GPT2)),
         "minilm": tuple(products(("float32",), (16, 32, 64, 128, 256, 512, 1024, 8192), MINILM)),
         "llama": tuple(products(("bfloat16", "int8"), (1, 4, 8, 32, 512), LLAMA)),

@@ -14,7 +14,7 @@ from tests.quick_compiling import XLA_FLAGS
 
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.manifest import Generate, Manifest, Model
-from prejit.compiler.pipeline.built import Built
+from prejit.compiler.pipeline.build_interface import Built
 from prejit.compiler.pipeline.plan import (
     Plan,
     choose_source,

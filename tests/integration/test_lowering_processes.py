@@ -47,10 +47,10 @@ def scale(x):
 BUILD = """
 import json, sys
 from prejit.compiler.api import build
-from prejit.compiler.pipeline.lowerers import units
+from prejit.compiler.pipeline.lower import crew
 
 manifest, output, cache, seconds = sys.argv[1:]
-units._PROCESS_SECONDS = float(seconds)  # less work is worth a process, or no work is
+crew._PROCESS_SECONDS = float(seconds)  # less work is worth a process, or no work is
 built = build(manifest, output, cache=cache, workers=8)
 heavy = {"jax", "flax", "code"} & sys.modules.keys()
 print(json.dumps({"digest": built.digest, "compiled": built.compiled, "heavy": sorted(heavy)}))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         Program,
     )
     from prejit.compiler.manifest.reading import read_manifest
-    from prejit.compiler.pipeline.built import Built
+    from prejit.compiler.pipeline.build_interface import Built
     from prejit.compiler.pipeline.reuse import PlannedExecutable
     from prejit.compiler.targets.target_table import GpuTable, TargetTable
     from prejit.runtime.errors import BuildError, CheckpointError, ManifestError, NetworkError
@@ -41,7 +41,7 @@ _HOMES = {
     ),
     "prejit.compiler.manifest.reading": ("read_manifest",),
     "prejit.compiler.pipeline.reuse": ("PlannedExecutable",),
-    "prejit.compiler.pipeline.built": ("Built",),
+    "prejit.compiler.pipeline.build_interface": ("Built",),
     "prejit.compiler.targets.target_table": ("GpuTable", "TargetTable"),
     "prejit.runtime.errors": ("BuildError", "CheckpointError", "ManifestError", "NetworkError"),
     "prejit.runtime.format.arrays": ("Mesh",),

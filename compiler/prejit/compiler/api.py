@@ -15,8 +15,8 @@ from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
-from prejit.compiler.pipeline.built import Built, Failed
-from prejit.compiler.pipeline.early_checks import check_planned
+from prejit.compiler.pipeline.build_interface import Built, Failed
+from prejit.compiler.pipeline.lower.model_checks import check_planned
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.reuse import PlannedExecutable, planned_executables
 from prejit.compiler.pipeline.run import build_all as run_all

@@ -36,7 +36,7 @@ from prejit.compiler.pipeline.pack.bundle_files import (
     layer,
     write_weights,
 )
-from prejit.compiler.pipeline.pack.verity_files import VerityHash
+from prejit.compiler.pipeline.pack.chunks import VerityHash
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime import load
 from prejit.runtime.base.files import digest_of

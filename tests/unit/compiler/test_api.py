@@ -20,7 +20,7 @@ import prejit.compiler
 import prejit.runtime
 from prejit.compiler import Built, Generate, Manifest, Mesh, Model, Program, TargetTable
 from prejit.compiler.api import build_all
-from prejit.compiler.pipeline.built import Failed
+from prejit.compiler.pipeline.build_interface import Failed
 from prejit.compiler.pipeline.pack import compatibility
 from prejit.runtime import load
 from prejit.runtime.errors import BuildError, ManifestError, StoreError, UsageError

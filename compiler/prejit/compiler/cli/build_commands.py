@@ -17,7 +17,7 @@ from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
     from prejit.compiler.manifest.manifest import Manifest
-    from prejit.compiler.pipeline.built import Built, Failed
+    from prejit.compiler.pipeline.build_interface import Built, Failed
     from prejit.compiler.pipeline.reuse import PlannedExecutable
     from prejit.compiler.rebuilding.compared_parts import ComparedPart
     from prejit.compiler.rebuilding.verifying import Rebuilt
@@ -123,7 +123,7 @@ def build(
 ) -> int:
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
     from prejit.compiler.api import build_all
-    from prejit.compiler.pipeline.built import Failed
+    from prejit.compiler.pipeline.build_interface import Failed
 
     requests = []
     for manifest in _read_all(manifests):

@@ -1,16 +1,18 @@
-"""The steps of a build, each a function of frozen values.
+"""The steps of a build, each a function of frozen values. Begin with `run.py`: all of them in order.
 
-    run.py           all steps in order: begin here
-    plan.py          programs x targets, and what the store has of them
-    reuse.py         which executables the store has, for `prejit plan` and a build alike
-    keys.py          the ingredients of every key
-    model.py         the model: its files, and what they say
-    lowering.py      programs and functions to StableHLO
-    lowerers         the same in processes of their own, side by side
-    checks.py        mistakes in models and code, before anything is lowered
-    executables.py   StableHLO to executables
-    measure          forms of products, costs of programs, accuracy of dtypes
-    pack             tables, layers and index of the bundle
+    build_interface.py   the options of a build, its services and its result
+    plan.py              manifest -> plan: programs x targets, and what the store has of them
+    reuse.py             plan -> jobs: which executables the store has, for `prejit plan` and a build alike
+    program_keys.py      the ingredients of every key
+    traces.py            traces of the user's code in the store
+    model.py             the model: its files, and what they say
+    libraries.py         the user's libraries of FFI handlers
+    workspace.py         what all steps of one build share: its plan, its model, the user's code, the store
+    lower                plan -> lowered: checks, lowering here and in processes, and handing to the executor
+    executables.py       lowered -> compiled
+    measure              speed of products and programs, accuracy of dtypes, golden answers, other sizes
+    pack                 compiled -> packed -> written: tables, layers, index, descriptions
+    shards.py            one build by several machines
 
 This package imports every room of the build side below `api` and `cli`. A step asks for what is expensive by
 name: `store` keeps results, `executor` compiles, `progress` shows what happens.

@@ -24,33 +24,34 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class CompiledExecutable:
-    """A program that was compiled for a target.
+class Submitted:
+    """A program that the executor compiles, or has compiled, for one target.
 
     Attributes:
-        spec: the program.
         lowered: its portable form.
-        job: what was compiled, and for which target.
-        compiled: the result.
+        job: what the executor compiles.
+        future: gets the result.
+        new: whether it is compiled for this manifest: no store had it, and no other program has its key.
     """
 
     spec: ProgramSpec
     lowered: Lowered
     job: CompileJob
-    compiled: Compiled
+    future: Future[Compiled]
+    new: bool
+
+    @property
+    def compiled(self) -> Compiled:
+        """The result, once there is one."""
+        return self.future.result()
 
 
 @dataclass(frozen=True)
 class CompiledTarget:
-    """All executables of a target.
-
-    Attributes:
-        tools: what compiled them.
-        executables: one for each program, in the order of the plan.
-    """
+    """All executables of a target, one for each program in the order of the plan, and what compiled them."""
 
     tools: TargetTools
-    executables: tuple[CompiledExecutable, ...]
+    executables: tuple[Submitted, ...]
 
     @property
     def library(self) -> KernelLibrary | None:
@@ -68,25 +69,6 @@ class CompiledTarget:
         return {each.spec.name: each.compiled for each in self.executables}
 
 
-@dataclass(frozen=True)
-class Submitted:
-    """A program that the executor compiles for one target.
-
-    Attributes:
-        spec: the program.
-        lowered: its portable form.
-        job: what the executor compiles.
-        future: gets the result.
-        new: whether it is compiled for this manifest: no store had it, and no other program has its key.
-    """
-
-    spec: ProgramSpec
-    lowered: Lowered
-    job: CompileJob
-    future: Future[Compiled]
-    new: bool
-
-
 @final
 class Jobs:
     """The jobs of a build, or of several builds at the same time. The executor gets each key once.
@@ -98,14 +80,7 @@ class Jobs:
     def __init__(
         self, executor: Executor, store: Store, progress: Progress, *, several: bool = False
     ) -> None:
-        """Submit nothing yet.
-
-        Args:
-            executor: compiles the jobs.
-            store: holds what they are compiled from, and what was compiled.
-            progress: counts the programs that take no worker.
-            several: whether several manifests are built, so that messages name the bundle of a program.
-        """
+        """Submit nothing yet. If several manifests are built, messages name the bundle of a program."""
         self._executor = executor
         self._store = store
         self._progress = progress
@@ -248,14 +223,8 @@ def compiled_targets(
         BuildError: programs did not compile; one line or more for each. The others are in the store.
         StoreError: the store cannot be written.
     """
-    results = collect({(each.spec.name, each.job.target.name): each.future for each in submitted})
-    found = [
-        CompiledExecutable(
-            each.spec, each.lowered, each.job, results[each.spec.name, each.job.target.name]
-        )
-        for each in submitted
-    ]
+    collect({(each.spec.name, each.job.target.name): each.future for each in submitted})
     return tuple(
-        CompiledTarget(one, tuple(each for each in found if each.job.target.name == one.name))
+        CompiledTarget(one, tuple(each for each in submitted if each.job.target.name == one.name))
         for one in tools
     )

@@ -25,7 +25,6 @@ class ReadLibrary:
 
     Attributes:
         described: its entry in a config.
-        content: its bytes.
         architecture: the architecture that it is for, as `uname -m` says it.
         glibc: the oldest glibc that can load it; None: it needs none.
         targets: names of the targets that it is for; empty: all CPU targets of its architecture.
@@ -91,14 +90,6 @@ def bind_libraries(
     store: Store,
 ) -> Source:
     """Return what a function of the user is compiled from for a target, with the libraries that it calls.
-
-    Args:
-        libraries: the user's libraries.
-        where: the manifest, for errors.
-        spec: the program.
-        source: what it is compiled from.
-        target: the target.
-        store: has the program.
 
     Raises:
         BuildError: it calls a handler on the target's platform that no library for the target has.

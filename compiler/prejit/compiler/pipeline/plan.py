@@ -34,17 +34,9 @@ from prejit.compiler.native.form_table import (
 )
 from prejit.compiler.native.library import KernelLibrary
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.libraries import (
-    ReadLibrary,
-    handlers_of,
-    read_libraries,
-)
+from prejit.compiler.pipeline.libraries import ReadLibrary, handlers_of, read_libraries
 from prejit.compiler.pipeline.model import ModelFiles, find_model, stores_out_in, uses_kernels
-from prejit.compiler.pipeline.program_keys import (
-    lower_key,
-    own_lower_key,
-    versions,
-)
+from prejit.compiler.pipeline.program_keys import lower_key, own_lower_key, versions
 from prejit.compiler.pipeline.traces import (
     MODEL,
     Known,
@@ -61,6 +53,7 @@ from prejit.compiler.targets.installing import obstacle
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import chosen
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain, read_tuning, toolchain_of
+from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Segment
 
@@ -72,10 +65,7 @@ _WITHOUT_KERNELS = ("copy", "embed", "call")
 class StoredTrial:
     """A function at other sizes than a bucket's, in the store: see `lowering.export.SizedTrial`.
 
-    Attributes:
-        sizes: the size of each variable that differs.
-        padded: whether the bucket's program is padded to them.
-        portable: the blob of its StableHLO.
+    `portable` is the blob of its StableHLO.
     """
 
     sizes: dict[str, int]
@@ -121,28 +111,6 @@ class Lowered:
     settings: dict[str, str] | None = None
     trials: tuple[StoredTrial, ...] = ()
 
-    @classmethod
-    def from_json(cls, result: Mapping[str, Any]) -> Lowered:
-        """Return the program that `dataclasses.asdict` turned into JSON."""
-        return cls(
-            Segment(**result["portable"]),
-            tuple(result["platforms"]),
-            result["stablehlo"],
-            tuple(result["weights"]),
-            tuple(result["arguments"]),
-            tuple(result["results"]),
-            result["decoder"],
-            result["weight_shardings"],
-            result["encoder"],
-            {name: tuple(tensors) for name, tensors in result["weight_sets"].items()},
-            result["estimated_microseconds"],
-            result["arguments_tree"],
-            result["results_tree"],
-            None if (symbolic := result["symbolic"]) is None else Segment(**symbolic),
-            result["settings"],
-            tuple(StoredTrial(**each) for each in result["trials"]),
-        )
-
     @property
     def blobs(self) -> tuple[str, ...]:
         """The digests of its contents in the store."""
@@ -163,21 +131,10 @@ class Native:
     program: str
     products: tuple[tuple[Product, str], ...]
 
-    @classmethod
-    def from_json(cls, result: Mapping[str, Any]) -> Native:
-        """Return the program that `dataclasses.asdict` turned into JSON."""
-        products = ((Product(**product), form) for product, form in result["products"])
-        return cls(result["program"], tuple(products))
-
 
 @dataclass(frozen=True)
 class TargetKernels:
-    """The kernels of a target, and the form that each product takes beside them.
-
-    Attributes:
-        library: the kernels.
-        choose: returns the form of a product.
-    """
+    """The kernels of a target, and what returns the form that each product takes beside them."""
 
     library: KernelLibrary
     choose: Callable[[Product], FormChoice]
@@ -188,20 +145,13 @@ class OwnFacts:
     """What a build needs to know of a decoder of the user when nothing is traced.
 
     Attributes:
-        vocab_size: number of tokens.
-        parameters: its parameters by name, as `keys.content_of` describes them.
+        parameters: its parameters by name, as `content_of` describes them.
         orders: those whose axes are stored in another order, with that order.
     """
 
     vocab_size: int
-    parameters: Mapping[str, str]
-    orders: Mapping[str, tuple[int, ...]]
-
-    @classmethod
-    def from_json(cls, result: Mapping[str, Any]) -> OwnFacts:
-        """Return the facts that `dataclasses.asdict` turned into JSON."""
-        orders = {name: tuple(axes) for name, axes in result["orders"].items()}
-        return cls(result["vocab_size"], result["parameters"], orders)
+    parameters: dict[str, str]
+    orders: dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +159,6 @@ class PlannedProgram:
     """A program of the manifest, before it is lowered.
 
     Attributes:
-        spec: the program.
         key: the key of a model's lowering; None: a function of the user, a decoder of the user that has to be
             traced, or a model that was not fetched yet.
         lowered: what the store holds of it; None: nothing.
@@ -223,7 +172,7 @@ class PlannedProgram:
 
     @property
     def parameters(self) -> Mapping[str, str] | None:
-        """The parameters of a function that need not be traced, as `keys.content_of` describes them."""
+        """The parameters of a function that need not be traced, as `content_of` describes them."""
         if self.lowered is None or self.trace is None or self.trace.result is None:
             return None
         found: Mapping[str, str] = self.trace.result["parameters"]
@@ -235,9 +184,6 @@ class Plan:
     """What a manifest asks for.
 
     Attributes:
-        manifest: the manifest.
-        targets: the targets to compile for.
-        programs: the programs.
         model: the files of the model; None: the manifest has no source, or it was not fetched yet.
         forms: the measured forms of products that are known.
         libraries: the user's own libraries.
@@ -308,22 +254,41 @@ def plan_build(
     model = None if directory is None else find_model(manifest, targets, directory)
     libraries = read_libraries(manifest)
     presents = Presents(manifest)
-    own_trace, own = None, None
-    if manifest.has_own_model:
-        out_in = stores_out_in(manifest, targets)
-        section = decoder_section(manifest, None, presents.plain, out_in=out_in)
-        if section is not None:
-            own_trace = find_trace(f"{manifest.bundle.name}/{MODEL}", section, store, presents)
-        if own_trace is not None and own_trace.result is not None and not retrace:
-            own = OwnFacts.from_json(own_trace.result)
+    handlers = handlers_of(libraries)
+
+    def traced(spec: ProgramSpec | None) -> Known | None:
+        """Return what the store knows of code of the user; without a program of its decoder as a whole."""
+        reads, name = True, MODEL if spec is None else spec.name
+        if spec is not None and spec.kind == "call":
+            program = manifest.section(spec.section)
+            reads = not program.is_file
+            platforms = [target.platform for target in targets]
+            section = function_section(manifest, program, spec, platforms, handlers, presents.plain)
+        else:
+            out_in = stores_out_in(manifest, targets)
+            section = decoder_section(manifest, spec, presents.plain, out_in=out_in)
+        if section is None:
+            return None
+        return find_trace(f"{manifest.bundle.name}/{name}", section, store, presents, reads=reads)
 
     def planned(spec: ProgramSpec) -> PlannedProgram:
         if spec.kind == "call" or manifest.has_own_model:
-            return _planned_trace(manifest, targets, libraries, spec, store, presents, retrace)
+            known = traced(spec)
+            if known is None or known.result is None or retrace:
+                return PlannedProgram(spec, trace=known)
+            lowered = from_plain(Lowered, known.result["lowered"])
+            key = None
+            if spec.kind != "call":
+                key = own_lower_key(manifest, spec, lowered.portable.raw_digest)
+            return PlannedProgram(spec, key, lowered, known)
         if model is None:
             return PlannedProgram(spec)
         key = lower_key(manifest, model, spec)
         return PlannedProgram(spec, key, find_lowered(key, store))
+
+    own, own_trace = None, traced(None) if manifest.has_own_model else None
+    if own_trace is not None and own_trace.result is not None and not retrace:
+        own = from_plain(OwnFacts, own_trace.result)
 
     specs = [each for each in program_specs(manifest) if names is None or each.name in names]
     return Plan(
@@ -342,49 +307,18 @@ def plan_build(
     )
 
 
-def _planned_trace(
-    manifest: Manifest,
-    targets: tuple[Target, ...],
-    libraries: tuple[ReadLibrary, ...],
-    spec: ProgramSpec,
-    store: Store,
-    presents: Presents,
-    retrace: bool,
-) -> PlannedProgram:
-    """Return a program of the user's code, with its trace if the store has it."""
-    is_file = False
-    if spec.kind == "call":
-        program = manifest.section(spec.section)
-        is_file = program.is_file
-        platforms = [target.platform for target in targets]
-        handlers = handlers_of(libraries)
-        section = function_section(manifest, program, spec, platforms, handlers, presents.plain)
-    else:
-        out_in = stores_out_in(manifest, targets)
-        section = decoder_section(manifest, spec, presents.plain, out_in=out_in)
-    if section is None:
-        return PlannedProgram(spec)
-    name = f"{manifest.bundle.name}/{spec.name}"
-    known = find_trace(name, section, store, presents, reads=not is_file)
-    if known.result is None or retrace:
-        return PlannedProgram(spec, trace=known)
-    lowered = Lowered.from_json(known.result["lowered"])
-    key = None
-    if spec.kind != "call":
-        key = own_lower_key(manifest, spec, lowered.portable.raw_digest)
-    return PlannedProgram(spec, key, lowered, known)
-
-
 def find_lowered(key: Key, store: Store) -> Lowered | None:
     """Return a model's portable program from the store; None: it has to be lowered."""
     result = store.get(key)
-    return None if result is None else Lowered.from_json(result)
+    return None if result is None else from_plain(Lowered, result)
 
 
 def find_native(key: Key, store: Store) -> Native | None:
     """Return a model's program with kernels from the store; None: it has to be lowered."""
-    result = store.get(key)
-    return None if result is None else Native.from_json(result)
+    if (result := store.get(key)) is None:
+        return None
+    products = ((Product(**product), form) for product, form in result["products"])
+    return Native(result["program"], tuple(products))
 
 
 def find_toolchain(target: Target) -> Toolchain | None:
@@ -432,12 +366,7 @@ def choose_source(
 ) -> Source:
     """Return what a program is compiled from for a target: with kernels, if it has a use for them.
 
-    Args:
-        manifest: the manifest.
-        spec: the program.
-        lowered: its portable form.
-        kernels: the target's kernels; None: it has none.
-        native: returns the program with kernels, with other forms for the given products.
+    `native` returns the program with kernels, with other forms for the given products.
     """
     portable = Source(lowered.portable.raw_digest, lowered.platforms)
     if kernels is None or not calls_kernels(manifest, spec):

@@ -60,6 +60,8 @@ Digests = Iterable[tuple[str, str]]
 Contents = Mapping[str, str]
 """Parameters by name, each as `content_of` describes it."""
 
+Ingredients = tuple[tuple[str, str], ...]
+
 
 def lower_key(manifest: Manifest, model: ModelFiles, spec: ProgramSpec) -> Key:
     """Return the key of a model's portable program."""
@@ -80,9 +82,7 @@ def lower_key(manifest: Manifest, model: ModelFiles, spec: ProgramSpec) -> Key:
             ("matrices", model.matrices),
             *model.configuration,
             ("our code", code_digest(*LOWERING)),
-            ("jax configuration", jax_configuration(os.environ)),
-            *versions("jaxlib").items(),
-            *installed("jax", "flax", "transformers").items(),
+            *_jax("jax", "flax", "transformers"),
         ),
     )
 
@@ -90,10 +90,7 @@ def lower_key(manifest: Manifest, model: ModelFiles, spec: ProgramSpec) -> Key:
 def own_lower_key(manifest: Manifest, spec: ProgramSpec, portable: str) -> Key:
     """Return the key of what a decoder of the user computes, from which its program with kernels is made.
 
-    Args:
-        manifest: the manifest.
-        spec: the program.
-        portable: digest of the portable program.
+    `portable` is the digest of the portable program.
     """
     return Key(
         "lower",
@@ -101,20 +98,13 @@ def own_lower_key(manifest: Manifest, spec: ProgramSpec, portable: str) -> Key:
         (
             ("portable program", portable),
             ("our code", code_digest(*LOWERING, *OWN_WEIGHTS)),
-            ("jax configuration", jax_configuration(os.environ)),
-            *versions("jaxlib").items(),
-            *installed("jax", "flax").items(),
+            *_jax("jax", "flax"),
         ),
     )
 
 
 def native_key(lowered: Key, forms: Mapping[Product, str]) -> Key:
-    """Return the key of a model's program with kernels.
-
-    Args:
-        lowered: the key of the portable program.
-        forms: the forms of those products that use no kernel.
-    """
+    """Return the key of a program with kernels, from its portable key and the forms without a kernel."""
     differing = ((f"form of {product}", form) for product, form in sorted(forms.items()))
     return Key("native", lowered.name, (*lowered.ingredients, *differing))
 
@@ -174,12 +164,8 @@ def accuracy_key(
 ) -> Key:
     """Return the key of what the dtypes of weights and cache cost.
 
-    Args:
-        manifest: the manifest.
-        model: its model.
-        files: the files of the checkpoint.
-        text: name and digest of the evaluation text, or `none`.
-        tokenizer: digest of tokenizer.json, or `none`.
+    `text` is the name and digest of the evaluation text and `tokenizer` the digest of tokenizer.json, or
+    `none`.
     """
     assert manifest.model is not None
     ingredients = (
@@ -202,13 +188,8 @@ def own_accuracy_key(
 ) -> Key:
     """Return the key of what the dtypes cost a decoder of the user.
 
-    Args:
-        manifest: the manifest.
-        weights: digest of the key of the weights layer, which holds the exact values.
-        programs: digests of the portable programs, which hold what the decoder computes.
-        text: name and digest of the evaluation text, or `none`.
-        tokenizer: digest of tokenizer.json, or `none`.
-        bos: the token that a text begins with.
+    `weights` is the digest of the key of the weights layer, which holds the exact values, and `programs` are
+    those of the portable programs, which hold what the decoder computes. A text begins with the token `bos`.
     """
     ingredients = (
         ("cache_dtype", cache_dtype(manifest)),
@@ -218,22 +199,17 @@ def own_accuracy_key(
         ("weights", weights),
         ("programs", " ".join(sorted(set(programs)))),
         ("our code", code_digest(*OWN_ACCURACY)),
-        ("jax configuration", jax_configuration(os.environ)),
-        *versions("jaxlib").items(),
-        *installed("jax", "flax").items(),
+        *_jax("jax", "flax"),
     )
     return Key("accuracy", manifest.bundle.name, ingredients)
 
 
 def tokenizer_key(manifest: Manifest, tokenizer: bytes, config: str) -> Key:
-    """Return the key of a tokenizer check that passed.
+    """Return the key of a check of tokenizer.json that passed.
 
-    Args:
-        manifest: the manifest.
-        tokenizer: the content of tokenizer.json.
-        config: digest of config.json, which holds the size of the vocabulary. Reading that takes
-            transformers, which a build that changes nothing does not import. For a decoder of the user that
-            size itself.
+    `config` is the digest of config.json, which holds the size of the vocabulary. Reading that takes
+    transformers, which a build that changes nothing does not import. For a decoder of the user it is that
+    size itself.
     """
     ingredients = (
         ("file", digest_of(tokenizer)),
@@ -246,14 +222,7 @@ def tokenizer_key(manifest: Manifest, tokenizer: bytes, config: str) -> Key:
 
 
 def chunks_key(layer: str, algorithm: str, size: int, verity_block: int) -> Key:
-    """Return the key of the digests of a layer's chunks, and of its fs-verity digest.
-
-    Args:
-        layer: digest of the layer.
-        algorithm: name of the hash function.
-        size: bytes of a chunk.
-        verity_block: bytes of a block of the fs-verity tree.
-    """
+    """Return the key of the digests of a layer's chunks of `size` bytes, and of its fs-verity digest."""
     sizes = (("size", str(size)), ("verity block", str(verity_block)))
     return Key("chunks", layer, (("layer", layer), ("hash", algorithm), *sizes))
 
@@ -278,13 +247,13 @@ def golden_key(
     """Return the key of a program's golden answer.
 
     Args:
-        name: of the bundle and the program, for people.
+        name: names of the bundle and the program, for people.
         program: digest of its StableHLO.
         executable: digest of the executable that answers, or `portable`.
         weights: digest of the weights layer, or `none`.
         signature: digest of what the recipe looks at: kind, bucket, arguments, results.
-        tolerance: of the answer.
-        seed: of the arguments.
+        tolerance: tolerance of the answer.
+        seed: seed of the arguments.
     """
     ingredients = (
         ("program", program),
@@ -302,10 +271,7 @@ def golden_key(
 def sizes_key(name: str, compared: str, parameters: Contents) -> Key:
     """Return the key of a program that was compared with its function at other sizes.
 
-    Args:
-        name: of the bundle and the program, for people.
-        compared: digest of what is compared, which names the programs by their digests.
-        parameters: the parameters of the function.
+    `compared` is the digest of what is compared, which names the programs by their digests.
     """
     ingredients = (
         ("compared", compared),
@@ -346,6 +312,12 @@ _installed = cache(version_of)
 def content_of(value: np.ndarray[Any, Any]) -> str:
     """Return dtype, shape and digest of a parameter."""
     return f"{value.dtype}{list(value.shape)} {digest_of(value.tobytes())}"
+
+
+def _jax(*packages: str) -> Ingredients:
+    """Return what decides a trace: settings and versions."""
+    settings = ("jax configuration", jax_configuration(os.environ))
+    return (settings, *versions("jaxlib").items(), *installed(*packages).items())
 
 
 def _files(files: Digests) -> list[tuple[str, str]]:

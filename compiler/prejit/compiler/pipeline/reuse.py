@@ -43,12 +43,7 @@ TRACED = "traced at build"
 
 @dataclass(frozen=True)
 class TargetTools:
-    """The compiler of a target.
-
-    Attributes:
-        toolchain: compiler, versions and flags.
-        kernels: the native kernels; None: the target has none.
-    """
+    """The compiler of a target with its versions and flags, and the native kernels, if it has some."""
 
     toolchain: Toolchain
     kernels: TargetKernels | None
@@ -94,14 +89,7 @@ class UntracedError(UnknownError):
 def job_of(
     plan: Plan, spec: ProgramSpec, source: Source, tools: TargetTools, store: Store
 ) -> CompileJob:
-    """Return the job that makes the executable of a program for a target.
-
-    Args:
-        plan: the plan of the build.
-        spec: the program.
-        source: what it is compiled from, without the user's libraries.
-        tools: what compiles for the target.
-        store: has the program.
+    """Return the job that makes the executable of a program for a target, with the user's libraries.
 
     Raises:
         BuildError: it calls a handler that no library for the target has.
@@ -120,14 +108,10 @@ def known_job(
 ) -> CompileJob:
     """Return the job that makes an executable, if the store has all that decides it.
 
-    Args:
-        plan: the plan of the build.
-        program: the program.
-        tools: returns what compiles a program for the target, or raises UnknownError.
-        store: has the programs.
+    `tools` returns what compiles a program for the target, or raises UnknownError.
 
     Raises:
-        UnknownError: it has not.
+        UnknownError: the store lacks something that decides it.
         BuildError: see `job_of`.
     """
     manifest, lowered = plan.manifest, program.lowered
@@ -196,12 +180,7 @@ def _why_traced(manifest: Manifest, program: PlannedProgram, store: Store) -> st
 
 
 def known_native(lowered: Key | None, store: Store, forms: Mapping[Product, str]) -> Native:
-    """Return a model's program with kernels from the store.
-
-    Args:
-        lowered: the key of the portable program; None: that of a function, which calls no kernels.
-        store: the store.
-        forms: the forms of products that use no kernel.
+    """Return a model's program with kernels from the store, by the key of its portable program.
 
     Raises:
         UnknownError: it has to be lowered.

@@ -1,45 +1,80 @@
-"""A build, from the manifest to the bundle on disk. Each stage takes values and returns values.
+"""A build, from the manifest to the bundle on disk: a line of values.
 
-    fetch         find or download the model directory           checkpoint.source
-    plan          programs x targets, and what the store has     plan
-    check         model, files, functions: mistakes come first   checks, pack.model_layers
-    environments  make the environments of pinned versions       targets.installing
-    kernels       compile the C++ kernels of each CPU level      native.library
-    forms         measure how products are computed fastest      measure.measured_forms
-    lower         trace programs to StableHLO                    lowering; lowerers: in processes, if many
-    compile       StableHLO to executables, in workers           executables
-    weights       round or quantize, and pack                    pack.packed_weights
-    sizes         compare programs of open sizes with functions  measure.other_sizes
-    accuracy      measure what the dtypes cost                   measure.accuracy
-    costs         measure an encoder's programs                  measure.costs
-    pack          tables and layers                              pack.contents
-    golden        ask programs for their golden answers          measure.golden_answers
-    assemble      blobs and index                                pack.contents
-    write         the OCI image layout                           writing
-    describe      attach the list of parts and the provenance    describe.attaching
+    manifest -> plan        programs x targets, and what the store has     plan, reuse
+             -> lowered     programs and functions as StableHLO            lower
+             -> compiled    executables, made in worker processes          executables
+             -> packed      tables, layers and index                       pack.contents
+             -> written     the OCI image layout, with its descriptions    pack.bundle_writing, pack.attaching
 
-`beginning` does all up to the weights, `submitting` among it what decides and makes the programs, and
-`finishing` the rest. Workers compile a program while the next one is lowered and while weights are packed.
-`build_all` does this for several manifests at the same time.
+`begin` goes from the manifest to programs that are being compiled, `finish` from there to the bundle.
+Workers compile a program while the next one is lowered and while weights are packed. `build_all` does this
+for several manifests at the same time. Every call below is one step: its module says what it does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
-from functools import partial
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import cache, partial
+from glob import iglob
 from pathlib import Path
 from typing import TypeVar, Unpack
 
+from prejit.compiler.checkpoint.source import resolve_source
+from prejit.compiler.compile.jobs import Compiled
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.pipeline.beginning import Begun, begin
-from prejit.compiler.pipeline.built import Built, Failed
-from prejit.compiler.pipeline.executables import Jobs
-from prejit.compiler.pipeline.finishing import finish
-from prejit.compiler.pipeline.services import BuildOptions, Services
-from prejit.compiler.pipeline.shards import Packing, Shard
+from prejit.compiler.pipeline.build_interface import (
+    BuildOptions,
+    Built,
+    BuiltProgram,
+    Failed,
+    Services,
+)
+from prejit.compiler.pipeline.executables import (
+    CompiledTarget,
+    Jobs,
+    Submitted,
+    compiled_targets,
+)
+from prejit.compiler.pipeline.lower.crew import open_crew
+from prejit.compiler.pipeline.lower.lowering import is_lowered_again, lower, products_of
+from prejit.compiler.pipeline.lower.model_checks import check
+from prejit.compiler.pipeline.lower.submitting import Submitting
+from prejit.compiler.pipeline.lower.tracing import remember
+from prejit.compiler.pipeline.measure.accuracy import measure_accuracy
+from prejit.compiler.pipeline.measure.golden_answers import with_golden_answers
+from prejit.compiler.pipeline.measure.measured_speed import measure_costs
+from prejit.compiler.pipeline.measure.other_sizes import check_sizes
+from prejit.compiler.pipeline.pack.attaching import attach_descriptions
+from prejit.compiler.pipeline.pack.bundle_files import LostFramesError, PackedLayer
+from prejit.compiler.pipeline.pack.bundle_writing import check_place, write
+from prejit.compiler.pipeline.pack.compatibility import readable_until
+from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets
+from prejit.compiler.pipeline.pack.model_layers import (
+    Published,
+    find_published,
+    pack_weights,
+    read_layers,
+)
+from prejit.compiler.pipeline.pack.provenance import build_provenance
+from prejit.compiler.pipeline.plan import Lowered, find_toolchain, plan_build
+from prejit.compiler.pipeline.program_keys import versions
+from prejit.compiler.pipeline.reuse import TargetTools
+from prejit.compiler.pipeline.shards import Packing, Shard, Turn
+from prejit.compiler.pipeline.workspace import Workspace
+from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
+from prejit.compiler.targets.environments import spec_for
+from prejit.compiler.targets.installing import make_environment
+from prejit.compiler.targets.target_classes import Target
+from prejit.compiler.targets.toolchain import Toolchain
+from prejit.runtime.base.files import digest_of
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import PrejitError
+from prejit.runtime.fallback import expiry_notice
 
 _Step = TypeVar("_Step")
 
@@ -110,7 +145,7 @@ def build_all(
     def end(ready: Sequence[Begun], *, patient: bool) -> None:
         for begun in ready:
             step = partial(finish, begun, service, lambda: not patient)
-            if (result := _attempt(begun.plan.manifest, step)) is not None:
+            if (result := _attempt(begun.space.plan.manifest, step)) is not None:
                 left.remove(begun)
                 done(result)
 
@@ -131,6 +166,238 @@ def build_all(
     while left:
         end(left[:1], patient=True)  # other shards pack all that is left
         end([*left], patient=False)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A build whose programs are being compiled. It holds no weights, unless it is a shard or of the user.
+
+    Attributes:
+        published: the files of the checkpoint.
+        weights: returns the weights layer, which a shard packs only if it packs the bundle.
+        layers: the other layers that all targets share.
+        packing: decides which shard packs; None: the build has no shards.
+    """
+
+    space: Workspace
+    published: Published | None
+    tools: Sequence[TargetTools]
+    submitted: Sequence[Submitted]
+    weights: Callable[[], PackedLayer | None]
+    layers: Sequence[PackedLayer]
+    packing: Packing | None
+
+    @property
+    def unfinished(self) -> list[Future[Compiled]]:
+        """The programs that are still compiled."""
+        return [each.future for each in self.submitted if not each.future.done()]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether all programs are compiled, or failed."""
+        return not self.unfinished
+
+
+def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun:
+    """Plan a build, submit its programs, and pack its weights while they are compiled."""
+    store, progress, name = service.store, service.progress, manifest.bundle.name
+    check_place(name, service.output)
+    directory = _fetch(manifest)
+    _note_reads(manifest, progress)
+    forms, retrace = service.forms, service.retrace
+    plan = plan_build(manifest, store, only=only, forms=forms, directory=directory, retrace=retrace)
+    space = Workspace.of(plan, store, progress)
+    crew = open_crew(
+        *(plan, service.executor, store, progress),
+        only=only,
+        directory=directory,
+        forms=forms,
+        retrace=retrace,
+    )
+    with nullcontext() if crew is None else crew:
+
+        def count_tokens() -> int:
+            checked = None if crew is None else crew.check()
+            known = None if checked is None else checked.vocab_size
+            return space.vocab_size() if known is None else known
+
+        layers = tuple(read_layers(space, count_tokens))
+        published = find_published(plan)
+        checked = None if crew is None else crew.check()
+        if checked is None:
+            check(space, None if published is None else published.checkpoint)
+        elif plan.own is None:
+            space = space.with_plan(replace(plan, own=checked.own))
+        toolchains = [_make_toolchain(target, progress) for target in plan.targets]
+        _note_cpus(toolchains, progress)
+        _note_expiry(name, progress)
+        submitting = Submitting(space, None if checked is None else crew, service)
+        submitting.run(toolchains)
+    space = submitting.space
+    submitted = [each for p in space.plan.programs for each in submitting.found[p.spec.name]]
+    user = space.parameters()
+    lowered = {each.spec.name: each.lowered for each in submitted}
+    remember(submitting.untraced, lowered, user, space.plan.own)
+    weights = cache(partial(pack_weights, space, published, user))
+    if service.shard is None:
+        packed = weights()  # while workers compile
+        weights = cache(lambda: packed)
+    check_sizes(space, lowered, user, weights, service.timeout_seconds)
+    packing = service.packings.get(name)
+    return Begun(space, published, submitting.tools, submitted, weights, layers, packing)
+
+
+def finish(
+    begun: Begun, service: Services, give_up: Callable[[], bool] = lambda: False
+) -> Built | None:
+    """Wait for the programs of a build, and write its bundle, unless another shard does.
+
+    `give_up` is called while another shard packs; true ends the wait, and None is returned.
+    """
+    packing = begun.packing
+    targets = compiled_targets(begun.submitted, begun.tools)
+    if packing is None:
+        return _pack(begun, targets, service)
+    keys = sorted({each.job.key.digest for each in begun.submitted})
+    with packing:
+        other = packing.wait(digest_of(to_json(keys)), service.progress, give_up=give_up)
+        if other is Turn.LATER:
+            return None
+        if other is Turn.NOW:
+            built = _pack(begun, targets, service)
+            packing.finish(built.digest)
+            return replace(built, packed_by=packing.shard.number)
+    path = service.output / begun.space.plan.manifest.bundle.name
+    compiled = sum(_compiled_here(begun, service))
+    return Built(
+        path,
+        other.digest,
+        compiled,
+        len(begun.submitted) - compiled,
+        written=False,
+        packed_by=other.shard,
+        packed_here=False,
+    )
+
+
+def _compiled_here(begun: Begun, service: Services) -> list[bool]:
+    """Return of each program of a build whether this process compiled it now, and for no other build."""
+    here = service.executor.compiled
+    return [each.new and each.job.key.digest in here for each in begun.submitted]
+
+
+def _pack(begun: Begun, targets: tuple[CompiledTarget, ...], service: Services) -> Built:
+    """Pack the compiled programs of a build, and write its bundle."""
+    store, progress, seconds = service.store, service.progress, service.timeout_seconds
+    space, manifest, weights = begun.space, begun.space.plan.manifest, begun.weights()
+    programs = [each.lowered.portable.raw_digest for each in targets[0].executables]
+    accuracy = measure_accuracy(space, begun.published, weights, programs)
+    costs = measure_costs(manifest, targets, weights, service)
+    pack = partial(
+        pack_targets,
+        space.plan,
+        layers=begun.layers if weights is None else (*begun.layers, weights),
+        products=products_of(space) if any(each.kernels for each in begun.tools) else (),
+        accuracy=accuracy,
+        costs=costs,
+        store=store,
+    )
+    try:
+        packed = pack(targets)
+    except LostFramesError as lost:
+        targets = _with_lost_frames(begun, targets, lost)
+        packed = pack(targets)
+    packed = with_golden_answers(packed, store, progress, seconds)
+    bundle = pack_bundle(manifest.bundle.name, packed)
+    path, written = write(bundle, service.output, progress)
+    digest = digest_of(bundle.index)
+    files = () if begun.published is None else begun.published.files
+    provenance = partial(build_provenance, space.plan, targets, files, store, digest)
+    attach_descriptions(path, digest, provenance)
+    compiled = _compiled_here(begun, service)
+    built = tuple(
+        BuiltProgram(
+            each.spec.name,
+            each.job.target.name,
+            each.job.key.digest,
+            each.compiled.milliseconds,
+            new,
+        )
+        for each, new in zip(begun.submitted, compiled, strict=True)
+    )
+    cached = len(built) - sum(compiled)
+    return Built(path, digest, sum(compiled), cached, written, accuracy, built)
+
+
+def _with_lost_frames(
+    begun: Begun, targets: tuple[CompiledTarget, ...], lost: LostFramesError
+) -> tuple[CompiledTarget, ...]:
+    """Return compiled programs whose portable forms the store has again: they are lowered again.
+
+    Raises:
+        LostFramesError: one of them is not of a published model, or is another program now.
+    """
+    found: dict[str, Lowered] = {}
+    for program in begun.space.plan.programs:
+        if program.spec.name in lost.names and is_lowered_again(begun.space.plan, program):
+            found[program.spec.name] = lower(begun.space, program)
+
+    def mended(each: Submitted) -> Submitted:
+        made = found.get(each.spec.name, each.lowered)
+        if made.portable.raw_digest != each.lowered.portable.raw_digest:
+            raise lost
+        return replace(each, lowered=made)
+
+    if found.keys() != {*lost.names}:
+        raise lost
+    return tuple(
+        replace(target, executables=tuple(map(mended, target.executables))) for target in targets
+    )
+
+
+def _fetch(manifest: Manifest) -> Path | None:
+    if manifest.model is None or manifest.model.source is None:
+        return None
+    weights = not manifest.has_own_model
+    return resolve_source(manifest.model.source, manifest.directory, weights=weights)
+
+
+def _note_reads(manifest: Manifest, progress: Progress) -> None:
+    """Say which patterns of `reads` match nothing."""
+    for section in (manifest.model, *manifest.programs):
+        for pattern in () if section is None else section.reads:
+            if next(iglob(pattern, root_dir=manifest.directory, recursive=True), None) is None:
+                progress.note(f"{manifest.where}: reads: {pattern!r} matches no file")
+
+
+def _make_toolchain(target: Target, progress: Progress) -> Toolchain:
+    """Return what compiles for a target; its environment is made first if it is not there."""
+    if (found := find_toolchain(target)) is None:
+        spec = spec_for(target, versions("jax")["jax"])
+        assert spec is not None
+        make_environment(spec, progress)
+        found = find_toolchain(target)
+        assert found is not None
+    return found
+
+
+def _note_cpus(toolchains: Sequence[Toolchain], progress: Progress) -> None:
+    """Say which targets are compiled for fewer CPUs than theirs, because this machine shows XLA no more."""
+    for each in toolchains:
+        if each.cpus not in (None, each.target.cpus):
+            progress.note(
+                f"target {each.target.name}: loops are split for {each.cpus} CPUs and not for "
+                f"{each.target.cpus}: this machine has no more, and forbids the filter (seccomp) that "
+                "shows XLA more; programs run everywhere, and leave further CPUs of a server idle"
+            )
+
+
+def _note_expiry(name: str, progress: Progress) -> None:
+    """Say when jax's promise to read portable programs ends soon."""
+    jax = versions("jax")["jax"]
+    expiry = expiry_notice(jax, readable_until(jax), date.today())
+    if expiry is not None:
+        progress.note(f"{name}: {expiry}")
 
 
 def _packings(

@@ -31,12 +31,7 @@ MAX_SHARDS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a build.
-
-    Attributes:
-        number: its number, from 1.
-        count: number of shards.
-    """
+    """A part of a build: its number, from 1, and the number of shards."""
 
     number: int
     count: int
@@ -69,12 +64,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What a shard packed.
-
-    Attributes:
-        shard: its number.
-        digest: digest of the bundle.
-    """
+    """What a shard packed: the number of the shard, and the digest of the bundle."""
 
     shard: int
     digest: str
@@ -92,12 +82,7 @@ class Packing:
     """Lets one shard pack. A context manager, which lets another one try if this one fails."""
 
     def __init__(self, shard: Shard, bundle: str, store: Store) -> None:
-        """Look which marks there are.
-
-        Args:
-            shard: this shard.
-            bundle: name of the bundle.
-            store: keeps marks.
+        """Look which marks of a bundle there are.
 
         Raises:
             StoreError: the store cannot be read.
@@ -118,10 +103,8 @@ class Packing:
     ) -> Packed | Turn:
         """Wait while another shard packs; return what it has packed, or whose turn it is.
 
-        Args:
-            executables: digest of the keys of all executables.
-            progress: shows the wait.
-            give_up: called during the wait; true ends it with `Turn.LATER`.
+        `executables` is the digest of the keys of all executables. If `give_up`, which is called during the
+        wait, returns true, the turn is LATER.
 
         Raises:
             StoreError: the store cannot be read or written.

@@ -29,14 +29,12 @@ from prejit.compiler.lowering.user.inputs import UNSET, Input, Present, file_dig
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.pipeline.model import cache_dtype, longest_context, longest_source
-from prejit.compiler.pipeline.program_keys import installed, versions
+from prejit.compiler.pipeline.program_keys import Ingredients, installed, versions
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key, nearest, why
 from prejit.compiler.store.lowering_settings import jax_configuration
 from prejit.compiler.store.own_code import USER_DECODERS, USER_FUNCTIONS, code_digest
 from prejit.runtime.machine.fingerprint import read_xla_flags
-
-Ingredients = tuple[tuple[str, str], ...]
 
 MODEL = "model"
 """The name of what is known of a decoder of the user before its programs."""
@@ -66,7 +64,7 @@ class Known:
         """Return why it has to be traced: the inputs that changed."""
         if self.never:
             return f"it is traced at every build: {self.never}"
-        new = _trace_key(self.name, self.section, self.inputs, store)
+        new = _key("trace", self.name, self.section, self.inputs, store)
         old = nearest(store.last_keys(new.kind, new.name), new)
         if old is not None:  # a look-up that ends early knows fewer inputs
             names = {name for name, _ in new.ingredients}
@@ -99,13 +97,7 @@ def function_section(
 ) -> Ingredients | None:
     """Return what a manifest says about a function; None: it holds objects, so it is traced at every build.
 
-    Args:
-        manifest: the manifest.
-        program: the section.
-        spec: the program.
-        platforms: the platforms of the targets.
-        handlers: the names by which programs may call libraries.
-        present: reads files.
+    `handlers` are the names by which programs may call libraries; `present` reads files.
     """
     objects = (program.fn, program.args, program.params)
     if manifest.path is None or not all(map(_is_data, objects)):
@@ -138,13 +130,9 @@ def function_section(
 def decoder_section(
     manifest: Manifest, spec: ProgramSpec | None, present: Present, *, out_in: bool
 ) -> Ingredients | None:
-    """Return what a manifest says about a decoder of the user; None: it holds objects.
+    """Return what a manifest says about a program of the user's decoder; None: it holds objects.
 
-    Args:
-        manifest: the manifest.
-        spec: a program; None: what is known of the decoder before its programs.
-        present: reads files.
-        out_in: whether matrices are stored (out, in).
+    Without a program it is what decides the facts about the decoder as a whole.
     """
     model = manifest.model
     assert model is not None
@@ -214,20 +202,12 @@ def _as_text(value: Any) -> str:
 def find_trace(
     name: str, section: Ingredients, store: Store, presents: Presents, *, reads: bool = True
 ) -> Known:
-    """Return what the store knows of a trace.
-
-    Args:
-        name: name of the program.
-        section: the ingredients that the manifest decides.
-        store: keeps traces.
-        presents: reads inputs as they are now.
-        reads: whether the program reads anything; false for a file of StableHLO.
-    """
+    """Return what the store knows of a trace. A file of StableHLO reads nothing else: `reads` is false."""
     known: dict[Input, str] = {}
     for _ in range(_MAX_STEPS):
         new: dict[Input, str] = {}
         if reads:
-            step = store.get(_inputs_key(name, section, known, store))
+            step = store.get(_key("inputs", name, section, known, store))
             if step is None:
                 break
             present = presents.of(tuple(step["front"]), tuple(step["back"]))
@@ -235,7 +215,7 @@ def find_trace(
             new = present.digests(each for each in named if each not in known)
             known |= new
         # Damaged contents would be found only in a worker. Programs of functions are small.
-        result = store.get(_trace_key(name, section, known, store), verify=True)
+        result = store.get(_key("trace", name, section, known, store), verify=True)
         if result is not None:
             return Known(name, section, known, result.get("trace"), result.get("never", ""))
         if not new:
@@ -261,60 +241,50 @@ def remember_trace(
         search_path: the directories before and behind `sys.path` in which modules were found.
         result: `{"trace": ...}`, or `{"never": reason}`.
         blobs: the blobs that it needs.
-        store: keeps it.
+        store: the store.
         reads: as for `find_trace`.
     """
-    name, section = known.name, known.section
+
+    def key(kind: str, of: Mapping[Input, str]) -> Key:
+        return _key(kind, known.name, known.section, of, store)
+
+    def step(new: Iterable[Input]) -> dict[str, Any]:
+        front, back = search_path
+        named = [[each.kind, each.name] for each in sorted(new)]
+        return {"inputs": named, "front": [*front], "back": [*back]}
+
     if not reads:
-        store.put(_trace_key(name, section, {}, store), result, blobs=blobs)
+        store.put(key("trace", {}), result, blobs=blobs)
         return
     before = known.inputs if all(inputs.get(i, d) == d for i, d in known.inputs.items()) else {}
     together = {**before, **inputs}
     if before:
         # Others may have the first step from a shared store: they find this trace behind it.
         if together.keys() - before.keys():
-            new = sorted(together.keys() - before.keys())
-            store.put(_inputs_key(name, section, before, store), _step(new, search_path))
-        store.put(_trace_key(name, section, together, store), result, blobs=blobs)
+            store.put(key("inputs", before), step(together.keys() - before.keys()))
+        store.put(key("trace", together), result, blobs=blobs)
     if not before or before.keys() - inputs.keys():
-        store.put(_inputs_key(name, section, {}, store), _step(sorted(inputs), search_path))
-        store.put(_trace_key(name, section, inputs, store), result, blobs=blobs)
+        store.put(key("inputs", {}), step(inputs))
+        store.put(key("trace", inputs), result, blobs=blobs)
 
 
 def remembered(known: Known, inputs: Mapping[Input, str], store: Store) -> Mapping[str, Any] | None:
     """Return the trace that the store has for exactly these inputs."""
     for each in ({**known.inputs, **inputs}, inputs):
-        key = _trace_key(known.name, known.section, each, store)
+        key = _key("trace", known.name, known.section, each, store)
         if (found := store.get(key)) is not None:
             return found.get("trace")
     return None
 
 
-def _step(
-    inputs: Iterable[Input], search_path: tuple[tuple[str, ...], tuple[str, ...]]
-) -> dict[str, Any]:
-    front, back = search_path
-    return {
-        "inputs": [[each.kind, each.name] for each in inputs],
-        "front": [*front],
-        "back": [*back],
-    }
+def _key(
+    kind: str, name: str, section: Ingredients, inputs: Mapping[Input, str], store: Store
+) -> Key:
+    """Return a key of kind `inputs` or `trace`. That a variable is not set is no secret."""
 
+    def value(read: Input) -> str:
+        if read.is_private and inputs[read] != UNSET:
+            return store.seal(f"{read.label} {inputs[read]}")
+        return inputs[read]
 
-def _inputs_key(name: str, section: Ingredients, inputs: Mapping[Input, str], store: Store) -> Key:
-    return Key("inputs", name, (*section, *_ingredients(inputs, store)))
-
-
-def _trace_key(name: str, section: Ingredients, inputs: Mapping[Input, str], store: Store) -> Key:
-    return Key("trace", name, (*section, *_ingredients(inputs, store)))
-
-
-def _ingredients(inputs: Mapping[Input, str], store: Store) -> Ingredients:
-    return tuple((each.label, _value(each, inputs[each], store)) for each in sorted(inputs))
-
-
-def _value(read: Input, digest: str, store: Store) -> str:
-    """Return what stands for an input in a key. That a variable is not set is no secret."""
-    if read.is_private and digest != UNSET:
-        return store.seal(f"{read.label} {digest}")
-    return digest
+    return Key(kind, name, (*section, *((each.label, value(each)) for each in sorted(inputs))))

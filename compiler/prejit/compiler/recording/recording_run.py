@@ -13,9 +13,8 @@ from pathlib import Path
 
 import zstandard
 
-from prejit.compiler.pipeline.describe.attaching import attach_descriptions
-from prejit.compiler.pipeline.describe.provenance import recording_provenance
 from prejit.compiler.pipeline.layout_writing import write_layout
+from prejit.compiler.pipeline.pack.attaching import attach_descriptions
 from prejit.compiler.pipeline.pack.bundle_files import (
     DESCRIPTIONS,
     PackedTarget,
@@ -23,6 +22,7 @@ from prejit.compiler.pipeline.pack.bundle_files import (
     check_readable,
     layer,
 )
+from prejit.compiler.pipeline.pack.provenance import recording_provenance
 from prejit.compiler.pipeline.program_keys import versions
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from prejit.compiler.pipeline.built import Built
+from prejit.compiler.pipeline.build_interface import Built
 from prejit.compiler.progress import Step
 from prejit.compiler.reporting.time_line import Link, Placed, critical_path, place
 from prejit.runtime.format.bundle_schema import Accuracy

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.pipeline.built import Built
+from prejit.compiler.pipeline.build_interface import Built
 from prejit.compiler.progress import Progress
 from prejit.compiler.reporting.build_report import (
     REPORT_VERSION,

@@ -42,26 +42,26 @@ COMPILING = (
 )
 """The code that compiles a program."""
 LOWERING = (
-    "prejit.compiler.pipeline.lowering:_lower_model",
-    "prejit.compiler.pipeline.lowering:_lower_native",
+    "prejit.compiler.pipeline.lower.lowering:_lower_model",
+    "prejit.compiler.pipeline.lower.lowering:_lower_native",
     "prejit.compiler.pipeline.model:read_model",
 )
 """The code that lowers the programs of a model."""
 PACKING = (
     "prejit.compiler.pipeline.pack.bundle_files:write_weights",
-    "prejit.compiler.pipeline.pack.packed_weights:_user_tensors",
+    "prejit.compiler.pipeline.pack.model_layers:_user_tensors",
 )
 """The code that writes the file of a weights layer, with the parameters of functions of the user."""
 WEIGHTS = (
     "prejit.compiler.pipeline.model:open_weights",
     "prejit.compiler.pipeline.model:read_model",
-    "prejit.compiler.pipeline.pack.packed_weights:_tensors",
+    "prejit.compiler.pipeline.pack.model_layers:_tensors",
 )
 """The code that makes the tensors of a published model from its checkpoint."""
 OWN_WEIGHTS = (
     "prejit.compiler.lowering.user.own_decoder:find_model",
     "prejit.compiler.models.narrowing",
-    "prejit.compiler.pipeline.pack.packed_weights:_own_tensors",
+    "prejit.compiler.pipeline.pack.model_layers:_own_tensors",
 )
 """The code that makes the tensors of a decoder of the user."""
 USER_FUNCTIONS = (
@@ -69,17 +69,17 @@ USER_FUNCTIONS = (
     "prejit.compiler.lowering.user.found_function",
     "prejit.compiler.lowering.user.flax_modules",
     "prejit.compiler.lowering.user.lower",
-    "prejit.compiler.pipeline.user_code:_find_functions",
-    "prejit.compiler.pipeline.lowering:lower_function",
-    "prejit.compiler.pipeline.lowering:put_lowered",
+    "prejit.compiler.pipeline.workspace:_find_functions",
+    "prejit.compiler.pipeline.lower.lowering:lower_function",
+    "prejit.compiler.pipeline.lower.lowering:put_lowered",
 )
 """The code that traces and lowers a function of the user."""
 USER_DECODERS = (
     "prejit.compiler.lowering.decoder",
     "prejit.compiler.lowering.user.own_decoder",
-    "prejit.compiler.pipeline.user_code:_find_own_model",
-    "prejit.compiler.pipeline.lowering:lower_own_decoder",
-    "prejit.compiler.pipeline.lowering:put_lowered",
+    "prejit.compiler.pipeline.workspace:_find_own_model",
+    "prejit.compiler.pipeline.lower.lowering:lower_own_decoder",
+    "prejit.compiler.pipeline.lower.lowering:put_lowered",
 )
 """The code that traces and lowers a decoder of the user."""
 ACCURACY = (

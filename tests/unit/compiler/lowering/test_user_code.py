@@ -17,10 +17,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.pipeline import lowering
-from prejit.compiler.pipeline.early_checks import check_planned
+from prejit.compiler.pipeline.lower import lowering
+from prejit.compiler.pipeline.lower.model_checks import check_planned
 from prejit.compiler.pipeline.plan import Lowered, Plan, plan_build
-from prejit.compiler.pipeline.user_code import UserCode, find_code, values_of
+from prejit.compiler.pipeline.workspace import UserCode, Workspace, find_code, values_of
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.errors import BuildError, CheckpointError, ManifestError
@@ -68,7 +68,8 @@ def no_model() -> NoReturn:
 
 def lower(found: Project) -> Lowered:
     [program] = found.plan.programs
-    return lowering.lower(found.plan, program, no_model, lambda: found.code, found.store, Quiet())
+    space = Workspace(found.plan, no_model, lambda: found.code, found.store, Quiet())
+    return lowering.lower(space, program)
 
 
 PANIC = """

@@ -23,12 +23,13 @@ from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker import requests
 from prejit.compiler.compile.worker.worker_compile import compile_program
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.pipeline import early_checks, lowering, run
-from prejit.compiler.pipeline.lowering import lower_native
-from prejit.compiler.pipeline.measure import accuracy, asked_programs, golden_child
-from prejit.compiler.pipeline.pack import bundle_files, packed_weights
+from prejit.compiler.pipeline import run, workspace
+from prejit.compiler.pipeline.lower import lowering
+from prejit.compiler.pipeline.lower.lowering import lower_native
+from prejit.compiler.pipeline.measure import accuracy, golden_answers, golden_child
+from prejit.compiler.pipeline.pack import bundle_files, model_layers
 from prejit.compiler.pipeline.plan import plan_build
-from prejit.compiler.pipeline.user_code import UserCode
+from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 
@@ -38,11 +39,11 @@ WITHIN = (
     # The functions that make the result of each step, and where the build finds them.
     ("LOWERING", lowering, "_lower_model"),
     ("LOWERING", lowering, "_lower_native"),
-    ("LOWERING", early_checks, "read_model"),
+    ("LOWERING", workspace, "read_model"),
     ("PACKING", bundle_files, "write_weights"),
-    ("WEIGHTS", packed_weights, "_tensors"),
-    ("WEIGHTS", packed_weights, "open_weights"),
-    ("OWN_WEIGHTS", packed_weights, "_own_tensors"),
+    ("WEIGHTS", model_layers, "_tensors"),
+    ("WEIGHTS", model_layers, "open_weights"),
+    ("OWN_WEIGHTS", model_layers, "_own_tensors"),
     ("ACCURACY", accuracy, "_measure_published"),
     ("OWN_ACCURACY", accuracy, "_measure_own"),
 )
@@ -83,7 +84,7 @@ def watched(step: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def main(manifest_file: Path, output: Path) -> None:
     asked: list[dict[str, Any]] = []
     questions: list[bytes] = []
-    compile_in_worker, start = worker_process.WorkerProcess._ask, asked_programs.run_child
+    compile_in_worker, start = worker_process.WorkerProcess._ask, golden_answers.run_child
 
     def compile_twice(worker: Any, request: Any, seconds: float) -> Any:
         asked.append(request)
@@ -97,7 +98,7 @@ def main(manifest_file: Path, output: Path) -> None:
     for step, place, name in WITHIN:
         setattr(place, name, watched(step, getattr(place, name)))
     worker_process.WorkerProcess._ask = compile_twice  # type: ignore[method-assign]
-    asked_programs.run_child = answer_twice  # type: ignore[assignment]
+    golden_answers.run_child = answer_twice  # type: ignore[assignment]
     manifest, store = read_manifest(manifest_file), DirectoryStore.open(output / "cache")
     pool = WorkerPool(store, workers=1)
     run.build(manifest, output, store=store, executor=pool, progress=Quiet())
@@ -105,10 +106,11 @@ def main(manifest_file: Path, output: Path) -> None:
     if not manifest.has_own_model and manifest.model is not None and manifest.mesh is None:
         plan = plan_build(manifest, store)
         assert plan.model is not None
-        read = early_checks.read_model(manifest, plan.model)
+        read = workspace.read_model(manifest, plan.model)
+        space = Workspace(plan, lambda: read, UserCode, store, Quiet())
         for program in plan.programs:
             if program.spec.kind not in ("copy", "embed"):
-                lower_native(plan, program, lambda: read, UserCode, store, {})
+                lower_native(space, program)
     for request in asked[:2]:  # what the workers did, here
         with watching("COMPILING"):
             requests._compile(store, compile_program, request)

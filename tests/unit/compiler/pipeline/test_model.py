@@ -10,7 +10,7 @@ from tests.decoders import write_random
 
 from prejit.compiler.manifest.manifest import Generate, Manifest, Model
 from prejit.compiler.pipeline.model import file_digests
-from prejit.compiler.pipeline.pack.packed_weights import find_published
+from prejit.compiler.pipeline.pack.model_layers import find_published
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.program_keys import weights_key
 from prejit.compiler.store.directory_store import DirectoryStore

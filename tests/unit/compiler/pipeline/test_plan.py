@@ -24,9 +24,9 @@ from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.library import KernelLibrary, build_kernels
 from prejit.compiler.pipeline import program_keys
-from prejit.compiler.pipeline.lowering import lower, source_of
+from prejit.compiler.pipeline.lower.lowering import lower, source_of
 from prejit.compiler.pipeline.model import ModelSource, read_model
-from prejit.compiler.pipeline.pack.packed_weights import find_published, pack_weights
+from prejit.compiler.pipeline.pack.model_layers import find_published, pack_weights
 from prejit.compiler.pipeline.plan import (
     Native,
     Plan,
@@ -39,7 +39,7 @@ from prejit.compiler.pipeline.plan import (
 from prejit.compiler.pipeline.program_keys import compile_key, versions
 from prejit.compiler.pipeline.reuse import CACHED, COMPILE, TRACED, planned_executables
 from prejit.compiler.pipeline.run import build
-from prejit.compiler.pipeline.user_code import UserCode
+from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
@@ -68,9 +68,13 @@ class Planned:
         assert self.plan.model is not None
         return read_model(self.plan.manifest, self.plan.model)
 
+    @property
+    def space(self) -> Workspace:
+        return Workspace(self.plan, lambda: self.model, UserCode, self.store, Quiet())
+
     def lower_all(self) -> None:
         for program in self.plan.programs:
-            lower(self.plan, program, lambda: self.model, UserCode, self.store, Quiet())
+            lower(self.space, program)
 
     def states(self) -> dict[str, str]:
         return {each.spec.name: each.state for each in planned_executables(self.plan, self.store)}
@@ -149,16 +153,8 @@ def compile_digests(found: Planned, name: str) -> dict[str, str]:
                 kernels[each.name] = kernels_of(library, tools, found.plan.forms)
     digests = {}
     for program in found.plan.programs:
-        lowered = lower(found.plan, program, lambda: found.model, UserCode, found.store, Quiet())
-        source = source_of(
-            found.plan,
-            program,
-            lowered,
-            kernels.get(name),
-            lambda: found.model,
-            UserCode,
-            found.store,
-        )
+        lowered = lower(found.space, program)
+        source = source_of(found.space, program, lowered, kernels.get(name))
         key = compile_key(found.plan.manifest, program.spec, toolchain, source)
         digests[program.spec.name] = key.digest
     return digests
@@ -265,8 +261,7 @@ def test_a_plan_of_what_a_store_has_imports_neither_jax_nor_what_reads_models(
 ) -> None:
     found = planned(tmp_path / "m", model, "cpu-host")
     found.lower_all()
-    plan, published = found.plan, find_published(found.plan)
-    pack_weights(plan, published, {}, UserCode, lambda: found.model, found.store, Quiet())
+    pack_weights(found.space, find_published(found.plan), {})
     manifest = tmp_path / "m" / "m.toml"
     run_python(
         "import sys\n"
@@ -346,15 +341,7 @@ def test_a_plan_names_what_a_build_compiles(
     assert toolchain is not None
     for program in fresh.plan.programs:
         assert program.lowered is not None
-        made = source_of(
-            fresh.plan,
-            program,
-            program.lowered,
-            kernels,
-            lambda: found.model,
-            UserCode,
-            found.store,
-        )
+        made = source_of(found.space.with_plan(fresh.plan), program, program.lowered, kernels)
         key = compile_key(fresh.plan.manifest, program.spec, toolchain, made)
         found.store.put(key, {"not": "an executable"})
         found.store._action(key).unlink()  # only the name of the last key stays
@@ -392,7 +379,7 @@ def test_a_program_without_products_is_compiled_from_its_portable_form(
     write_compiler(tmp_path, monkeypatch, f"cp {tmp_path}/made.so $out")
     found = planned(tmp_path / "m", model, "cpu-x86-64-v2")
     program = found.plan.programs[0]
-    lowered = lower(found.plan, program, lambda: found.model, UserCode, found.store, Quiet())
+    lowered = lower(found.space, program)
     portable = jobs.Source(lowered.portable.raw_digest, lowered.platforms)
     manifest = found.plan.manifest
     empty = Native(f"sha256:{0:064x}", ())

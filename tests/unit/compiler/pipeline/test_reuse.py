@@ -13,11 +13,11 @@ from tests.extent import examples
 
 from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.pipeline.beginning import begin
+from prejit.compiler.pipeline.build_interface import Services
 from prejit.compiler.pipeline.executables import Jobs
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.reuse import CACHED, COMPILE, TRACED, planned_executables
-from prejit.compiler.pipeline.services import Services
+from prejit.compiler.pipeline.run import begin
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.format.bundle_schema import Memory, Segment

@@ -14,8 +14,8 @@ from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.manifest import Generate, Manifest, Mesh, Model, Program
-from prejit.compiler.pipeline.built import Built
-from prejit.compiler.pipeline.bundle_writing import is_current, write
+from prejit.compiler.pipeline.build_interface import Built
+from prejit.compiler.pipeline.pack.bundle_writing import is_current, write
 from prejit.compiler.pipeline.pack.contents import PackedBundle
 from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Quiet

@@ -11,8 +11,8 @@ from tests.recipes import Recipe
 
 import prejit.compiler
 from prejit.compiler import Manifest, Program
-from prejit.compiler.pipeline.describe.attaching import attach_descriptions
-from prejit.compiler.pipeline.describe.provenance import recording_provenance
+from prejit.compiler.pipeline.pack.attaching import attach_descriptions
+from prejit.compiler.pipeline.pack.provenance import recording_provenance
 from prejit.compiler.progress import Quiet
 from prejit.compiler.rebuilding import compared_parts, recorded
 from prejit.compiler.rebuilding.compared_parts import ComparedPart

@@ -14,7 +14,7 @@ import pytest
 from prejit.compiler.api import build, build_all, program
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest
-from prejit.compiler.pipeline.built import Built
+from prejit.compiler.pipeline.build_interface import Built
 from prejit.compiler.progress import Quiet
 from prejit.compiler.reporting import report_files
 

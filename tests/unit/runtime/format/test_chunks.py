@@ -17,7 +17,7 @@ import pytest
 from blake3 import blake3
 from tests.layouts import index_file, index_of
 
-from prejit.compiler.pipeline.pack.verity_files import VerityHash
+from prejit.compiler.pipeline.pack.chunks import VerityHash
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import blobs, hashing
 from prejit.runtime.format.audit import audit

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from tests.layouts import index_of
 
-from prejit.compiler.pipeline.pack.verity_files import VerityHash
+from prejit.compiler.pipeline.pack.chunks import VerityHash
 from prejit.runtime.base.files import measure
 from prejit.runtime.cli.output import print_start
 from prejit.runtime.errors import RejectError, StoreError

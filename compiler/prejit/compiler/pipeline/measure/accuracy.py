@@ -9,25 +9,20 @@ from pathlib import Path
 
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.pipeline.model import (
-    ReadModel,
     cache_dtype,
     file_digest,
     longest_context,
     longest_source,
 )
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
-from prejit.compiler.pipeline.pack.model_layers import special_ids
-from prejit.compiler.pipeline.pack.packed_weights import Published
-from prejit.compiler.pipeline.plan import Plan
+from prejit.compiler.pipeline.pack.model_layers import Published, special_ids
 from prejit.compiler.pipeline.program_keys import (
     accuracy_key,
     measuring_key,
     own_accuracy_key,
     weights_key,
 )
-from prejit.compiler.pipeline.user_code import ReadCode
-from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
+from prejit.compiler.pipeline.workspace import Workspace
 from prejit.runtime.format.bundle_schema import Accuracy
 
 _NONE = "none"
@@ -35,36 +30,25 @@ _NONE = "none"
 
 
 def measure_accuracy(
-    plan: Plan,
+    space: Workspace,
     published: Published | None,
     weights: PackedLayer | None,
-    code: ReadCode,
     programs: Iterable[str],
-    model: ReadModel,
-    store: Store,
-    progress: Progress,
 ) -> Accuracy | None:
     """Return what the dtypes of weights and KV cache cost: from the store, or measured now.
 
-    Args:
-        plan: the plan of the build.
-        published: the weights of its model.
-        weights: the weights as they were packed.
-        code: reads the user's decoder.
-        programs: digests of the portable programs, which hold what a decoder of the user computes.
-        model: reads the model.
-        store: keeps the result.
-        progress: shows that accuracy is measured.
+    `weights` are as they were packed. `programs` are the digests of the portable programs, which hold what a
+    decoder of the user computes.
 
     Returns:
         None where all is float32, there is no model, it is an encoder-decoder, or the manifest wants none.
     """
-    manifest, files = plan.manifest, plan.model
+    plan, manifest, store = space.plan, space.plan.manifest, space.store
+    files = plan.model
     if weights is None or manifest.model is None or longest_source(manifest) is not None:
         return None
-    if not manifest.model.accuracy:
-        return None
-    if {manifest.model.dtype, cache_dtype(manifest)} == {"float32"}:
+    all_exact = {manifest.model.dtype, cache_dtype(manifest)} == {"float32"}
+    if all_exact or not manifest.model.accuracy:
         return None
     text = None
     if manifest.model.evaluation is not None:
@@ -83,16 +67,14 @@ def measure_accuracy(
         if files is not None:
             _, bos, _ = special_ids(files.directory, own.vocab_size, own=True)
         key = own_accuracy_key(manifest, of_weights, programs, *texts, bos or 0)
-        measure = partial(_measure_own, plan, code, weights, text, bos or 0)
+        measure = partial(_measure_own, space, weights, text, bos or 0)
     elif published is not None and files is not None:
         key = accuracy_key(manifest, files, published.files, *texts)
-        checkpoint, dtype = published.checkpoint, manifest.model.dtype
-        longest = longest_context(manifest)
-        measure = partial(_measure_published, model, checkpoint, weights, dtype, longest, text)
+        measure = partial(_measure_published, space, published.checkpoint, weights, text)
     else:
         return None
     alone = store.making(measuring_key("accuracy", ("weights", weights.digest)))
-    with progress.phase("measuring accuracy"), alone:
+    with space.progress.phase("measuring accuracy"), alone:
         if (known := store.get(key)) is not None:
             return Accuracy(**known)
         found = measure()
@@ -100,14 +82,12 @@ def measure_accuracy(
         return found
 
 
-def _measure_own(
-    plan: Plan, code: ReadCode, weights: PackedLayer, text: Path | None, bos: int
-) -> Accuracy:
+def _measure_own(space: Workspace, weights: PackedLayer, text: Path | None, bos: int) -> Accuracy:
     """Compare a decoder of the user as it is packed with itself as the user gave it."""
     from prejit.compiler.lowering.user.own_decoder import CHECK_MODEL
     from prejit.compiler.pipeline.measure import model_comparison
 
-    manifest, files, own = plan.manifest, plan.model, code().model
+    manifest, files, own = space.plan.manifest, space.plan.model, space.code().model
     assert isinstance(weights.content, Path)
     assert manifest.model is not None
     assert own is not None
@@ -135,12 +115,7 @@ def _measure_own(
 
 
 def _measure_published(
-    read: ReadModel,
-    published: Checkpoint,
-    weights: PackedLayer,
-    dtype: str,
-    longest: int | None,
-    text: Path | None,
+    space: Workspace, published: Checkpoint, weights: PackedLayer, text: Path | None
 ) -> Accuracy:
     """Compare the packed model with its float32 form, on a text or on random tokens.
 
@@ -152,12 +127,14 @@ def _measure_published(
     from prejit.compiler.pipeline.measure import model_comparison
 
     assert isinstance(weights.content, Path)
-    model = read()
+    assert space.plan.manifest.model is not None
+    model, dtype = space.model(), space.plan.manifest.model.dtype
     values = {name: published.rows(name) for name in published.names}
     packed = precision.widened(model.module, model_comparison.mapped(weights.content))
     out_in, tokenizer = model.files.out_in, model.files.transformer / "tokenizer.json"
     vocab_size = model.shape.vocab_size
     if model.files.layout is None:
+        longest = longest_context(space.plan.manifest)
         exact = parametrized(model_registry.make_decoder(model.config, longest, out_in=out_in))
         named = None if text is None else (text.name, *model_comparison.read_text(text, tokenizer))
         bos = getattr(model.config, "bos_token_id", None)
@@ -173,10 +150,8 @@ def _measure_published(
     exact = parametrized(model_registry.make_encoder(model.config, out_in=out_in))
     max_tokens = model.shape.max_tokens
     if text is None:
-        name, sentences = (
-            model_comparison.RANDOM,
-            model_comparison.random_sentences(vocab_size, max_tokens),
-        )
+        name = model_comparison.RANDOM
+        sentences = model_comparison.random_sentences(vocab_size, max_tokens)
     else:
         name, sentences = text.name, model_comparison.read_sentences(text, tokenizer, max_tokens)
     return model_comparison.of_encoder(

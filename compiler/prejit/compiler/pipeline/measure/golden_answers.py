@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.pipeline.measure.asked_programs import ask
 from prejit.compiler.pipeline.measure.golden_child import GoldenRequest
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
 from prejit.compiler.pipeline.program_keys import golden_key, measuring_key
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
+from prejit.runtime.base.child_process import last_line, run_child
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.base.process_facts import free_memory_bytes
+from prejit.runtime.base.process_facts import THREADS, free_memory_bytes
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.arrays import RECIPE, Golden
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
@@ -53,13 +56,7 @@ _CHILD = "prejit.compiler.pipeline.measure.golden_child"
 
 @dataclass(frozen=True)
 class _Answering:
-    """The target that answers.
-
-    Attributes:
-        target: the target.
-        matched: whether its executables run here.
-        platform: what they run on.
-    """
+    """The target that answers, whether its executables run here, and the platform that they run on."""
 
     target: PackedTarget
     matched: bool
@@ -71,6 +68,39 @@ class _Answering:
         return self.target.config.target if self.matched else _PORTABLE
 
 
+def ask(
+    module: str, content: bytes, timeout_seconds: float, *, threads: int = 1
+) -> tuple[list[dict[str, Any]], str]:
+    """Run a module with a request on its stdin, and return its answers, and how it ended.
+
+    Programs may end that process, and a time limit ends it: the answers until then are returned. Each line of
+    its stdout is an answer, as JSON. One thread gives sums one order on every build host. Nothing that it
+    compiles is kept.
+    """
+    environment = {
+        **os.environ,
+        "NPROC": f"{threads}",
+        "PJRT_NPROC": f"{threads}",
+        THREADS: "1",
+        "PREJIT_COMPILE_CACHE_BYTES": "0",
+    }
+    try:
+        code, output, errors = run_child(
+            (sys.executable, "-m", module),
+            content,
+            seconds=timeout_seconds,
+            env=environment,
+        )
+    except OSError as error:
+        return [], f"its process cannot be started: {error.strerror}"
+    ended = "its process took too long"
+    if code is not None and code != -signal.SIGPROF:  # a limit that it gave itself
+        ended = f"its process ended with {code}: {last_line(errors):.300}"
+    # It may have ended within its last line.
+    lines = (line for line in output.splitlines(keepends=True) if line.endswith(b"\n"))
+    return [json.loads(line) for line in lines], ended
+
+
 def with_golden_answers(
     targets: Sequence[PackedTarget],
     store: Store,
@@ -79,13 +109,8 @@ def with_golden_answers(
 ) -> tuple[PackedTarget, ...]:
     """Return the targets of a bundle, their programs with golden answers: from the store, or asked for now.
 
-    A program that fails here, or is too large for this machine, has none. The progress says so.
-
-    Args:
-        targets: the targets of the bundle.
-        store: keeps the answers.
-        progress: shows that programs are asked.
-        timeout_seconds: time limit for all programs together.
+    A program that fails here, or is too large for this machine, has none. The progress says so. The time
+    limit is for all programs together.
     """
     answering = _answering(targets)
     weights = _layer(answering.target, WEIGHTS_MEDIA_TYPE)
@@ -105,23 +130,18 @@ def with_golden_answers(
             for each, results in asked.items():
                 store.put(keys[each], {"results": results})
             known |= asked
-    return tuple(_with(target, known, answering.source, dtypes) for target in targets)
 
+    def answered(target: PackedTarget) -> PackedTarget:
+        programs = []
+        for program in target.config.programs:
+            tolerance = _tolerance(target.config, program, dtypes)
+            if (results := known.get((program.name, tolerance))) is not None:
+                golden = Golden(RECIPE, SEED, answering.source, tolerance, results)
+                program = replace(program, golden=golden)
+            programs.append(program)
+        return replace(target, config=replace(target.config, programs=tuple(programs)))
 
-def _with(
-    target: PackedTarget,
-    known: Mapping[tuple[str, int], str],
-    source: str,
-    dtypes: Mapping[str, str],
-) -> PackedTarget:
-    """Return a target whose programs have their golden answers, if there are any."""
-    programs = []
-    for program in target.config.programs:
-        tolerance = _tolerance(target.config, program, dtypes)
-        if (results := known.get((program.name, tolerance))) is not None:
-            program = replace(program, golden=Golden(RECIPE, SEED, source, tolerance, results))
-        programs.append(program)
-    return replace(target, config=replace(target.config, programs=tuple(programs)))
+    return tuple(map(answered, targets))
 
 
 def _answering(targets: Sequence[PackedTarget]) -> _Answering:
@@ -153,11 +173,6 @@ def _tolerance(config: Config, program: ProgramEntry, dtypes: Mapping[str, str])
     """Return the tolerance of a program's answer.
 
     Kernels multiply narrow matrices in bfloat16, and accelerators may multiply float32 in fewer bits.
-
-    Args:
-        config: the program table of a target.
-        program: the program.
-        dtypes: those of the weights, by name.
     """
     if config.requirement.platform != "cpu":
         return _ELSEWHERE

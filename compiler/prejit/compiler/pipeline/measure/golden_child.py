@@ -39,9 +39,7 @@ class GoldenRequest:
 
     Attributes:
         config: the program table of the target that answers.
-        platform: what its programs run on.
         matched: whether its executables run here; if not, its portable programs are compiled.
-        seed: of the recipe.
         wanted: name of a program, a space, and a tolerance.
         weights: file of the weights; None: there are none.
         layers: executables, portable programs, kernels and libraries: the file of each, or the number of its

@@ -64,13 +64,7 @@ _MAX_LOSS = 60.0
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """A decoder or encoder that can be run.
-
-    Attributes:
-        model: the model.
-        weights: the parameters by name. They are read when they are used.
-        cache_dtype: the dtype of a decoder's cache.
-    """
+    """A decoder or encoder that can be run. Its weights are read when they are used."""
 
     model: Parametrized
     weights: Mapping[str, Rows]
@@ -80,13 +74,8 @@ class ComparedModel:
 def read_text(file: Path, tokenizer_file: Path) -> tuple[Arrays, Arrays]:
     """Return the tokens at the end of a text, int32 [MAX_TEXT_TOKENS or fewer], and those that begin it.
 
-    Args:
-        file: the text of the manifest's `evaluation`, UTF-8.
-        tokenizer_file: the model's tokenizer.json.
-
-    Returns:
-        The tokens, and those that the tokenizer puts before a text: a BOS for models that were trained with
-        one, else none; int32.
+    The latter are what the tokenizer puts before a text: a BOS for models that were trained with one, else
+    none.
 
     Raises:
         StoreError, ManifestError, CheckpointError: a file cannot be read, or the text is too short.
@@ -105,12 +94,7 @@ def read_text(file: Path, tokenizer_file: Path) -> tuple[Arrays, Arrays]:
 
 
 def read_sentences(file: Path, tokenizer_file: Path, max_tokens: int) -> tuple[Arrays, Arrays]:
-    """Return the last lines of a text that are not empty, as an encoder takes them.
-
-    Args:
-        file: the text of the manifest's `evaluation`, UTF-8.
-        tokenizer_file: the model's tokenizer.json.
-        max_tokens: tokens after which a line is cut off.
+    """Return the last lines of a text that are not empty, cut off after `max_tokens` as an encoder does.
 
     Returns:
         Tokens int32 [64 or fewer, T] and the length of each row, int32.
@@ -258,13 +242,8 @@ def of_encoder(
 ) -> Accuracy:
     """Compare the embeddings of a stored encoder with those of its float32 form.
 
-    Args:
-        dtype: dtype of the stored weights.
-        exact: the encoder in float32.
-        stored: the encoder as it is packed.
-        text: name of the text.
-        tokens: int32 [B, T]; a large encoder reads the last rows only.
-        length: int32 [B]: number of valid tokens of each row.
+    Tokens are int32 [B, T], of which a large encoder reads the last rows only; `length` int32 [B] is the
+    number of valid tokens of each row.
 
     Raises:
         BuildError: embeddings are infinite or NaN.
@@ -350,12 +329,9 @@ def _logits(model: ComparedModel, windows: Sequence[Arrays]) -> Callable[[], lis
 
 
 def _losses(exact: Arrays, stored: Arrays, following: Arrays | None) -> Arrays:
-    """Return the sums over rows of the losses in nats of two decoders; logits [T, V].
+    """Return the sums over rows of the losses in nats of two decoders, from their logits [T, V].
 
-    Args:
-        exact: logits of the float32 decoder.
-        stored: logits of the stored one.
-        following: the token that follows each row, int32 [T]; None: any, as the float32 decoder expects.
+    `following` is the token that follows each row, int32 [T]; None: any, as the float32 decoder expects.
     """
     losses = np.zeros(2)
     for at in range(0, len(exact), _LOSS_ROWS):

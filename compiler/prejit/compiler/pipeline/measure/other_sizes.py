@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from prejit.compiler.manifest.manifest import UNCHECKED
-from prejit.compiler.pipeline.measure.asked_programs import ask
-from prejit.compiler.pipeline.measure.golden_answers import NARROW
+from prejit.compiler.pipeline.measure.golden_answers import NARROW, ask
 from prejit.compiler.pipeline.measure.sizes_child import Compared, SizeDifference, SizesRequest
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.plan import Lowered, Plan, PlannedProgram
 from prejit.compiler.pipeline.program_keys import Contents, measuring_key, sizes_key
+from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
@@ -49,30 +49,22 @@ _HINTS = {
 
 
 def check_sizes(
-    plan: Plan,
+    space: Workspace,
     lowered: Mapping[str, Lowered],
     user: Mapping[str, Contents],
     weights: Callable[[], PackedLayer | None],
-    store: Store,
-    progress: Progress,
     timeout_seconds: float,
 ) -> None:
     """Compare programs with their functions at other sizes, where the store does not know them equal.
 
-    A program that cannot run here is not compared. The progress says so.
-
-    Args:
-        plan: the plan of the build.
-        lowered: the portable form of each program.
-        user: the parameters of the user's functions, by section.
-        weights: returns the weights layer.
-        store: keeps what was compared.
-        progress: shows what is compared, and what is not.
-        timeout_seconds: time limit for all programs together.
+    A program that cannot run here is not compared. The progress says so. `user` has the parameters of the
+    user's functions by section, `weights` returns the weights layer. The time limit is for all programs
+    together.
 
     Raises:
         BuildError: results differ; the error names all of them.
     """
+    plan, store, progress = space.plan, space.store, space.progress
     compared: dict[str, Compared] = {}
     keys: dict[str, Key] = {}
     for program in plan.programs:

@@ -59,9 +59,7 @@ class Compared:
     """A program to compare.
 
     Attributes:
-        name: of the program.
         portable, symbolic: the blobs of its StableHLO, for the bucket and for any size.
-        platforms: the platforms that it was lowered for.
         weights: names of the tensors that come first among its arguments.
         arguments, results: the others, and the results, as `Array` prints them.
         mask: as in the program table; empty: there is none.
@@ -85,13 +83,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class SizesRequest:
-    """The request to this process.
-
-    Attributes:
-        files: the file of each blob that the programs name.
-        weights: file of the weights layer; None: no program has any.
-        programs: the programs.
-    """
+    """The request to this process: programs, the files of their blobs, and that of the weights layer."""
 
     files: dict[str, str]
     weights: str | None
@@ -103,10 +95,8 @@ class SizeDifference:
     """A result that differs from the function's.
 
     Attributes:
-        result: its path.
         sizes: the sizes at which it differs most.
-        padded: whether the program was padded.
-        expected, found: where it differs most, the function's value and the program's.
+        expected, found: there, the function's value and the program's.
         share: the difference as a share of the tolerance.
     """
 
@@ -282,11 +272,8 @@ def _share(
 ) -> tuple[float, str, str]:
     """Return the largest difference of a result as a share of what is allowed, and its two values.
 
-    Args:
-        expected: what the function returns.
-        found: what the program returns.
-        moved: what the function returns for slightly different arguments.
-        tolerance: exponent of one half; whole numbers and booleans must be equal.
+    `moved` is what the function returns for slightly different arguments. The tolerance is an exponent of one
+    half; whole numbers and booleans must be equal.
     """
     if expected.shape != found.shape or expected.dtype != found.dtype:
         one, other = (f"{each.dtype}{list(each.shape)}" for each in (expected, found))

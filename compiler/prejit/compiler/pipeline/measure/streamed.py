@@ -29,12 +29,7 @@ class Weight:
 
 
 def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
-    """Return the results of a jaxpr.
-
-    Args:
-        closed: the jaxpr.
-        arguments: its arguments: arrays, and weights.
-    """
+    """Return the results of a jaxpr, whose arguments are arrays and weights."""
     jaxpr = closed.jaxpr
     known: dict[Any, Any] = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True)

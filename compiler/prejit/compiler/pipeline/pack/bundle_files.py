@@ -62,13 +62,9 @@ _SAFETENSORS_NAMES = {numpy: name for name, (numpy, _) in SAFETENSORS_DTYPES.ite
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A tensor of the weights layer.
+    """A tensor of the weights layer. The dtype is NumPy's or ml_dtypes' name.
 
-    Attributes:
-        name: name in the layer.
-        dtype: NumPy's or ml_dtypes' name.
-        shape: extents.
-        read: returns the values, C-contiguous; called once, when they are written.
+    `read` returns the values, C-contiguous; it is called once, when they are written.
     """
 
     name: str
@@ -82,9 +78,8 @@ class PackedLayer:
     """A blob of a bundle: in memory, or a file.
 
     Attributes:
-        media_type: media type, which names the kind of layer.
+        media_type: the kind of layer.
         digest, size: digest and size of the content.
-        content: the bytes, or the file that holds them.
         title: file name for clients that unpack layers (`oras pull`).
     """
 
@@ -141,10 +136,7 @@ def write_weights(tensors: Iterable[PackedTensor], out: BlobWriter) -> None:
         8 bytes: size of the header | header: JSON, padded with spaces | tensors
 
     safetensors allows no holes, so a gap is a tensor of its own. Any reader of safetensors can read the file.
-
-    Args:
-        tensors: the tensors in the order of the file. One is in memory at a time.
-        out: gets the content.
+    One tensor is in memory at a time.
 
     Raises:
         BuildError: safetensors has no such dtype, or a tensor has other values than announced.
@@ -188,13 +180,13 @@ def pack(
     """Return a layer of zstd frames one behind the other, which is a file of the store.
 
     No more than one frame is in memory. The store keeps the layer, so that a build which changes nothing
-    reads no frame.
+    reads no frame. Equal frames are stored once.
 
     Args:
         media_type: see `PackedLayer`.
         title: see `PackedLayer`.
-        frames: frames by name of program, whose offsets are ignored. Equal frames are stored once.
-        cache: where they are.
+        frames: frames by name of program, whose offsets are ignored.
+        cache: the store that has the frames.
 
     Returns:
         The layer, and the frames with their offsets.
@@ -231,12 +223,7 @@ def pack(
 
 @dataclass(frozen=True)
 class PackedTarget:
-    """What a bundle holds for one target.
-
-    Attributes:
-        config: the program table.
-        layers: the layers in the order of the target's manifest.
-    """
+    """What a bundle holds for one target: the program table, and the layers in the order of its manifest."""
 
     config: Config
     layers: tuple[PackedLayer, ...]
@@ -251,10 +238,7 @@ def assemble(
 ) -> tuple[bytes, dict[str, bytes | Path]]:
     """Return the index of a bundle and its blobs by digest. Equal targets give equal bytes.
 
-    Args:
-        name: name of the bundle.
-        targets: the targets in the order of the user's manifest.
-        attached: the artifact types that will be attached to the bundle, which `prejit verify` then expects.
+    `attached` are the artifact types that will be attached to the bundle, which `prejit verify` then expects.
     """
     noted = {ATTACHED_TYPES: ",".join(sorted(attached))} if attached else {}
     blobs: dict[str, bytes | Path] = {}
@@ -295,10 +279,6 @@ def check_readable(index: bytes, blobs: dict[str, bytes | Path]) -> None:
     """Check the tables of a bundle as `load` will, so that no build writes what no reader accepts.
 
     Every line is read, also those that `load` leaves until a program runs. No large layer is hashed.
-
-    Args:
-        index: the index that `assemble` returned.
-        blobs: the blobs that it returned.
 
     Raises:
         BuildError: a layer or a table is larger than readers accept, or contradicts itself.

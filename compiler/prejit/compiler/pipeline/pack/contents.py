@@ -6,17 +6,17 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.executables import CompiledExecutable, CompiledTarget
+from prejit.compiler.pipeline.executables import CompiledTarget, Submitted
 from prejit.compiler.pipeline.libraries import ReadLibrary, libraries_of
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
 from prejit.compiler.pipeline.pack.chunks import chunks_of
-from prejit.compiler.pipeline.pack.compatibility import readable_until
+from prejit.compiler.pipeline.pack.compatibility import readable_until, requirement_of
 from prejit.compiler.pipeline.pack.model_layers import special_ids
-from prejit.compiler.pipeline.pack.target_requirement import requirement_of
 from prejit.compiler.pipeline.plan import Lowered, Plan, TargetKernels
 from prejit.compiler.pipeline.program_keys import versions
 from prejit.compiler.store.interface import Store
@@ -30,11 +30,7 @@ from prejit.runtime.format.bundle_schema import (
     ProgramEntry,
     Segment,
 )
-from prejit.runtime.format.names import (
-    EXECUTABLES_MEDIA_TYPE,
-    FORMAT_VERSION,
-    PORTABLE_MEDIA_TYPE,
-)
+from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, FORMAT_VERSION, PORTABLE_MEDIA_TYPE
 
 MODEL_WEIGHTS = "model"
 """The name of a decoder's weight set. Those of an encoder begin with it and a colon."""
@@ -47,13 +43,7 @@ Costs = Mapping[tuple[str, str], int]
 
 @dataclass(frozen=True)
 class PackedBundle:
-    """A bundle that has still to be written.
-
-    Attributes:
-        name: name of the bundle.
-        index: content of the bundle's index.
-        blobs: all other blobs, by digest: content, or the file that has it.
-    """
+    """A bundle that has still to be written: its index, and all other blobs, in memory or in files."""
 
     name: str
     index: bytes
@@ -71,14 +61,7 @@ def pack_targets(
 ) -> tuple[PackedTarget, ...]:
     """Return the tables and layers of a bundle's targets. Their programs have no golden answers yet.
 
-    Args:
-        plan: the plan of the build.
-        targets: the executables.
-        layers: layers that all targets share: the files of the model, its weights.
-        products: the products of the programs that may call kernels.
-        accuracy: what the dtypes cost.
-        costs: what an encoder's programs cost.
-        store: holds executables and portable programs.
+    `layers` are those that all targets share, `products` those of the programs that may call kernels.
 
     Raises:
         BuildError: the store lost a blob.
@@ -90,20 +73,34 @@ def pack_targets(
         for name, program in lowered.items()
         if program.symbolic is not None
     }
-    portable, segments = bundle_files.pack(PORTABLE_MEDIA_TYPE, "programs.stablehlo", frames, store)
-    shared = (*layers, portable)
-    return tuple(
-        _pack_target(plan, target, shared, segments, products, accuracy, costs, store)
-        for target in targets
+    portable, portables = bundle_files.pack(
+        PORTABLE_MEDIA_TYPE, "programs.stablehlo", frames, store
     )
+
+    def packed(target: CompiledTarget) -> PackedTarget:
+        compiled = {name: each.executable for name, each in target.results.items()}
+        executables, segments = bundle_files.pack(
+            EXECUTABLES_MEDIA_TYPE, "programs.xla", compiled, store
+        )
+        own = [executables]
+        if target.library is not None:
+            own.append(bundle_files.kernels_layer(target.library, store))
+        own += map(bundle_files.library_layer, _libraries(plan, target))
+        layers_of_target = (*own, *shared)
+        programs = tuple(
+            _program(each, segments, portables, costs.get((each.spec.name, target.tools.name)))
+            for each in target.executables
+        )
+        config = _config(plan, target, programs, products, accuracy)
+        chunks = chunks_of(layers_of_target, store)
+        return PackedTarget(replace(config, chunks=chunks), layers_of_target)
+
+    shared = (*layers, portable)
+    return tuple(map(packed, targets))
 
 
 def pack_bundle(name: str, targets: Iterable[PackedTarget]) -> PackedBundle:
     """Return the files of a bundle, checked as `load` will check them.
-
-    Args:
-        name: name of the bundle.
-        targets: its targets, in the order of the manifest.
 
     Raises:
         BuildError: no reader would take the bundle.
@@ -113,41 +110,13 @@ def pack_bundle(name: str, targets: Iterable[PackedTarget]) -> PackedBundle:
     return PackedBundle(name, index, blobs)
 
 
-def _pack_target(
-    plan: Plan,
-    target: CompiledTarget,
-    shared: tuple[PackedLayer, ...],
-    portables: Mapping[str, Segment],
-    products: tuple[Product, ...],
-    accuracy: Accuracy | None,
-    costs: Costs,
-    store: Store,
-) -> PackedTarget:
-    frames = {name: compiled.executable for name, compiled in target.results.items()}
-    executables, segments = bundle_files.pack(EXECUTABLES_MEDIA_TYPE, "programs.xla", frames, store)
-    own = [executables]
-    library = target.library
-    if library is not None:
-        own.append(bundle_files.kernels_layer(library, store))
-    own += map(bundle_files.library_layer, _libraries(plan, target))
-    programs = tuple(
-        _program(each, segments, portables, costs.get((each.spec.name, target.tools.name)))
-        for each in target.executables
-    )
-    layers = (*own, *shared)
-    config = replace(
-        _config(plan, target, programs, products, accuracy), chunks=chunks_of(layers, store)
-    )
-    return PackedTarget(config, layers)
-
-
 def _symbolic(name: str) -> str:
     """Return the name of the frame of a program for any size."""
     return f"{name} for any size"
 
 
 def _program(
-    executable: CompiledExecutable,
+    executable: Submitted,
     executables: Mapping[str, Segment],
     portables: Mapping[str, Segment],
     cost: int | None,
@@ -244,7 +213,7 @@ def _weight_shardings(lowered: Iterable[tuple[ProgramSpec, Lowered]]) -> dict[st
     return found or None
 
 
-def _decoder(plan: Plan, executables: Iterable[CompiledExecutable]) -> Decoder | None:
+def _decoder(plan: Plan, executables: Iterable[Submitted]) -> Decoder | None:
     shape = next((e.lowered.decoder for e in executables if e.lowered.decoder is not None), None)
     if shape is None:
         return None
@@ -262,7 +231,7 @@ def _decoder(plan: Plan, executables: Iterable[CompiledExecutable]) -> Decoder |
     )
 
 
-def _encoder(executables: Iterable[CompiledExecutable]) -> Encoder | None:
+def _encoder(executables: Iterable[Submitted]) -> Encoder | None:
     for each in executables:
         if each.lowered.encoder is not None and each.spec.kind == "layer":
             return Encoder(**each.lowered.encoder, layers=tuple(_weight_sets("", each.lowered)))
@@ -278,18 +247,13 @@ def _forms(
     found = []
     for product in products:
         choice = kernels.choose(product)
-        measured = choice.measured
-        if measured is None:
-            found.append(ProductForm(str(product), choice.form, {}))
-            continue
-        found.append(
-            ProductForm(
-                str(product),
-                choice.form,
+        why: tuple[Any, ...] = ({},)
+        if (measured := choice.measured) is not None:
+            why = (
                 dict(measured.nanoseconds),
                 f"{measured.conditions.level} on {measured.conditions}",
                 measured.date,
                 None if measured.product == product else str(measured.product),
             )
-        )
+        found.append(ProductForm(str(product), choice.form, *why))
     return tuple(found) or None

@@ -1,86 +1,80 @@
-"""The files of a model that a bundle carries as they are: tokenizer, generation config, chat, licence.
+"""The layers that all targets share: the files of a model as they are, the licence, and the weights.
 
-Each is checked here, before anything compiles: a file with a mistake would fail where the bundle runs.
+A file is checked before anything compiles: one with a mistake would fail where the bundle runs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from prejit.compiler.base.json_file import read_object
 from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.chat_files import read_chat, special_tokens
-from prejit.compiler.pipeline.model import file_digest
+from prejit.compiler.checkpoint.checkpoint import Checkpoint
+from prejit.compiler.pipeline.model import ModelSource, file_digest, file_digests, open_weights
 from prejit.compiler.pipeline.pack import bundle_files
-from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
+from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
+from prejit.compiler.pipeline.pack.chunks import chunks_of
 from prejit.compiler.pipeline.plan import Plan
-from prejit.compiler.pipeline.program_keys import tokenizer_key
-from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
+from prejit.compiler.pipeline.program_keys import Contents, content_of, tokenizer_key, weights_key
+from prejit.compiler.pipeline.workspace import UserCode, Workspace, values_of
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.errors import CheckpointError, StoreError
+from prejit.runtime.errors import BuildError, CheckpointError, StoreError
 from prejit.runtime.format import limits
 from prejit.runtime.format.names import (
     CHAT_MEDIA_TYPE,
     GENERATION_MEDIA_TYPE,
     LICENSE_MEDIA_TYPE,
     TOKENIZER_MEDIA_TYPE,
+    WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.generation import options
 
+if TYPE_CHECKING:
+    from prejit.compiler.lowering.user.own_decoder import OwnModel
 
-def read_layers(
-    plan: Plan, vocab_size: Callable[[], int], store: Store, progress: Progress
-) -> tuple[PackedLayer, ...]:
-    """Return the layers of a model's files and of the licence, each checked.
 
-    Args:
-        plan: the plan of the build.
-        vocab_size: returns the number of tokens of the model.
-        store: knows which tokenizers passed the check before.
-        progress: shows that a tokenizer is checked.
+def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[PackedLayer]:
+    """Yield the layers of a model's files and of the licence, each checked.
+
+    `vocab_size` returns the number of tokens of the model. The store knows which tokenizers passed before.
 
     Raises:
         CheckpointError: a file would fail where the bundle runs.
         StoreError: a file cannot be read.
     """
-    return tuple((*_model_layers(plan, vocab_size, store, progress), *_license(plan)))
-
-
-def _model_layers(
-    plan: Plan, vocab_size: Callable[[], int], store: Store, progress: Progress
-) -> Iterator[PackedLayer]:
-    if plan.model is None:
-        return
-    directory, decodes = plan.model.transformer, plan.model.layout is None
-    if decodes:
-        special_ids(directory, limits.MAX_SIZE, own=plan.manifest.has_own_model)
-    tokenizer, generation = directory / "tokenizer.json", directory / "generation_config.json"
-    if tokenizer.is_file():
-        content = _read(tokenizer)
-        _check_tokenizer(plan, tokenizer, content, vocab_size, store, progress)
-        yield bundle_files.layer(TOKENIZER_MEDIA_TYPE, content, tokenizer.name)
-    if generation.is_file():
-        content = _read(generation)
+    plan, manifest = space.plan, space.plan.manifest
+    if plan.model is not None:
+        directory, decodes = plan.model.transformer, plan.model.layout is None
         if decodes:
-            check_generation(generation, content)
-        yield bundle_files.layer(GENERATION_MEDIA_TYPE, content, generation.name)
-    chat = read_chat(directory)
-    if chat is not None and tokenizer.is_file():
-        yield bundle_files.layer(CHAT_MEDIA_TYPE, to_json(chat), "chat.json")
-
-
-def _license(plan: Plan) -> Iterator[PackedLayer]:
-    if plan.manifest.bundle.license is None:
-        return
-    path = plan.manifest.resolve(plan.manifest.bundle.license)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise StoreError(f"{path}: cannot read the licence: {error.strerror}") from error
-    yield bundle_files.layer(LICENSE_MEDIA_TYPE, content, "LICENSE")
+            special_ids(directory, limits.MAX_SIZE, own=manifest.has_own_model)
+        tokenizer, generation = directory / "tokenizer.json", directory / "generation_config.json"
+        if tokenizer.is_file():
+            content = _read(tokenizer)
+            _check_tokenizer(space, tokenizer, content, vocab_size)
+            yield bundle_files.layer(TOKENIZER_MEDIA_TYPE, content, tokenizer.name)
+        if generation.is_file():
+            content = _read(generation)
+            if decodes:
+                check_generation(generation, content)
+            yield bundle_files.layer(GENERATION_MEDIA_TYPE, content, generation.name)
+        chat = read_chat(directory)
+        if chat is not None and tokenizer.is_file():
+            yield bundle_files.layer(CHAT_MEDIA_TYPE, to_json(chat), "chat.json")
+    if manifest.bundle.license is not None:
+        path = manifest.resolve(manifest.bundle.license)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise StoreError(f"{path}: cannot read the licence: {error.strerror}") from error
+        yield bundle_files.layer(LICENSE_MEDIA_TYPE, content, "LICENSE")
 
 
 def _read(path: Path) -> bytes:
@@ -95,15 +89,9 @@ def special_ids(
 ) -> tuple[tuple[int, ...], int | None, tuple[int, ...]]:
     """Return the token ids that end a text, the one that begins it, and those with which an answer begins.
 
-    The last are of encoder-decoders: `decoder_start_token_id`.
-
-    Ids outside the vocabulary are left out: no token has them.
-
-    Args:
-        directory: the model directory.
-        vocab_size: V.
-        own: whether it is beside a decoder of the user. It needs no config.json then, and where no file gives
-            ids, the tokenizer does.
+    The last are of encoder-decoders: `decoder_start_token_id`. Ids outside the vocabulary are left out: no
+    token has them. Beside a decoder of the user (`own`) there may be no config.json, and where no file gives
+    ids, the tokenizer does.
 
     Raises:
         CheckpointError: a file cannot be read, or an id is no integer.
@@ -148,13 +136,8 @@ def _ids_of_tokenizer(directory: Path) -> dict[str, int]:
             each["content"]: int(each["id"])
             for each in json.loads(_read(tokenizer))["added_tokens"]
         }
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        RecursionError,
-    ):  # the check of the tokenizer says what is wrong
-        return {}
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return {}  # the check of the tokenizer says what is wrong
     return {name: ids[text] for name, text in special_tokens(directory).items() if text in ids}
 
 
@@ -177,21 +160,119 @@ def check_generation(path: Path, content: bytes) -> None:
 
 
 def _check_tokenizer(
-    plan: Plan,
-    path: Path,
-    content: bytes,
-    vocab_size: Callable[[], int],
-    store: Store,
-    progress: Progress,
+    space: Workspace, path: Path, content: bytes, vocab_size: Callable[[], int]
 ) -> None:
     """Check a tokenizer, unless it passed before."""
-    if plan.manifest.has_own_model:
+    if space.plan.manifest.has_own_model:
         config = f"vocab_size {vocab_size()}"
     else:
         config = file_digest(path.with_name("config.json"))
-    key = tokenizer_key(plan.manifest, content, config)
-    if store.get(key) is not None:
+    key = tokenizer_key(space.plan.manifest, content, config)
+    if space.store.get(key) is not None:
         return
-    with progress.phase("checking tokenizer.json"):
+    with space.progress.phase("checking tokenizer.json"):
         tokenizer_check.check_tokenizer(path, content, vocab_size())
-    store.put(key, {"passed": True})
+    space.store.put(key, {"passed": True})
+
+
+@dataclass(frozen=True)
+class Published:
+    """The published weights of a model: the tensors, and the files that decide them, each with its digest."""
+
+    checkpoint: Checkpoint
+    files: tuple[tuple[str, str], ...]
+
+
+def find_published(plan: Plan) -> Published | None:
+    """Open the weights of the plan's model, and hash their files. None: it has no published model.
+
+    Raises:
+        CheckpointError: files are missing.
+        StoreError: a file cannot be read.
+    """
+    if plan.model is None or plan.manifest.has_own_model:
+        return None
+    checkpoint = open_weights(plan.model)
+    return Published(checkpoint, file_digests(plan.model.directory, checkpoint.files))
+
+
+def pack_weights(
+    space: Workspace, published: Published | None, user: Mapping[str, Contents]
+) -> PackedLayer | None:
+    """Return the weights layer: from the store, or packed now. None: the bundle has no weights.
+
+    `user` has the parameters of the user's functions, by section.
+    """
+    manifest, store, own = space.plan.manifest, space.store, space.plan.own
+    if published is None and not user and (own is None or not own.parameters):
+        return None
+    with space.progress.phase("packing weights"):
+        files = () if published is None else published.files
+        exact, orders = (None, None) if own is None else (own.parameters, own.orders)
+        key = weights_key(manifest, space.plan.model, files, user, exact, orders)
+        with store.making(key):
+            result = store.get(key)
+            if result is None:
+                tensors = list(_user_tensors(manifest.where, user, space.code())) if user else []
+                if published is not None:
+                    tensors = [*_tensors(space.model(), published.checkpoint), *tensors]
+                if own is not None:
+                    model_of_user = space.code().model
+                    assert model_of_user is not None
+                    tensors = [*_own_tensors(model_of_user), *tensors]
+                with store.blob_writer() as blob:
+                    bundle_files.write_weights(tensors, blob)
+                result = {"digest": blob.digest, "size": blob.size}
+                store.put(key, result, blobs=[blob.digest])
+        path = store.blob_path(result["digest"])
+        if path is None:
+            raise BuildError("the weights are gone from the build cache", hint="build again")
+        layer = PackedLayer(
+            WEIGHTS_MEDIA_TYPE, result["digest"], result["size"], path, "weights.safetensors"
+        )
+        chunks_of([layer], store)  # while workers compile; `pack_bundle` finds them in the store
+    return layer
+
+
+def _user_tensors(
+    where: str, user: Mapping[str, Contents], code: UserCode
+) -> Iterator[PackedTensor]:
+    """Yield the parameters of the user's functions.
+
+    Raises:
+        BuildError: they are not those that were traced.
+    """
+    for section, contents in user.items():
+        for name, value in values_of(code, section).items():
+            if content_of(value) != contents.get(name):
+                raise BuildError(
+                    f"{where}: program {section!r}: expected the same value of {name} each "
+                    "time that its module is imported, found another one",
+                    hint="give random parameters a seed, or save them to a file and name it in `params`",
+                )
+            yield PackedTensor(
+                f"{section}:{name}", str(value.dtype), value.shape, partial(np.asarray, value)
+            )
+
+
+def _own_tensors(own: OwnModel) -> list[PackedTensor]:
+    return [
+        PackedTensor(name, str(shape.dtype), shape.shape, own.stored.values[name])
+        for name, shape in own.stored.model.weights.items()
+    ]
+
+
+def _tensors(model: ModelSource, checkpoint: Checkpoint) -> list[PackedTensor]:
+    """Return the model's parameters as they are packed: rounded or quantized when they are written."""
+    from flax import nnx
+
+    from prejit.compiler.models import precision
+    from prejit.compiler.models.parameters import flat_parameters
+
+    stored = precision.readers(model.module, checkpoint.rows)
+    return [
+        PackedTensor(
+            name, str(leaf.dtype), leaf.shape, stored.get(name) or partial(checkpoint.read, name)
+        )
+        for name, leaf in flat_parameters(nnx.state(model.module)).items()
+    ]

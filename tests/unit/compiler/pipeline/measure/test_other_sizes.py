@@ -17,11 +17,10 @@ from tests.sized_functions import LOOKS_AT_A_SIZE, LOOKS_BELOW_EIGHT, only_eight
 
 from prejit.compiler import Program, build
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.pipeline.lowering import lower
+from prejit.compiler.pipeline.lower.lowering import lower
 from prejit.compiler.pipeline.measure.other_sizes import check_sizes
 from prejit.compiler.pipeline.plan import plan_build
-from prejit.compiler.pipeline.tracing import parameters_of
-from prejit.compiler.pipeline.user_code import find_code
+from prejit.compiler.pipeline.workspace import Workspace, find_code
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime import load
@@ -49,14 +48,12 @@ def compared(
     manifest = Manifest("m", **{"targets": ["cpu-host"], "programs": programs, **options})
     store, notes = DirectoryStore.open(directory), Notes()
     plan, code = plan_build(manifest, store), find_code(manifest)
-    lowered = {
-        each.spec.name: lower(plan, each, lambda: None, lambda: code, store, notes)  # type: ignore[arg-type, return-value]
-        for each in plan.programs
-    }
-    user = parameters_of(plan, lambda: code)
+    space = Workspace(plan, lambda: None, lambda: code, store, notes)  # type: ignore[arg-type, return-value]
+    lowered = {each.spec.name: lower(space, each) for each in plan.programs}
+    user = space.parameters()
     found: dict[str, str] = {}
     try:
-        check_sizes(plan, lowered, user, lambda: None, store, notes, 120)
+        check_sizes(space, lowered, user, lambda: None, 120)
     except BuildError as error:
         for part in str(error).split("manifest 'm': program ")[1:]:
             section = part.partition("/")[0]

@@ -28,11 +28,11 @@ from tests.unit.compiler.sharing.fixtures import Memory
 from prejit.compiler.lowering.user.observer import Observer
 from prejit.compiler.lowering.user.observing import observing
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.pipeline.lowering import lower
+from prejit.compiler.pipeline.lower.lowering import lower
+from prejit.compiler.pipeline.lower.tracing import remember
 from prejit.compiler.pipeline.plan import Lowered, plan_build
 from prejit.compiler.pipeline.reuse import TRACED, planned_executables
-from prejit.compiler.pipeline.tracing import parameters_of, remember
-from prejit.compiler.pipeline.user_code import find_code
+from prejit.compiler.pipeline.workspace import Workspace, find_code
 from prejit.compiler.progress import Quiet
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.shared_result import Tier
@@ -81,12 +81,9 @@ class Project:
         code = cache(partial(self.find_code, plan.manifest))
         progress = Quiet()
         progress.note = self.notes.append  # type: ignore[method-assign]
-        self.lowered = {
-            each.spec.name: lower(plan, each, no_model, code, self.store, Quiet())
-            for each in plan.programs
-        }
-        parameters = parameters_of(plan, code)
-        remember(plan, self.lowered, parameters, None, code, self.store, progress)
+        space = Workspace(plan, no_model, code, self.store, progress)
+        self.lowered = {each.spec.name: lower(space, each) for each in plan.programs}
+        remember(space, self.lowered, space.parameters(), None)
         return {each.spec.name for each in plan.programs if each.lowered is None}
 
     def why(self) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.pipeline.lowerers.units import process_count, split
+from prejit.compiler.pipeline.lower.crew import process_count, split
 from prejit.compiler.pipeline.plan import PlannedProgram
 from prejit.compiler.pipeline.traces import Known
 from prejit.compiler.store.key import Key

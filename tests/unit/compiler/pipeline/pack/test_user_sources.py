@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from prejit.compiler.manifest.manifest import Manifest, Program
-from prejit.compiler.pipeline.describe.user_sources import (
+from prejit.compiler.pipeline.pack.user_sources import (
     SourceContent,
     digest_now,
     manifest_sources,

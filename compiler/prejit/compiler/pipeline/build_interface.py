@@ -1,4 +1,4 @@
-"""The services and options of all builds of a command."""
+"""What a build gets and gives: the options and services of a command, and the result of each build."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import NotRequired, TypedDict
 
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.worker_process import JOB_SECONDS
+from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.executables import Jobs
 from prejit.compiler.pipeline.shards import Packing, Shard
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
+from prejit.runtime.errors import PrejitError
+from prejit.runtime.format.bundle_schema import Accuracy
 
 
 class BuildOptions(TypedDict):
@@ -46,9 +49,10 @@ class BuildOptions(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """The services and options of all builds of a command: see `BuildOptions`, and these two.
+    """The services and options of all builds of a command: see `BuildOptions`, and these.
 
     Attributes:
+        output: directory of bundles.
         jobs: gets each program once, whichever build needs it.
         packings: by bundle, decides which shard packs it; empty: the build has no shards.
     """
@@ -65,3 +69,55 @@ class Services:
     retrace: bool = False
     shard: Shard | None = None
     kernels_by: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltProgram:
+    """A program of a bundle for one target.
+
+    Attributes:
+        key: digest of the key of its executable.
+        compile_milliseconds: time that the compiler took, now or in an earlier build.
+        new: whether it was compiled now, for this program.
+    """
+
+    program: str
+    target: str
+    key: str
+    compile_milliseconds: int
+    new: bool
+
+
+@dataclass(frozen=True)
+class Built:
+    """The result of a build.
+
+    Attributes:
+        path: directory of the bundle.
+        digest: digest of the bundle.
+        compiled: number of programs x targets that were compiled now.
+        cached: number of those that were in the store.
+        written: whether the directory was changed.
+        accuracy: what the dtypes of weights and cache cost; None: all are float32.
+        programs: every program for every target.
+        packed_by: number of the shard that packed the bundle; None: the build had no shards.
+        packed_here: whether the bundle is in `path`, and not in the directory of another shard.
+    """
+
+    path: Path
+    digest: str
+    compiled: int
+    cached: int
+    written: bool
+    accuracy: Accuracy | None = None
+    programs: tuple[BuiltProgram, ...] = ()
+    packed_by: int | None = None
+    packed_here: bool = True
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A build that failed beside others: what it was to build, and why it failed."""
+
+    manifest: Manifest
+    error: PrejitError

@@ -10,14 +10,14 @@ import pytest
 
 from prejit.compiler import build
 from prejit.compiler.manifest.manifest import Manifest, Program
-from prejit.compiler.pipeline.bundle_writing import check_place
 from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble
+from prejit.compiler.pipeline.pack.bundle_writing import check_place
 from prejit.compiler.recording.recording_run import RecordedTarget, packed
 from prejit.runtime.errors import UsageError
 from prejit.runtime.machine.fingerprint import Requirement
 
-BUILT = Path(__file__).parents[3] / "format" / "v1" / "chunks"
+BUILT = Path(__file__).parents[4] / "format" / "v1" / "chunks"
 NAME = "chunks"
 FOREIGN = '{"schemaVersion": 2, "manifests": []}'
 

@@ -14,19 +14,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from prejit.compiler.lowering.user.inputs import Input
-from prejit.compiler.pipeline.lowering import lower_function, lower_own_decoder
+from prejit.compiler.pipeline.lower.lowering import lower_function, lower_own_decoder
 from prejit.compiler.pipeline.plan import Lowered, OwnFacts, Plan, PlannedProgram
-from prejit.compiler.pipeline.program_keys import Contents, content_of
-from prejit.compiler.pipeline.traces import (
-    Known,
-    declared_reads,
-    remember_trace,
-    remembered,
-)
-from prejit.compiler.pipeline.user_code import ReadCode, UserCode, values_of
-from prejit.compiler.progress import Progress
+from prejit.compiler.pipeline.program_keys import Contents
+from prejit.compiler.pipeline.traces import Known, declared_reads, remember_trace, remembered
+from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.store.interface import Store
 from prejit.runtime.base.files import digest_of
+from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import BuildError
 
 if TYPE_CHECKING:
@@ -42,92 +37,66 @@ _UNSEEN = (
 )
 
 
-def parameters_of(plan: Plan, code: ReadCode) -> dict[str, Contents]:
-    """Return the parameters of the user's functions by section, where they have any."""
-    found: dict[str, Contents] = {}
-    for program in plan.programs:
-        section = program.spec.section
-        if program.spec.kind != "call" or section in found:
-            continue
-        contents = program.parameters
-        if contents is None:
-            values = values_of(code(), section)
-            contents = {name: content_of(value) for name, value in values.items()}
-        found[section] = contents
-    return {section: contents for section, contents in found.items() if contents}
-
-
 def remember(
-    plan: Plan,
+    space: Workspace,
     lowered: Mapping[str, Lowered],
     parameters: Mapping[str, Contents],
     own: OwnFacts | None,
-    code: ReadCode,
-    store: Store,
-    progress: Progress,
 ) -> None:
     """Keep the traces that this build made.
 
-    Args:
-        plan: the plan of the build, from before anything was traced.
-        lowered: every program's portable form.
-        parameters: the parameters of the user's functions by section.
-        own: what is known of the user's decoder.
-        code: reads the user's code.
-        store: keeps them.
-        progress: shows that functions are traced a second time.
+    The workspace has the plan from before anything was traced. `parameters` are those of the user's functions
+    by section, `own` is what is known of the user's decoder.
 
     Raises:
         BuildError: two traces of one program differ.
     """
+    plan, store = space.plan, space.store
     fresh = [each for each in plan.programs if each.lowered is None]
     traced = [each for each in fresh if each.trace is not None]
     reads_model = plan.own_trace is not None and plan.own is None
     users = [each for each in fresh if each.trace is not None or each.spec.kind == "call"]
     if users:
-        with progress.phase("comparing second traces"):
-            _check_again(plan, users, lowered, code())
+        with space.progress.phase("comparing second traces"):
+            _check_again(space, users, lowered)
     if not (traced or reads_model):
         return
-    modules = code().modules
+    modules = space.code().modules
     assert modules is not None
     read = _read(plan, modules)
+
+    def put(known: Known, result: Mapping[str, Any], blobs: tuple[str, ...]) -> None:
+        assert read is not None
+        kept = {"never": read.trouble} if read.trouble else {"trace": result}
+        blobs = () if read.trouble else blobs
+        remember_trace(known, read.inputs, modules.search_path(), kept, blobs, store)
+
     troubles = dict[str, str]()  # with the first program that has each
     for program in traced:
         assert program.trace is not None
-        made = lowered[program.spec.name]
+        made, spec = lowered[program.spec.name], program.spec
         result: dict[str, Any] = {"lowered": asdict(made)}
-        is_file = False
-        if program.spec.kind == "call":
-            result["parameters"] = dict(parameters.get(program.spec.section, {}))
-            is_file = plan.manifest.section(program.spec.section).is_file
-        if is_file:
-            remember_trace(
-                program.trace, {}, ((), ()), {"trace": result}, made.blobs, store, reads=False
-            )
-            continue
-        if read is None:
-            continue
-        if read.trouble:
-            troubles.setdefault(read.trouble, program.spec.name)
-        else:
-            _check_stored(plan, program, made, read.inputs, store)
-        _put(program.trace, read, modules, result, made.blobs, store)
+        if spec.kind == "call":
+            result["parameters"] = dict(parameters.get(spec.section, {}))
+        if spec.kind == "call" and plan.manifest.section(spec.section).is_file:
+            kept = {"trace": result}
+            remember_trace(program.trace, {}, ((), ()), kept, made.blobs, store, reads=False)
+        elif read is not None:
+            if read.trouble:
+                troubles.setdefault(read.trouble, spec.name)
+            else:
+                _check_stored(plan, program, made, read.inputs, store)
+            put(program.trace, result, made.blobs)
     if reads_model and own is not None and read is not None:
         assert plan.own_trace is not None
-        _put(plan.own_trace, read, modules, asdict(own), (), store)
+        put(plan.own_trace, asdict(own), ())
     for trouble, name in troubles.items():
-        progress.note(f"{name} is traced at every build: {trouble}")
+        space.progress.note(f"{name} is traced at every build: {trouble}")
 
 
 @dataclass(frozen=True)
 class _Read:
-    """What the code of a manifest read.
-
-    Attributes:
-        inputs: the inputs, each with its digest.
-        trouble: why nothing may stand for tracing it; empty: the inputs do.
-    """
+    """What the code of a manifest read: inputs with their digests, and why they may not stand for it."""
 
     inputs: Mapping[Input, str]
     trouble: str
@@ -155,23 +124,8 @@ def _read(plan: Plan, modules: UserModules) -> _Read | None:
     return _Read(inputs, trouble)
 
 
-def _put(
-    known: Known,
-    read: _Read,
-    modules: UserModules,
-    result: Mapping[str, Any],
-    blobs: tuple[str, ...],
-    store: Store,
-) -> None:
-    path = modules.search_path()
-    if read.trouble:
-        remember_trace(known, read.inputs, path, {"never": read.trouble}, (), store)
-    else:
-        remember_trace(known, read.inputs, path, {"trace": result}, blobs, store)
-
-
 def _check_again(
-    plan: Plan, traced: list[PlannedProgram], lowered: Mapping[str, Lowered], code: UserCode
+    space: Workspace, traced: list[PlannedProgram], lowered: Mapping[str, Lowered]
 ) -> None:
     """Trace one program of each section a second time, where that is quick.
 
@@ -179,27 +133,24 @@ def _check_again(
     """
     first: dict[str, PlannedProgram] = {}
     for program in traced:
-        if 0 < code.seconds.get(program.spec.name, 0) < _CHECK_SECONDS:
+        if 0 < space.code().seconds.get(program.spec.name, 0) < _CHECK_SECONDS:
             first.setdefault(program.spec.section, program)
     if not first:
         return
     import jax
 
+    def trace(program: PlannedProgram) -> LoweredProgram:
+        how = lower_function if program.spec.kind == "call" else lower_own_decoder
+        return how(space, program)
+
     if any(program.trace is not None for program in first.values()):
         jax.clear_caches()  # else a function under jax.jit would not be traced again
     for program in first.values():
-        again = _lower(plan, program, code)
-        if digest_of(again.portable) != lowered[program.spec.name].portable.raw_digest:
-            other = _lower(plan, program, code)
+        if digest_of(trace(program).portable) != lowered[program.spec.name].portable.raw_digest:
+            other = trace(program)
             if program.trace is not None:
                 jax.clear_caches()
-            raise _impure(plan, program, other, _lower(plan, program, code))
-
-
-def _lower(plan: Plan, program: PlannedProgram, code: UserCode) -> LoweredProgram:
-    if program.spec.kind == "call":
-        return lower_function(plan, program, code)
-    return lower_own_decoder(plan, program, code, None)
+            raise _impure(space.plan, program, other, trace(program))
 
 
 def _check_stored(
@@ -210,7 +161,7 @@ def _check_stored(
     known = remembered(program.trace, inputs, store)
     if known is None:
         return
-    before = Lowered.from_json(known["lowered"])
+    before = from_plain(Lowered, known["lowered"])
     if before.portable.raw_digest == made.portable.raw_digest:
         return
     programs = [store.read_blob(each.portable.raw_digest) for each in (before, made)]

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,14 +20,14 @@ from tests.decoders import write_random
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.pipeline.early_checks import check, read_planned
-from prejit.compiler.pipeline.lowerers import units
-from prejit.compiler.pipeline.lowerers.crew import Crew, open_crew
-from prejit.compiler.pipeline.lowering import lower, lower_own
+from prejit.compiler.pipeline.lower import crew
+from prejit.compiler.pipeline.lower.crew import Crew, open_crew
+from prejit.compiler.pipeline.lower.lowering import lower, lower_own
+from prejit.compiler.pipeline.lower.model_checks import check
+from prejit.compiler.pipeline.lower.tracing import remember
 from prejit.compiler.pipeline.model import open_weights
 from prejit.compiler.pipeline.plan import Plan, PlannedProgram, plan_build
-from prejit.compiler.pipeline.tracing import parameters_of, remember
-from prejit.compiler.pipeline.user_code import find_code
+from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.objects import Objects
@@ -93,18 +93,13 @@ class Project:
     def lower(self, store: Store, *, retrace: bool = False) -> dict[str, PlannedProgram]:
         """Lower all programs in this process, as a build does on a small machine."""
         plan = plan_build(self.manifest, store, retrace=retrace)
-        model: Any = cache(partial(read_planned, plan))
-        code = cache(partial(find_code, self.manifest))
         own = self.manifest.has_own_model
         weights = None if plan.model is None or own else open_weights(plan.model)
-        check(plan, model, weights, code)
-        before, plan = plan, lower_own(plan, code, store, self.notes)
-        found = {
-            each.spec.name: lower(plan, each, model, code, store, self.notes)
-            for each in plan.programs
-        }
-        parameters = parameters_of(plan, code)
-        remember(before, found, parameters, plan.own, code, store, self.notes)
+        before = Workspace.of(plan, store, self.notes)
+        check(before, weights)
+        space = before.with_plan(lower_own(before))
+        found = {each.spec.name: lower(space, each) for each in space.plan.programs}
+        remember(before, found, space.parameters(), space.plan.own)
         return {each.spec.name: each for each in plan_build(self.manifest, store).programs}
 
     def plan(self, store: Store, *, retrace: bool = False) -> Plan:
@@ -129,7 +124,7 @@ class Project:
 
 @pytest.fixture(autouse=True)
 def small_work_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "_PROCESS_SECONDS", 0.05)
+    monkeypatch.setattr(crew, "_PROCESS_SECONDS", 0.05)
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.native.library import kernel_conditions
-from prejit.compiler.pipeline.describe.user_sources import SourceContent, manifest_sources
 from prejit.compiler.pipeline.executables import CompiledTarget
+from prejit.compiler.pipeline.pack.attaching import package_url
+from prejit.compiler.pipeline.pack.user_sources import SourceContent, manifest_sources
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.pipeline.program_keys import versions
 from prejit.compiler.store.interface import Store
@@ -58,17 +59,12 @@ def build_provenance(
 ) -> bytes:
     """Return the statement of the provenance of a bundle that `prejit build` made.
 
-    Args:
-        plan: what was built.
-        targets: the executables of each target.
-        weights: the files of the checkpoint, each with its digest.
-        store: has the libraries of kernels.
-        digest: the bundle's digest.
-        index: its index.
-        configs: the configs of its targets.
+    `weights` are the files of the checkpoint, each with its digest; `digest`, `index` and `configs` are those
+    of the bundle and its targets.
     """
     internal = {
-        "keys": {config.target: _keys(config) for config in configs},
+        # The key of each program: the digest of everything that its executable was made from.
+        "keys": {c.target: {each.name: each.key for each in c.programs} for c in configs},
         "tracing": _tracing(),
         "compiling": {each.tools.name: _compiling(each) for each in targets},
         **_kernels(targets, store),
@@ -82,11 +78,6 @@ def recording_provenance(digest: str, index: Index, configs: Sequence[Config]) -
 
     It lists the functions that can be imported. The commands are left out: they hold paths of a machine, and
     often secrets. The keys of the programs are in the configs.
-
-    Args:
-        digest: the bundle's digest.
-        index: its index.
-        configs: the configs of its targets.
     """
     functions = {each.function for config in configs for each in config.recorded or ()} - {None}
     parameters = {
@@ -107,14 +98,8 @@ def _provenance(
 ) -> bytes:
     """Return a statement about a bundle and its targets.
 
-    Args:
-        digest: the bundle's digest.
-        index: its index.
-        configs: the configs of its targets.
-        build_type: how the parameters are to be read.
-        parameters: what the user asked for.
-        internal: what else decided the result.
-        sources: the files that it was made from.
+    `build_type` says how the parameters, which the user chose, are to be read. `internal` is what else
+    decided the result.
     """
     subjects = [SignedSubject(digest, configs[0].bundle)]
     subjects += [
@@ -145,16 +130,9 @@ def _parameters(plan: Plan) -> dict[str, Any]:
     return {**found, "manifest": described}
 
 
-def _keys(config: Config) -> dict[str, str]:
-    """Return the key of each program: the digest of everything that its executable was made from."""
-    return {program.name: program.key for program in config.programs}
-
-
 def _packages(configs: Sequence[Config]) -> list[dict[str, Any]]:
     found = sorted({pair for config in configs for pair in config.versions.items()})
-    return [
-        {"uri": f"pkg:pypi/{name.lower().replace('_', '-')}@{number}"} for name, number in found
-    ]
+    return [{"uri": package_url(name, number)} for name, number in found]
 
 
 def _tracing() -> dict[str, str]:

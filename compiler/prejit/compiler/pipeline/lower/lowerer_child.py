@@ -1,6 +1,6 @@
-"""A process that lowers programs for a build: `python -P -m prejit.compiler.pipeline.lowerers.lowerer_child`.
+"""A process that lowers programs for a build: `python -P -m prejit.compiler.pipeline.lower.lowerer_child`.
 
-Each line of stdin is a request, each line of stdout its answer (`messages`). The end of stdin ends the
+Each line of stdin is a request, each line of stdout its answer (`lowerer_process`). The end of stdin ends the
 process. What the user's code prints goes to stderr, as in a build.
 """
 
@@ -10,34 +10,34 @@ import faulthandler
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cache, cached_property, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.library import KernelLibrary, find_kernels
-from prejit.compiler.pipeline.early_checks import check, read_planned, vocab_size
-from prejit.compiler.pipeline.lowerers.child_store import ChildStore
-from prejit.compiler.pipeline.lowerers.lowerer_messages import (
+from prejit.compiler.pipeline.lower.lowerer_process import (
     Checked,
     Done,
     Project,
     Work,
     manifest_digest,
-    plain,
     plain_error,
 )
-from prejit.compiler.pipeline.lowering import (
+from prejit.compiler.pipeline.lower.lowering import (
     lower,
     lower_native,
     lower_own,
     own_facts,
     source_of,
 )
-from prejit.compiler.pipeline.model import ReadModel, open_weights, stores_out_in
+from prejit.compiler.pipeline.lower.model_checks import check
+from prejit.compiler.pipeline.lower.tracing import remember
+from prejit.compiler.pipeline.model import open_weights
 from prejit.compiler.pipeline.plan import (
     Lowered,
     OwnFacts,
@@ -50,11 +50,43 @@ from prejit.compiler.pipeline.plan import (
     plan_build,
 )
 from prejit.compiler.pipeline.program_keys import own_lower_key
-from prejit.compiler.pipeline.tracing import parameters_of, remember
-from prejit.compiler.pipeline.user_code import ReadCode, find_code
+from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
+from prejit.compiler.store.directory_store import DirectoryStore
+from prejit.compiler.store.key import Key
 from prejit.runtime.base.child_process import end_with_parent, take_stdout, write_answer
+from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import PrejitError
+
+
+@final
+class _ChildStore(DirectoryStore):
+    """Notes the keys of results, which the build sends to shared stores. Makes all at once.
+
+    The build holds the right to make a result (`Store.making`) for its processes: it shares it with other
+    machines, and it looks in shared stores before.
+    """
+
+    def __init__(self, root: Path, namespace: str) -> None:
+        """Note nothing yet."""
+        super().__init__(root, namespace)
+        self._keys: list[Key] = []
+
+    def taken(self) -> tuple[Key, ...]:
+        """Return the keys of the results since the last call."""
+        found, self._keys = self._keys, []
+        return tuple(found)
+
+    def put(self, key: Key, result: Mapping[str, Any], *, blobs: Iterable[str] = ()) -> None:
+        """See `Store.put`."""
+        super().put(key, result, blobs=blobs)
+        self._keys.append(key)
+
+    @contextmanager
+    def making(self, key: Key, *, give_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+        """See `Store.making`."""
+        del key, give_up
+        yield True
 
 
 @final
@@ -85,13 +117,10 @@ class Lowerer:
         """Read nothing yet."""
         self._project = project
         self._manifest = manifest
-        self._store = ChildStore(Path(project.root), project.namespace)
-        self._progress = _Notes()
-        self._parameters: dict[str, Mapping[str, str]] = {}  # by section
-        first = self._plan(names=(), retrace=False)
-        self._model: ReadModel = cache(partial(read_planned, first))
-        out_in = stores_out_in(manifest, first.targets)
-        self._code: ReadCode = cache(partial(find_code, manifest, out_in=out_in))
+        self._store = _ChildStore(Path(project.root), project.namespace)
+        self._notes = _Notes()
+        self._parameters: dict[str, dict[str, str]] = {}  # by section
+        self._space = Workspace.of(self._plan(names=(), retrace=False), self._store, self._notes)
 
     def prepare(self) -> Checked | None:
         """Read the model and the user's code, so that the first program need not wait for it.
@@ -102,22 +131,22 @@ class Lowerer:
         Raises:
             PrejitError: they have a mistake.
         """
+        is_published = self._manifest.model is not None and not self._manifest.has_own_model
         if not self._project.check:
-            self._code()
-            if self._is_published:
-                self._model()
+            self._space.code()
+            if is_published:
+                self._space.model()
             return None
         plan = self._plan(names=None, retrace=self._project.retrace)
-        weights = open_weights(plan.model) if plan.model and self._is_published else None
-        check(plan, self._model, weights, self._code)
+        weights = open_weights(plan.model) if plan.model and is_published else None
+        check(self._space.with_plan(plan), weights)
         if plan.own is None:
             plan = replace(plan, own=self._own)
             if plan.own_trace is not None and self._own is not None:
                 nothing = replace(plan, programs=(), own=None)
-                remember(nothing, {}, {}, self._own, self._code, self._store, self._progress)
+                remember(self._space.with_plan(nothing), {}, {}, self._own)
         decodes = self._manifest.generate is not None
-        size = vocab_size(plan, self._model, self._code) if decodes else None
-        return Checked(size, plan.own)
+        return Checked(self._space.with_plan(plan).vocab_size() if decodes else None, plan.own)
 
     def lower(self, work: Work) -> Done:
         """Lower a unit of programs.
@@ -129,34 +158,30 @@ class Lowerer:
         before = self._known(self._plan(names=tuple(work.programs), retrace=retrace), work)
         # What is known of the user's decoder was kept before, or is kept by the process that checks it.
         before = replace(before, own=self._own if before.own is None else before.own)
-        plan = lower_own(before, self._code, self._store, self._progress)
-        lowered = {each.spec.name: self._lower(plan, each) for each in plan.programs}
-        parameters = self._parameters_of(plan)
-        remember(before, lowered, parameters, plan.own, self._code, self._store, self._progress)
-        self._lower_native(plan, lowered, chosen=work.chosen)
-        section = plan.programs[0].spec.section
-        stored, notes = tuple(self._store.taken()), self._progress.taken()
-        return Done(lowered, parameters.get(section, {}), stored, notes)
+        untraced = self._space.with_plan(before)
+        plan = lower_own(untraced)
+        space = self._space.with_plan(plan)
+        lowered = {each.spec.name: lower(space, each) for each in plan.programs}
+        remember(untraced, lowered, self._parameters_of(plan), plan.own)
+        self._lower_native(space, lowered, chosen=work.chosen)
+        parameters = self._parameters.get(plan.programs[0].spec.section, {})
+        return Done(lowered, parameters, self._store.taken(), self._notes.taken())
 
     def _plan(self, names: Sequence[str] | None, *, retrace: bool) -> Plan:
+        forms, directory = self._project.forms, self._project.directory
         return plan_build(
             self._manifest,
             self._store,
             only=self._project.only,
-            forms=self._project.forms_table,
-            directory=self._project.model_directory,
+            forms=None if forms is None else Path(forms),
+            directory=None if directory is None else Path(directory),
             retrace=retrace,
             names=names,
         )
 
-    @property
-    def _is_published(self) -> bool:
-        """Whether the model is a published one, and not the user's."""
-        return self._manifest.model is not None and not self._manifest.has_own_model
-
     @cached_property
     def _own(self) -> OwnFacts | None:
-        return own_facts(self._code()) if self._manifest.has_own_model else None
+        return own_facts(self._space.code()) if self._manifest.has_own_model else None
 
     def _known(self, plan: Plan, work: Work) -> Plan:
         """Return the plan with the portable programs that the build has."""
@@ -172,31 +197,31 @@ class Lowerer:
 
         return replace(plan, programs=tuple(map(known, plan.programs)))
 
-    def _lower(self, plan: Plan, program: PlannedProgram) -> Lowered:
-        return lower(plan, program, self._model, self._code, self._store, self._progress)
-
-    def _parameters_of(self, plan: Plan) -> Mapping[str, Mapping[str, str]]:
+    def _parameters_of(self, plan: Plan) -> dict[str, dict[str, str]]:
         """Return the parameters of the unit's functions by section, which are hashed once."""
-        new = [
+        new = tuple(
             each
             for each in plan.programs
             if each.spec.kind == "call" and each.spec.section not in self._parameters
-        ]
-        found = parameters_of(replace(plan, programs=tuple(new)), self._code)
+        )
+        found = self._space.with_plan(replace(plan, programs=new)).parameters()
         for each in new:
-            self._parameters[each.spec.section] = found.get(each.spec.section, {})
+            self._parameters[each.spec.section] = dict(found.get(each.spec.section, {}))
         return self._parameters
 
-    def _lower_native(self, plan: Plan, lowered: Mapping[str, Lowered], *, chosen: bool) -> None:
+    def _lower_native(
+        self, space: Workspace, lowered: Mapping[str, Lowered], *, chosen: bool
+    ) -> None:
         """Lower the programs again that call kernels of a target."""
-        calling = [each for each in plan.programs if calls_kernels(plan.manifest, each.spec)]
-        kernels = self._kernels(plan) if calling else ()
+        calling = [
+            each for each in space.plan.programs if calls_kernels(space.plan.manifest, each.spec)
+        ]
+        kernels = self._kernels(space.plan) if calling else ()
         for program in calling:
             if kernels and not chosen:
-                lower_native(plan, program, self._model, self._code, self._store, {})
+                lower_native(space, program)
             for each in kernels if chosen else ():
-                made = lowered[program.spec.name]
-                source_of(plan, program, made, each, self._model, self._code, self._store)
+                source_of(space, program, lowered[program.spec.name], each)
 
     def _kernels(self, plan: Plan) -> tuple[TargetKernels, ...]:
         """Return the kernels of the targets that have some. The build has compiled them."""
@@ -212,10 +237,10 @@ class Lowerer:
 def answer(line: bytes, lowerer: Lowerer) -> dict[str, Any]:
     """Return the answer to a request after the first one."""
     try:
-        done = lowerer.lower(Work.from_plain(json.loads(line)["lower"]))
+        done = lowerer.lower(from_plain(Work, json.loads(line)["lower"]))
     except PrejitError as error:
         return {"error": plain_error(error)}
-    return {"lowered": plain(done)}
+    return {"lowered": asdict(done)}
 
 
 def begin(project: Project) -> tuple[dict[str, Any], Lowerer | None]:
@@ -229,7 +254,7 @@ def begin(project: Project) -> tuple[dict[str, Any], Lowerer | None]:
         checked = lowerer.prepare()
     except PrejitError as error:
         return {"error": plain_error(error)}, None
-    return {"checked": None if checked is None else plain(checked)}, lowerer
+    return {"checked": None if checked is None else asdict(checked)}, lowerer
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
@@ -237,7 +262,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     first = requests.readline()
     if not first:
         return
-    body, lowerer = begin(Project.from_plain(json.loads(first)))
+    body, lowerer = begin(from_plain(Project, json.loads(first)))
     write_answer(answers, body)
     if lowerer is None:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,7 @@ import zstandard
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.products import Product, called
-from prejit.compiler.pipeline.model import (
-    ReadModel,
-    cache_dtype,
-    longest_context,
-    longest_source,
-)
+from prejit.compiler.pipeline.model import cache_dtype, longest_context, longest_source
 from prejit.compiler.pipeline.plan import (
     Lowered,
     Native,
@@ -35,8 +30,7 @@ from prejit.compiler.pipeline.plan import (
     find_native,
 )
 from prejit.compiler.pipeline.program_keys import content_of, native_key, own_lower_key
-from prejit.compiler.pipeline.user_code import ReadCode, UserCode
-from prejit.compiler.progress import Progress
+from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
 from prejit.runtime.errors import BuildError
@@ -54,14 +48,7 @@ _SHOWN = 3
 """Maximum number of arguments that a note names."""
 
 
-def lower(
-    plan: Plan,
-    program: PlannedProgram,
-    model: ReadModel,
-    code: ReadCode,
-    store: Store,
-    progress: Progress,
-) -> Lowered:
+def lower(space: Workspace, program: PlannedProgram) -> Lowered:
     """Return a program as portable StableHLO: what the plan found, or lowered now and kept in the store.
 
     Several builds that need the same program lower it once. What the plan found and turns out to be damaged
@@ -70,29 +57,40 @@ def lower(
     Raises:
         BuildError, ManifestError, CheckpointError: the program cannot be lowered.
     """
+    plan, store, progress, name = space.plan, space.store, space.progress, program.spec.name
     if program.lowered is not None and (
         not is_lowered_again(plan, program) or _is_whole(program.lowered, store)
     ):
         return program.lowered
     if program.key is None:
-        with progress.phase(f"lowering {program.spec.name}"):
-            started = time.process_time()
-            made = lower_function(plan, program, code())
-            code().seconds[program.spec.name] = time.process_time() - started
-            section = program.spec.section
-            first = next(each for each in plan.programs if each.spec.section == section)
-            if made.narrowed and program.spec.name == first.spec.name:
-                progress.note(_narrowed(section, made.narrowed))
-            return put_lowered(made, store)
-    with progress.phase(f"lowering {program.spec.name}"), store.making(program.key):
+        made = _timed(space, program, lower_function)
+        section = program.spec.section
+        first = next(each for each in plan.programs if each.spec.section == section)
+        if made.narrowed and name == first.spec.name:
+            progress.note(_narrowed(section, made.narrowed))
+        return put_lowered(made, store)
+    with progress.phase(f"lowering {name}"), store.making(program.key):
         if (found := find_lowered(program.key, store)) is not None:
             return found  # another build has lowered it meanwhile
         if program.key in store.last_keys(program.key.kind, program.key.name):
-            progress.note(lowered_again(program.spec.name))
-        lowered = _lower_model(plan, program, model, store)
+            progress.note(lowered_again(name))
+        lowered = _lower_model(space, program)
         blobs = [lowered.portable.digest, lowered.portable.raw_digest]
         store.put(program.key, asdict(lowered), blobs=blobs)
         return lowered
+
+
+def _timed(
+    space: Workspace,
+    program: PlannedProgram,
+    trace: Callable[[Workspace, PlannedProgram], LoweredProgram],
+) -> LoweredProgram:
+    """Trace a program of the user's code, and note the CPU time."""
+    with space.progress.phase(f"lowering {program.spec.name}"):
+        started = time.process_time()
+        made = trace(space, program)
+        space.code().seconds[program.spec.name] = time.process_time() - started
+    return made
 
 
 def is_lowered_again(plan: Plan, program: PlannedProgram) -> bool:
@@ -126,27 +124,24 @@ def _is_whole(lowered: Lowered, store: Store) -> bool:
     return all([store.read_blob(digest) is not None for digest in lowered.blobs])
 
 
-def lower_own(plan: Plan, code: ReadCode, store: Store, progress: Progress) -> Plan:
+def lower_own(space: Workspace) -> Plan:
     """Return the plan with the user's decoder: what the plan found, or what is read and lowered now.
 
     Raises:
         BuildError: the decoder's code raises, or does not follow the protocol.
     """
+    plan = space.plan
     if not plan.manifest.has_own_model:
         return plan
     programs = []
     for program in plan.programs:
         if program.spec.kind != "call" and program.lowered is None:
-            with progress.phase(f"lowering {program.spec.name}"):
-                started = time.process_time()
-                made = lower_own_decoder(plan, program, code(), None)
-                code().seconds[program.spec.name] = time.process_time() - started
-                lowered = replace(put_lowered(made, store), decoder=dict(made.decoder))
+            made = _timed(space, program, lower_own_decoder)
+            lowered = replace(put_lowered(made, space.store), decoder=dict(made.decoder))
             key = own_lower_key(plan.manifest, program.spec, lowered.portable.raw_digest)
             program = replace(program, key=key, lowered=lowered)
         programs.append(program)
-    own = plan.own or own_facts(code())
-    return replace(plan, programs=tuple(programs), own=own)
+    return replace(plan, programs=tuple(programs), own=plan.own or own_facts(space.code()))
 
 
 def own_facts(code: UserCode) -> OwnFacts:
@@ -158,126 +153,80 @@ def own_facts(code: UserCode) -> OwnFacts:
 
 
 def source_of(
-    plan: Plan,
-    program: PlannedProgram,
-    lowered: Lowered,
-    kernels: TargetKernels | None,
-    model: ReadModel,
-    code: ReadCode,
-    store: Store,
+    space: Workspace, program: PlannedProgram, lowered: Lowered, kernels: TargetKernels | None
 ) -> Source:
-    """Return what a program is compiled from for a target: with kernels, if it has a use for them.
-
-    Args:
-        plan: the plan of the build.
-        program: the program.
-        lowered: its portable form.
-        kernels: the target's kernels; None: it has none.
-        model: reads the model.
-        code: reads the user's decoder.
-        store: keeps the programs with kernels.
-    """
-    native = partial(lower_native, plan, program, model, code, store)
-    return choose_source(plan.manifest, program.spec, lowered, kernels, native)
+    """Return what a program is compiled from for a target: with kernels, if it has a use for them."""
+    native = partial(lower_native, space, program)
+    return choose_source(space.plan.manifest, program.spec, lowered, kernels, native)
 
 
-def products_of(plan: Plan, model: ReadModel, code: ReadCode, store: Store) -> tuple[Product, ...]:
+def products_of(space: Workspace) -> tuple[Product, ...]:
     """Return all products of the programs that may call kernels, sorted."""
-    programs = (each for each in plan.programs if calls_kernels(plan.manifest, each.spec))
-    return tuple(
-        sorted(
-            {
-                product
-                for program in programs
-                for product, _ in lower_native(plan, program, model, code, store, {}).products
-            }
-        )
-    )
+    programs = (e for e in space.plan.programs if calls_kernels(space.plan.manifest, e.spec))
+    return tuple(sorted({p for each in programs for p, _ in lower_native(space, each).products}))
 
 
 def lower_native(
-    plan: Plan,
-    program: PlannedProgram,
-    model: ReadModel,
-    code: ReadCode,
-    store: Store,
-    forms: Mapping[Product, str],
+    space: Workspace, program: PlannedProgram, forms: Mapping[Product, str] | None = None
 ) -> Native:
     """Return a model's program with calls of kernels: from the store, or lowered now.
 
-    Args:
-        plan: the plan of the build.
-        program: a program of the model.
-        model: reads the model.
-        code: reads the user's decoder.
-        store: keeps the program.
-        forms: the forms of products that are computed without a kernel.
+    `forms` has the products that are computed without a kernel.
     """
     assert program.key is not None
-    key = native_key(program.key, forms)
-    if (known := find_native(key, store)) is not None:
+    key = native_key(program.key, forms or {})
+    if (known := find_native(key, space.store)) is not None:
         return known
-    with store.making(key):
-        if (known := find_native(key, store)) is not None:
+    with space.store.making(key):
+        if (known := find_native(key, space.store)) is not None:
             return known  # another build has lowered it meanwhile
-        return _lower_native(plan, program, key, model, code, store, forms)
+        return _lower_native(space, program, key, forms or {})
 
 
 def _lower_native(
-    plan: Plan,
-    program: PlannedProgram,
-    key: Key,
-    model: ReadModel,
-    code: ReadCode,
-    store: Store,
-    forms: Mapping[Product, str],
+    space: Workspace, program: PlannedProgram, key: Key, forms: Mapping[Product, str]
 ) -> Native:
     from prejit.compiler.lowering.decoder import lower_decoder
     from prejit.compiler.lowering.encoder_programs import lower_encoder
     from prejit.compiler.models.layers.product_forms import Forms
     from prejit.compiler.models.parameters import parametrized
 
-    chosen = Forms(forms)
-    if plan.manifest.has_own_model:
-        made = lower_own_decoder(plan, program, code(), chosen)
-    elif plan.manifest.encode is not None:
-        made = lower_encoder(model().module, program.spec, chosen)
+    chosen, manifest = Forms(forms), space.plan.manifest
+    if manifest.has_own_model:
+        made = lower_own_decoder(space, program, chosen)
+    elif manifest.encode is not None:
+        made = lower_encoder(space.model().module, program.spec, chosen)
     else:
-        read = model()
-        made = lower_decoder(
-            parametrized(read.module),
-            read.shape,
-            program.spec,
-            source=longest_source(plan.manifest),
-            forms=chosen,
-        )
-    digest = store.put_blob(made.portable)
+        read, source = space.model(), longest_source(manifest)
+        module = parametrized(read.module)
+        made = lower_decoder(module, read.shape, program.spec, source=source, forms=chosen)
+    digest = space.store.put_blob(made.portable)
     native = Native(digest, tuple((each, chosen.form(each)) for each in sorted(chosen.met)))
-    store.put(key, asdict(native), blobs=[digest])
+    space.store.put(key, asdict(native), blobs=[digest])
     return native
 
 
-def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: Store) -> Lowered:
-    read = model()
-    if plan.manifest.encode is None:
+def _lower_model(space: Workspace, program: PlannedProgram) -> Lowered:
+    read, manifest = space.model(), space.plan.manifest
+    if manifest.encode is None:
         from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
         from prejit.compiler.models.parameters import parametrized
         from prejit.compiler.models.sharding import shardings
 
-        mesh = plan.manifest.mesh
+        mesh = manifest.mesh
         made = lower_decoder(
             parametrized(read.module),
             read.shape,
             program.spec,
-            source=longest_source(plan.manifest),
+            source=longest_source(manifest),
             split=None if mesh is None else MeshSplit(mesh, shardings(read.module, mesh)),
         )
-        return replace(put_lowered(made, store), decoder=dict(made.decoder))
+        return replace(put_lowered(made, space.store), decoder=dict(made.decoder))
     from prejit.compiler.lowering.encoder_programs import lower_encoder
 
     made = lower_encoder(read.module, program.spec)
     return replace(
-        put_lowered(made, store),
+        put_lowered(made, space.store),
         encoder=asdict(read.shape),
         weight_sets=dict(made.weight_sets),
         estimated_microseconds=made.estimated_microseconds,
@@ -285,7 +234,7 @@ def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: S
 
 
 def lower_own_decoder(
-    plan: Plan, program: PlannedProgram, code: UserCode, forms: Forms | None
+    space: Workspace, program: PlannedProgram, forms: Forms | None = None
 ) -> LoweredProgram:
     """Lower a program of the user's decoder; `forms` are those of its products with kernels.
 
@@ -296,10 +245,10 @@ def lower_own_decoder(
     from prejit.compiler.lowering.user.chance import refusing_chance
     from prejit.compiler.lowering.user.own_decoder import CHECK_MODEL
 
-    manifest, model = plan.manifest, code.model
+    manifest, model = space.plan.manifest, space.code().model
     assert model is not None
-    what = f"{manifest.where}: program {program.spec.name}: cannot lower {model.label}"
     assert manifest.model is not None
+    what = f"{manifest.where}: program {program.spec.name}: cannot lower {model.label}"
     pure = contextlib.nullcontext() if manifest.model.impure else refusing_chance(what)
     with model.modules.tracing(what, CHECK_MODEL), pure:
         return lower_decoder(
@@ -322,7 +271,7 @@ def own_shape(manifest: Manifest, model: OwnModel) -> DecoderConfig:
     )
 
 
-def lower_function(plan: Plan, program: PlannedProgram, code: UserCode) -> LoweredProgram:
+def lower_function(space: Workspace, program: PlannedProgram) -> LoweredProgram:
     """Trace and lower a function of the user at a bucket.
 
     Raises:
@@ -332,10 +281,10 @@ def lower_function(plan: Plan, program: PlannedProgram, code: UserCode) -> Lower
     from prejit.compiler.lowering.export import LoweredProgram
     from prejit.compiler.lowering.user import lower as of_user
 
-    manifest, spec = plan.manifest, program.spec
+    plan, manifest, spec = space.plan, space.plan.manifest, program.spec
     section = manifest.section(spec.section)
     platforms = [target.platform for target in plan.targets]
-    user = code.functions[section.name]
+    user = space.code().functions[section.name]
     if isinstance(user, LoweredProgram):
         return user
     return of_user.lower_function(

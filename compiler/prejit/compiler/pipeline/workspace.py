@@ -1,10 +1,14 @@
-"""The user's code: the functions and the decoder that a manifest names. This step imports JAX and modules."""
+"""What the steps of one build share: its plan, its model and the user's code, each read at most once.
+
+Reading the user's code imports JAX and the modules that a manifest names.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +17,11 @@ import numpy as np
 from prejit.compiler.checkpoint.tensor_files import read_parameters
 from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.pipeline.model import ModelSource, read_model, stores_out_in
+from prejit.compiler.pipeline.plan import Plan
+from prejit.compiler.pipeline.program_keys import Contents, content_of
+from prejit.compiler.progress import Progress
+from prejit.compiler.store.interface import Store
 from prejit.runtime.device.jax_arrays import is_weak, weakened
 from prejit.runtime.errors import CheckpointError, ManifestError
 from prejit.runtime.format.arrays import DTYPES
@@ -43,16 +52,61 @@ class UserCode:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-ReadCode = Callable[[], UserCode]
-"""Imports the user's code on the first call, and returns the same value on later ones."""
+@dataclass(frozen=True)
+class Workspace:
+    """What the steps of one build share: the plan as far as it is known, and how the rest is read and kept.
+
+    `model` and `code` read the model and import the user's code on the first call, and return the same value
+    on later ones.
+    """
+
+    plan: Plan
+    model: Callable[[], ModelSource]
+    code: Callable[[], UserCode]
+    store: Store
+    progress: Progress
+
+    @classmethod
+    def of(cls, plan: Plan, store: Store, progress: Progress) -> Workspace:
+        """Return the workspace of a plan. Nothing is read yet."""
+
+        def model() -> ModelSource:
+            assert plan.model is not None
+            return read_model(plan.manifest, plan.model)
+
+        out_in = stores_out_in(plan.manifest, plan.targets)
+        code = partial(find_code, plan.manifest, out_in=out_in)
+        return cls(plan, cache(model), cache(code), store, progress)
+
+    def with_plan(self, plan: Plan) -> Workspace:
+        """Return the workspace with another plan of the same manifest."""
+        return replace(self, plan=plan)
+
+    def vocab_size(self) -> int:
+        """Return the number of tokens of the model."""
+        if self.plan.own is not None:
+            return self.plan.own.vocab_size
+        own = self.code().model if self.plan.manifest.has_own_model else None
+        size: int = self.model().shape.vocab_size if own is None else own.vocab_size
+        return size
+
+    def parameters(self) -> dict[str, Contents]:
+        """Return the parameters of the user's functions by section, where they have any."""
+        found: dict[str, Contents] = {}
+        for program in self.plan.programs:
+            section = program.spec.section
+            if program.spec.kind == "call" and section not in found:
+                if (contents := program.parameters) is None:
+                    values = values_of(self.code(), section)
+                    contents = {name: content_of(value) for name, value in values.items()}
+                found[section] = contents
+        return {section: contents for section, contents in found.items() if contents}
 
 
 def find_code(manifest: Manifest, *, out_in: bool = False) -> UserCode:
     """Import the functions and the decoder that a manifest names, and read their parameters.
 
-    Args:
-        manifest: the manifest.
-        out_in: whether matrices of the decoder are stored (out, in), where it only multiplies with them.
+    With `out_in`, matrices of the decoder are stored (out, in) where it only multiplies with them.
 
     Raises:
         ManifestError: a module or an attribute does not exist, or raises an error; or the decoder is none.

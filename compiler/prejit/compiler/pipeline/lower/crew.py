@@ -14,23 +14,21 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import final
 
 from prejit.compiler.compile.executor import Executor
-from prejit.compiler.pipeline.lowerers.lowerer_messages import (
+from prejit.compiler.pipeline.lower.lowerer_process import (
     Checked,
+    DeclinedError,
     Done,
+    LoweringProcess,
+    ProcessEndedError,
     Project,
     Work,
     manifest_digest,
 )
-from prejit.compiler.pipeline.lowerers.lowerer_process import (
-    DeclinedError,
-    LoweringProcess,
-    ProcessEndedError,
-)
-from prejit.compiler.pipeline.lowerers.units import Unit, process_count, split
 from prejit.compiler.pipeline.plan import Plan, PlannedProgram, find_lowered
 from prejit.compiler.pipeline.program_keys import own_lower_key
 from prejit.compiler.progress import Progress
@@ -38,6 +36,17 @@ from prejit.compiler.store.interface import Store
 
 _TRIES = 2
 """Number of processes that may end while they lower the same unit."""
+Unit = tuple[PlannedProgram, ...]
+"""Programs that one process lowers in a row. All are of one section."""
+
+_PROCESS_SECONDS = 3.0
+"""CPU time of lowering that makes another process worth its start, which takes 1.5 s."""
+_SECONDS = {"call": 0.1, "copy": 0.1, "embed": 0.1, "pool": 0.1}
+"""Estimated CPU time of lowering by kind of program: small ones."""
+_MODEL_SECONDS = 1.0
+"""Estimated CPU time of lowering any other program of a model."""
+_LEAST, _MOST = 4, 16
+"""Numbers of programs of code of the user in a unit: for each unit one of them is traced a second time."""
 
 
 def open_crew(
@@ -53,15 +62,7 @@ def open_crew(
 ) -> Crew | None:
     """Start processes that lower the programs of a plan; None: the build's process lowers them as fast.
 
-    Args:
-        plan: the plan of the build.
-        executor: compiles the programs.
-        store: the build's store.
-        progress: shows what they do.
-        only: see `plan_build`, as for the others.
-        directory: see above.
-        forms: see above.
-        retrace: see above.
+    They plan as the build does: with the same arguments of `plan_build`.
     """
     new = [each for each in plan.programs if each.lowered is None]
     if plan.manifest.path is None or not new:
@@ -82,19 +83,40 @@ def open_crew(
     return Crew(project, count, store, progress)
 
 
+def process_count(programs: Sequence[PlannedProgram], limit: int) -> int:
+    """Return how many processes lower programs, up to a limit; 0: the build's process does it as fast."""
+    if any(each.key is None and each.trace is None for each in programs):
+        return 0  # no other process has an object of Python
+    seconds = sum(_SECONDS.get(each.spec.kind, _MODEL_SECONDS) for each in programs)
+    count = min(limit, int(seconds / _PROCESS_SECONDS), len(split(programs, limit)))
+    return count if count > 1 else 0
+
+
+def split(programs: Sequence[PlannedProgram], processes: int) -> list[Unit]:
+    """Return units that processes lower in any order, so that no two do the same work.
+
+    Programs of a published model are units of their own, because several builds lower each once. The user's
+    code is imported and observed by section, and a section with many buckets is several units.
+    """
+
+    def section(program: PlannedProgram) -> str | None:  # None: it is of a published model
+        return None if program.trace is None else program.spec.section
+
+    units: list[Unit] = []
+    size = min(_MOST, max(_LEAST, len(programs) // (4 * max(1, processes))))
+    for traced, found in groupby(programs, key=section):
+        of_section = tuple(found)
+        step = 1 if traced is None else size
+        units += [of_section[at : at + step] for at in range(0, len(of_section), step)]
+    return units
+
+
 @final
 class Crew:
     """Processes that lower. A context manager, which ends them."""
 
     def __init__(self, project: Project, count: int, store: Store, progress: Progress) -> None:
-        """Start the processes; each begins to read the manifest and the user's code.
-
-        Args:
-            project: what they read.
-            count: number of processes.
-            store: gets the results.
-            progress: shows what they do.
-        """
+        """Start the processes; each begins to read the manifest and the user's code."""
         self._project = project
         self._count = count
         self._store = store
@@ -155,7 +177,7 @@ class Crew:
             programs: those of its programs that have to be lowered, or lack their form with kernels.
             then: called in any thread, and returns whether it needs no more of a program; None: nothing is
                 called.
-            chosen: see `messages.Work`.
+            chosen: see `Work`.
 
         Returns:
             The lowered programs by name. The build's process has to lower the others.

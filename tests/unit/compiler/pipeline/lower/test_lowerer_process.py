@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from prejit.compiler.pipeline.lowerers.lowerer_messages import (
+from prejit.compiler.pipeline.lower.lowerer_process import (
     Checked,
     Done,
     Project,
     Work,
     error_of,
-    plain,
     plain_error,
 )
 from prejit.compiler.pipeline.plan import Lowered, OwnFacts
 from prejit.compiler.store.key import Key
+from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import (
     BuildError,
     CheckpointError,
@@ -52,13 +53,12 @@ LOWERED = Lowered(
     ],
 )
 def test_a_message_arrives_as_it_was_sent(message: Any) -> None:
-    assert type(message).from_plain(json.loads(json.dumps(plain(message)))) == message
+    assert from_plain(type(message), json.loads(json.dumps(asdict(message)))) == message
 
 
 def test_the_keys_of_results_arrive_with_their_digests() -> None:
     key = Key("trace", "m/f", (("function", "code:f"), ("bucket", "{}")))
-    listed = json.loads(json.dumps([["trace", "m/f", [list(pair) for pair in key.ingredients]]]))
-    [found] = Done({}, {}, tuple(listed)).keys
+    [found] = from_plain(Done, json.loads(json.dumps(asdict(Done({}, {}, (key,)))))).keys
     assert (found, found.digest) == (key, key.digest)
 
 

@@ -1,0 +1,221 @@
+"""Check the model and the user's code before anything is lowered: mistakes come first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from prejit.compiler.checkpoint.checkpoint import Checkpoint
+from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.pipeline.lower.lowering import own_shape
+from prejit.compiler.pipeline.model import ModelSource, file_digests, longest_source, open_weights
+from prejit.compiler.pipeline.plan import Plan
+from prejit.compiler.pipeline.program_keys import weights_key
+from prejit.compiler.pipeline.workspace import Workspace
+from prejit.compiler.progress import Quiet
+from prejit.compiler.store.interface import Store
+from prejit.runtime.errors import ManifestError
+
+if TYPE_CHECKING:
+    from prejit.compiler.lowering.cache import CacheLayout
+    from prejit.compiler.lowering.user.own_decoder import OwnModel
+    from prejit.compiler.models.layers.layer_config import DecoderConfig
+    from prejit.compiler.models.parameters import Parametrized
+
+MAX_PROGRAM_BYTES = 1 << 42
+"""Largest size of a program's arrays in bytes, weights not counted: 4 TiB, more than any machine has. XLA is
+slow or wrong far beyond it."""
+
+
+def check(space: Workspace, weights: Checkpoint | None) -> None:
+    """Check the model and the user's code against the programs that have to be lowered.
+
+    Others were checked before. All code is imported if any is, so that it finds the same modules each time.
+    `weights` are those of a published model.
+
+    Raises:
+        ManifestError, BuildError, CheckpointError: the model or the code has a mistake.
+    """
+    plan, manifest = space.plan, space.plan.manifest
+    has_own = manifest.has_own_model
+    is_traced = (has_own and plan.own is None) or any(
+        each.lowered is None and (each.spec.kind == "call" or has_own) for each in plan.programs
+    )
+    if is_traced and (own := space.code().model):
+        _check_own(manifest, own, own_shape(manifest, own), plan.specs)
+    if weights is not None and (new := _new_specs(plan)):
+        _check_published(manifest, space.model(), weights, new)
+
+
+def check_planned(plan: Plan, store: Store) -> None:
+    """Check a plan as its build begins: nothing is imported or read that the build would take from the store.
+
+    Raises:
+        ManifestError, BuildError, CheckpointError: the model or the code has a mistake.
+    """
+    space, manifest = Workspace.of(plan, store, Quiet()), plan.manifest
+    if plan.model is None or manifest.has_own_model:
+        check(space, None)
+        return
+    weights = open_weights(plan.model)
+    check(space, weights)
+    if not _new_specs(plan):
+        # The build packs other weights, also where nothing is lowered.
+        files = file_digests(plan.model.directory, weights.files)
+        if store.where(weights_key(manifest, plan.model, files, space.parameters())) is None:
+            _ = weights.names  # raises an error that lists every tensor that does not fit
+
+
+def _new_specs(plan: Plan) -> list[ProgramSpec]:
+    """Return the programs of a published model that have to be lowered."""
+    return [each.spec for each in plan.programs if each.key is not None and each.lowered is None]
+
+
+def _check_published(
+    manifest: Manifest, model: ModelSource, weights: Checkpoint, specs: Iterable[ProgramSpec]
+) -> None:
+    """Check in seconds what would fail after minutes: that programs can be made from a model.
+
+    Raises:
+        ManifestError: the model was made for smaller buckets, no machine has room for a program, or a mesh
+            does not divide the model.
+        CheckpointError: the weights do not fit config.json.
+    """
+    if manifest.encode is not None:
+        longest = model.shape.max_tokens
+        limit = f"{longest} tokens, which is what {model.files.directory} takes"
+        for spec in specs:
+            _check_longest(manifest, "encode.shapes", spec.bucket["length"], longest, limit)
+            _check_room(manifest, spec, _encoder_bytes(model, spec))
+    else:
+        from prejit.compiler.models.parameters import parametrized
+
+        config = model.files.directory / "config.json"
+        _check_source(manifest, getattr(model.module, "source", None), f"{config} is of")
+        limit = f"{model.shape.max_positions}, the positions that {config} gives the model"
+        _check_decoder(manifest, parametrized(model.module), model.shape, specs, limit)
+    if manifest.mesh is not None and manifest.encode is None:
+        from prejit.compiler.models.sharding import check_mesh
+
+        check_mesh(manifest.mesh, model.module, manifest.where, config)
+    _ = weights.names  # raises an error that lists every tensor that does not fit
+
+
+def _check_own(
+    manifest: Manifest, model: OwnModel, shape: DecoderConfig, specs: Iterable[ProgramSpec]
+) -> None:
+    """Check in seconds what would fail after minutes: that programs can be made from a user's decoder.
+
+    Raises:
+        ManifestError: the decoder was made for smaller buckets, or no machine has room for a program, or it
+            reads a source and the manifest gives no sizes of one.
+        BuildError: its cache does not follow rows and positions, or its code raises.
+    """
+    from prejit.compiler.lowering.user.own_decoder import CHECK_MODEL, check_call
+
+    limit = f"{shape.max_positions}, the max_positions of {model.label}"
+    own = [spec for spec in specs if spec.kind != "call"]
+    with model.modules.tracing(
+        f"{manifest.where}: cannot make the cache of {model.label}", CHECK_MODEL
+    ):
+        bound = model.stored.model.bind(dict(model.stored.model.weights))
+        source = bound.source if model.reads_source else None
+        _check_source(manifest, source, f"{model.label} is")
+        layout = _check_decoder(manifest, model.stored.model, shape, own, limit)
+        smallest = own[0].bucket
+        cache = layout.shapes(smallest["batch"], smallest["context"])
+    with model.modules.tracing(f"{manifest.where}: cannot call {model.label}", CHECK_MODEL):
+        check_call(model, cache, manifest.where)
+
+
+def _check_source(manifest: Manifest, source: Callable[[int, int], Any] | None, what: str) -> None:
+    """Check that the manifest has sizes of sources where the model reads one, and that it reads these.
+
+    `source` is `EncoderDecoder.source` of the model (None: it is a decoder), `what` begins a sentence about
+    it.
+    """
+    assert manifest.generate is not None
+    sizes = manifest.generate.source
+    if source is not None and not sizes:
+        raise ManifestError(
+            f"{manifest.where}: generate.source: missing; {what} an encoder-decoder",
+            hint="give the numbers of places that its encoder reads, such as source = [64, 512]",
+        )
+    if sizes and source is None:
+        raise ManifestError(
+            f"{manifest.where}: generate.source: expected none, because {what} a decoder that reads prompts "
+            "alone",
+            hint="remove it",
+        )
+    for size in sizes:
+        try:
+            assert source is not None
+            source(1, size)
+        except ManifestError as error:
+            raise ManifestError(f"{manifest.where}: {error}", hint=error.hint) from None
+
+
+def _check_decoder(
+    manifest: Manifest,
+    model: Parametrized,
+    shape: DecoderConfig,
+    specs: Iterable[ProgramSpec],
+    limit: str,
+) -> CacheLayout:
+    """Check a decoder's buckets, and that a machine can have room for its programs. Return its cache."""
+    import jax.numpy as jnp
+
+    from prejit.compiler.lowering.cache import POSITIONS, cache_layout
+
+    specs = tuple(specs)
+    for spec in specs:
+        context = spec.bucket["context"]
+        _check_longest(manifest, "generate.context", context, shape.max_positions, limit)
+    layout = cache_layout(model, shape, longest_source(manifest))
+    contexts = () if manifest.generate is None else manifest.generate.context
+    if len(contexts) > 1 and not any(POSITIONS in array.variables for array in layout.arrays):
+        raise ManifestError(
+            f"{manifest.where}: generate.context: expected one size, because the cache of {shape.family} has "
+            f"no positions and is as large for any; found {list(contexts)}",
+            hint=f"give the longest text that you want to allow: context = [{max(contexts)}]",
+        )
+    for spec in specs:
+        rows = spec.bucket["batch"]
+        cache = sum(
+            math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+            for array in layout.sized(rows, spec.bucket["context"])
+        )
+        # Logits after each token of a draft, biases, counts of tokens.
+        others = 4 * rows * shape.vocab_size * (3 + spec.bucket.get("draft", 0))
+        _check_room(manifest, spec, cache + others)
+    return layout
+
+
+def _check_longest(
+    manifest: Manifest, section: str, found: int, longest: int | None, limit: str
+) -> None:
+    if longest is not None and found > longest:
+        raise ManifestError(
+            f"{manifest.where}: {section}: expected at most {limit}; found {found}",
+            hint="give smaller sizes, or a model that was trained for longer texts",
+        )
+
+
+def _check_room(manifest: Manifest, spec: ProgramSpec, needed: int) -> None:
+    """Check the size of a program's arguments and results in bytes, weights not counted."""
+    if needed > MAX_PROGRAM_BYTES:
+        section = "encode" if manifest.encode is not None else "generate"
+        raise ManifestError(
+            f"{manifest.where}: {section}: expected programs whose arrays take at most "
+            f"{MAX_PROGRAM_BYTES >> 40} TiB, found {spec.name}, whose arrays take {needed >> 40} TiB",
+            hint="give a smaller batch, or a smaller context",
+        )
+
+
+def _encoder_bytes(model: ModelSource, spec: ProgramSpec) -> int:
+    config, length = model.config.config, spec.bucket["length"]
+    heads = config.num_attention_heads * length
+    size: int = 4 * spec.bucket["batch"] * length * (config.hidden_size + heads)
+    return size
