@@ -95,22 +95,23 @@ def start(warm: WarmPython, project: Path, output: str | Path) -> WarmProcess:
     return warm.start(*arguments(project, output))
 
 
-def test_a_build_that_changes_nothing_compiles_and_writes_nothing(run: Run, project: Path) -> None:
-    first, second = build(run, project), build(run, project)
-    assert (first["compiled"], first["written"]) == (6, True)
-    assert (second["compiled"], second["cached"], second["written"]) == (0, 6, False)
-    assert first["digest"] == second["digest"]
+def test_a_build_compiles_what_a_change_touches_and_keys_know_no_directory(
+    run: Run, built_project: Path, tmp_path: Path
+) -> None:
+    project, digest = built_project, load(built_project / "out" / "tiny").digest
+    again = build(run, project)
+    assert (again["compiled"], again["cached"], again["written"]) == (0, 6, False)
+    assert again["digest"] == digest
     plan = run("plan", project / "tiny.toml", "--cache", project / "cache", "--json")
     planned = json.loads(plan.stdout)
     assert (planned["to_compile"], planned["traced_at_build"]) == (0, 0)
+    elsewhere = tmp_path / "else" / "where"
+    shutil.copytree(project, elsewhere, ignore=shutil.ignore_patterns("out", "else"))
+    assert build(run, elsewhere)["compiled"] == 0
 
-
-def test_a_change_compiles_what_it_touches(run: Run, built_project: Path) -> None:
-    project = built_project
     wider = MANIFEST.replace("2, 3]", "2, 3, 4]")
     (project / "tiny.toml").write_text(wider)
-    at = ("-o", project / "out", "--cache", project / "cache", "--json", "-v")
-    done = run("build", project / "tiny.toml", *at)
+    done = run(*arguments(project, "out"), "-v")
     assert json.loads(done.stdout)[0]["compiled"] == 2
     decided = [line for line in done.stderr.splitlines() if " INFO prejit.compiler." in line]
     assert sum(line.endswith(": cached") for line in decided) == 6
@@ -155,16 +156,6 @@ def test_a_plan_of_a_model_knows_what_a_build_does_and_why(run: Run, tmp_path: P
     planned = json.loads(run("plan", manifest, *options, "--json", **settings).stdout)
     assert built["compiled"] > 0
     assert planned["to_compile"] == 0
-
-
-def test_keys_do_not_depend_on_the_directory(run: Run, built_once: Path, tmp_path: Path) -> None:
-    project = built_once
-    elsewhere = tmp_path / "else" / "where"
-    elsewhere.mkdir(parents=True)
-    for name in ("tiny_model.py", "tiny.toml"):
-        shutil.copy(project / name, elsewhere / name)
-    shutil.copytree(project / "cache", elsewhere / "cache")
-    assert build(run, elsewhere)["compiled"] == 0
 
 
 def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(
@@ -302,7 +293,7 @@ def test_a_manifest_that_fails_is_named_and_the_others_are_built(run: Run, proje
 def test_different_builds_into_one_directory_at_once_leave_one_of_them(
     run: Run, warm: WarmPython, project: Path
 ) -> None:
-    factors = (2, 3, 4, 5)
+    factors = (2, 3, 4)
     projects = [project / f"{factor}" for factor in factors]
     for factor, each in zip(factors, projects, strict=True):
         each.mkdir()
@@ -312,37 +303,12 @@ def test_different_builds_into_one_directory_at_once_leave_one_of_them(
     for _ in range(examples(1, 2)):
         processes = [start(warm, each, project / "out") for each in projects]
         told = [process.communicate(timeout=300) for process in processes]
-        assert [process.returncode for process in processes] == [0] * 4, told
+        assert [process.returncode for process in processes] == [0] * 3, told
         run("verify", project / "out" / "tiny")
         [value, *_] = load(project / "out" / "tiny").call("p", x=_ones(3)).tolist()
         assert value in {factor + 1 for factor in factors}
         names = {file.name for file in (project / "out" / "tiny").rglob("*")}
         assert not [name for name in names if name.endswith(".tmp")]
-
-
-def test_a_program_called_model_does_not_replace_the_weights_of_the_model(
-    run: Run, tmp_path: Path
-) -> None:
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    model = write_random("gpt2", tmp_path / "checkpoint")
-    plain = write_manifest(tmp_path / "plain.toml", model, name="plain", context=(32,))
-    save_file({"scale": np.full(3, 2.5, np.float32)}, tmp_path / "params.safetensors")
-    (tmp_path / "function.py").write_text("def f(params, x):\n    return params['scale'] * x\n")
-    (tmp_path / "both.toml").write_text(
-        plain.read_text().replace('"plain"', '"both"')
-        + '[[program]]\nname = "model"\nfunction = "function:f"\nparams = "params.safetensors"\n'
-        'args = { x = "float32[3]" }\n'
-    )
-    run("build", plain, tmp_path / "both.toml", "-o", tmp_path / "out")
-    plain_tokens, tokens = (
-        load(tmp_path / "out" / name).generate([1, 2, 3], max_new_tokens=8).token_ids
-        for name in ("plain", "both")
-    )
-    assert tokens == plain_tokens
-    called = load(tmp_path / "out" / "both").call("model", x=_ones(3))
-    assert called.tolist() == [2.5] * 3
 
 
 def test_unknown_targets_and_manifests_are_usage_errors(run: Run, project: Path) -> None:

@@ -47,13 +47,14 @@ draft_tokens = 3
 
 [[program]]
 name = "model"
-function = "own_decoders:double"
+function = "own_decoders:scaled"
 args = ["float32[3]"]
+params = "scale.safetensors"
 
 [[target]]
 name = "cpu-host"
 """
-DOUBLE = "\n\ndef double(x):\n    return x * 2\n"
+SCALED = "\n\ndef scaled(params, x):\n    return params['scale'] * x\n"
 ONE_SIZE = "batch = [2]\nprompt = [8]\ncontext = [64]"
 KINDS = {
     "nnx_decoder": (
@@ -75,12 +76,16 @@ def linen_params() -> dict[str, np.ndarray[Any, Any]]:
 
 @pytest.fixture(scope="module")
 def written(run: Run, python: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each decoder writes in a fresh process. One command builds all of them."""
+    """What each decoder writes in a fresh process. One command builds all of them.
+
+    Their programs called `model` have parameters, which must not replace the weights of the model.
+    """
     directory = tmp_path_factory.mktemp("own")
     shutil.copy(own_decoders.__file__, directory / "own_decoders.py")
     with (directory / "own_decoders.py").open("a") as file:
-        file.write(DOUBLE)
+        file.write(SCALED)
     save_file(linen_params(), directory / "weights.safetensors")
+    save_file({"scale": np.full(3, 2, np.float32)}, directory / "scale.safetensors")
     manifests = []
     for attribute, (dtype, sizes) in KINDS.items():
         more = 'params = "weights.safetensors"' if attribute.startswith("linen") else ""
@@ -160,24 +165,21 @@ def options(build_cache: Path) -> dict[str, Any]:
 GENERATE_SIZES = Generate(batch=(1,), prompt=(8,), context=(16,), cache_dtype="bfloat16")
 
 
+def own(module: Any, generate: Generate = GENERATE_SIZES, **model: Any) -> Manifest:
+    """A manifest of a decoder that is an object of Python."""
+    made = Model(module=module, **model)
+    return Manifest("own", model=made, generate=generate, targets=["cpu-host"])
+
+
 def test_a_second_build_compiles_nothing_and_another_value_is_seen(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     decoder = own_decoders.equinox_decoder()
 
     def built(changed: Any) -> Any:
-        manifest = Manifest(
-            "own",
-            model=Model(module=changed, dtype="int8"),
-            generate=GENERATE_SIZES,
-            targets=["cpu-host"],
-        )
-        return prejit.compiler.build(manifest, tmp_path / "out", **options)
+        return prejit.compiler.build(own(changed, dtype="int8"), tmp_path / "out", **options)
 
-    manifest = Manifest(
-        "own", model=Model(module=decoder), generate=GENERATE_SIZES, targets=["cpu-host"]
-    )
-    planned = prejit.compiler.plan(manifest, cache=options["cache"])
+    planned = prejit.compiler.plan(own(decoder), cache=options["cache"])
     assert {(each.state, each.why) for each in planned} == {
         ("traced at build", "EquinoxDecoder is an object of Python, which every build traces")
     }
@@ -197,12 +199,8 @@ def test_a_second_build_compiles_nothing_and_another_value_is_seen(
 
 
 def test_an_encoder_decoder_reads_a_source(tmp_path: Path, options: dict[str, Any]) -> None:
-    manifest = Manifest(
-        "own",
-        model=Model(module=own_decoders.Translator, dtype="int8"),
-        generate=Generate(batch=(1,), prompt=(4,), context=(32,), source=(4, 8)),
-        targets=["cpu-host"],
-    )
+    sizes = Generate(batch=(1,), prompt=(4,), context=(32,), source=(4, 8))
+    manifest = own(own_decoders.Translator, generate=sizes, dtype="int8")
     built = prejit.compiler.build(manifest, tmp_path / "out", **options)
     assert built.accuracy is None
     bundle, model = load(built.path), stored("Translator", "int8")
@@ -229,16 +227,11 @@ def test_a_source_without_config_json_gives_the_tokenizer(
 ) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 w6 w7 w8 w9 " * 3)
-    manifest = Manifest(
-        "own",
-        model=Model(
-            str(tmp_path / "tokenizer"),
-            "bfloat16",
-            str(tmp_path / "text.txt"),
-            module=own_decoders.PlainDecoder(),
-        ),
-        generate=GENERATE_SIZES,
-        targets=["cpu-host"],
+    manifest = own(
+        own_decoders.PlainDecoder(),
+        source=str(tmp_path / "tokenizer"),
+        dtype="bfloat16",
+        evaluation=str(tmp_path / "text.txt"),
     )
     built = prejit.compiler.build(manifest, tmp_path / "out", **options)
     assert built.accuracy is not None
@@ -248,71 +241,76 @@ def test_a_source_without_config_json_gives_the_tokenizer(
     assert bundle.generate("w5 w17 w3", max_new_tokens=3).text
 
 
+class Transposed(own_decoders.PlainDecoder):
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        return jnp.zeros((positions, rows))
+
+
+class Half(own_decoders.PlainDecoder):
+    def __call__(self, *arguments: Any, every: bool = False) -> Any:
+        logits, cache = own_decoders.run(self, *arguments, every=every)
+        return logits.astype(jnp.bfloat16), cache
+
+
+class Forgetful(own_decoders.PlainDecoder):
+    def __call__(self, *arguments: Any, every: bool = False) -> Any:
+        return own_decoders.run(self, *arguments, every=every)[0]
+
+
+class Hidden(own_decoders.PlainDecoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = SimpleNamespace(bias=jnp.ones((4000, 97)))
+
+    def __call__(self, *arguments: Any, every: bool = False) -> Any:
+        logits, cache = own_decoders.run(self, *arguments, every=every)
+        return logits + self.inner.bias.sum(0), cache
+
+
+class Raising(own_decoders.PlainDecoder):
+    def __call__(self, *arguments: Any, every: bool = False) -> Any:
+        raise ValueError("not today")
+
+
+@pytest.mark.parametrize(
+    ("module", "context", "error"),
+    [
+        (
+            lambda: own_decoders.Translator,
+            16,
+            "manifest 'own': generate.source: missing; Translator is an encoder-decoder",
+        ),
+        (
+            own_decoders.PlainDecoder,
+            128,
+            "manifest 'own': generate.context: expected at most 96, the max_positions of PlainDecoder; "
+            "found 128",
+        ),
+        (Transposed, 16, "expected the first axis, and no other, to be rows"),
+        (
+            Half,
+            16,
+            "Half: logits: expected float32[1, 97] for 1 rows of one token, found bfloat16[1, 97]",
+        ),
+        (
+            Forgetful,
+            16,
+            "Forgetful: logits: expected float32[1, 97] for 1 rows of one token, found None",
+        ),
+        (
+            Hidden,
+            16,
+            "expected all large arrays to be parameters, found float32[4000, 97] inside its code",
+        ),
+        (Raising, 16, "manifest 'own': cannot call Raising: "),
+        (Raising, 16, "ValueError: not today"),
+    ],
+)
 def test_what_a_decoder_cannot_do_is_said_before_anything_compiles(
-    tmp_path: Path, options: dict[str, Any]
+    tmp_path: Path, options: dict[str, Any], module: Any, context: int, error: str
 ) -> None:
-    def failing(module: Any, generate: Generate) -> str:
-        manifest = Manifest(
-            "own", model=Model(module=module), generate=generate, targets=["cpu-host"]
-        )
-        with pytest.raises(PrejitError) as caught:
-            prejit.compiler.build(manifest, tmp_path / "out", **options)
-        return f"{caught.value}"
-
-    assert failing(own_decoders.Translator, GENERATE_SIZES) == (
-        "manifest 'own': generate.source: missing; Translator is an encoder-decoder"
-    )
-    long = Generate(batch=(1,), prompt=(8,), context=(128,))
-    assert failing(own_decoders.PlainDecoder(), long) == (
-        "manifest 'own': generate.context: expected at most 96, the max_positions of PlainDecoder; found 128"
-    )
-
-    class Transposed(own_decoders.PlainDecoder):
-        def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
-            return jnp.zeros((positions, rows))
-
-    assert "expected the first axis, and no other, to be rows" in failing(
-        Transposed(), GENERATE_SIZES
-    )
-
-    class Half(own_decoders.PlainDecoder):
-        def __call__(self, *arguments: Any, every: bool = False) -> Any:
-            logits, cache = own_decoders.run(self, *arguments, every=every)
-            return logits.astype(jnp.bfloat16), cache
-
-    assert (
-        "Half: logits: expected float32[1, 97] for 1 rows of one token, found bfloat16[1, 97]"
-        in (failing(Half(), GENERATE_SIZES))
-    )
-
-    class Forgetful(own_decoders.PlainDecoder):
-        def __call__(self, *arguments: Any, every: bool = False) -> Any:
-            return own_decoders.run(self, *arguments, every=every)[0]
-
-    assert (
-        "Forgetful: logits: expected float32[1, 97] for 1 rows of one token, found None"
-        in failing(Forgetful(), GENERATE_SIZES)
-    )
-
-    class Hidden(own_decoders.PlainDecoder):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = SimpleNamespace(bias=jnp.ones((4000, 97)))
-
-        def __call__(self, *arguments: Any, every: bool = False) -> Any:
-            logits, cache = own_decoders.run(self, *arguments, every=every)
-            return logits + self.inner.bias.sum(0), cache
-
-    assert (
-        "expected all large arrays to be parameters, found float32[4000, 97] inside its code"
-        in (failing(Hidden(), GENERATE_SIZES))
-    )
-
-    class Raising(own_decoders.PlainDecoder):
-        def __call__(self, *arguments: Any, every: bool = False) -> Any:
-            raise ValueError("not today")
-
-    error = failing(Raising(), GENERATE_SIZES)
-    assert error.startswith("manifest 'own': cannot call Raising: ")
-    assert "ValueError: not today" in error
+    sizes = Generate(batch=(1,), prompt=(8,), context=(context,), cache_dtype="bfloat16")
+    with pytest.raises(PrejitError) as caught:
+        prejit.compiler.build(own(module(), generate=sizes), tmp_path / "out", **options)
+    assert error in str(caught.value)
     assert not (tmp_path / "out").exists()

@@ -37,7 +37,7 @@ from prejit.compiler.pipeline.plan import (
     plan_build,
 )
 from prejit.compiler.pipeline.program_keys import compile_key, versions
-from prejit.compiler.pipeline.reuse import CACHED, COMPILE, TRACED, planned_executables
+from prejit.compiler.pipeline.reuse import COMPILE, planned_executables
 from prejit.compiler.pipeline.run import build
 from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.progress import Quiet
@@ -76,9 +76,6 @@ class Planned:
         for program in self.plan.programs:
             lower(self.space, program)
 
-    def states(self) -> dict[str, str]:
-        return {each.spec.name: each.state for each in planned_executables(self.plan, self.store)}
-
     def reasons(self) -> set[str]:
         return {each.why for each in planned_executables(self.plan, self.store)}
 
@@ -109,11 +106,6 @@ def planned(
     )
     store = DirectoryStore.open(at / "cache")
     return Planned(plan_build(read_manifest(manifest), store, only=only), store)
-
-
-def build_quietly(plan: Plan, output: Path, store: DirectoryStore) -> None:
-    pool = WorkerPool(store, workers=2)
-    build(plan.manifest, output, store=store, executor=pool, progress=Quiet())
 
 
 def layout_and_keys(found: Planned) -> tuple[str, list[str]]:
@@ -184,28 +176,54 @@ def test_a_mesh_has_no_kernels_and_each_matrix_as_xla_wants_it(model: Path, tmp_
     assert layout_and_keys(planned(tmp_path / "b", model, "cpu-host"))[0] == "out, in"
 
 
-def test_a_plan_compiles_no_kernels_and_traces_no_model(
+def test_a_plan_makes_nothing_and_names_what_a_build_compiles(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: tuple[Any, bytes]
 ) -> None:
+    """No kernels, no program and no process; with kernels it looks for the executables that a build makes."""
     (tmp_path / "made.so").write_bytes(toy_library[1])
     compiled = write_compiler(tmp_path, monkeypatch, f"cp {tmp_path}/made.so $out")
-    found = planned(tmp_path / "m", model, "cpu-x86-64-v2")
-    assert found.reasons() == {"first build of this program"}
-    assert not compiled.exists()
 
+    def fresh() -> Planned:
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", None)
+            found = planned(tmp_path / "m", model, "cpu-x86-64-v2")
+            found.reasons()
+        return found
+
+    found = fresh()
+    assert found.reasons() == {"first build of this program"}
     found.lower_all()
-    again = planned(tmp_path / "m", model, "cpu-x86-64-v2")
+    again = fresh()
     assert all(program.lowered is not None for program in again.plan.programs)
     assert "its kernels have still to be compiled" in again.reasons()
     assert not compiled.exists()
-
-    again.kernels()
+    kernels = again.kernels()
     assert compiled.exists()
     compiled.unlink()
-    once_more = planned(tmp_path / "m", model, "cpu-x86-64-v2")
+    once_more = fresh()
     assert once_more.reasons() == {"first build of this program"}
     assert not compiled.exists()
     assert not list((tmp_path / "m" / "cache").rglob("actions/native/*"))
+
+    [target] = found.plan.targets
+    toolchain = find_toolchain(target)
+    assert toolchain is not None
+    for program in once_more.plan.programs:
+        assert program.lowered is not None
+        made = source_of(found.space.with_plan(once_more.plan), program, program.lowered, kernels)
+        key = compile_key(found.plan.manifest, program.spec, toolchain, made)
+        found.store.put(key, {"not": "an executable"})
+        found.store._action(key).unlink()  # only the name of the last key stays
+    assert once_more.reasons() == {"its last result is gone from the cache, or was damaged"}
+
+    program = once_more.plan.programs[0]
+    assert program.lowered is not None
+    portable = jobs.Source(program.lowered.portable.raw_digest, program.lowered.platforms)
+    empty = Native(f"sha256:{0:064x}", ())  # without products
+    for with_kernels in (None, kernels):
+        assert portable == choose_source(
+            found.plan.manifest, program.spec, program.lowered, with_kernels, lambda forms: empty
+        )
 
 
 def test_a_plan_writes_nothing(
@@ -239,23 +257,6 @@ def test_a_plan_writes_nothing(
     assert toolchain.tuned is not None
 
 
-def test_a_plan_starts_no_process(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: tuple[Any, bytes]
-) -> None:
-    (tmp_path / "made.so").write_bytes(toy_library[1])
-    write_compiler(tmp_path, monkeypatch, f"cp {tmp_path}/made.so $out")
-    found = planned(tmp_path / "m", model, "cpu-x86-64-v2")
-    found.lower_all()
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", None)
-        bare = planned(tmp_path / "m", model, "cpu-x86-64-v2")
-        assert "its kernels have still to be compiled" in bare.reasons()
-    found.kernels()
-    monkeypatch.setattr(subprocess, "Popen", None)
-    again = planned(tmp_path / "m", model, "cpu-x86-64-v2")
-    assert "its kernels have still to be compiled" not in again.reasons()
-
-
 def test_a_plan_of_what_a_store_has_imports_neither_jax_nor_what_reads_models(
     model: Path, tmp_path: Path, run_python: Any
 ) -> None:
@@ -273,44 +274,6 @@ def test_a_plan_of_what_a_store_has_imports_neither_jax_nor_what_reads_models(
     )
 
 
-def test_a_function_that_was_built_is_not_traced_at_build_again(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def f(x):\n    return x * 2\n")
-    manifest = tmp_path / "m.toml"
-    manifest.write_text(
-        '[bundle]\nname = "m"\n[[program]]\nname = "p"\nfunction = "mine:f"\n'
-        'args = ["float32[3]"]\n[[target]]\nname = "cpu-host"\n'
-    )
-    store = DirectoryStore.open(tmp_path / "cache")
-    for state, why in ((TRACED, "first build of this program"), (CACHED, "")):
-        plan = plan_build(read_manifest(manifest), store)
-        [found] = planned_executables(plan, store)
-        assert (found.state, found.why) == (state, why)
-        build(
-            plan.manifest,
-            tmp_path / "out",
-            store=store,
-            executor=WorkerPool(store, workers=1),
-            progress=Quiet(),
-        )
-
-
-def test_what_a_build_compiled_is_cached_for_the_next_plan(model: Path, tmp_path: Path) -> None:
-    found = planned(tmp_path / "m", model, "cpu-host", mesh="[mesh]\ntensor = 3\n")
-    assert set(found.states().values()) == {COMPILE}
-    build(
-        found.plan.manifest,
-        tmp_path / "out",
-        store=found.store,
-        executor=WorkerPool(found.store, workers=2),
-        progress=Quiet(),
-    )
-    again = planned(tmp_path / "m", model, "cpu-host", mesh="[mesh]\ntensor = 3\n")
-    assert set(again.states().values()) == {CACHED}
-    assert again.reasons() == {""}
-    other = planned(tmp_path / "m", model, "cpu-host", context=16, mesh="[mesh]\ntensor = 3\n")
-    assert set(other.states().values()) == {COMPILE}
-
-
 def test_weights_that_do_not_fit_are_refused_by_a_plan_that_lowers_nothing(
     model: Path, tmp_path: Path
 ) -> None:
@@ -324,28 +287,6 @@ def test_weights_that_do_not_fit_are_refused_by_a_plan_that_lowers_nothing(
     save_file({**tensors, "score.weight": np.ones((2, 2), "f")}, copy / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"unexpected score\.weight"):
         plan_of_user(manifest, cache=cache)
-
-
-def test_a_plan_names_what_a_build_compiles(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: tuple[Any, bytes]
-) -> None:
-    """With kernels and forms, a plan looks for the executables that a build makes."""
-    (tmp_path / "made.so").write_bytes(toy_library[1])
-    write_compiler(tmp_path, monkeypatch, f"cp {tmp_path}/made.so $out")
-    found = planned(tmp_path / "m", model, "cpu-x86-64-v2")
-    found.lower_all()
-    kernels = found.kernels()
-    fresh = planned(tmp_path / "m", model, "cpu-x86-64-v2")
-    [target] = found.plan.targets
-    toolchain = find_toolchain(target)
-    assert toolchain is not None
-    for program in fresh.plan.programs:
-        assert program.lowered is not None
-        made = source_of(found.space.with_plan(fresh.plan), program, program.lowered, kernels)
-        key = compile_key(fresh.plan.manifest, program.spec, toolchain, made)
-        found.store.put(key, {"not": "an executable"})
-        found.store._action(key).unlink()  # only the name of the last key stays
-    assert fresh.reasons() == {"its last result is gone from the cache, or was damaged"}
 
 
 def test_a_model_that_was_not_fetched_is_planned_without_a_network(
@@ -370,24 +311,6 @@ def test_a_model_that_was_not_fetched_is_planned_without_a_network(
     assert {(each.state, each.why) for each in found} == {
         (COMPILE, "hf://org/name has still to be fetched")
     }
-
-
-def test_a_program_without_products_is_compiled_from_its_portable_form(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: tuple[Any, bytes]
-) -> None:
-    (tmp_path / "made.so").write_bytes(toy_library[1])
-    write_compiler(tmp_path, monkeypatch, f"cp {tmp_path}/made.so $out")
-    found = planned(tmp_path / "m", model, "cpu-x86-64-v2")
-    program = found.plan.programs[0]
-    lowered = lower(found.space, program)
-    portable = jobs.Source(lowered.portable.raw_digest, lowered.platforms)
-    manifest = found.plan.manifest
-    empty = Native(f"sha256:{0:064x}", ())
-    assert choose_source(manifest, program.spec, lowered, None, lambda forms: empty) == portable
-    assert (
-        choose_source(manifest, program.spec, lowered, found.kernels(), lambda forms: empty)
-        == portable
-    )
 
 
 @pytest.mark.parametrize("what", ["context", "weights", "config", "tensors", "head"])

@@ -103,20 +103,14 @@ PROJECTS = st.builds(
 def begin_build(directory: Path, store: DirectoryStore) -> tuple[Compiling, set[tuple[str, str]]]:
     """Begin a build, and return its executor and what it takes from the store, by program and target."""
     executor = Compiling(store)
-    jobs = Jobs(executor, store, Quiet())
     service = Services(
         output=directory / "out",
         store=store,
         progress=Quiet(),
-        forms=None,
         measure=False,
-        timeout_seconds=60.0,
-        retrace=False,
         executor=executor,
-        jobs=jobs,
-        shard=None,
+        jobs=Jobs(executor, store, Quiet()),
         packings={},
-        kernels_by=None,
     )
     begun = begin(read_manifest(directory / "m.toml"), (), service)
     compiled = {job.key.digest for job, _ in executor.taken}

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.decoders import write_random
 from tests.layouts import blobs_of, index_file
 
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.compile.pool import WorkerPool
-from prejit.compiler.manifest.manifest import Generate, Manifest, Mesh, Model, Program
+from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.pipeline.build_interface import Built
 from prejit.compiler.pipeline.pack.bundle_writing import is_current, write
 from prejit.compiler.pipeline.pack.contents import PackedBundle
@@ -47,32 +48,25 @@ class Narrow:
         self._inner.__exit__(*error)
 
 
-def decoder(tmp_path: Path) -> Manifest:
-    """A manifest whose programs call no kernels, which would take minutes to compile."""
-    return Manifest(
-        "narrow",
-        model=Model(str(write_random("gpt2", tmp_path / "gpt2"))),
-        generate=Generate(batch=(1,), prompt=(8,), context=(16,)),
-        mesh=Mesh(1, 3),
-        targets=["cpu-host"],
-    )
-
-
-def test_a_build_asks_for_no_more_than_the_interfaces_have(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A bundle of one function with parameters. Its build asks for no more than the interfaces have."""
+    tmp_path = tmp_path_factory.mktemp("built")
     directory = DirectoryStore.open(tmp_path / "store")
-    store, executor = Narrow(directory, Store), Narrow(WorkerPool(directory, workers=2), Executor)
-    manifest = decoder(tmp_path)
+    store, executor = Narrow(directory, Store), Narrow(WorkerPool(directory, workers=1), Executor)
+    weights = {"w": np.ones(2, np.float32)}
+    program = Program("f", fn=lambda p, x: p["w"] * x, args={"x": "float32[2]"}, params=weights)
     built = build(
-        manifest,
+        Manifest("one", programs=[program], targets=["cpu-host"]),
         tmp_path / "out",
         store=store,  # type: ignore[arg-type]
         executor=executor,  # type: ignore[arg-type]
         progress=Quiet(),
-        measure=False,
     )
-    assert built.compiled == 3
+    assert built.compiled == 1
     assert executor.asked == {"submit", "compiled"}
     assert {"get", "put", "put_blob", "read_blob", "making"} <= store.asked
+    return built
 
 
 class Refusing:
@@ -126,33 +120,23 @@ def test_a_build_whose_programs_fail_names_them_all_and_writes_nothing(tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def built_once(tmp_path: Path) -> Built:
-    program = Program("f", fn=twice, args={"x": "float32[2]"})
-    store = DirectoryStore.open(tmp_path / "store")
-    manifest = Manifest("one", programs=[program], targets=["cpu-host"])
-    pool = WorkerPool(store, workers=1)
-    return build(manifest, tmp_path / "out", store=store, executor=pool, progress=Quiet())
-
-
-def test_a_bundle_is_current_only_while_it_is_whole(tmp_path: Path) -> None:
-    built = built_once(tmp_path)
-    index = index_file(built.path).read_bytes()
-    assert is_current(built.path, index)
-    assert not is_current(built.path, index + b" ")
+def test_a_bundle_is_current_only_while_it_is_whole(built: Built, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(built.path, tmp_path / "one"))
+    index = index_file(path).read_bytes()
+    assert is_current(path, index)
+    assert not is_current(path, index + b" ")
     assert not is_current(tmp_path / "elsewhere", index)
-    files = (built.path / "blobs" / "sha256").iterdir()
-    packs = (path for path in files if not path.read_bytes().startswith(b"{"))  # no table
-    blob = max(packs, key=lambda path: path.stat().st_size)
+    files = (path / "blobs" / "sha256").iterdir()
+    packs = (each for each in files if not each.read_bytes().startswith(b"{"))  # no table
+    blob = max(packs, key=lambda each: each.stat().st_size)
     content = bytearray(blob.read_bytes())
     content[-1] ^= 1
     blob.write_bytes(content)
-    assert not is_current(built.path, index)
+    assert not is_current(path, index)
 
 
-def test_a_packed_bundle_is_written_where_it_is_not(tmp_path: Path) -> None:
-    built = built_once(tmp_path)
-    index = index_file(built.path).read_bytes()
-    packed = PackedBundle("one", index, blobs_of(built.path))
+def test_a_packed_bundle_is_written_where_it_is_not(built: Built, tmp_path: Path) -> None:
+    packed = PackedBundle("one", index_file(built.path).read_bytes(), blobs_of(built.path))
     path, written = write(packed, tmp_path / "copy", Quiet())
     assert (path, written) == (tmp_path / "copy" / "one", True)
     assert write(packed, built.path.parent, Quiet()) == (built.path, False)

@@ -46,18 +46,6 @@ class Recorded:
         return self[:]
 
 
-def all_logits(model: model_comparison.ComparedModel, window: np.ndarray) -> np.ndarray[Any, Any]:
-    """The logits after each token of a text, by one call of the whole model: float64 [T, V]."""
-
-    @jax.jit
-    def call(weights: Any, tokens: Any) -> Any:
-        bound, start = model.model.bind(weights), np.zeros(1, np.int32)
-        cache = bound.make_cache(1, window.size, "float32")
-        return bound(tokens, start, start + window.size, cache, every=True)[0][0]
-
-    return np.asarray(call(model.weights, window[None]), np.float64)
-
-
 def test_a_text_begins_as_the_tokenizer_begins_it(tmp_path: Path) -> None:
     for parts, begin in (({}, []), ({"post_processor": begun_with("<s>", 2)}, [2])):
         ids, found = model_comparison.read_text(*write_tokenizer(tmp_path, **parts))
@@ -86,22 +74,43 @@ def test_a_text_that_the_tokenizer_fails_on_fails_the_build(tmp_path: Path) -> N
         model_comparison.read_text(text, tokenizer)
 
 
-@pytest.mark.parametrize(("begin", "count"), [([], 150), ([5], 1), ([5, 6], 150)])
-def test_a_perplexity_counts_each_token_after_what_begins_the_text(
-    tmp_path: Path, begin: list[int], count: int
-) -> None:
-    source = decoders.write_random("gpt2", tmp_path / "gpt2")
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[model_comparison.ComparedModel, Any]:
+    """A random model, and what computes the logits after each token of a text at once: float64 [T, V]."""
+    source = decoders.write_random("gpt2", tmp_path_factory.mktemp("compared") / "gpt2")
     checkpoint, config = open_checkpoint(source), config_file.load_config(source)
     values = {name: checkpoint.read(name) for name in checkpoint.names}
     model = model_comparison.ComparedModel(
         parametrized(model_registry.make_decoder(config)), values
     )
+    size = decoders.LARGEST_CONTEXT
+
+    @jax.jit
+    def call(weights: Any, tokens: Any, length: Any) -> Any:
+        bound = model.model.bind(weights)
+        cache = bound.make_cache(1, size, "float32")
+        return bound(tokens, np.zeros(1, np.int32), length, cache, every=True)[0][0]
+
+    def logits(window: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        tokens = np.zeros((1, size), np.int32)
+        tokens[0, : window.size] = window
+        found = call(model.weights, tokens, np.array([window.size], np.int32))
+        return np.asarray(found, np.float64)[: window.size]
+
+    return model, logits
+
+
+@pytest.mark.parametrize(("begin", "count"), [([], 150), ([5], 1), ([5, 6], 150)])
+def test_a_perplexity_counts_each_token_after_what_begins_the_text(
+    gpt2: tuple[model_comparison.ComparedModel, Any], begin: list[int], count: int
+) -> None:
+    model, logits_of = gpt2
     text = np.random.default_rng(0).integers(0, decoders.VOCABULARY, count).astype(np.int32)
     losses = []
     room = decoders.LARGEST_CONTEXT - len(begin)
     for first in range(0, count, room):
         window = np.array([*begin, *text[first : first + room]], np.int32)
-        logits = all_logits(model, window)
+        logits = logits_of(window)
         logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
         known = max(1, len(begin))
         losses += [-logits[at - 1, window[at]] for at in range(known, len(window))]
@@ -114,11 +123,11 @@ def test_a_perplexity_counts_each_token_after_what_begins_the_text(
 
 
 def test_a_model_is_in_memory_as_a_whole(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"vocab_size": 40_000, "hidden_size": 64, "tie_word_embeddings": True}
+    sizes: dict[str, Any] = {"vocab_size": 20_000, "hidden_size": 64, "tie_word_embeddings": True}
     config = AutoConfig.for_model(
         *("llama",),
         **sizes,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=96,
         max_position_embeddings=32,
@@ -130,7 +139,7 @@ def test_a_model_is_in_memory_as_a_whole(tmp_path: Path) -> None:
         for name, each in parametrized(module).weights.items()
     }
     model = model_comparison.ComparedModel(parametrized(module), weights)
-    found = model_comparison.of_decoder("int8", model, model, (40_000, 32), None, 3)
+    found = model_comparison.of_decoder("int8", model, model, (20_000, 32), None, 3)
     assert max(read) <= 1 << 20 < weights["model.embed_tokens.weight"].values.size
     assert found.text == "random"
     assert found.tokens >= 64

@@ -1,21 +1,70 @@
-"""How long a portable program can be read."""
+"""What a target needs of a machine is what the compiler found; how long a portable program can be read."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import version
 
-from prejit.compiler.pipeline.pack.compatibility import readable_until
+import pytest
+
+from prejit.compiler.compile.jobs import Compiled
+from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.native.library import KernelLibrary
+from prejit.compiler.pipeline.pack.compatibility import readable_until, requirement_of
+from prejit.compiler.targets.target_table import target
+from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
+from prejit.runtime.errors import BuildError
+from prejit.runtime.format.bundle_schema import Memory, Segment
+
+VERSIONS = {"jax": "0.12.0", "jaxlib": "0.12.0", "jax-cuda13-pjrt": "0.12.0"}
+MANIFEST = Manifest("m", targets=["cpu-host"])
 
 
-def test_the_window_is_six_months_from_the_release() -> None:
+def toolchain(name: str) -> Toolchain:
+    return host_toolchain(target(name), VERSIONS)
+
+
+def compiled(*features: str, need_bytes: int = 0) -> Compiled:
+    memory = Memory(0, 0, 0, need_bytes)
+    return Compiled(
+        Segment(0, 1, f"sha256:{0:064x}", 1, f"sha256:{1:064x}"), features, memory, 1, 1, 1
+    )
+
+
+def library(glibc: str | None) -> KernelLibrary:
+    digest = f"sha256:{2:064x}"
+    return KernelLibrary("x86-64-v2", digest, 1, "g++ 12.2.0", glibc, ("linear",))
+
+
+def test_a_cpu_needs_what_any_program_uses_and_what_the_kernels_use() -> None:
+    programs = {"a": compiled("avx2", "sse3"), "b": compiled("bmi")}
+    alone = requirement_of(MANIFEST, toolchain("cpu-x86-64-v3"), programs, None)
+    assert {"avx2", "bmi", "sse3"} <= set(alone.cpu_features or ())
+    assert (alone.glibc, alone.device_memory_bytes) == (None, None)
+    beside = requirement_of(MANIFEST, toolchain("cpu-x86-64-v3"), programs, library("2.99"))
+    assert set(alone.cpu_features or ()) < set(beside.cpu_features or ())
+    assert "sse4.2" in (beside.cpu_features or ())
+    assert beside.glibc == "2.99"
+
+
+def test_an_accelerator_needs_the_memory_of_its_largest_program() -> None:
+    gpu = toolchain("cuda-l4")
+    sizes = {"a": compiled(need_bytes=10**9), "b": compiled(need_bytes=3 * 10**9)}
+    found = requirement_of(MANIFEST, gpu, sizes, None)
+    assert found.device_memory_bytes == max(each.memory.need_bytes for each in sizes.values())
+    small = replace(gpu, target=replace(gpu.target, memory_bytes=2 * 10**9))
+    with pytest.raises(BuildError) as caught:
+        requirement_of(MANIFEST, small, sizes, None)
+    text = str(caught.value)
+    assert (
+        "manifest 'm': target cuda-l4: a device has 2.00 GB, and 1 of 2 programs need more" in text
+    )
+    assert "\n  b: needs 3.00 GB: " in text
+    assert caught.value.hint
+
+
+def test_a_portable_program_is_readable_for_six_months_from_the_release() -> None:
     assert readable_until("0.10.2") == "2026-12-14"
     assert readable_until("0.12.0.1") == "2027-04-18"
-
-
-def test_an_unknown_release_promises_nothing() -> None:
-    assert readable_until("0.99.0") is None
-
-
-def test_the_jax_that_is_tested_with_is_known() -> None:
-    """Or the bundles of today's environments would say nothing."""
-    assert readable_until(version("jax")) is not None
+    assert readable_until("0.99.0") is None, "an unknown release promises nothing"
+    assert readable_until(version("jax")) is not None, "that of today's environments is known"
