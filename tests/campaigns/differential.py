@@ -55,6 +55,7 @@ TOLERANCES = {"bfloat16": 2e-2, "float16": 2e-3}
 SET = "another setting"
 SAME, REFUSED = "same", "refused"
 BIND = "bind, two calls"
+BIND_ALL = "bind of all arguments, four calls"
 
 
 # ---------------------------------------------------------------------- comparison
@@ -120,7 +121,7 @@ class Subject:
 
     Attributes:
         reference: jax.jit of it.
-        ways: what is compared with it, by name; `BIND` with two calls of it.
+        ways: what is compared with it, by name; `BIND` with two calls of it, `BIND_ALL` with four.
     """
 
     function: Function
@@ -239,7 +240,13 @@ def _subject(function: Callable[..., Any], made: Function, bundle: Bundle) -> Su
             result = step(other)
             return step.read()[0], result
 
-        ways[BIND] = bound
+        def all_bound(*arguments: Any) -> Any:
+            step = bundle.bind(name, *arguments)
+            for _ in range(4):
+                step()
+            return tuple(step.read().values())
+
+        ways |= {BIND: bound, BIND_ALL: all_bound}
     return Subject(made, jax.jit(function), ways)
 
 
@@ -293,9 +300,12 @@ def _compare_ways(
         if way == BIND and expected is not None:
             others = (usual if error else arguments)[1:]
             expected = subject.reference(expected[0], *others)
+        elif way == BIND_ALL and expected is not None:
+            for _ in range(3):
+                expected = subject.reference(*expected)
         form = (lambda tree: tree) if way.startswith("jit") else plain
         outcome, text = _outcome(call, arguments, error, expected, form)
-        if outcome == REFUSED and variant == EXAMPLE and way != BIND:
+        if outcome == REFUSED and variant == EXAMPLE and way not in (BIND, BIND_ALL):
             outcome = "refused the example"
         elif outcome == REFUSED and way == "jit":
             outcome = "refused by jit"

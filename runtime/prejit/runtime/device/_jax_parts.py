@@ -20,6 +20,7 @@ from prejit.runtime.base import process_facts
 from prejit.runtime.device._jaxlib import (
     Avals,
     JaxlibArray,
+    Run,
     import_jaxlib,
     importing,
     is_on_cpu,
@@ -116,22 +117,22 @@ def as_result(array: JaxlibArray, *, weak: bool, committed: bool) -> JaxlibArray
     return _jax.ArrayImpl(aval, array.sharding, [array], committed=committed, _skip_checks=True)
 
 
-def mesh_assembler(avals: Avals, shardings: Sequence[Any]) -> Callable[[Any], list[JaxlibArray]]:
-    """Return a function that makes arrays over a mesh of what `execute_sharded` gives."""
+def mesh_runner(loaded: Any, avals: Avals, shardings: Sequence[Any]) -> Run:
+    """Return a function that runs an executable on a mesh, whose results have these types."""
     _, _jax = import_jaxlib()
     _, shaped_array = _jax_types()
     outputs = [
         (shaped_array(*aval), sharding) for aval, sharding in zip(avals, shardings, strict=True)
     ]
 
-    def assemble(ran: Any) -> list[JaxlibArray]:
-        shards = ran.disassemble_into_single_device_arrays()
+    def run(arguments: Sequence[JaxlibArray]) -> list[JaxlibArray]:
+        shards = loaded.execute_sharded(arguments).disassemble_into_single_device_arrays()
         return [
             _jax.ArrayImpl(aval, sharding, arrays, committed=True, _skip_checks=True)
             for (aval, sharding), arrays in zip(outputs, shards, strict=True)
         ]
 
-    return assemble
+    return run
 
 
 @functools.cache
@@ -188,12 +189,11 @@ def is_tracing() -> bool:
     return not core.trace_state_clean()
 
 
-def assembler_for_jax(
-    avals: Avals, device: Any, committed: bool
-) -> Callable[[Any], list[JaxlibArray]]:
-    """Return a function that makes jax's arrays of what `execute_sharded` gives on one device.
+def runner_for_jax(loaded: Any, avals: Avals, device: Any, committed: bool) -> Run:
+    """Return a function that runs an executable on one device of jax's client, whose results are jax's.
 
     Args:
+        loaded: jaxlib's executable.
         avals: the type of each.
         device: of jax's client.
         committed: whether they are committed to the device.
@@ -202,11 +202,13 @@ def assembler_for_jax(
     _, shaped_array = _jax_types()
     handlers = [result_handler(shaped_array(*aval), sharding, committed) for aval in avals]
 
-    def assemble(ran: Any) -> list[JaxlibArray]:
-        arrays: list[JaxlibArray] = ran.consume_with_handlers(handlers)
+    def run(arguments: Sequence[JaxlibArray]) -> list[JaxlibArray]:
+        arrays: list[JaxlibArray] = loaded.execute_sharded(arguments).consume_with_handlers(
+            handlers
+        )
         return arrays
 
-    return assemble
+    return run
 
 
 def collect_garbage() -> None:

@@ -132,15 +132,20 @@ def copy_to_cpu(array: np.ndarray[Any, Any], sharding: Any, device: Any) -> Jaxl
     )
 
 
-def cpu_assembler(avals: Avals, sharding: Any) -> Callable[[Any], list[JaxlibArray]]:
-    """Return a function that makes arrays of what `execute_sharded` gives on one CPU device."""
+Run = Callable[[Sequence[JaxlibArray]], list[JaxlibArray]]
+"""Runs an executable on arrays of its device, asynchronously. Donated ones are deleted."""
+
+
+def cpu_runner(loaded: Any, avals: Avals, sharding: Any) -> Run:
+    """Return a function that runs an executable on one CPU device, whose results have these types."""
+    execute = loaded.execute_sharded
     handlers = [result_handler(Aval(*aval), sharding) for aval in avals]
 
-    def assemble(ran: Any) -> list[JaxlibArray]:
-        arrays: list[JaxlibArray] = ran.consume_with_handlers(handlers)
+    def run(arguments: Sequence[JaxlibArray]) -> list[JaxlibArray]:
+        arrays: list[JaxlibArray] = execute(arguments).consume_with_handlers(handlers)
         return arrays
 
-    return assemble
+    return run
 
 
 def result_handler(aval: Any, sharding: Any, committed: bool = True) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -62,7 +62,9 @@ class Device:
         if platform == "cpu" and not self.in_cluster and not of_jax:
             self._client = _jaxlib.new_cpu_client(count)
         else:
-            self._client = _parts().client_of_jax(platform)
+            from prejit.runtime.device import _jax_parts
+
+            self._client = _jax_parts.client_of_jax(platform)
         devices = self._client.local_devices() if mesh is None else self._client.devices()
         if len(devices) < count:
             raise UsageError(
@@ -115,14 +117,16 @@ class Device:
         """
         if self._cpu_sharding is not None:
             return _jaxlib.put_on_cpu(array, self._cpu_sharding, self._local[0])
+        from prejit.runtime.device import _jax_parts
+
         if not self._begun:
-            _parts().uninterrupted(self._begin)
+            _jax_parts.uninterrupted(self._begin)
         shards = [array]
         placed = self.sharding(sharding)
         if self.mesh is not None:
             pieces = placed.addressable_devices_indices_map(array.shape)
             shards = [array[pieces[device]] for device in self._local]
-        return _parts().put_with_jax(array.shape, array.dtype, placed, shards, self._local)
+        return _jax_parts.put_with_jax(array.shape, array.dtype, placed, shards, self._local)
 
     def zeros(
         self, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: tuple[str, ...] = ()
@@ -154,20 +158,24 @@ class Device:
 
     def _begin(self) -> None:
         """Import jax, and whatever jaxlib imports when it makes a first array."""
+        from prejit.runtime.device import _jax_parts
+
         with self._lock, _jaxlib.importing:
             whole = self.sharding(())
             shards = [np.zeros(1, np.uint8)] * len(self._local)
-            to_numpy(_parts().put_with_jax((1,), np.dtype(np.uint8), whole, shards, self._local))
+            to_numpy(_jax_parts.put_with_jax((1,), np.dtype(np.uint8), whole, shards, self._local))
             self._begun = True
 
     def sharding(self, split: tuple[str, ...]) -> Any:
         """Return jax's sharding for the mesh axes of an array's dimensions; empty: nothing is split."""
         if (known := self._shardings.get(split)) is None:
+            from prejit.runtime.device import _jax_parts
+
             if self.mesh is None:
-                known = _parts().single_sharding(self._all[0])
+                known = _jax_parts.single_sharding(self._all[0])
             else:
                 grid = np.array(self._all).reshape(self.mesh.data, self.mesh.tensor)
-                known = _parts().mesh_sharding(grid, MESH_AXES, split)
+                known = _jax_parts.mesh_sharding(grid, MESH_AXES, split)
             self._shardings[split] = known
         return known
 
@@ -186,7 +194,11 @@ class Device:
         _jaxlib.register_library_calls(serialized)
         # Without options it runs on the device numbers of the compiler, which a cluster does not have.
         alone = self.mesh is None and not self.in_cluster
-        options = None if alone else _parts().compile_options(self._all)
+        options = None
+        if not alone:
+            from prejit.runtime.device import _jax_parts
+
+            options = _jax_parts.compile_options(self._all)
         try:
             loaded = self._client.deserialize_executable(serialized, self._devices, options)
         except Exception as error:
@@ -211,11 +223,12 @@ class Device:
         Raises:
             BuildError: XLA does not compile it, or it was not lowered for this platform.
         """
-        from prejit.runtime.device.portable import stablehlo_module  # a start seldom needs it
+        from prejit.runtime.device import _jax_parts  # a start seldom needs these
+        from prejit.runtime.device.portable import stablehlo_module
 
         try:
             module = stablehlo_module(portable, platforms, self.platform)
-            options = _parts().compile_options(self._all)
+            options = _jax_parts.compile_options(self._all)
             loaded = self._client.compile_and_load(module, self._devices, options)
         except PrejitError:
             raise
@@ -225,7 +238,9 @@ class Device:
 
     def describe(self) -> bytes:
         """Return XLA's serialized description of the device, to compile for it on another machine."""
-        return bytes(_parts().topology_of(self._all[:1]))
+        from prejit.runtime.device import _jax_parts
+
+        return bytes(_jax_parts.topology_of(self._all[:1]))
 
     def memory_bytes(self) -> int | None:
         """Return the peak memory use of the fullest device; None: its client does not count."""
@@ -241,21 +256,16 @@ class Device:
     def _executable(self, loaded: Any, results: Sequence[Array]) -> Executable:
         if self._cpu_sharding is not None and results:
             avals = [(array.shape, dtype_of(array.dtype), array.weak) for array in results]
-            return Executable(loaded, _jaxlib.cpu_assembler(avals, self._cpu_sharding))
+            return Executable(loaded, _jaxlib.cpu_runner(loaded, avals, self._cpu_sharding))
+        from prejit.runtime.device import _jax_parts
+
         if not self._begun:
-            _parts().uninterrupted(self._begin)
+            _jax_parts.uninterrupted(self._begin)
         if self.mesh is None:
-            return Executable(loaded, None)
+            return Executable(loaded, loaded.execute)
         avals = [(array.shape, dtype_of(array.dtype), array.weak) for array in results]
         shardings = [self.sharding(array.sharding) for array in results]
-        return Executable(loaded, _parts().mesh_assembler(avals, shardings))
-
-
-def _parts() -> Any:
-    """Return the module of what one CPU device does not need."""
-    from prejit.runtime.device import _jax_parts
-
-    return _jax_parts
+        return Executable(loaded, _jax_parts.mesh_runner(loaded, avals, shardings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,29 +283,17 @@ class Signature:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class Executable:
     """A program loaded on a device or a mesh, ready to run.
 
     Attributes:
         loaded: jaxlib's executable.
+        run: runs it, asynchronously. The compiled program itself checks number and sizes of arguments.
     """
 
-    def __init__(self, loaded: Any, assemble: Callable[[Any], list[DeviceArray]] | None) -> None:
-        """Wrap an executable of jaxlib.
-
-        Args:
-            loaded: jaxlib's executable.
-            assemble: makes arrays of its results; None: jaxlib makes them itself.
-        """
-        self.loaded = loaded
-        # Not a method: an object that refers to itself would stay until Python's collector finds it.
-        self.run: Callable[[Sequence[DeviceArray]], list[DeviceArray]] = (
-            loaded.execute if assemble is None else _assembled(loaded.execute_sharded, assemble)
-        )
-        """Run the program: `run(sequence of DeviceArray) -> list of DeviceArray`, asynchronously.
-
-        Donated arguments are deleted. The compiled program itself checks number and sizes.
-        """
+    loaded: Any
+    run: _jaxlib.Run
 
     def serialize(self) -> bytes:
         """Return the executable's bytes, for `Device.load` on the same kind of machine."""
@@ -308,15 +306,6 @@ class Executable:
         """
         head = _jaxlib.hlo_head(self.loaded)
         return None if head is None else _parse_signature(head)
-
-
-def _assembled(
-    execute: Callable[[Sequence[DeviceArray]], Any], assemble: Callable[[Any], list[DeviceArray]]
-) -> Callable[[Sequence[DeviceArray]], list[DeviceArray]]:
-    def run(arguments: Sequence[DeviceArray]) -> list[DeviceArray]:
-        return assemble(execute(arguments))
-
-    return run
 
 
 _TOKENS = re.compile(r"([a-z]\w*)\[((?:\d{1,19}(?:,\d{1,19})*)?)\]|[{}]|->", re.ASCII)

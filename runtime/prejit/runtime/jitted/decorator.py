@@ -352,10 +352,10 @@ class _Jitted(OneProcess):
         ]
         if device.mesh is None:
             avals = [(array.shape, dtype_of(array.dtype), array.weak) for array in results]
-            assemble = _jax_parts.assembler_for_jax(avals, device.first, fit.committed)
-            arrays = assemble(executable.loaded.execute_sharded(inputs))
+            run = _jax_parts.runner_for_jax(executable.loaded, avals, device.first, fit.committed)
         else:
-            arrays = executable.run(inputs)
+            run = executable.run
+        arrays = run(inputs)
         value = returned.value(arrays)
         on_jax.programs.verification.finish()
         on_jax.programs.answer()

@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 
 from prejit.runtime.base.threads_and_forks import OneProcess
-from prejit.runtime.device import _jaxlib
+from prejit.runtime.device import _jax_parts, _jaxlib
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
@@ -65,10 +65,26 @@ class Bound(OneProcess):
         Raises:
             UsageError, RejectError: as `Bundle.call`.
         """
-        route, rest, chosen = self._step(args, kwargs)
-        result = self._steps.rebuild(route, rest, chosen) if route.returned else None
-        self._calls.finish()
-        return result
+        steps = self._steps
+        alone = None if args or kwargs else steps.alone
+        if alone is None or _jax_parts.trace_context() != alone.settings:
+            route, rest, chosen = self._step(args, kwargs)
+            result = steps.rebuild(route, rest, chosen)
+            self._calls.finish()
+            return result
+        # As `_step` with fewer calls of Python, for which a tiny program would wait.
+        route, chosen, _ = alone
+        with self._lock:
+            if self._has_failed:
+                self._check_state()
+            try:
+                executable = self._calls.programs[chosen.program.name]
+                results = executable.run(route.arguments(self._held))
+            except BaseException:
+                self._has_failed = True
+                raise
+            self._held = route.state(results)
+        return steps.rebuild(route, route.rest(results), chosen) if route.returned else None
 
     def call_async(self, *args: Any, **kwargs: Any) -> Pending:
         """Run the program once without waiting for it. The next call may follow at once."""
@@ -79,14 +95,19 @@ class Bound(OneProcess):
         """Run the program on the state, keep the next one, and return the rest."""
         with self._lock:
             if self._has_failed:
-                for key in self._steps.state:
-                    self._alive(key)
+                self._check_state()
             try:
                 self._held, rest = self._steps.run(self._held, args, kwargs)
             except BaseException:
                 self._has_failed = True
                 raise
         return rest
+
+    def _check_state(self) -> None:
+        """Check, after a program failed, that it has not deleted the state. Raises as `_alive`."""
+        for key in self._steps.state:
+            self._alive(key)
+        self._has_failed = False
 
     def read(self) -> dict[trees.Key, Any]:
         """Return a copy of the state on the host, by the name of the argument.

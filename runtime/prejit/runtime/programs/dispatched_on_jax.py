@@ -76,12 +76,13 @@ class JaxDispatchedCalls:
         except AnswerError:  # `Calls` compiles its portable program, or says why not
             return self._calls.call(name, args, kwargs), None, False
         results = on_jax.programs.results(program)
-        assemble = _jax_parts.assembler_for_jax(
+        run = _jax_parts.runner_for_jax(
+            executable.loaded,
             [(array.shape, dtype_of(array.dtype), array.weak) for array in results],
             device,
             any(array.committed for array in inputs),
         )
-        arrays = assemble(executable.loaded.execute_sharded(inputs))
+        arrays = run(inputs)
         value = _nested(on_jax.programs.results_tree(program), iter(arrays))
         self._calls.finish()
         given, returned = ([on_jax.device.sharding(())] * len(each) for each in (inputs, results))

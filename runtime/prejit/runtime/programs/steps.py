@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.wording import did_you_mean
-from prejit.runtime.device import _jaxlib
+from prejit.runtime.device import _jax_parts, _jaxlib
 from prejit.runtime.device.transfer import DeviceArray, dtype_of
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
@@ -59,6 +59,20 @@ Rest = tuple[Route, Sequence[DeviceArray], ChosenBucket]
 """What `Steps.rebuild` takes: the route, the arrays of results that are no state, the bucket that ran."""
 
 
+class Alone(NamedTuple):
+    """A step without other arguments.
+
+    Attributes:
+        route: that of its bucket.
+        chosen: the bucket, which has no weights.
+        settings: those of jax when it last ran. The program fits them, and jax looks for no NaNs.
+    """
+
+    route: Route
+    chosen: ChosenBucket
+    settings: Any
+
+
 @final
 class Steps:
     """Steps of a program that keeps some of its arguments. It holds no state.
@@ -66,6 +80,7 @@ class Steps:
     Attributes:
         state: the arguments that are kept.
         places: the places of their arrays in a `State`.
+        alone: the last step without other arguments; None: there was none, or the program has weights.
     """
 
     def __init__(
@@ -83,6 +98,7 @@ class Steps:
             UsageError: there is no such argument, no bucket has a static value, or it is unclear which result
                 takes the place of an argument.
         """
+        self.alone: Alone | None = None
         self._calls = calls
         self._name = name
         buckets = calls.buckets(name)
@@ -114,8 +130,6 @@ class Steps:
         self._static = static
         self._has_static = bool(calls.static_names(name))
         self._known_calls = KnownCalls()
-        self._alone: tuple[ChosenBucket, Route] | None = None
-        """The bucket of steps without other arguments."""
 
     def run(
         self, state: State, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -131,15 +145,16 @@ class Steps:
             UsageError, RejectError: as `Bundle.call`.
         """
         looks_for_nans = self._calls.check_settings(self._name)
-        if args or kwargs or self._alone is None:
+        if args or kwargs or self.alone is None:
             chosen = self._known_calls.choose(
                 (args, kwargs), self._choose, has_static=self._has_static
             )
             route = self._routes.get(chosen.program.name) or self._route(chosen.program)
-            if not (args or kwargs):
-                self._alone = chosen, route
         else:
-            chosen, route = self._alone
+            route, chosen, _ = self.alone
+        is_plain = not (args or kwargs or looks_for_nans or chosen.program.weights)
+        if is_plain and self._calls.has_finished:
+            self.alone = Alone(route, chosen.emptied(), _jax_parts.trace_context())
         if chosen.values:
             with _jaxlib.guarding(not chosen.is_on_device):
                 state = [*state, *map(self._copied, route.others, chosen.values)]

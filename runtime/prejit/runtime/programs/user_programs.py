@@ -93,7 +93,14 @@ class Pending(OneProcess):
 
 @final
 class Calls:
-    """The user's programs of a bundle. Safe to use from many threads."""
+    """The user's programs of a bundle. Safe to use from many threads.
+
+    Attributes:
+        programs: the programs of a bundle.
+        device: where they run.
+        types: classes of results, by `module:Name`.
+        has_finished: whether all bytes of the target are verified.
+    """
 
     def __init__(
         self,
@@ -125,7 +132,7 @@ class Calls:
         }
         self._agreed: dict[str, Any] = {}  # the last key of jax's traces that each program fitted
         self._known_calls = KnownCalls()
-        self._has_finished = False
+        self.has_finished = False
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a program on nested arguments. Arguments, results and errors as `Bundle.call`."""
@@ -538,10 +545,10 @@ class Calls:
         Raises:
             RejectError: the bundle is damaged.
         """
-        if not self._has_finished:
+        if not self.has_finished:
             self.programs.verification.finish()
             self.programs.answer()
-            self._has_finished = True
+            self.has_finished = True
 
     def _leaves(self, program: ProgramEntry, flatten: Flatten) -> list[Any] | str:
         """Return the leaves that a caller gave, or why they do not have the program's structure."""

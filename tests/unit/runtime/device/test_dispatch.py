@@ -38,10 +38,9 @@ class Doubling:
     def miss(self, x: Any, n: int = 0) -> _jit_dispatch.Missed:
         self.misses += 1
         x = jnp.asarray(x)
-        assemble = _jax_parts.assembler_for_jax(
-            [((4,), np.dtype("float32"), n == 1)], self.device, committed=bool(x.committed)
-        )
-        (result,) = assemble(self.loaded.execute_sharded([x]))
+        avals = [((4,), np.dtype("float32"), n == 1)]
+        run = _jax_parts.runner_for_jax(self.loaded, avals, self.device, bool(x.committed))
+        (result,) = run([x])
         whole = [_jax_parts.single_sharding(self.device)]
         return result, self.dispatch.path(self.loaded, whole, result, whole), False
 
