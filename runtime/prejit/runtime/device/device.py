@@ -283,7 +283,7 @@ class Signature:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Executable:
     """A program loaded on a device or a mesh, ready to run.
 
