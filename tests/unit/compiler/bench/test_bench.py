@@ -33,6 +33,7 @@ from prejit.compiler.bench.bench_report import (
     BenchReport,
     BenchRow,
     Comparison,
+    Head,
     Ratio,
     better_of,
     compare_reports,
@@ -50,9 +51,7 @@ times = st.floats(1e-6, 1e3)
 
 
 def row(name: str, samples: Sequence[float], **changes: Any) -> BenchRow:
-    fields = {"group": "decode", "work": "w", "unit": "s", **changes}
-    group, work = fields.pop("group"), fields.pop("work")
-    return summarize(group, name, work, samples, **fields)
+    return summarize(Head(**{"group": "decode", "name": name, "work": "w", **changes}), samples)
 
 
 def report(*rows: BenchRow, **changes: Any) -> BenchReport:
