@@ -19,7 +19,7 @@ from tests.layouts import index_of
 import prejit.compiler
 import prejit.runtime
 from prejit.compiler import Built, Generate, Manifest, Mesh, Model, Program, TargetTable
-from prejit.compiler.api import build_all
+from prejit.compiler.api import BuildSettings, build_all
 from prejit.compiler.pipeline.built import Failed
 from prejit.compiler.pipeline.pack import compatibility
 from prejit.runtime import load
@@ -414,7 +414,8 @@ def test_several_manifests_share_what_they_compile_and_one_that_fails_ends_no_ot
 ) -> None:
     ended: list[Any] = []
     requests = [(of(n, f), ()) for n, f in (("a", double), ("no", broken), ("b", double))]
-    build_all(requests, tmp_path / "out", cache=tmp_path / "cache", workers=2, done=ended.append)
+    settings = BuildSettings(cache=tmp_path / "cache", workers=2)
+    build_all(requests, tmp_path / "out", settings, done=ended.append)
     built = {each.path.name: each for each in ended if isinstance(each, Built)}
     assert {name: (each.compiled, each.cached) for name, each in built.items()} == {
         "a": (1, 0),
