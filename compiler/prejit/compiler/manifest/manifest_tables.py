@@ -55,11 +55,10 @@ class MeshTable:
     tensor: int = 1
 
 
+# `documented` takes the meaning of the keys that are not listed here from `Program`.
 @dataclass(frozen=True, slots=True)
 class ProgramTable:
     """`[[program]]`: a function of the user.
-
-    `Program` describes the attributes that are not listed here.
 
     Attributes:
         function: `package.module:attribute`: a function, or a module of flax.linen, flax.nnx or equinox; or
