@@ -173,7 +173,7 @@ class Program:
             padding. Callers may leave it out.
         open_sizes: variables of `buckets` that a call may give other sizes. The server compiles a new size
             once, from a program with symbolic sizes in the bundle. For other variables it is an error. The
-            build tries some sizes; "unchecked" as in `pad`.
+            build tries some sizes; "unchecked" means the same as for pad.
         repeat: numbers of steps that one call runs, each on what the step before returned of the arguments in
             `carry`. A call chooses one by the static argument `repeat`; each has a program of its own.
         carry: names or positions of the arguments that a repeated function returns anew.
