@@ -302,7 +302,7 @@ def _checked(
     if name is not None:
         raise UsageError("name: expected none, because the manifest has the name of the bundle")
     if not isinstance(given, Manifest):
-        return read_manifest(given), only
+        return read_manifest(Path(given)), only
     return check_manifest(given) if given.path is None else given, only
 
 
