@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.extent import ALL
 from tests.parity.cases import Case
@@ -20,6 +21,7 @@ from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.interpreters import find_interpreter
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import target
+from prejit.runtime import load
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.layout import Layout
@@ -43,16 +45,9 @@ PINNED = [("cpu-host", OLD), *((name, NEW) for name in (*LEVELS, "cpu-host"))]
 PINNED += [(name, NEW) for name in ACCELERATORS]
 PROGRAMS = 3 * len(PINNED)
 PROMPT = (
-    "--prompt-ids",
-    "100,200,300",
-    "--max-new-tokens",
-    "24",
-    "--on-mismatch",
-    "error",
-    "--json",
+    *("--prompt-ids", "100,200,300", "--max-new-tokens", "24"),
+    *("--on-mismatch", "error", "--json"),
 )
-
-
 MODEL = {
     "model_type": "gpt2",
     "architectures": ["GPT2LMHeadModel"],
@@ -207,38 +202,26 @@ def test_each_machine_of_the_fleet_picks_its_part(fleet: Path) -> None:
             assert features is not None
             machine = dataclasses.replace(here, cpu_features=features)
             chosen = next(t for t in match(root, machine) if t.verdict.matches)
-            used = opened(fleet)[chosen.name].config.requirement.cpu_features
+            contents = opened(fleet)
+            used = contents[chosen.name].config.requirement.cpu_features
             assert set(used) <= set(features)
+            needs = contents[f"{level}-jax{NEW}"].config.requirement
+            assert set(needs.cpu_features) <= set(features), "an executable needs no more"
+            assert compare(level, needs, machine).matches
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_executable_needs_no_more_than_its_level(fleet: Path, level: str) -> None:
-    needs = opened(fleet)[f"{level}-jax{NEW}"].config.requirement
-    allowed = target(level).cpu_features
-    assert allowed is not None
-    assert set(needs.cpu_features) <= set(allowed)
-    assert compare(
-        level, needs, dataclasses.replace(Fingerprint.current(), jaxlib=NEW, cpu_features=allowed)
-    ).matches
-
-
-def test_the_same_bundle_runs_under_two_versions_of_jax_with_the_same_tokens(
-    fleet: Path, environment_cache: Path
+def test_each_version_of_jax_and_every_level_runs_here_with_the_same_tokens(
+    fleet: Path, environment_cache: Path, tmp_path: Path
 ) -> None:
-    """Each with executables of its own, and nothing compiled."""
+    python = python_with(NEW, environment_cache)
     said = {jax: generate(python_with(jax, environment_cache), fleet) for jax in (OLD, NEW)}
     # A target that uses the same extensions as cpu-host is as good: either may be chosen.
     assert said[OLD]["target"] == f"cpu-host-jax{OLD}"
     assert said[NEW]["target"].endswith(f"-jax{NEW}")
-    assert said[OLD]["token_ids"] == said[NEW]["token_ids"]
-
-
-def test_every_level_runs_here_and_gives_the_same_tokens(
-    fleet: Path, environment_cache: Path, tmp_path: Path
-) -> None:
-    python = python_with(NEW, environment_cache)
-    tokens = set()
+    tokens = {tuple(each["token_ids"]) for each in said.values()}
     for level in LEVELS:
+        if said[NEW]["target"] == f"{level}-jax{NEW}":
+            continue
         features = target(level).cpu_features
         assert features is not None
         here = dataclasses.replace(Fingerprint.current(), jaxlib=NEW, cpu_features=features)
@@ -246,9 +229,9 @@ def test_every_level_runs_here_and_gives_the_same_tokens(
             continue  # this machine is below that level
         file = tmp_path / f"{level}.json"
         file.write_bytes(to_json(here))
-        said = generate(python, fleet, file)
-        assert said["target"] == f"{level}-jax{NEW}"
-        tokens.add(tuple(said["token_ids"]))
+        found = generate(python, fleet, file)
+        assert found["target"] == f"{level}-jax{NEW}"
+        tokens.add(tuple(found["token_ids"]))
     assert len(tokens) == 1
 
 
@@ -256,13 +239,8 @@ def test_a_program_that_cannot_fit_its_device_is_no_bundle(
     run: Any, environment: dict[str, str], tmp_path: Path
 ) -> None:
     """Found out on the device it would be the first request that dies of RESOURCE_EXHAUSTED."""
-    (tmp_path / "halves.py").write_text("def half(x):\n    return x / 2\n")
-    file = tmp_path / "small.toml"
-    file.write_text(
-        '[bundle]\nname = "small"\n[[program]]\nname = "half"\nfunction = "halves:half"\n'
-        'args = { x = "float32[{n}]" }\nbuckets = { n = [1024, 1048576] }\n'
-        f'[[target]]\nname = "cuda-l4"\njax = "{NEW}"\nmemory_bytes = 5_000_000\n'
-    )
+    tables = f'[[target]]\nname = "cuda-l4"\njax = "{NEW}"\nmemory_bytes = 5_000_000\n'
+    file = halves(tmp_path / "small.toml", "[1024, 1048576]", tables)
     said = run("build", file, "-o", tmp_path / "out", status=1, **environment).stderr
     assert f"target cuda-l4-jax{NEW}: a device has 0.01 GB, and 1 of 2 programs need more" in said
     assert "half/n1048576: needs 0.01 GB: arguments 0.00 GB" in said
@@ -270,13 +248,24 @@ def test_a_program_that_cannot_fit_its_device_is_no_bundle(
     assert not (tmp_path / "out" / "small").exists()
 
 
+def halves(path: Path, sizes: str, tables: str) -> Path:
+    """A manifest of a small function."""
+    (path.parent / "halves.py").write_text("def half(x):\n    return x / 2\n")
+    path.write_text(
+        f'[bundle]\nname = "{path.stem}"\n[[program]]\nname = "half"\nfunction = "halves:half"\n'
+        f'args = {{ x = "float32[{{n}}]" }}\nbuckets = {{ n = {sizes} }}\n{tables}'
+    )
+    return path
+
+
 def test_a_fingerprint_of_this_machine_is_a_target(run: Any, tmp_path: Path) -> None:
     (tmp_path / "web-3.json").write_text(run("fingerprint").stdout)
     tables = '[[target]]\nname = "web"\nfingerprint = "web-3.json"\n'
-    run("build", manifest(tmp_path / "web.toml", "web", tables), "-o", tmp_path)
-    said = json.loads(run("generate", tmp_path / "web", *PROMPT).stdout)
-    assert said["target"] == f"web-jax{version('jax')}"
-    assert {p["source"] for p in said["programs"]} == {"loaded", "unused"}
+    run("build", halves(tmp_path / "web.toml", "[4]", tables), "-o", tmp_path)
+    loaded = load(tmp_path / "web", on_mismatch="error")
+    assert loaded.call("half", x=np.full(4, 3, np.float32)).tolist() == [1.5] * 4
+    assert loaded.target == f"web-jax{version('jax')}"
+    assert {each.source for each in loaded.report()} == {"loaded"}
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,9 @@ def model_signing(bundle: Path, signed: Signed, public: Path) -> subprocess.Comp
     return tool("-m", "model_signing", "verify", "key", *given, bundle)
 
 
-@pytest.mark.parametrize("curve", ["SECP256R1", "SECP384R1", "SECP521R1"])
+@pytest.mark.parametrize(
+    "curve", ["SECP256R1", pytest.param("SECP384R1", marks=pytest.mark.thorough), "SECP521R1"]
+)
 def test_model_signing_verifies_the_directory(curve: str, bundle_dir: Path, tmp_path: Path) -> None:
     key = signer(f"a-{curve}", curve)
     (tmp_path / "key.pem").write_text(key.public.pem)
@@ -92,19 +94,14 @@ def test_model_signing_verifies_the_directory(curve: str, bundle_dir: Path, tmp_
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_model_signing_refuses_a_changed_file(
-    bundle_dir: Path, signed: Signed, public: Path
-) -> None:
-    largest = max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[:-1] + b"\xff")
-    assert model_signing(bundle_dir, signed, public).returncode != 0
-
-
-def test_model_signing_refuses_another_key(
-    bundle_dir: Path, signed: Signed, tmp_path: Path
+def test_model_signing_refuses_another_key_and_a_changed_file(
+    bundle_dir: Path, signed: Signed, public: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "b.pub.pem").write_text(signer("b").public.pem)
     assert model_signing(bundle_dir, signed, tmp_path / "b.pub.pem").returncode != 0
+    largest = max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1] + b"\xff")
+    assert model_signing(bundle_dir, signed, public).returncode != 0
 
 
 def test_model_signing_verifies_a_keyless_signature_and_refuses_another_identity(
@@ -132,32 +129,22 @@ def attached(bundle: Path) -> list[tuple[Any, Path]]:
     return [(each, blob(bundle, each.layers[0].digest)) for each in found]
 
 
-def test_libraries_of_in_toto_and_sigstore_read_and_verify_what_is_attached(
-    bundle_dir: Path, signed: Signed, public: Path
-) -> None:
-    done = tool("-c", VERIFY, public, *(file for _, file in attached(bundle_dir)))
-    assert done.returncode == 0, done.stderr
-    assert {f"sha256:{line}" for line in done.stdout.split()} == set(signed.subjects)
-
-
-def test_openssl_verifies_what_is_attached(
+def test_libraries_of_in_toto_and_sigstore_and_openssl_verify_what_is_attached_as_cosign_writes_it(
     bundle_dir: Path, signed: Signed, public: Path, tmp_path: Path
 ) -> None:
-    for _, file in attached(bundle_dir):
+    found = attached(bundle_dir)
+    done = tool("-c", VERIFY, public, *(file for _, file in found))
+    assert done.returncode == 0, done.stderr
+    assert {f"sha256:{line}" for line in done.stdout.split()} == set(signed.subjects)
+    for each, file in found:
         envelope = json.loads(file.read_bytes())["dsseEnvelope"]
         (tmp_path / "pae").write_bytes(pae(base64.b64decode(envelope["payload"])))
         (tmp_path / "sig").write_bytes(base64.b64decode(envelope["signatures"][0]["sig"]))
         command = ["openssl", "dgst", "-sha256", "-verify", public, "-signature"]
-        done = subprocess.run(
+        done_ = subprocess.run(
             [*command, tmp_path / "sig", tmp_path / "pae"], capture_output=True, check=False
         )
-        assert done.stdout == b"Verified OK\n", done.stderr
-
-
-def test_the_manifest_of_a_signature_is_as_cosign_writes_it(
-    bundle_dir: Path, signed: Signed
-) -> None:
-    for each, _ in attached(bundle_dir):
+        assert done_.stdout == b"Verified OK\n", done_.stderr
         manifest = json.loads(blob(bundle_dir, each.descriptor.digest).read_bytes())
         assert manifest["artifactType"] == SIGNATURE_MEDIA_TYPE
         assert manifest["config"]["mediaType"] == "application/vnd.oci.empty.v1+json"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -199,133 +199,97 @@ def build(
     """
     checked, only = _checked(manifest, name, targets)
     results: list[Built | Failed] = []
-    build_all(
-        [(checked, only)],
-        output,
-        cache=cache,
-        shared=shared,
-        forms=forms,
-        measure=measure,
-        executor=executor,
-        workers=workers,
-        timeout_seconds=timeout_seconds,
-        retrace=retrace,
-        shard=shard,
-        quiet=quiet,
-        done=results.append,
+    settings = BuildSettings(
+        *(cache, shared, forms, measure, executor, workers, timeout_seconds, shard, quiet, retrace)
     )
+    build_all([(checked, only)], output, settings, done=results.append)
     return only_built(results)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildSettings:
+    """How to build; the attributes are arguments of `build`."""
+
+    cache: str | os.PathLike[str] | None = None
+    shared: str | None = None
+    forms: Path | None = None
+    measure: bool | None = None
+    executor: str | None = None
+    workers: int | None = None
+    timeout_seconds: float = JOB_SECONDS
+    shard: str | None = None
+    quiet: bool = False
+    retrace: bool = False
 
 
 def build_all(
     requests: Sequence[tuple[Manifest, tuple[str, ...]]],
-    output: str | os.PathLike[str] = "artifacts",
+    output: str | os.PathLike[str],
+    settings: BuildSettings,
     *,
     done: Callable[[Built | Failed], None],
-    cache: str | os.PathLike[str] | None = None,
-    shared: str | None = None,
-    forms: Path | None = None,
-    measure: bool | None = None,
-    executor: str | None = None,
-    workers: int | None = None,
-    timeout_seconds: float = JOB_SECONDS,
-    retrace: bool = False,
-    shard: str | None = None,
-    quiet: bool = False,
 ) -> None:
     """Build several manifests with one pool of workers, as `prejit build` does.
 
     Args:
         requests: manifests with different bundle names, each with the names of its targets (empty: all).
         output: directory of bundles.
+        settings: how to build.
         done: called with each build as it ends. One that fails ends no other.
-        cache: see `build`.
-        shared: see `build`.
-        forms: see `build`.
-        measure: see `build`.
-        executor: see `build`.
-        workers: see `build`.
-        timeout_seconds: see `build`.
-        retrace: see `build`.
-        shard: see `build`.
-        quiet: see `build`.
 
     Raises:
         StoreError: the build cache cannot be opened.
         UsageError: a shard has no shared store that it may write.
     """
-    display: Progress = Quiet() if quiet else open_progress()
-    part = None if shard is None else Shard.parse(shard)
+    display: Progress = Quiet() if settings.quiet else open_progress()
+    shard = None if settings.shard is None else Shard.parse(settings.shard)
     with (
         display as progress,
-        _open_store(cache, shared, progress, builds=True, shard=part) as store,
+        _open_store(settings.cache, settings.shared, progress, builds=True, shard=shard) as store,
     ):
-        compiles = _open_executor(executor, store, shared, workers, progress, timeout_seconds, part)
 
         def reported(result: Built | Failed) -> None:
             if isinstance(result, Built) and result.packed_here:
-                report_build(result, progress, _fetched(store))
+                fetched = store.fetched if isinstance(store, LayeredStore) else {}
+                report_build(result, progress, fetched)
             done(result)
 
+        measure = settings.measure
         run_all(
             requests,
             Path(output),
             store=store,
-            executor=compiles,
+            executor=_open_executor(settings, store, progress, in_order=shard is not None),
             progress=progress,
-            forms=forms,
-            measure=_measured(measure, part),
-            timeout_seconds=timeout_seconds,
-            retrace=retrace,
-            shard=part,
+            forms=settings.forms,
+            # What each shard measured for itself would make its programs differ from those of others.
+            measure=measure if shard is None else bool(measure),
+            timeout_seconds=settings.timeout_seconds,
+            retrace=settings.retrace,
+            shard=shard,
             done=reported,
         )
 
 
 def _open_executor(
-    name: str | None,
-    store: Store,
-    shared: str | None,
-    workers: int | None,
-    progress: Progress,
-    timeout_seconds: float,
-    shard: Shard | None,
+    settings: BuildSettings, store: Store, progress: Progress, *, in_order: bool
 ) -> Executor:
-    place = name or os.environ.get(EXECUTOR) or LOCAL
+    place = settings.executor or os.environ.get(EXECUTOR) or LOCAL
+    common: dict[str, Any] = {
+        "workers": settings.workers,
+        "progress": progress,
+        "timeout_seconds": settings.timeout_seconds,
+    }
     if place == LOCAL:
-        return WorkerPool(
-            store,
-            workers=workers,
-            progress=progress,
-            timeout_seconds=timeout_seconds,
-            in_order=shard is not None,
-        )
+        return WorkerPool(store, in_order=in_order, **common)
     from prejit.compiler.cluster.cluster_executor import ClusterExecutor
 
     try:
-        return ClusterExecutor(
-            place,
-            store,
-            shared=shared,
-            workers=workers,
-            progress=progress,
-            timeout_seconds=timeout_seconds,
-        )
+        return ClusterExecutor(place, store, shared=settings.shared, **common)
     except UsageError as error:
-        if not name:
+        if not settings.executor:
             error.args = (f"{EXECUTOR}: {error}",)
         raise
-
-
-def _measured(measure: bool | None, shard: Shard | None) -> bool | None:
-    """Return which products are measured: see `build`."""
-    # What each shard measured for itself would make its programs differ from those of others.
-    return measure if shard is None else bool(measure)
-
-
-def _fetched(store: Store) -> Mapping[str, str]:
-    """Return the shared store that each result came from, by the digest of its key."""
-    return store.fetched if isinstance(store, LayeredStore) else {}
 
 
 def _checked(
@@ -334,10 +298,12 @@ def _checked(
     """Return the manifest of a build, without mistakes, and the names of its targets; empty: all."""
     only = (targets,) if isinstance(targets, str) else tuple(targets)
     if not isinstance(given, Manifest | str | os.PathLike):
-        return _manifest(_of_programs(given, name, only)), only
+        return check_manifest(_of_programs(given, name, only)), only
     if name is not None:
         raise UsageError("name: expected none, because the manifest has the name of the bundle")
-    return _manifest(given), only
+    if not isinstance(given, Manifest):
+        return read_manifest(Path(given)), only
+    return check_manifest(given) if given.path is None else given, only
 
 
 def _of_programs(
@@ -360,12 +326,6 @@ def _of_programs(
             hint='build([...], name="mine")',
         )
     return Manifest(name or programs[0].name, programs=programs, targets=targets or ("cpu-host",))
-
-
-def _manifest(given: AnyManifest) -> Manifest:
-    if not isinstance(given, Manifest):
-        return read_manifest(Path(given))
-    return check_manifest(given) if given.path is None else given
 
 
 @contextmanager

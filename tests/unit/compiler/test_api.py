@@ -19,7 +19,7 @@ from tests.layouts import index_of
 import prejit.compiler
 import prejit.runtime
 from prejit.compiler import Built, Generate, Manifest, Mesh, Model, Program, TargetTable
-from prejit.compiler.api import build_all
+from prejit.compiler.api import BuildSettings, build_all
 from prejit.compiler.pipeline.build_interface import Failed
 from prejit.compiler.pipeline.pack import compatibility
 from prejit.runtime import load
@@ -68,20 +68,43 @@ def test_a_function_with_a_pytree_builds_and_runs(tmp_path: Path, options: dict[
     assert (again.compiled, again.written, again.digest) == (0, False, built.digest)
 
 
-@pytest.mark.parametrize(("days", "count"), [(100, 0), (170, 1)])
-def test_a_build_says_that_its_portable_programs_soon_cannot_be_read(
-    tmp_path: Path,
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    days: int,
-    count: int,
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Scaled:
+    """A module as those of equinox: a pytree that can be called."""
+
+    factor: Any
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.factor
+
+
+def test_a_function_gets_the_pytrees_and_a_module_the_parameters_that_were_given(
+    tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    released = date.today() - timedelta(days=days)
-    monkeypatch.setitem(compatibility._RELEASED, jax.__version__, released)
-    manifest = Manifest("score", programs=[scoring()], targets=["cpu-host"])
-    prejit.compiler.build(manifest, tmp_path / "out", **{**options, "quiet": False})
-    assert capsys.readouterr().err.count("score: its portable programs are of jax") == count
+    def add(params: Any, x: Any) -> Any:
+        assert isinstance(params, Pair)
+        assert isinstance(params.right, list)
+        return x * params.left + params.right[0] - params.right[1]
+
+    given = Pair(np.float32(3), [np.ones(2, np.float64), jnp.zeros(2, jnp.bfloat16)])
+    module, model = nnx.Linear(4, 3, rngs=nnx.Rngs(0)), Scaled(jnp.full(3, 2.0))
+    x, one = np.ones(3, np.float32), np.ones((1, 4), np.float32)
+    programs = [
+        Program("add", fn=add, args={"x": "float32[2]"}, params=given),
+        Program("linear", fn=module, args=["float32[1, 4]"]),
+        Program("applied", fn=lambda model, x: model(x), args=[model, x]),
+    ]
+    built = prejit.compiler.build(programs, tmp_path / "out", name="m", **options)
+    loaded = load(built.path, on_mismatch="error")
+    assert np.asarray(loaded.call("add", x=np.full(2, 2, np.float32))).tolist() == [7, 7]
+    np.testing.assert_allclose(loaded.call("linear", one), module(one), rtol=1e-5)
+    np.testing.assert_allclose(loaded.call("applied", model, x), np.full(3, 2.0))
 
 
 def test_python_and_toml_give_the_same_bundle(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -102,35 +125,6 @@ def test_python_and_toml_give_the_same_bundle(tmp_path: Path, options: dict[str,
     theirs = prejit.compiler.build(tmp_path / "m.toml", tmp_path / "toml", **options)
     assert ours.digest == theirs.digest
     assert theirs.compiled == 0
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
-def test_a_function_gets_the_pytree_that_was_given(tmp_path: Path, options: dict[str, Any]) -> None:
-    def add(params: Any, x: Any) -> Any:
-        assert isinstance(params, Pair)
-        assert isinstance(params.right, list)
-        return x * params.left + params.right[0] - params.right[1]
-
-    given = Pair(np.float32(3), [np.ones(2, np.float64), jnp.zeros(2, jnp.bfloat16)])
-    program = Program("add", fn=add, args={"x": "float32[2]"}, params=given)
-    manifest = Manifest("pair", programs=[program], targets=["cpu-host"])
-    built = prejit.compiler.build(manifest, tmp_path / "out", **options)
-    called = load(built.path).call("add", x=np.full(2, 2, np.float32))
-    assert np.asarray(called).tolist() == [7, 7]
-
-
-def test_a_module_with_its_own_parameters_builds(tmp_path: Path, options: dict[str, Any]) -> None:
-    module = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    program = Program("linear", fn=module, args=["float32[1, 4]"])
-    manifest = Manifest("module", programs=[program], targets=["cpu-host"])
-    built = prejit.compiler.build(manifest, tmp_path / "out", **options)
-    x = np.ones((1, 4), np.float32)
-    found = load(built.path).call("linear", x)
-    np.testing.assert_allclose(found, module(x), rtol=1e-5)
 
 
 def test_a_model_builds_from_values(
@@ -241,20 +235,23 @@ def test_a_file_that_is_missing_and_a_target_that_is_none_are_errors(
         prejit.compiler.build(manifest, tmp_path, targets=("cpu-hots",), **options)
 
 
-def test_a_build_shows_its_progress_unless_it_is_quiet(
-    tmp_path: Path, options: dict[str, Any], capfd: pytest.CaptureFixture[str]
+def test_a_build_shows_its_progress_and_what_soon_cannot_be_read_unless_it_is_quiet(
+    tmp_path: Path,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    manifest = Manifest("score", programs=[scoring()], targets=["cpu-host"])
-    prejit.compiler.build(manifest, tmp_path / "out", **options)
-    assert capfd.readouterr() == ("", "")
-    prejit.compiler.build(
-        manifest, tmp_path / "out", **{**options, "quiet": False, "cache": tmp_path / "other"}
-    )
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    assert "compiled score/batch1 for cpu-host" in captured.err
-    index = index_of(tmp_path / "out" / "score")
-    assert len(index["manifests"]) == 1
+    manifest = of("score", double)
+    for quiet, days, compiled, old in ((True, 170, 0, 0), (False, 100, 1, 0), (False, 170, 1, 1)):
+        released = date.today() - timedelta(days=days)
+        monkeypatch.setitem(compatibility._RELEASED, jax.__version__, released)
+        given = {**options, "quiet": quiet, "cache": tmp_path / f"{quiet}{days}"}
+        prejit.compiler.build(manifest, tmp_path / f"out{quiet}{days}", **given)
+        captured = capfd.readouterr()
+        assert (captured.out, captured.err == "") == ("", quiet)
+        assert captured.err.count("compiled f for cpu-host") == compiled
+        assert captured.err.count("score: its portable programs are of jax") == old
+    assert len(index_of(tmp_path / "outTrue170" / "score")["manifests"]) == 1
 
 
 def keyed(x: Any, *, y: Any, mode: str = "sum") -> Any:
@@ -263,25 +260,6 @@ def keyed(x: Any, *, y: Any, mode: str = "sum") -> Any:
 
 def leaves(tree: Any) -> Any:
     return jax.tree.leaves(tree)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Scaled:
-    """A module as those of equinox: a pytree that can be called."""
-
-    factor: Any
-
-    def __call__(self, x: Any) -> Any:
-        return x * self.factor
-
-
-def applied(model: Scaled, x: Any) -> Any:
-    return model(x)
-
-
-def placed(a: Any, /, *, b: Any) -> Any:
-    return a + b
 
 
 def test_a_program_has_the_arguments_of_an_example_call() -> None:
@@ -316,6 +294,12 @@ def test_an_example_call_with_mistakes_is_an_error(
     assert problem in str(caught.value)
     assert "Program(" in str(caught.value.hint)
 
+    def placed(a: Any, /, *, b: Any) -> Any:
+        return a + b
+
+    with pytest.raises(ManifestError, match="all arrays by position or all by name"):
+        prejit.compiler.program(placed, "float32[]", b="float32[]")
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -339,37 +323,18 @@ def test_a_static_argument_that_no_bundle_can_hold_is_an_error(value: Any) -> No
         prejit.compiler.build(by_hand)
 
 
-@pytest.mark.parametrize("key", [1.5, (1, 2), b"a", None])
-def test_a_key_of_a_dict_that_no_bundle_can_hold_is_an_error(
-    key: Any, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    one = prejit.compiler.program(leaves, {"a": {key: "float32[2]"}})
-    with pytest.raises(BuildError, match=r"keys are texts or integers, found the key") as caught:
-        prejit.compiler.build(one, tmp_path, **options)
-    assert repr(key) in str(caught.value)
-
-
-def test_a_module_that_can_be_called_is_an_argument_like_any_pytree(
+def test_keys_of_a_dict_and_dimensions_that_no_bundle_can_hold_are_errors(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    model, x = Scaled(jax.numpy.full(3, 2.0)), np.ones(3, np.float32)
-    built = prejit.compiler.build(prejit.compiler.program(applied, model, x), tmp_path, **options)
-    found = load(built.path, on_mismatch="error").call("applied", model, x)
-    np.testing.assert_allclose(found, np.full(3, 2.0))
-
-
-def test_an_array_of_too_many_dimensions_is_an_error_before_anything_compiles(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+    for key in (1.5, (1, 2), b"a", None):
+        one = prejit.compiler.program(leaves, {"a": {key: "float32[2]"}})
+        with pytest.raises(BuildError, match=r"keys are texts or integers, found the k") as caught:
+            prejit.compiler.build(one, tmp_path, **options)
+        assert repr(key) in str(caught.value)
     shape = jax.ShapeDtypeStruct((1,) * 65, np.float32)
     with pytest.raises(BuildError, match="expected at most 64 dimensions, found 65"):
         prejit.compiler.build(prejit.compiler.program(leaves, shape), tmp_path, **options)
     assert not (tmp_path / "leaves").exists()
-
-
-def test_a_call_that_no_manifest_can_say_is_an_error() -> None:
-    with pytest.raises(ManifestError, match="all arrays by position or all by name"):
-        prejit.compiler.program(placed, "float32[]", b="float32[]")
 
 
 def test_functions_build_without_a_manifest(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -414,7 +379,8 @@ def test_several_manifests_share_what_they_compile_and_one_that_fails_ends_no_ot
 ) -> None:
     ended: list[Any] = []
     requests = [(of(n, f), ()) for n, f in (("a", double), ("no", broken), ("b", double))]
-    build_all(requests, tmp_path / "out", cache=tmp_path / "cache", workers=2, done=ended.append)
+    settings = BuildSettings(cache=tmp_path / "cache", workers=2)
+    build_all(requests, tmp_path / "out", settings, done=ended.append)
     built = {each.path.name: each for each in ended if isinstance(each, Built)}
     assert {name: (each.compiled, each.cached) for name, each in built.items()} == {
         "a": (1, 0),

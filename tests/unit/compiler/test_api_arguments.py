@@ -74,22 +74,16 @@ def test_one_target_and_one_program_are_as_good_as_lists(options: dict[str, Any]
     assert build(one, targets="cpu-host", **options).programs[0].target == "cpu-host"
 
 
-@pytest.mark.parametrize(
-    "given", [{"factor": None}, {"factor": np.float32(3)}], ids=["None", "array"]
-)
-def test_none_among_the_arguments_is_a_pytree_without_leaves(
-    given: Any, options: dict[str, Any]
-) -> None:
-    loaded = load(build(program(scaled, given, X), **options).path, on_mismatch="error")
-    np.testing.assert_array_equal(loaded.call("scaled", given, X), scaled(given, X))
-    np.testing.assert_array_equal(
-        jit(scaled, bundle=loaded, on_miss="error")(given, X), scaled(given, X)
-    )
-
-
-def test_none_may_be_a_whole_argument(options: dict[str, Any]) -> None:
-    loaded = load(build(Program("f", fn=lambda a, x: x, args=[None, X]), **options).path)
-    np.testing.assert_array_equal(loaded.call("f", None, X), X)
+def test_none_among_the_arguments_is_a_pytree_without_leaves(options: dict[str, Any]) -> None:
+    given = {"none": {"factor": None}, "array": {"factor": np.float32(3)}}
+    programs = [Program(name, fn=scaled, args=[each, X]) for name, each in given.items()]
+    programs.append(Program("whole", fn=lambda a, x: x, args=[None, X]))
+    loaded = load(build(programs, name="m", **options).path, on_mismatch="error")
+    for name, each in given.items():
+        function = jit(scaled, bundle=loaded, name=name, on_miss="error")
+        for found in (loaded.call(name, each, X), function(each, X)):
+            np.testing.assert_array_equal(found, scaled(each, X))
+    np.testing.assert_array_equal(loaded.call("whole", None, X), X)
 
 
 def test_a_namedtuple_with_renamed_fields_is_one_like_others(options: dict[str, Any]) -> None:
@@ -103,18 +97,25 @@ def test_a_namedtuple_with_renamed_fields_is_one_like_others(options: dict[str, 
     assert type(jit(renamed, bundle=path, on_miss="error")(given)) is Renamed
 
 
-@pytest.mark.parametrize("values", [[1, True, 0], ["1", 1, True, "True"], [-1, 0, 1], ["a b", "0"]])
 def test_static_values_that_are_equal_or_written_alike_are_told_apart(
-    values: list[Any], options: dict[str, Any]
+    options: dict[str, Any],
 ) -> None:
-    one = Program("told_apart", fn=told_apart, args=[X], static={"k": values})
-    loaded = load(build(one, **options).path, on_mismatch="error")
-    function = jit(told_apart, bundle=loaded, on_miss="error", static_argnames="k")
-    for value in (*values, *values):
-        expected = told_apart(X, value)
-        for x in (X, jnp.asarray(X)):
-            np.testing.assert_array_equal(loaded.call("told_apart", x, k=value), expected)
-            np.testing.assert_array_equal(function(x, k=value), expected)
+    given = {
+        **{"bools": [1, True, 0], "texts": ["1", 1, True, "True"]},
+        **{"signs": [-1, 0, 1], "spaces": ["a b", "0"]},
+    }
+    programs = [
+        Program(name, fn=told_apart, args=[X], static={"k": values})
+        for name, values in given.items()
+    ]
+    loaded = load(build(programs, name="m", **options).path, on_mismatch="error")
+    for name, values in given.items():
+        function = jit(told_apart, bundle=loaded, name=name, on_miss="error", static_argnames="k")
+        for value in (*values, *values):
+            expected = told_apart(X, value)
+            for x in (X, jnp.asarray(X)):
+                np.testing.assert_array_equal(loaded.call(name, x, k=value), expected)
+                np.testing.assert_array_equal(function(x, k=value), expected)
 
 
 def test_a_size_that_xla_does_not_index_is_refused_before_anything_compiles(
@@ -176,73 +177,60 @@ def test_a_deleted_array_is_named(way: str, is_warm: bool, doubling: Bundle) -> 
     assert "pass on what that call returned, or a copy" in text
 
 
-@pytest.mark.parametrize(
-    ("changes", "step"),
-    [
-        ({}, 'sizes; or add a bucket to the manifest, or set open_sizes = ["batch"]'),
-        ({"pad": ["batch"]}, "sizes or less; or add a bucket"),
-        ({"open_sizes": ["batch"]}, 'sizes; or load the bundle with on_mismatch="jit"'),
-    ],
-)
 def test_a_batch_that_no_bucket_has_names_the_buckets_and_how_to_open_them(
-    changes: dict[str, Any], step: str, options: dict[str, Any]
+    options: dict[str, Any],
 ) -> None:
-    args, buckets = ["float32[{batch}, 4]"], {"batch": [2, 8]}
-    one = Program("double", fn=double, args=args, buckets=buckets, **changes)
-    loaded = load(build(one, **options).path, on_mismatch="error")
-    with pytest.raises(UsageError) as caught:
-        loaded.call("double", np.ones((100, 4), np.float32))
-    assert f"the buckets have batch 2, 8: pass arrays of these {step}" in str(caught.value.hint)
-    for width, hint in (
-        (3, "axis 1 of 0: expected 4 in every bucket, found 3"),
-        (0, "pass at least"),
-    ):
+    ways: dict[str, tuple[dict[str, Any], str]] = {
+        "fixed": ({}, 'sizes; or add a bucket to the manifest, or set open_sizes = ["batch"]'),
+        "padded": ({"pad": ["batch"]}, "sizes or less; or add a bucket"),
+        "opened": ({"open_sizes": ["batch"]}, 'sizes; or load the bundle with on_mismatch="jit"'),
+    }
+    given: dict[str, Any] = {"args": ["float32[{batch}, 4]"], "buckets": {"batch": [2, 8]}}
+    programs = [Program(name, fn=double, **given, **way) for name, (way, _) in ways.items()]
+    loaded = load(build(programs, name="m", **options).path, on_mismatch="error")
+    for name, (_, step) in ways.items():
         with pytest.raises(UsageError) as caught:
-            loaded.call("double", np.ones((1, width), np.float32))
-        assert str(caught.value.hint).startswith(hint)
-    for other in (np.ones((2, 4), np.int32), np.ones(2, np.float32)):
-        with pytest.raises(UsageError) as caught:
-            loaded.call("double", other)
-        assert "shapes and dtypes" in str(caught.value.hint)
+            loaded.call(name, np.ones((100, 4), np.float32))
+        hint = f"the buckets have batch 2, 8: pass arrays of these {step}"
+        assert hint in str(caught.value.hint)
+        for width, hint in (
+            (3, "axis 1 of 0: expected 4 in every bucket, found 3"),
+            (0, "pass at least"),
+        ):
+            with pytest.raises(UsageError) as caught:
+                loaded.call(name, np.ones((1, width), np.float32))
+            assert str(caught.value.hint).startswith(hint)
+        for other in (np.ones((2, 4), np.int32), np.ones(2, np.float32)):
+            with pytest.raises(UsageError) as caught:
+                loaded.call(name, other)
+            assert "shapes and dtypes" in str(caught.value.hint)
 
 
 def shifted(x: Any, by: Any, *, mode: str = "times") -> Any:
     return x * by if mode == "times" else x + by
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "hint"),
-    [
-        ((X, X), {"mode": "times"}, "give its arguments by name (by, x, mode); `prejit inspect`"),
-        (
-            (),
-            {"x": X, "mode": "times"},
-            "give its arguments by name (by, x, mode); `prejit inspect`",
-        ),
-        (
-            (),
-            {"x": X, "by": X, "much": 1, "mode": "times"},
-            "give its arguments by name (by, x, mode)",
-        ),
-        (
-            (),
-            {"x": X, "by": X, "mode": "minus"},
-            "give a value that was built, or add this one to `static`",
-        ),
-        ((), {"x": X, "by": X}, "give a value that was built"),
-    ],
-)
 def test_a_call_of_another_structure_says_how_to_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], hint: str, options: dict[str, Any]
+    options: dict[str, Any], doubling: Bundle
 ) -> None:
     arrays, static = {"x": X, "by": X}, {"mode": ["times", "plus"]}
     built = build(Program("shifted", fn=shifted, args=arrays, static=static), **options)
-    with pytest.raises(UsageError) as caught:
-        load(built.path).call("shifted", *args, **kwargs)
-    assert str(caught.value.hint).startswith(hint)
-
-
-def test_arguments_by_position_are_counted(doubling: Bundle) -> None:
+    loaded, by_name = load(built.path), "give its arguments by name (by, x, mode)"
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((X, X), {"mode": "times"}, f"{by_name}; `prejit inspect`"),
+        ((), {"x": X, "mode": "times"}, f"{by_name}; `prejit inspect`"),
+        ((), {"x": X, "by": X, "much": 1, "mode": "times"}, by_name),
+        (
+            (),
+            {"x": X, "by": X, "mode": "minus"},
+            "give a value that was built, or add this one to `s",
+        ),
+        ((), {"x": X, "by": X}, "give a value that was built"),
+    ]
+    for args, kwargs, hint in calls:
+        with pytest.raises(UsageError) as caught:
+            loaded.call("shifted", *args, **kwargs)
+        assert str(caught.value.hint).startswith(hint)
     with pytest.raises(UsageError) as caught:
         doubling.call("double", x=X)
     assert str(caught.value.hint).startswith("give its arguments by position (1);")
@@ -276,45 +264,36 @@ def test_params_of_nnx_are_its_state_without_random_state(options: dict[str, Any
     np.testing.assert_allclose(load(built.path).call("m", X), module(X), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("params", "problem"),
-    [
-        (lambda: nnx.state(Dropping()), "dropout.rngs.key: expected an array, found a random key"),
-        (
-            lambda: {
-                "linear": {"kernel": np.ones((4, 3), np.float32), "bias": np.ones(3, np.float32)},
-                "dropout": {"rngs": {"count": np.uint32(0)}},
-            },
-            "dropout.rngs.count is in params alone",
-        ),
-    ],
-)
-def test_random_state_among_params_says_how_to_leave_it_out(
-    params: Any, problem: str, options: dict[str, Any]
+def test_params_and_modes_that_no_bundle_can_have_say_how_to_leave_them_out(
+    options: dict[str, Any],
 ) -> None:
-    one = Program("m", fn=Dropping(), args=[X], params=params())
-    with pytest.raises(ManifestError, match=problem) as caught:
-        build(one, **options)
-    assert "nnx.Not(nnx.RngState)" in str(caught.value.hint)
-
-
-def test_names_that_differ_are_those_of_a_side(options: dict[str, Any]) -> None:
-    given = {"linear": {"kernel": np.ones((4, 3), np.float32), "scale": np.ones(3, np.float32)}}
-    one = Program("m", fn=Dropping(), args=[X], params=given)
-    with pytest.raises(
-        ManifestError,
-        match=r"linear\.bias is in the module alone; linear\.scale is in params alone",
-    ) as caught:
-        build(one, **options)
-    assert "nnx.Param alone leaves out" in str(caught.value.hint)
-
-
-def test_a_module_in_training_mode_says_how_to_leave_it(options: dict[str, Any]) -> None:
+    kernel, ones = np.ones((4, 3), np.float32), np.ones(3, np.float32)
+    count = {"rngs": {"count": np.uint32(0)}}
+    for params, problem, hint in (
+        (
+            nnx.state(Dropping()),
+            "dropout.rngs.key: expected an array, found a random key",
+            "nnx.Not(nnx.RngState)",
+        ),
+        (
+            {"linear": {"kernel": kernel, "bias": ones}, "dropout": count},
+            "dropout.rngs.count is in params alone",
+            "nnx.Not(nnx.RngState)",
+        ),
+        (
+            {"linear": {"kernel": kernel, "scale": ones}},
+            r"linear\.bias is in the module alone; linear\.scale is in params alone",
+            "nnx.Param alone leaves out",
+        ),
+    ):
+        with pytest.raises(ManifestError, match=problem) as caught:
+            build(Program("m", fn=Dropping(), args=[X], params=params), **options)
+        assert hint in str(caught.value.hint)
     module = Dropping()
     module.train()
-    with pytest.raises(BuildError) as caught:
+    with pytest.raises(BuildError) as training:
         build(Program("m", fn=module, args=[X]), **options)
-    assert ".eval()" in str(caught.value.hint)
+    assert ".eval()" in str(training.value.hint)
 
 
 def drifting(state: Any, x: Any) -> Any:
@@ -340,27 +319,28 @@ BY_SIZES: dict[str, tuple[Any, tuple[int, int], tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", BY_SIZES)
 def test_a_number_of_open_sizes_that_no_integer_holds_is_refused(
-    name: str, tmp_path: Path, build_cache: Path
+    tmp_path: Path, build_cache: Path
 ) -> None:
     """jax.jit refuses it too."""
-    fn, fits, wraps = BY_SIZES[name]
     sizes: dict[str, Any] = {"buckets": {"n": (2,), "m": (2,)}, "open_sizes": ("n", "m")}
-    one = Program("f", fn=fn, args=["float32[{n}, {m}]"], **sizes)
-    bundle = load(build(one, tmp_path, cache=build_cache, quiet=True).path)
-    with pytest.warns(FallbackWarning, match="no bucket has the sizes"):
-        found = bundle.call("f", np.ones(fits, np.float32))
-    np.testing.assert_allclose(found, jax.jit(fn)(np.ones(fits, np.float32)), rtol=1e-6)
-    if any(wraps):
-        with pytest.raises(OverflowError):
-            jax.jit(fn)(np.ones(wraps, np.float32))
-        with pytest.raises(BuildError, match="does not work for these sizes: Input shapes do not"):
-            bundle.call("f", np.ones(wraps, np.float32))
-
-
-def test_a_random_key_is_an_argument(tmp_path: Path, build_cache: Path) -> None:
-    one = Program("drawn", fn=jax.random.bits, args=["key[]"])
-    path = build(one, tmp_path, cache=build_cache, quiet=True).path
-    found = load(path, on_mismatch="error").call("drawn", jax.random.key(7))
-    assert found == jax.random.bits(jax.random.key(7))
+    programs = [
+        *(
+            Program(n, fn=fn, args=["float32[{n}, {m}]"], **sizes)
+            for n, (fn, *_) in BY_SIZES.items()
+        ),
+        Program("drawn", fn=jax.random.bits, args=["key[]"]),
+    ]
+    bundle = load(build(programs, tmp_path, name="m", cache=build_cache, quiet=True).path)
+    for name, (fn, fits, wraps) in BY_SIZES.items():
+        with pytest.warns(FallbackWarning, match="no bucket has the sizes"):
+            found = bundle.call(name, np.ones(fits, np.float32))
+        expected = jax.jit(fn)(np.ones(fits, np.float32))
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        if any(wraps):
+            with pytest.raises(OverflowError):
+                jax.jit(fn)(np.ones(wraps, np.float32))
+            with pytest.raises(BuildError, match="work for these sizes: Input shapes do not"):
+                bundle.call(name, np.ones(wraps, np.float32))
+    drawn = bundle.call("drawn", jax.random.key(7))  # a random key is an argument
+    assert drawn == jax.random.bits(jax.random.key(7))

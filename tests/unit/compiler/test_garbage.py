@@ -106,6 +106,11 @@ def test_what_was_not_used_goes_and_what_a_used_result_needs_stays(root: Path) -
 
 
 def test_what_is_looked_up_every_day_stays_for_ever(root: Path) -> None:
+    age(root, 0.02)
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*.json")}
+    assert DirectoryStore.open(root).get(OLD) is not None
+    after = {path: path.stat().st_mtime_ns for path in root.rglob("*.json")}
+    assert after == before, "a lookup writes nothing while the last is recent"
     for _ in range(3):
         age(root, 20)
         assert DirectoryStore.open(root).get(OLD) is not None
@@ -117,17 +122,14 @@ def test_what_is_looked_up_every_day_stays_for_ever(root: Path) -> None:
 
 def test_files_of_a_clock_that_was_wrong_grow_old_from_now_on(root: Path) -> None:
     age(root, -5000)
+    assert DirectoryStore.open(root).get(OLD) is not None, "a lookup corrects its result's time"
+    assert max(path.stat().st_mtime for path in root.rglob("*.json")) < time.time() + 3600
+    age(root, -5000)
     assert gone(collect(root, days=30, dry_run=True)) == {}
     assert min(path.stat().st_mtime for path in root.rglob("*.json")) > time.time() + 86_400
     assert gone(collect(root, days=30)) == {}
     age(root, 31)
     assert gone(collect(root, days=30)) == {"results": 1, "contents": 2, "reasons": 1}
-
-
-def test_a_lookup_corrects_a_time_in_the_future(root: Path) -> None:
-    age(root, -5000)
-    assert DirectoryStore.open(root).get(OLD) is not None
-    assert max(path.stat().st_mtime for path in root.rglob("*.json")) < time.time() + 3600
 
 
 def test_a_clock_that_jumps_forward_costs_a_running_build_nothing_but_compiles(
@@ -141,13 +143,6 @@ def test_a_clock_that_jumps_forward_costs_a_running_build_nothing_but_compiles(
     assert cache.get(OLD) is None
     store(cache, OLD, b"old")
     assert cache.get(OLD, verify=True) == {"key": "old"}
-
-
-def test_a_lookup_writes_nothing_while_the_last_is_recent(root: Path) -> None:
-    age(root, 0.02)
-    before = {path: path.stat().st_mtime_ns for path in root.rglob("*.json")}
-    assert DirectoryStore.open(root).get(OLD) is not None
-    assert {path: path.stat().st_mtime_ns for path in root.rglob("*.json")} == before
 
 
 def test_what_zig_keeps_goes_whole_when_no_build_has_the_cache_open(root: Path) -> None:
@@ -193,15 +188,17 @@ def test_a_damaged_result_goes_at_once_with_what_only_it_named(root: Path) -> No
     assert gone(collect(root, days=30)) == {"contents": 2, "reasons": 1}
 
 
-def test_a_running_build_keeps_what_was_used_in_the_last_day_whatever_is_asked(root: Path) -> None:
+def test_a_running_build_keeps_what_it_writes_and_what_was_used_in_the_last_day(root: Path) -> None:
     age(root, 3)
     code = """
 from prejit.compiler.store.key import Key
 cache = DirectoryStore.open(Path(sys.argv[1]))
 assert cache.get(Key("compile", "old", (("n", "1"),))) is not None
 cache.put_blob(b"not stored yet")
-print("ready", flush=True)
-sys.stdin.read()
+with cache.blob_writer() as blob:
+    blob.write(b"half" * 10000)
+    print("ready", flush=True)
+    sys.stdin.read()
 """
     with python(code, root):
         beside = collect(root, days=0)
@@ -209,10 +206,13 @@ sys.stdin.read()
         assert gone(beside) == {}
     after = collect(root, days=0)
     assert not after.builds_running
-    assert gone(after) == {"results": 1, "contents": 3, "reasons": 1}
+    assert gone(after) == {"results": 1, "contents": 3, "reasons": 1, "temporary files": 1}
+    assert not list((root / "v1" / "temp").iterdir())
 
 
-def test_nobody_opens_the_cache_while_all_of_it_is_collected(root: Path) -> None:
+def test_nobody_opens_the_cache_while_all_of_it_is_collected_and_files_in_use_stay(
+    root: Path, tmp_path: Path
+) -> None:
     code = """
 print("ready", flush=True)
 DirectoryStore.open(Path(sys.argv[1]))
@@ -223,40 +223,26 @@ print("opened", flush=True)
         with python(code, root) as process:
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(timeout=0.5)
+    path, other = tmp_path / "file", tmp_path / "new"
+    cache = DirectoryStore.open(root)
 
+    def replaced(seen: os.stat_result) -> None:
+        other.touch()
+        os.utime(other, ns=(seen.st_mtime_ns, seen.st_mtime_ns))
+        os.replace(other, path)
 
-@pytest.mark.parametrize("what", ["used", "replaced", "deleted"])
-def test_a_file_that_is_used_between_the_look_and_the_deletion_stays(
-    tmp_path: Path, what: str
-) -> None:
-    path = tmp_path / "file"
-    path.touch()
-    seen = path.stat()
-    if what == "used":
-        os.utime(path)
-    elif what == "replaced":
-        (tmp_path / "new").touch()
-        os.utime(tmp_path / "new", ns=(seen.st_mtime_ns, seen.st_mtime_ns))
-        os.replace(tmp_path / "new", path)
-    else:
-        path.unlink()
-    cache = DirectoryStore.open(tmp_path / "cache")
-    assert cache.remove_unchanged(path, seen) == (what == "deleted")
-    assert path.exists() == (what != "deleted")
-
-
-def test_temporary_files_of_the_living_stay(root: Path) -> None:
-    code = """
-with DirectoryStore(Path(sys.argv[1])).blob_writer() as blob:
-    blob.write(b"half" * 10000)
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
-    with python(code, root):
-        assert gone(collect(root, days=30)) == {}
-    (left,) = (root / "v1" / "temp").iterdir()
-    assert gone(collect(root, days=30)) == {"temporary files": 1}
-    assert not left.exists()
+    # What happens between the look and the deletion, and whether the file goes.
+    for change, goes in (
+        (lambda seen: os.utime(path), False),
+        (replaced, False),
+        (lambda seen: path.unlink(), True),
+    ):
+        path.touch()
+        seen = path.stat()
+        time.sleep(0.01)
+        change(seen)
+        assert cache.remove_unchanged(path, seen) == goes
+        assert path.exists() != goes
 
 
 def environment(root: Path, name: str, *, python: str = sys.executable) -> Path:
@@ -297,15 +283,11 @@ def test_environments_go_when_they_are_not_used_or_not_whole(
     assert (removed.name, removed.size > 1000) == ("jax==0.12.0.1", True)
     assert used.is_dir()
     assert gone(collect(days=30)) == {"environments": 1}, "it runs no more"
-
-
-def test_an_environment_that_is_being_made_stays(default: Path, environments_root: Path) -> None:
-    path = environment(environments_root, "made")
-    (path / environments.MARKER).unlink()
-    with environments.locked(path):
+    (used / environments.MARKER).unlink()
+    with environments.locked(used):  # it is being made
         assert gone(collect(days=0)) == {}
-    assert path.is_dir()
     assert gone(collect(days=0)) == {"environments": 1}
+    assert not used.exists()
 
 
 def test_gc_of_a_cache_that_is_named_touches_nothing_outside_it(
@@ -384,8 +366,5 @@ def test_the_command_says_what_it_freed(root: Path, capsys: pytest.CaptureFixtur
     assert lines[-1].startswith("freed ")
     assert report["freed_bytes"] < 1000
     assert lines[-1] == f"freed {report['freed_bytes']} B"
-
-
-def test_gc_where_nothing_was_ever_built(tmp_path: Path) -> None:
-    assert collect(tmp_path / "none", days=0).found == ()
-    assert not (tmp_path / "none").exists()
+    assert collect(root / "none", days=0).found == ()
+    assert not (root / "none").exists()

@@ -211,12 +211,7 @@ class Picture:
 
 
 def bench_page(report: BenchReport, comparison: Comparison | None) -> str:
-    """Return the page as HTML.
-
-    Args:
-        report: what was measured.
-        comparison: with another bundle or a baseline; None: there is none.
-    """
+    """Return the page as HTML."""
     device = report.machine.get("device_kind") or report.machine.get("cpu_model", "")
     return render(
         "bench.html",

@@ -44,19 +44,35 @@ MIN_P95_SAMPLES, MIN_P99_SAMPLES = 20, 100
 
 
 @dataclass(frozen=True, slots=True)
-class BenchRow:
-    """One thing that was measured. Less is better.
+class Head:
+    """The name of a row, and what one of its samples is.
 
     Attributes:
         group: one of GROUPS.
         name: unique within a report.
         work: what one sample does, with all sizes; only rows of equal work are compared.
         unit: `s`, `bytes`, or `x` (positions computed for each position needed).
+        items: the number of results of one sample, such as 64 tokens.
+        item: what `items` counts, such as `tokens`; None: nothing is counted.
+    """
+
+    group: str
+    name: str
+    work: str
+    unit: str = "s"
+    items: float | None = None
+    item: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRow:
+    """One thing that was measured. Less is better.
+
+    Attributes:
+        group, name, work, unit, items, item: as in Head.
         samples: the number of samples.
         minimum, p25, p50, p75, maximum: statistics of the samples, in `unit`.
         p95, p99: None: there are too few samples.
-        items: the number of results of one sample, such as 64 tokens.
-        item: what `items` counts, such as `tokens`; None: nothing is counted.
     """
 
     group: str
@@ -80,34 +96,19 @@ class BenchRow:
         return None if self.items is None else self.items / self.p50
 
 
-def summarize(
-    group: str,
-    name: str,
-    work: str,
-    samples: Sequence[float],
-    *,
-    unit: str = "s",
-    items: float | None = None,
-    item: str | None = None,
-) -> BenchRow:
-    """Return the row of at least one sample. The arguments are the attributes of BenchRow."""
+def summarize(head: Head, samples: Sequence[float]) -> BenchRow:
+    """Return the row of at least one sample."""
     p25, p50, p75, p95, p99 = np.quantile(samples, (0.25, 0.5, 0.75, 0.95, 0.99)).tolist()
-    count = len(samples)
     return BenchRow(
-        group=group,
-        name=name,
-        work=work,
-        unit=unit,
-        samples=count,
+        **asdict(head),
+        samples=len(samples),
         minimum=min(samples),
         p25=p25,
         p50=p50,
         p75=p75,
         maximum=max(samples),
-        p95=p95 if count >= MIN_P95_SAMPLES else None,
-        p99=p99 if count >= MIN_P99_SAMPLES else None,
-        items=items,
-        item=item,
+        p95=p95 if len(samples) >= MIN_P95_SAMPLES else None,
+        p99=p99 if len(samples) >= MIN_P99_SAMPLES else None,
     )
 
 

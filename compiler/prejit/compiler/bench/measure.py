@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import chain
 from typing import Any, Literal
 
 from prejit.compiler.bench.bench_report import (
@@ -24,6 +25,7 @@ from prejit.compiler.bench.bench_report import (
     BenchReport,
     BenchRow,
     Comparison,
+    Head,
     Ratio,
     better_of,
     compare_reports,
@@ -32,7 +34,6 @@ from prejit.compiler.bench.bench_report import (
 from prejit.compiler.bench.probes import (
     NEW_TOKENS,
     PROMPTS,
-    Head,
     Rounds,
     Say,
     probes_of,
@@ -43,13 +44,12 @@ from prejit.compiler.bench.probes import (
 from prejit.runtime.base.child_process import run_child
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import ProcessError
-from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How to load a bundle, in this process and in fresh ones.
+    """How to load a bundle in a fresh process.
 
     Attributes:
         path: the directory of the bundle.
@@ -60,14 +60,6 @@ class Setup:
     path: str
     on_mismatch: Literal["jit", "error"] = "jit"
     fingerprint: str | None = None
-
-    def load(self) -> Bundle:
-        """Load the bundle. Raises the errors of `prejit.runtime.load`."""
-        return load(
-            self.path,
-            on_mismatch=self.on_mismatch,
-            fingerprint=Fingerprint.read(self.fingerprint) if self.fingerprint else None,
-        )
 
 
 def measure_fresh_processes(
@@ -227,7 +219,7 @@ def measure(
     sides = [{**one, **other} for one, other in zip(fresh, warm, strict=True)]
     reports = []
     for bundle, side in zip(bundles, sides, strict=True):
-        rows = [_row(head, rounds) for head, rounds in side.items()]
+        rows = [summarize(head, [*chain(*rounds)]) for head, rounds in side.items()]
         rows.sort(key=lambda row: list(GROUPS).index(row.group))
         reports.append(_report(bundle, tuple(rows), runs, seconds))
     if len(bundles) == 1:
@@ -238,19 +230,6 @@ def measure(
         for head, rounds in sides[0].items()
         if head.name in before
     }
-
-
-def _row(head: Head, rounds: Iterable[Sequence[float]]) -> BenchRow:
-    samples = [sample for samples in rounds for sample in samples]
-    return summarize(
-        head.group,
-        head.name,
-        head.work,
-        samples,
-        unit=head.unit,
-        items=head.items,
-        item=head.item,
-    )
 
 
 def _report(bundle: Bundle, rows: tuple[BenchRow, ...], runs: int, seconds: float) -> BenchReport:

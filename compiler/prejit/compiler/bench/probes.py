@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prejit.compiler.bench.bench_report import MIN_QUARTILE_SAMPLES, YARDSTICK, Ratio
+from prejit.compiler.bench.bench_report import MIN_QUARTILE_SAMPLES, YARDSTICK, Head, Ratio
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.encoding.encoder import EncoderPrograms
@@ -33,18 +33,6 @@ _ROUNDS = 20
 _MIN_TURNS = 3
 """Every probe runs this often, up to twice the given time, because a spread needs it; once in any case."""
 _MAX_REPEATS = 50
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The name of a row, and what one of its samples is; the attributes are those of BenchRow."""
-
-    group: str
-    name: str
-    work: str
-    unit: str = "s"
-    items: float | None = None
-    item: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +70,6 @@ def ratio_in_turns(after: Sequence[Sequence[float]], before: Sequence[Sequence[f
         low=float(np.quantile(ratios, outer)),
         high=float(np.quantile(ratios, 1 - outer)),
     )
-
-
-# ---------------------------------------------------------------------- rounds
 
 
 @dataclass(slots=True)
@@ -160,9 +145,6 @@ def run_in_rounds(sides: Sequence[Sequence[Probe]], seconds: float, say: Say) ->
             if (repeats := thing.repeats(own, least_rounds())) > 0:
                 thing.take(repeats, found, own)
     return found
-
-
-# ---------------------------------------------------------------------- requests
 
 
 def seeded_random(seed: int) -> random.Random:

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from prejit.compiler.checking import rules, shapes
+from prejit.compiler.checking import model_rules as rules
+from prejit.compiler.checking import shapes
 from prejit.compiler.checking.subject import TOLERANCE, Finding, Subject, difference
 from prejit.compiler.checkpoint.tensor_files import read_parameters
 from prejit.compiler.lowering.user.modules import UserModules

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import jax
@@ -12,16 +13,27 @@ import jax.numpy as jnp
 from prejit.compiler.checking.subject import FEWEST_POSITIONS, ROWS, Finding, Subject
 from prejit.runtime.format.arrays import DTYPES
 
+Problems = Iterator[tuple[str, str]]
+"""What is wrong, and what to change."""
 _LONGEST = 5000
 """Positions of the longest cache to trace. It is longer than a window that an array may be limited to."""
 
 
-def attributes(subject: Subject) -> Finding:
+def _first_problem(check: Callable[[Subject], Problems]) -> Callable[[Subject], Finding]:
+    """Return a check whose finding is the first problem that a generator yields."""
+
+    @wraps(check)
+    def run(subject: Subject) -> Finding:
+        for found, change in check(subject):
+            return Finding(check.__name__, False, None, found, change)
+        return Finding(check.__name__, True)
+
+    return run
+
+
+@_first_problem
+def attributes(subject: Subject) -> Problems:
     """The model has the attributes and methods of the protocol."""
-    return _finding("attributes", _wrong_attributes(subject))
-
-
-def _wrong_attributes(subject: Subject) -> Iterator[tuple[str, str]]:
     model, kind = subject.bound, type(subject.bound).__name__
     methods = ("source", "encode") if subject.encodes else ("make_cache",)
     for name in ("__call__", *methods):
@@ -37,7 +49,6 @@ def _wrong_attributes(subject: Subject) -> Iterator[tuple[str, str]]:
                 f"expected an attribute {name}, {expected}, found none in {kind}",
                 f"set `{name}` on the model",
             )
-            continue
         value = getattr(model, name)
         if none and value is None:
             continue
@@ -52,15 +63,9 @@ def _wrong_attributes(subject: Subject) -> Iterator[tuple[str, str]]:
             )
 
 
-def cache(subject: Subject) -> Finding:
+@_first_problem
+def cache(subject: Subject) -> Problems:
     """The arrays of a new cache have rows, and at most one axis of positions."""
-    found = _finding("cache", _wrong_cache(subject))
-    if found.passed:
-        _ = subject.layout  # a build must accept them too
-    return found
-
-
-def _wrong_cache(subject: Subject) -> Iterator[tuple[str, str]]:
     made = "encode" if subject.encodes else "make_cache"
     most = subject.bound.max_positions
     short = subject.positions
@@ -77,7 +82,6 @@ def _wrong_cache(subject: Subject) -> Iterator[tuple[str, str]]:
                 f"{jax.tree.structure(base)} and {jax.tree.structure(other)}",
                 f"make the same arrays in `{made}` for any number of {what}",
             )
-            return
     leaves = jax.tree_util.tree_leaves_with_path(base)
     rows, positions = (jax.tree.leaves(other) for other in compared.values())
     for (path, one), more, longer in zip(leaves, rows, positions, strict=True):
@@ -93,7 +97,6 @@ def _wrong_cache(subject: Subject) -> Iterator[tuple[str, str]]:
                 f"and {more.shape} for B = {ROWS + 1}, with S = {short}",
                 f"move the rows to axis 0 in `{made}` and where the model reads the array",
             )
-            continue
         if short == longest or longer.shape == one.shape:
             continue
         axes = [(a, b) for a, b in zip(one.shape[1:], longer.shape[1:], strict=False) if a != b]
@@ -103,14 +106,12 @@ def _wrong_cache(subject: Subject) -> Iterator[tuple[str, str]]:
                 f"S = {short} and {longer.shape} for S = {longest}",
                 "give the array an axis of S positions, or a size that does not depend on S",
             )
+    _ = subject.layout  # a build must accept them too
 
 
-def logits(subject: Subject) -> Finding:
+@_first_problem
+def logits(subject: Subject) -> Problems:
     """The logits are float32 [B, V], and [B, T, V] with `every`."""
-    return _finding("logits", _wrong_logits(subject))
-
-
-def _wrong_logits(subject: Subject) -> Iterator[tuple[str, str]]:
     vocab = operator.index(subject.bound.vocab_size)
     for rows in (1, ROWS):
         for width in (1, subject.piece):
@@ -123,21 +124,16 @@ def _wrong_logits(subject: Subject) -> Iterator[tuple[str, str]]:
                         f"expected {list(expected)} {given}, found {_text(found)}",
                         "return [B, T, V] with `every`, else [B, V] after the last valid token of each row",
                     )
-                    return
                 if found.dtype != jnp.float32:
                     yield (
                         f"expected float32 {given}, found {found.dtype}",
                         "return `logits.astype(jnp.float32)`",
                     )
-                    return
 
 
-def returned(subject: Subject) -> Finding:
+@_first_problem
+def returned(subject: Subject) -> Problems:
     """The cache that comes back has the tree, shapes and dtypes of the one that went in."""
-    return _finding("returned", _wrong_returned(subject))
-
-
-def _wrong_returned(subject: Subject) -> Iterator[tuple[str, str]]:
     for dtype in ("float32", "bfloat16"):
         given = subject.cache_shapes(ROWS, subject.positions, dtype)
         for width in (1, subject.piece):
@@ -147,7 +143,6 @@ def _wrong_returned(subject: Subject) -> Iterator[tuple[str, str]]:
                     f"expected the tree {jax.tree.structure(given)}, found {jax.tree.structure(back)}",
                     "return the cache in the same tree as it came",
                 )
-                return
             leaves = jax.tree_util.tree_leaves_with_path(given)
             for (path, one), other in zip(leaves, jax.tree.leaves(back), strict=True):
                 if (one.shape, one.dtype) != (other.shape, other.dtype):
@@ -156,7 +151,6 @@ def _wrong_returned(subject: Subject) -> Iterator[tuple[str, str]]:
                         f"dtype {dtype!r}, found {_text(other)}",
                         "write new values with `.astype(array.dtype)`, and keep the shape",
                     )
-                    return
 
 
 def _result_shapes(subject: Subject, rows: int, width: int, dtype: str, every: bool) -> Any:
@@ -172,10 +166,3 @@ def _result_shapes(subject: Subject, rows: int, width: int, dtype: str, every: b
 def _text(array: Any) -> str:
     """Return an array's dtype and shape: `float32 [3, 16]`."""
     return f"{array.dtype} {list(array.shape)}" if hasattr(array, "shape") else type(array).__name__
-
-
-def _finding(name: str, wrong: Iterator[tuple[str, str]]) -> Finding:
-    """Return a finding with the first thing that is wrong."""
-    for found, change in wrong:
-        return Finding(name, False, None, found, change)
-    return Finding(name, True)

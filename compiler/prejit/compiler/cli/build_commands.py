@@ -122,7 +122,7 @@ def build(
     as_json: bool,
 ) -> int:
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
-    from prejit.compiler.api import build_all
+    from prejit.compiler.api import BuildSettings, build_all
     from prejit.compiler.pipeline.build_interface import Failed
 
     requests = []
@@ -147,18 +147,10 @@ def build(
         if not as_json:
             _print_built(result, seconds)
 
-    options: dict[str, Any] = {
-        "cache": cache,
-        "shared": shared,
-        "forms": forms,
-        "measure": measure,
-        "executor": executor,
-        "workers": jobs,
-        "timeout_seconds": timeout,
-        "retrace": retrace,
-        "shard": shard,
-    }
-    build_all(requests, output, done=done, **options)
+    settings = BuildSettings(
+        cache, shared, forms, measure, executor, jobs, timeout, shard, retrace=retrace
+    )
+    build_all(requests, output, settings, done=done)
     if as_json:
         order = [manifest.bundle.name for manifest, _ in requests]
         print_json(sorted(built, key=lambda each: order.index(Path(each["path"]).name)))

@@ -65,12 +65,6 @@ def compare_speed(
     """Measure the programs of two bundles on this machine.
 
     A bundle for another jaxlib runs in an environment that a build made for a target with this version.
-
-    Args:
-        before: the first bundle.
-        after: the second one.
-        say: shows a line of progress.
-        rounds: how often each has its turn.
     """
     commands = []
     for bundle in (before, after):

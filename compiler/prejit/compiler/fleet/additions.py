@@ -306,10 +306,6 @@ def cover_machines(
     An executable fits one jaxlib, one plugin and one set of XLA flags, so each combination of them is a
     problem of its own.
 
-    Args:
-        helpless: machines that load no target, grouped by equal fingerprints.
-        build: what the targets of the bundle share.
-
     Returns:
         The targets to add; whether no smaller number would do; the machines that no target can serve.
     """

@@ -104,12 +104,7 @@ def read_fleet(directory: str | os.PathLike[str]) -> Fleet:
 
 
 def unread(unreadable: Sequence[Unreadable], total: int) -> StoreError:
-    """Return the error that names all files that could not be read.
-
-    Args:
-        unreadable: at least one file.
-        total: the number of files of the fleet.
-    """
+    """Return the error that names all files that could not be read."""
     reasons = "".join(f"\n  {file.why}" for file in unreadable)
     return StoreError(
         f"expected {total} fingerprints, found {len(unreadable)} that cannot be read:{reasons}",

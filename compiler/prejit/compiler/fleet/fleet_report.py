@@ -92,13 +92,7 @@ def explain_fleet(
     machines: Sequence[Machine],
     unreadable: Sequence[Unreadable] = (),
 ) -> FleetReport:
-    """Return which target each machine loads, and which targets to add so that none falls back.
-
-    Args:
-        targets: the names and requirements of a bundle's targets, in its order.
-        machines: the machines of the fleet.
-        unreadable: files of the fleet that could not be read.
-    """
+    """Return which target each machine loads, and which targets to add so that none falls back."""
     classes = merge(machines)
     verdicts: dict[str, Verdict] = {}
     groups: dict[tuple[str, tuple[Axis, ...]], list[str]] = defaultdict(list)
@@ -132,14 +126,7 @@ def _served(targets: Sequence[tuple[str, Requirement]], machine: Fingerprint) ->
 
 
 def fleet_page(bundle: str, digest: str, fleet: str, report: FleetReport) -> str:
-    """Return the page as HTML.
-
-    Args:
-        bundle: the name of the bundle.
-        digest: the digest of the bundle.
-        fleet: the directory of fingerprints.
-        report: the report of the fleet.
-    """
+    """Return the page as HTML."""
     # Columns in the order of `compare`; the target with the most axes gives the longest list first.
     axes: dict[str, None] = {}
     for _, verdict in sorted(report.verdicts, key=lambda item: -len(item[1].axes)):

@@ -173,7 +173,7 @@ class Program:
             padding. Callers may leave it out.
         open_sizes: variables of `buckets` that a call may give other sizes. The server compiles a new size
             once, from a program with symbolic sizes in the bundle. For other variables it is an error. The
-            build tries some sizes; "unchecked" as in `pad`.
+            build tries some sizes; "unchecked" means the same as for pad.
         repeat: numbers of steps that one call runs, each on what the step before returned of the arguments in
             `carry`. A call chooses one by the static argument `repeat`; each has a program of its own.
         carry: names or positions of the arguments that a repeated function returns anew.
@@ -297,34 +297,25 @@ class Manifest:
     ) -> None:
         """Make a manifest. Paths in it are relative to `path`, else to the working directory.
 
-        One target, program or library is as good as a list of one.
-
-        Args:
-            bundle: the bundle, or its name.
-            targets: targets, or their names as `prejit targets` lists them.
-            programs: see the attributes, as for the others.
-            libraries: see above.
-            model: see above.
-            generate: see above.
-            encode: see above.
-            mesh: see above.
-            path: see above.
+        `bundle` may be a name, and targets may be names as `prejit targets` lists them. One target, program
+        or library is as good as a list of one. See the attributes.
 
         Raises:
             ManifestError: a target does not exist.
         """
-        mesh = mesh if mesh is not None and mesh.size > 1 else None
-        set_ = object.__setattr__
-        set_(self, "bundle", BundleTable(bundle) if isinstance(bundle, str) else bundle)
-        set_(self, "model", model)
-        set_(self, "generate", generate)
-        set_(self, "encode", encode)
-        set_(self, "mesh", mesh)
-        set_(self, "programs", _listed(programs, Program))
-        set_(self, "libraries", _listed(libraries, Library))
-        set_(self, "path", path)
+        for name, value in {
+            "bundle": BundleTable(bundle) if isinstance(bundle, str) else bundle,
+            "model": model,
+            "generate": generate,
+            "encode": encode,
+            "mesh": mesh if mesh is not None and mesh.size > 1 else None,
+            "programs": _listed(programs, Program),
+            "libraries": _listed(libraries, Library),
+            "path": path,
+        }.items():
+            object.__setattr__(self, name, value)
         listed = enumerate(_listed(targets, str, TargetTable, Target))
-        set_(self, "targets", tuple(self._target(at, each) for at, each in listed))
+        object.__setattr__(self, "targets", tuple(self._target(*each) for each in listed))
 
     @property
     def has_own_model(self) -> bool:

@@ -115,6 +115,11 @@ def _number_problems(data: dict[str, Any]) -> Problems:
             return
 
 
+def _wrong(wanted: str, found: Any, guess: str = "") -> str:
+    """Return the problem with a value."""
+    return f"expected {wanted}; found {shown(found)}{guess}"
+
+
 def _length(value: Any) -> int:
     return len(value) if isinstance(value, list) else 0
 
@@ -142,7 +147,7 @@ def _encode_problems(encode: dict[str, Any]) -> Problems:
         if len(shape) == 2:
             for place, size in enumerate(shape):
                 if not 0 < size <= MAX_SIZE:
-                    yield (*where, place), f"expected {SIZE}; found {shown(size)}"
+                    yield (*where, place), _wrong(SIZE, size)
         if tuple(shape) in first:
             yield where, f"expected each shape once; found {shown(shape)} again"
         first.add(tuple(shape))
@@ -152,7 +157,7 @@ def _mesh_problems(mesh: dict[str, Any], encodes: bool) -> Problems:
     for name in ("data", "tensor"):
         size = mesh.get(name)
         if type(size) is int and size < 1:
-            yield ("mesh", name), f"expected {expected(f'mesh.{name}')}; found {shown(size)}"
+            yield ("mesh", name), _wrong(expected(f"mesh.{name}"), size)
     if mesh and encodes:
         yield ("mesh",), "expected no [encode] beside it: a mesh splits a decoder only"
 
@@ -163,7 +168,7 @@ def _bundle_problems(bundle: dict[str, Any], directory: Path) -> Problems:
     if isinstance(name, str) and (
         len(name) > 128 or not re.fullmatch(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*", name)
     ):
-        yield ("bundle", "name"), f"expected {expected('bundle.name')}; found {shown(name)}"
+        yield ("bundle", "name"), _wrong(expected("bundle.name"), name)
     elif isinstance(name, str) and name.endswith(BESIDE):
         ends = ", ".join(BESIDE)
         problem = f"expected a name that does not end with {ends}, as files beside a bundle do"
@@ -177,15 +182,14 @@ def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
     if isinstance(source, str):
         if "://" in source:
             if not re.fullmatch(r"hf://[\w.-]+/[\w.-]+(?:@[\w./-]+)?", source, re.ASCII):
-                wanted = expected("model.source")
-                yield ("model", "source"), f"expected {wanted}; found {shown(source)}"
+                yield ("model", "source"), _wrong(expected("model.source"), source)
         elif not source or not os.path.isdir(directory / source):
             yield ("model", "source"), no_such_path("directory", source, directory)
     if isinstance(dtype, str) and dtype not in DTYPES:
         guess = did_you_mean(dtype, DTYPES)
         yield (
             ("model", "dtype"),
-            f"expected {expected('model.dtype')}; found {shown(dtype)}{guess}",
+            _wrong(expected("model.dtype"), dtype, guess),
         )
     if isinstance(text, str) and not os.path.isfile(directory / text):
         yield ("model", "evaluation"), no_such_path("file", text, directory)
@@ -210,12 +214,12 @@ def _own_model_problems(data: dict[str, Any], directory: Path) -> Problems:
     model = _table(data.get("model"))
     module, params = model["module"], model.get("params")
     if not isinstance(module, str) or not names_object(module):
-        yield ("model", "module"), f"expected {expected('model.module')}; found {shown(module)}"
+        yield ("model", "module"), _wrong(expected("model.module"), module)
     if isinstance(params, str):
         for _, problem in _params_problems(params, directory):
             yield ("model", "params"), problem
     elif params is not None:
-        yield ("model", "params"), f"expected {expected('model.params')}; found {shown(params)}"
+        yield ("model", "params"), _wrong(expected("model.params"), params)
     if "evaluation" in model and "source" not in model:
         yield ("model", "evaluation"), "expected source beside it, a directory with tokenizer.json"
     if "encode" in data:
@@ -270,13 +274,12 @@ def _generate_problems(generate: dict[str, Any]) -> Problems:
     dtype = generate.get("cache_dtype")
     if isinstance(dtype, str) and dtype not in CACHE_DTYPES:
         wanted, guess = expected("generate.cache_dtype"), did_you_mean(dtype, CACHE_DTYPES)
-        yield ("generate", "cache_dtype"), f"expected {wanted}; found {shown(dtype)}{guess}"
+        yield ("generate", "cache_dtype"), _wrong(wanted, dtype, guess)
     draft = generate.get("draft_tokens")
     if type(draft) is int:
         least = min([MAX_DRAFT + 1, *(contexts if is_int_list(contexts) else ())])
         if not 0 <= draft < least:
-            problem = f"expected {expected('generate.draft_tokens')}; found {shown(draft)}"
-            yield ("generate", "draft_tokens"), problem
+            yield ("generate", "draft_tokens"), _wrong(expected("generate.draft_tokens"), draft)
 
 
 def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
@@ -285,12 +288,10 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
         if name in OWN_NAMES:
             yield ("name",), f"{shown(name)} is the name of a program of [model]; expected another"
         elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            wanted = expected("program[].name")
-            yield ("name",), f"expected {wanted}; found {shown(name)}"
+            yield ("name",), _wrong(expected("program[].name"), name)
     is_file = isinstance(function, str) and bool(function) and os.path.isfile(directory / function)
     if isinstance(function, str) and not (names_object(function) or is_file):
-        wanted = expected("program[].function")
-        yield ("function",), f"expected {wanted}; found {shown(function)}"
+        yield ("function",), _wrong(expected("program[].function"), function)
     if isinstance(params, str):
         yield from _params_problems(params, directory)
     for index, problem in _reads_problems(program.get("reads"), directory):
@@ -303,7 +304,7 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
         yield ("args",), f"missing; expected {expected('program[].args')}"
     elif isinstance(args, str):
         if not names_object(args):
-            yield ("args",), f"expected {expected('program[].args')}; found {shown(args)}"
+            yield ("args",), _wrong(expected("program[].args"), args)
     elif args is not None:
         yield from _args_problems(args, program.get("buckets", {}))
     yield from _static_problems(program.get("static"), args)
@@ -325,7 +326,7 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
         if (
             isinstance(named, str) and named != UNCHECKED
         ):  # of Python; pydantic reports it in a file
-            yield (key,), f"expected {expected(f'program[].{key}')}; found {shown(named)}"
+            yield (key,), _wrong(expected(f"program[].{key}"), named)
         for index, variable in enumerate(named if isinstance(named, list) else ()):
             if variable not in (*buckets, UNCHECKED):
                 yield (key, index), undefined(str(variable), buckets)
@@ -339,7 +340,7 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
             continue  # pydantic reports it
         named = [axis for axis in axes if axis]
         if not set(named) <= set(MESH_AXES) or len(set(named)) < len(named) or not named:
-            yield ("shardings", place), f"expected {SHARDING}; found {shown(axes)}"
+            yield ("shardings", place), _wrong(SHARDING, axes)
 
 
 def _library_problems(data: dict[str, Any], directory: Path) -> Problems:
@@ -368,7 +369,7 @@ def _library_problems(data: dict[str, Any], directory: Path) -> Problems:
                 guess = did_you_mean(name, sorted(names))
                 yield (
                     (*where, "targets", place),
-                    f"expected {expected('library[].targets[]')}; found {shown(name)}{guess}",
+                    _wrong(expected("library[].targets[]"), name, guess),
                 )
 
 
@@ -379,7 +380,7 @@ def _static_problems(static: Any, args: Any) -> Problems:
         if isinstance(args, dict) and name in args:
             yield ("static", name), f"expected a name that args has not; found {shown(name)}"
         if isinstance(values, list) and len({*map(repr, values)}) < len(values):
-            yield ("static", name), f"expected {STATIC}; found {shown(values)}"
+            yield ("static", name), _wrong(STATIC, values)
         if values == []:
             yield ("static", name), f"expected {STATIC}; found []"
 
@@ -406,7 +407,7 @@ def _repeated_items(key: str, given: Any) -> Problems:
 
 def _args_problems(args: Any, buckets: Any) -> Problems:
     if not isinstance(args, dict | list):
-        yield ("args",), f"expected {expected('program[].args')}; found {shown(args)}"
+        yield ("args",), _wrong(expected("program[].args"), args)
         return
     defined = buckets if isinstance(buckets, dict) else None  # pydantic reports the rest
     used: set[str] = set()
@@ -414,7 +415,7 @@ def _args_problems(args: Any, buckets: Any) -> Problems:
     for where, leaf in _leaves(args, ("args",)):
         if not isinstance(leaf, str):
             understood = False
-            yield where, f"expected {expected('program[].args.*')}; found {shown(leaf)}"
+            yield where, _wrong(expected("program[].args.*"), leaf)
             continue
         try:
             _, extents, _ = split_shape(leaf)
@@ -453,7 +454,7 @@ def _size_problems(sizes: Any) -> Problems:
         if type(size) is not int:
             continue
         if not 0 < size <= MAX_SIZE:
-            yield (index,), f"expected {SIZE}; found {shown(size)}"
+            yield (index,), _wrong(SIZE, size)
         if size in first:
             yield (index,), f"expected each size once; found {shown(size)} again"
         first.setdefault(size, index)

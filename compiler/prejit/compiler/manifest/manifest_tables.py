@@ -29,6 +29,7 @@ from prejit.compiler.manifest.manifest import (
     Generate,
     Library,
     Model,
+    Program,
 )
 from prejit.compiler.manifest.manifest_checks import OWN_NAMES, Problems, is_int_list
 from prejit.compiler.manifest.shape_string import MAX_SIZE
@@ -54,40 +55,23 @@ class MeshTable:
     tensor: int = 1
 
 
+# `documented` takes the meaning of the keys that are not listed here from `Program`.
 @dataclass(frozen=True, slots=True)
 class ProgramTable:
     """`[[program]]`: a function of the user.
 
     Attributes:
-        name: name of the program; unique in the bundle.
         function: `package.module:attribute`: a function, or a module of flax.linen, flax.nnx or equinox; or
             the path of a file, relative to the manifest: a `jax.export` artifact or StableHLO.
         args: shape strings such as `float32[{batch}, 128]`: a table of keyword arguments or a list of
             positional ones, nested as the pytrees that the function takes. Or `package.module:attribute`: a
             function that returns them as arrays, given a size for each variable of buckets. Not needed for
             a file.
-        buckets: the sizes that each variable of args takes.
         params: a .safetensors file or an orbax directory, relative to the manifest, with the first
             argument of the function.
-        static: the values that each static argument takes, which the function gets by name; there is a
-            program for each combination.
-        donate: names or positions of arguments whose memory the results may reuse.
         pad: variables of buckets that a call may have less of; arrays are padded with zeros, results are cut.
             The build tries some sizes, and refuses a program that gives other results than its function.
             "unchecked" means all variables, without this check; in the list, those beside it.
-        mask: name or position of a boolean argument that is true for what the caller gave and false for
-            padding; callers may leave it out.
-        open_sizes: variables of buckets that a call may give other sizes; the server compiles for them, once.
-            The build tries some sizes; "unchecked" as in pad.
-        repeat: numbers of steps that one call runs, each on what the step before returned of the arguments in
-            carry. Callers give one of them as `repeat`.
-        carry: names or positions of the arguments that a repeated function returns anew.
-        shardings: for arrays that the mesh splits, the mesh axis of each dimension ("data", "tensor" or ""),
-            by the dotted path of an argument, of params, or of result, or of a part of them.
-        reads: files that the function reads by other means than Python's own `open`, relative to the
-            manifest: paths, glob patterns, directories. It is traced again when one of them changes.
-        impure: whether the function may read the clock or draw random numbers without a seed while it is
-            traced, because the program does not depend on them. Otherwise that is an error.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -405,7 +389,8 @@ def _tidy(schema: Any) -> Any:
 
 def documented(kind: type[Any]) -> tuple[str, dict[str, str]]:
     """Return the first paragraph of a class's docstring, and the description of each attribute."""
-    return _described(inspect.getdoc(kind) or "")
+    summary, attributes = _described(inspect.getdoc(kind) or "")
+    return summary, documented(Program)[1] | attributes if kind is ProgramTable else attributes
 
 
 def _described(text: str) -> tuple[str, dict[str, str]]:

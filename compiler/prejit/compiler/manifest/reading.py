@@ -226,73 +226,43 @@ def _sections(
 
 
 def _program(table: ProgramTable) -> Program:
-    return Program(
-        table.name,
-        table.function,
-        table.args,
-        table.buckets,
-        table.params,
-        table.static,
-        table.donate,
-        table.pad,
-        table.mask,
-        table.open_sizes,
-        table.repeat,
-        table.carry,
-        table.shardings,
-        table.reads,
-        table.impure,
-    )
+    given = _fields(table)
+    return Program(fn=given.pop("function"), **given)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
 def _as_data(manifest: Manifest) -> dict[str, Any]:
     """Return a manifest as tomllib returns one."""
     programs = []
     for program in manifest.programs:
-        table: dict[str, Any] = {
-            "name": program.name,
-            "function": program.fn if isinstance(program.fn, str) else _CALLABLE,
-            "args": _args(program.args),
-            "buckets": program.buckets,
-            "static": program.static,
-            "donate": program.donate,
-            "pad": program.pad,
-            "mask": program.mask,
-            "open_sizes": program.open_sizes,
-            "repeat": program.repeat,
-            "carry": program.carry,
-            "shardings": program.shardings,
-            "reads": program.reads,
-            "impure": program.impure,
+        table = {**_fields(program), "args": _args(program.args)}
+        function = table.pop("fn")
+        if not isinstance(function, str):
+            function = _CALLABLE if callable(function) else repr(function)
+        params = program.params if isinstance(program.params, str) else None
+        programs.append({**table, "function": function, "params": params})
+    mesh = manifest.mesh
+    plain: dict[str, Any] = _plain(
+        {
+            "bundle": asdict(manifest.bundle),
+            "model": None if manifest.model is None else _model_data(manifest.model),
+            "generate": None if manifest.generate is None else asdict(manifest.generate),
+            "encode": None if manifest.encode is None else asdict(manifest.encode),
+            "mesh": None if mesh is None else {"data": mesh.data, "tensor": mesh.tensor},
+            "program": programs or None,
+            "library": [asdict(library) for library in manifest.libraries] or None,
+            "target": [{"name": target.name} for target in manifest.targets],
         }
-        if not isinstance(program.fn, str) and not callable(program.fn):
-            table["function"] = repr(program.fn)
-        if isinstance(program.params, str):
-            table["params"] = program.params
-        programs.append(table)
-    data: dict[str, Any] = {
-        "bundle": asdict(manifest.bundle),
-        "model": None if manifest.model is None else _model_data(manifest.model),
-        **{
-            name: asdict(section)
-            for name in ("generate", "encode")
-            if (section := getattr(manifest, name)) is not None
-        },
-        "target": [{"name": target.name} for target in manifest.targets],
-    }
-    if manifest.libraries:
-        data["library"] = [asdict(library) for library in manifest.libraries]
-    if programs:
-        data["program"] = programs
-    if manifest.mesh is not None:
-        data["mesh"] = {"data": manifest.mesh.data, "tensor": manifest.mesh.tensor}
-    plain: dict[str, Any] = _plain(data)
+    )
     return plain
 
 
 def _model_data(model: Model) -> dict[str, Any]:
     """Return a [model] as tomllib returns one; objects have no form there."""
-    data = {each.name: getattr(model, each.name) for each in fields(model)}
+    data = _fields(model)
     if model.module is not None and not isinstance(model.module, str):
         data["module"] = _CALLABLE
     if not isinstance(model.params, str):

@@ -23,10 +23,6 @@ _EXTENT = re.compile(r"\s*(?:([0-9]{1,10})|\{([A-Za-z_][A-Za-z0-9_]*)\})\s*", re
 def parse_shape(text: str, buckets: Mapping[str, int]) -> tuple[str, tuple[int, ...], bool]:
     """Return the dtype and shape of a shape string (`float32[{batch}, 128]`), and whether it is weak.
 
-    Args:
-        text: the shape string.
-        buckets: the size of each variable.
-
     Raises:
         ManifestError: the text has another form, an unknown dtype, too many dimensions, or a variable
             without a size.

@@ -25,7 +25,13 @@ from prejit.compiler.rebuilding.recorded import Recorded
 from prejit.runtime.base.files import Content
 from prejit.runtime.device.portable import stablehlo_module
 from prejit.runtime.format.blobs import read_whole
-from prejit.runtime.format.bundle_schema import Config, Descriptor, ProgramEntry, Segment
+from prejit.runtime.format.bundle_schema import (
+    Config,
+    Descriptor,
+    Kernels,
+    ProgramEntry,
+    Segment,
+)
 from prejit.runtime.format.checks.elf import read_sections
 from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.checks.oci import check_digest
@@ -102,7 +108,9 @@ def in_executables(old: bytes, new: bytes) -> PartDifference:
         return PartDifference(
             f"{differing} of {len(objects[0])} kernels; {len(old)} -> {len(new)} bytes"
         )
-    return PartDifference(_first_byte(old, new))
+    pairs = enumerate(zip(old, new, strict=False))
+    place = next((at for at, (a, b) in pairs if a != b), min(len(old), len(new)))
+    return PartDifference(f"from byte {place}; {len(old)} -> {len(new)} bytes")
 
 
 def in_libraries(old: bytes, new: bytes) -> PartDifference:
@@ -133,14 +141,6 @@ def in_weights(old: Content, new: Content) -> PartDifference:
     return PartDifference(
         f"{len(differing)} of {len(names)} tensors: {', '.join(differing[:_SHOWN])}{more}"
     )
-
-
-def _first_byte(old: bytes, new: bytes) -> str:
-    place = next(
-        (at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b),
-        min(len(old), len(new)),
-    )
-    return f"from byte {place}; {len(old)} -> {len(new)} bytes"
 
 
 def _split(executable: bytes) -> tuple[list[bytes], bytes]:
@@ -269,7 +269,7 @@ class _Comparison:
         if after is None:
             missing = "the rebuild has none"
             if before.mediaType == KERNELS_MEDIA_TYPE:
-                by = _compiler(self._old.targets[target].config)
+                by = self._kernels(target)[0].compiler
                 missing += f", which {by} made there: no C++ compiler made them here"
             return ComparedPart(title, "", own, "differs", missing)
         if before.digest == after.digest:
@@ -291,16 +291,18 @@ class _Comparison:
 
     def _kernel_changes(self, target: str) -> list[str]:
         """Return what decided the kernels of a target and is different now."""
-        before, now = (
-            {
-                "compiler": _compiler(each.targets[target].config),
-                **each.kernels.get(target, {}),
-            }
-            for each in (self._old, self._new)
-        )
-        if not self._old.kernels.get(target):  # its build did not have the compiler that made them
-            now = {"compiler": _compiler(self._new.targets[target].config)}
+        before, now = ({"compiler": each.compiler} for each in self._kernels(target))
+        if old := self._old.kernels.get(
+            target
+        ):  # else its build did not have the compiler that made them
+            before, now = before | {**old}, now | {**self._new.kernels.get(target, {})}
         return _changes(before, now, short=_LONG)
+
+    def _kernels(self, target: str) -> tuple[Kernels, Kernels]:
+        """Return the kernels that a target has in both bundles; empty texts: none."""
+        none = Kernels("", "", "", ())
+        old, new = (each.targets[target].config.kernels or none for each in (self._old, self._new))
+        return old, new
 
     def _programs(self) -> Iterator[ComparedPart]:
         """Yield the portable programs. All targets share them."""
@@ -344,52 +346,37 @@ class _Comparison:
     ) -> Iterator[ComparedPart]:
         after = {each.name: each for each in self._new.targets[target].config.programs}
         changes = self._compiling_changes(target)
+        library, other = (each.digest for each in self._kernels(target))
         for before in self._old.targets[target].config.programs:
             now = after.get(before.name)
             if now is None:
                 yield ComparedPart(
                     "executable", before.name, target, "differs", "the rebuild has none"
                 )
-            elif before.executable.raw_digest == now.executable.raw_digest:
+                continue
+            if before.executable.raw_digest == now.executable.raw_digest:
                 yield ComparedPart("executable", before.name, target, "equal")
+                continue
+            old, new = (
+                _frame(each, target, EXECUTABLES_MEDIA_TYPE, program.executable)
+                for each, program in ((self._old, before), (self._new, now))
+            )
+            calls_other = bool(before.kernels or now.kernels) and library != other
+            if calls_other and library and other:
+                # The names of kernels that it would have with the old library.
+                new_names = handler_target("", other).encode()
+                new = new.replace(new_names, handler_target("", library).encode())
+            if old == new:
+                found = PartDifference("the same, with another library of kernels", harmless=True)
             else:
-                contents = [
-                    _frame(each, target, EXECUTABLES_MEDIA_TYPE, segment)
-                    for each, segment in (
-                        (self._old, before.executable),
-                        (self._new, now.executable),
-                    )
-                ]
-                calls_other = self._calls_other_kernels(target, before, now)
-                if calls_other:
-                    contents[1] = self._with_old_kernels(target, contents[1])
-                if contents[0] == contents[1]:
-                    found = PartDifference(
-                        "the same, with another library of kernels", harmless=True
-                    )
-                else:
-                    found = in_executables(contents[0], contents[1])
-                reasons = [*changes]
-                if calls_other and not (before.kernels and now.kernels):
-                    reasons.append("one of the two calls kernels")
-                program = changed.get(before.name)
-                if program is not None:
-                    # It is a finding where its program is one.
-                    reasons = ["its StableHLO differs"] if program.verdict == "explained" else []
-                yield _judged("executable", before.name, target, found, reasons)
-
-    def _calls_other_kernels(self, target: str, before: ProgramEntry, now: ProgramEntry) -> bool:
-        """Return whether a program and its rebuild call different libraries of kernels."""
-        digests = [_kernels_digest(each.targets[target].config) for each in (self._old, self._new)]
-        return bool(before.kernels or now.kernels) and digests[0] != digests[1]
-
-    def _with_old_kernels(self, target: str, executable: bytes) -> bytes:
-        """Return a rebuilt executable with the names of kernels that it would have with the old library."""
-        digests = [_kernels_digest(each.targets[target].config) for each in (self._old, self._new)]
-        if not all(digests):
-            return executable
-        old, new = (handler_target("", digest).encode() for digest in digests)
-        return executable.replace(new, old)
+                found = in_executables(old, new)
+            reasons = [*changes]
+            if calls_other and not (before.kernels and now.kernels):
+                reasons.append("one of the two calls kernels")
+            if (program := changed.get(before.name)) is not None:
+                # It is a finding where its program is one.
+                reasons = ["its StableHLO differs"] if program.verdict == "explained" else []
+            yield _judged("executable", before.name, target, found, reasons)
 
     def _table(self, target: str, executables: Iterable[ComparedPart]) -> ComparedPart:
         tables = [_flat(_plain(each.targets[target].config)) for each in (self._old, self._new)]
@@ -399,7 +386,7 @@ class _Comparison:
         if not names:
             return ComparedPart("table", "", target, "equal")
         follows = any(each.verdict != "equal" for each in executables)
-        measured = [name for name in names if _is_measured(name)]
+        measured = [name for name in names if not {*name.split(".")}.isdisjoint(_MEASURED)]
         others = [name for name in names if name not in measured]
         shown = [
             f"{name}: {_short(tables[0].get(name))} -> {_short(tables[1].get(name))}"
@@ -462,23 +449,11 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     return found
 
 
-def _is_measured(name: str) -> bool:
-    return any(part in _MEASURED for part in name.split("."))
-
-
 def _short(value: object, most: int = _SHORT) -> str:
     text = str(value) or "''"
     if text.startswith("sha256:"):
         return text[:19]
     return text if len(text) <= most else f"{text[:most]}..."
-
-
-def _compiler(config: Config) -> str:
-    return "" if config.kernels is None else config.kernels.compiler
-
-
-def _kernels_digest(config: Config) -> str:
-    return "" if config.kernels is None else config.kernels.digest
 
 
 def _by_title(layers: Iterable[Descriptor]) -> dict[str, Descriptor]:

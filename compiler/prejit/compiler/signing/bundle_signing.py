@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach, remove_abandoned
 from prejit.runtime.base.files import digest_of, is_digest
@@ -46,22 +46,11 @@ from prejit.runtime.trust.signed_statements import (
     signature_statements,
 )
 
+if TYPE_CHECKING:
+    from prejit.compiler.signing.keyless import KeylessSigner
+    from prejit.compiler.signing.private_key import PrivateKey
 
-class Signer(Protocol):
-    """Makes sigstore bundles."""
-
-    @property
-    def id(self) -> str:
-        """A text that no other signer has."""
-
-    def bundle(self, payload: bytes) -> bytes:
-        """Return the sigstore bundle with its signature of a payload, an in-toto statement."""
-
-    def model_bundle(self, payload: bytes) -> bytes:
-        """Return the same for the OpenSSF's model signing."""
-
-    def signed(self, content: bytes) -> bytes | None:
-        """Return the payload of a sigstore bundle that this signer made; None: somebody else made it."""
+    Signer = PrivateKey | KeylessSigner
 
 
 def files_of(path: Path) -> dict[str, str]:
@@ -95,12 +84,7 @@ def files_of(path: Path) -> dict[str, str]:
 
 
 def model_statement(name: str, files: Mapping[str, str]) -> Statement:
-    """Return the statement about the files of a directory.
-
-    Args:
-        name: name of the model.
-        files: digest by name.
-    """
+    """Return the statement about the files of a directory."""
     ordered = {each: files[each].removeprefix("sha256:") for each in sorted(files)}
     root = hashlib.sha256(b"".join(map(bytes.fromhex, ordered.values()))).hexdigest()
     return Statement(
@@ -161,10 +145,6 @@ def sign(path: str | os.PathLike[str], signer: Signer) -> Signed:
     Its provenance and its list of parts are signed too, so that policies can demand them.
     The digest of the bundle stays. Signing again as the same signer attaches nothing. `NAME.sig` covers the
     files as they are afterwards, so it is written anew each time.
-
-    Args:
-        path: directory of the bundle.
-        signer: who signs.
 
     Raises:
         NetworkError: a keyless signature could not be made. Those that were attached before stay.

@@ -254,13 +254,6 @@ def release_bundle(
 ) -> int:
     """Make a bundle the current one of a channel. Return the version of the release.
 
-    Args:
-        file: the channel's file, which is made if it is missing.
-        bundle: directory of the bundle.
-        name: the channel's name.
-        keys: the private keys that sign.
-        days: how long this is known to be the current bundle.
-
     Raises:
         RejectError: the bundle is damaged.
         StoreError: a file cannot be read or written.
@@ -302,14 +295,6 @@ def rotate_keys(
 ) -> int:
     """Give a channel other keys. Return their version.
 
-    Args:
-        file: the channel's file.
-        name: the channel's name.
-        publics: files of the public keys.
-        threshold: how many of them must sign.
-        keys: the private keys that sign: old and new ones.
-        days: how long the keys count.
-
     Raises:
         StoreError, UsageError, PolicyError: a file cannot be read, or is wrong.
     """
@@ -334,11 +319,6 @@ def _change(
     file: Path, change: Callable[[ChannelFile], ChannelFile], *, may_begin: bool = False
 ) -> ChannelFile:
     """Change a channel's file while no other process does. Return the channel.
-
-    Args:
-        file: the channel's file.
-        change: returns the channel afterwards.
-        may_begin: whether the file may be missing.
 
     Raises:
         StoreError, UsageError: the file cannot be read or written, or is no channel's.

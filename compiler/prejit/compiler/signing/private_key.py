@@ -73,10 +73,6 @@ class PrivateKey:
 def read_private_key(path: Path, password: str | None = None) -> PrivateKey:
     """Read a private key.
 
-    Args:
-        path: file in PEM.
-        password: the password of an encrypted key, or None.
-
     Raises:
         StoreError: the file cannot be read.
         UsageError: it is no such key, or the password is wrong; or `cryptography` is not installed.

@@ -176,9 +176,8 @@ class Buckets:
 
 def decoder_buckets(log: LoggedRequests, table: Generate) -> Buckets:
     """Return what a decoder's buckets cost for a load."""
-    load = _Load(log)
     axes = []
-    for name, what, weights in load.axes():
+    for name, what, weights in _axes(log):
         sizes: Sequence[int] = getattr(table, name)
         held = weights if name == "prompt" else _clipped(weights, sizes[-1])
         axes.append(_axis(name, what, held, sizes))
@@ -202,8 +201,7 @@ def suggest_decoder(
     Raises:
         UsageError: the budget is too small for one size on each axis.
     """
-    load = _Load(log)
-    given = {name: weights for name, _, weights in load.axes()}
+    given = {name: weights for name, _, weights in _axes(log)}
     prompts, contexts = given["prompt"], given["context"]
     largest_context = _rounded(max(contexts), CONTEXT_MULTIPLE)
     largest_prompt = _rounded(max(prompts, default=1), PROMPT_MULTIPLE)
@@ -329,32 +327,25 @@ def _taking_turns(
             return
 
 
-class _Load:
-    """What a log weighs on each axis of a decoder."""
-
-    def __init__(self, log: LoggedRequests) -> None:
-        self._log = log
-
-    def axes(self) -> Iterator[tuple[str, str, dict[int, float]]]:
-        """Yield the name of each axis, what it counts, and the weight of each value."""
-        generations = self._log.generations
-        prompts: Counter[int] = Counter()
-        for each, count in generations.items():
-            if each.prompt_tokens:
-                prompts[each.prompt_tokens] += count
-        yield "prompt", "tokens of prompts", dict(prompts)
-        yield "context", "cache positions that decode steps read", _steps(generations)
-        if self._log.seconds_at:
-            yield "batch", "rows of decode steps", dict(self._log.seconds_at)
+def _axes(log: LoggedRequests) -> Iterator[tuple[str, str, dict[int, float]]]:
+    """Yield the name of each axis of a decoder, what it counts, and the weight of each value in a log."""
+    prompts: Counter[int] = Counter()
+    for each, count in log.generations.items():
+        if each.prompt_tokens:
+            prompts[each.prompt_tokens] += count
+    yield "prompt", "tokens of prompts", dict(prompts)
+    yield "context", "cache positions that decode steps read", _steps(log.generations)
+    if log.seconds_at:
+        yield "batch", "rows of decode steps", dict(log.seconds_at)
+        return
+    rows: dict[int, float] = {}
+    for each, count in log.generations.items():
+        if each.batch is None:
             return
-        rows: dict[int, float] = {}
-        for each, count in generations.items():
-            if each.batch is None:
-                return
-            # A step of a batch counts once, and each of its requests is a line of the log.
-            weight = count * max(each.new_tokens, 1) / each.batch
-            rows[each.batch] = rows.get(each.batch, 0.0) + weight
-        yield "batch", "rows of decode steps", rows
+        # A step of a batch counts once, and each of its requests is a line of the log.
+        weight = count * max(each.new_tokens, 1) / each.batch
+        rows[each.batch] = rows.get(each.batch, 0.0) + weight
+    yield "batch", "rows of decode steps", rows
 
 
 def _steps(generations: Mapping[LoggedGeneration, int]) -> dict[int, float]:

@@ -66,11 +66,7 @@ class _Filter(ctypes.Structure):
 
 
 def seen_by_xla(cpus: int) -> int:
-    """Return how many CPUs XLA sees while it compiles here for a target: the target's, or fewer.
-
-    Args:
-        cpus: the number of the target.
-    """
+    """Return how many CPUs XLA sees while it compiles here for a target: the target's, or fewer."""
     return cpus if _can_answer() else min(cpus, len(os.sched_getaffinity(0)))
 
 

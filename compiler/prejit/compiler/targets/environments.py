@@ -100,12 +100,7 @@ def root() -> Path:
 
 
 def spec_for(target: Target, host_jax: str) -> EnvironmentSpec | None:
-    """Return the environment that compiles for a target; None: the build host's own.
-
-    Args:
-        target: the target.
-        host_jax: version of the installed jax.
-    """
+    """Return the environment that compiles for a target; None: the build host's own."""
     jax = target.jax or host_jax
     if target.platform == "cpu" and jax == host_jax and not target.constraints:
         return None

@@ -115,14 +115,7 @@ def translated(listed: str, environ: Mapping[str, str]) -> UvSettings | None:
 
 
 def install_command(uv: str, python: Path, constraints: Path, settings: UvSettings) -> list[str]:
-    """Return the command to which the caller appends the packages.
-
-    Args:
-        uv: its path.
-        python: the interpreter of the environment.
-        constraints: the constraints file.
-        settings: from `translated`.
-    """
+    """Return the command to which the caller appends the packages."""
     return [
         *(uv, "pip", "install", f"--python={python}", f"--constraint={constraints}"),
         *("--only-binary=:all:", "--no-progress", "--color=never", *settings.options),
@@ -158,10 +151,6 @@ _LAST_LINES = 6
 
 def make_environment(spec: EnvironmentSpec, progress: Progress | None = None) -> Environment:
     """Return an environment, and make it where it does not exist. Several processes make it once.
-
-    Args:
-        spec: the packages that it needs.
-        progress: shows the installation.
 
     Raises:
         BuildError: this machine has no fitting interpreter, or pip finds no such packages.

@@ -39,10 +39,6 @@ _Version = tuple[int, int]
 def find_interpreter(jax: str, target: str) -> str:
     """Return the path of an interpreter that a version of jax runs on, and that can make environments.
 
-    Args:
-        jax: the version.
-        target: name of the target, for errors.
-
     Raises:
         BuildError: this machine has none.
     """

@@ -36,11 +36,7 @@ class Listed:
 
 
 def list_targets(host_jax: str) -> tuple[Listed, ...]:
-    """Return every target that a manifest may name, by platform. It may start interpreters to look at them.
-
-    Args:
-        host_jax: version of the installed jax.
-    """
+    """Return every target that a manifest may name, by platform. May start interpreters."""
     return tuple(_listed(target(name), host_jax) for name in names())
 
 

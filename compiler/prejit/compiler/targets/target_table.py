@@ -128,11 +128,6 @@ def resolve(table: TargetTable, directory: Path, mesh: Mesh | None) -> Target:
     Where the table pins a jax version, the target's name in the bundle ends with it (`cpu-host-jax0.12.0.1`):
     a bundle may carry one target for several versions.
 
-    Args:
-        table: the table.
-        directory: directory of the manifest.
-        mesh: the manifest's mesh.
-
     Raises:
         TableError: the table describes no target.
     """

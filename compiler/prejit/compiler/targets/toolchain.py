@@ -134,11 +134,7 @@ class Toolchain:
         return self.command, self.target.platform
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment variables of a worker process, without XLA_FLAGS.
-
-        Args:
-            inherited: this process's variables.
-        """
+        """Return the environment variables of a worker process, without XLA_FLAGS."""
         worker = dict(inherited)
         # The first two set the size of XLA's thread pool, and with it the parts of loops: see cpu_count.py.
         for name in ("NPROC", "PJRT_NPROC", "MALLOC_ARENA_MAX", "XLA_FLAGS"):
@@ -188,11 +184,7 @@ class Toolchain:
         return flags
 
     def machine(self, platforms: tuple[str, ...]) -> dict[str, Any]:
-        """Return the fields of `prejit.compiler.compile.worker.xla.CompileFor`, for a worker.
-
-        Args:
-            platforms: platforms that the program was lowered for.
-        """
+        """Return the fields of `prejit.compiler.compile.worker.xla.CompileFor`, for a worker."""
         target = self.target
         return {
             "platform": target.platform,
@@ -215,12 +207,7 @@ def _quoted(path: str) -> str:
 
 
 def host_toolchain(target: Target, versions: Mapping[str, str]) -> Toolchain:
-    """Return a toolchain that compiles in this process's own environment.
-
-    Args:
-        target: the target.
-        versions: versions of jax and jaxlib here.
-    """
+    """Return a toolchain that compiles in this process's own environment."""
     command = (sys.executable, "-P", "-m", "prejit.compiler.compile.worker")
     return Toolchain(target, command, tuple(sorted(versions.items())))
 

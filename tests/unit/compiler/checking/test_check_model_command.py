@@ -60,10 +60,13 @@ def test_a_model_that_passes_ends_with_status_0(capsys: pytest.CaptureFixture[st
 
 
 def test_a_failed_check_says_what_to_change_and_ends_with_status_1(
-    capsys: pytest.CaptureFixture[str],
+    directory: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check-model", "model:narrow"]) == 1
-    assert capsys.readouterr().out == (
+    (directory / "loud.py").write_text("print('hello')\nfrom model import narrow as model\n")
+    assert main(["check-model", "loud:model"]) == 1
+    printed = capfd.readouterr()
+    assert "hello" in printed.err, "what is printed at import goes to stderr"
+    assert printed.out == (
         "check       result  worst difference\n"
         "----------  ------  ----------------\n"
         "attributes  pass\n"
@@ -136,51 +139,41 @@ def test_a_module_of_linen_is_checked_with_its_params(
     assert main(["check-model", "own:linen_decoder", *options]) == 0, capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "hint"),
-    [
-        (["model"], "MODEL: expected package.module:attribute, found 'model'", "is the object"),
-        (["model.py:model:x"], "expected package.module:attribute", "is the object"),
-        (["modle:model"], "cannot import 'modle'", "did you mean 'model'?"),
-        (["model:modle"], "'model' has no 'modle'", "did you mean 'model'?"),
-        (["own:linen_decoder"], "check-model: expected --params beside own:linen_decoder", "orbax"),
-        (["model:number"], "has no make_cache, no __call__", None),
-        (["model:make_sized"], "takes no arguments, and 'model:make_sized' does", "make an object"),
-        (
-            ["model:model", "--reference", "model:number"],
-            "expected a function, found int",
-            "tokens",
-        ),
-        (
-            ["model:model", "--reference", "zeros"],
-            "--reference: expected package.module:",
-            "object",
-        ),
-        (["model:model", "--reference", "model:one"], "'model' has no 'one'", None),
-        (["model:model", "--params", "w.npz"], "expected a .safetensors file", "save_file"),
-        (["model:model", "--tolerance", "0"], "0.0 is not in the range x>0", None),
-    ],
-)
+WRONG: list[tuple[list[str], str, str | None]] = [  # arguments, error, hint
+    (["model"], "MODEL: expected package.module:attribute, found 'model'", "is the object"),
+    (["model.py:model:x"], "expected package.module:attribute", "is the object"),
+    (["modle:model"], "cannot import 'modle'", "did you mean 'model'?"),
+    (["model:modle"], "'model' has no 'modle'", "did you mean 'model'?"),
+    (["own:linen_decoder"], "check-model: expected --params beside own:linen_decoder", "orbax"),
+    (["model:number"], "has no make_cache, no __call__", None),
+    (["model:make_sized"], "takes no arguments, and 'model:make_sized' does", "make an object"),
+    (
+        ["model:model", "--reference", "model:number"],
+        "expected a function, found int",
+        "tokens",
+    ),
+    (
+        ["model:model", "--reference", "zeros"],
+        "--reference: expected package.module:",
+        "object",
+    ),
+    (["model:model", "--reference", "model:one"], "'model' has no 'one'", None),
+    (["model:model", "--params", "w.npz"], "expected a .safetensors file", "save_file"),
+    (["model:model", "--tolerance", "0"], "0.0 is not in the range x>0", None),
+]
+
+
 def test_wrong_arguments_are_errors_without_a_traceback(
-    arguments: list[str], error: str, hint: str | None, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("own.py").write_text(Path(own_decoders.__file__).read_text())
-    assert main(["check-model", *arguments]) in (1, 2)
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert error in printed.err
-    assert "Traceback" not in printed.err
-    if hint is None:
-        assert "check-model MODULE" not in printed.err
-    else:
-        assert f"hint: {hint}" in printed.err or hint in printed.err.partition("hint:")[2]
-
-
-def test_what_is_printed_at_import_goes_to_stderr(
-    directory: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (directory / "loud.py").write_text("print('hello')\nfrom model import narrow as model\n")
-    assert main(["check-model", "loud:model"]) == 1
-    printed = capfd.readouterr()
-    assert "hello" not in printed.out
-    assert "hello" in printed.err
+    for arguments, error, hint in WRONG:
+        assert main(["check-model", *arguments]) in (1, 2)
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert error in printed.err
+        assert "Traceback" not in printed.err
+        if hint is None:
+            assert "check-model MODULE" not in printed.err
+        else:
+            assert hint in printed.err.partition("hint:")[2]

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from prejit.compiler.api import build, program
+from prejit.compiler import Program, build
 from prejit.compiler.bench.bench_report import Ratio
 from prejit.compiler.comparing.difference import compare_bundles, read_bundle
 from prejit.compiler.comparing.speed import Speed, compare_speed, verdict
@@ -22,45 +22,26 @@ from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 
 
-def same(x: Any) -> Any:
-    return x + 1
-
-
-def gone(x: Any) -> Any:
-    return x - 1
-
-
-def new(x: Any) -> Any:
-    return x * 5
-
-
-def score_before(x: Any) -> Any:
-    return jnp.tanh(x @ x)
-
-
-def score_after(x: Any) -> Any:
-    return jnp.tanh(x @ x @ x)
-
-
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A bundle, and the same one with a function added, one removed and one changed."""
     root = tmp_path_factory.mktemp("diff")
-    x = jnp.ones((64, 64))
+    functions: dict[str, Any] = {
+        "before": (lambda x: jnp.tanh(x @ x), lambda x: x - 1),
+        "after": (lambda x: jnp.tanh(x @ x @ x), lambda x: x * 5),
+    }
     paths = []
-    for name, functions in (
-        ("before", {"score": score_before, "same": same, "gone": gone}),
-        ("after", {"score": score_after, "same": same, "new": new}),
-    ):
-        programs = []
-        for of, function in functions.items():
-            made = program(function, x)
-            object.__setattr__(made, "name", of)
-            programs.append(made)
-        built = build(
-            programs, root / name, name="demo", cache=root / "cache", workers=1, quiet=True
-        )
-        paths.append(built.path)
+    for name, (score, other) in functions.items():
+        x, dtype = "float32[64, 64]", {"before": "float32[3]", "after": "int32[3]"}[name]
+        w = {"w": jnp.full(3, float(len(name)))}
+        programs = [
+            Program("score", fn=score, args=[x]),
+            Program("same", fn=lambda x: x + 1, args=[x]),
+            Program({"before": "gone", "after": "new"}[name], fn=other, args=[x]),
+            Program("scaled", fn=lambda params, x: params["w"] * x, args=[dtype], params=w),
+        ]
+        options: dict[str, Any] = {"cache": root / "cache", "workers": 1, "quiet": True}
+        paths.append(build(programs, root / name, name="demo", **options).path)
     return paths[0], paths[1]
 
 
@@ -72,7 +53,9 @@ def test_programs_that_were_added_removed_and_changed_are_named_with_what_change
     assert found.added == ("new for cpu-host",)
     assert found.removed == ("gone for cpu-host",)
     assert found.same == 1
-    (changed,) = found.changed
+    (scaled, changed) = sorted(found.changed, key=lambda each: each.program)
+    assert scaled.program == "scaled"
+    assert "int32[3]" in scaled.fields["arguments"][1]
     assert (changed.program, changed.target) == ("score", "cpu-host")
     assert changed.has_new_program
     assert changed.has_new_executable
@@ -84,59 +67,29 @@ def test_programs_that_were_added_removed_and_changed_are_named_with_what_change
         before.digest == after.digest
     )  # a product is a routine of XLA's, which is called once more
     assert (before.code_bytes > 0, sum(before.instructions.values()) > 0) == (True, True)
-    assert found.layers == found.versions == found.requirements == {}
+    assert found.versions == found.requirements == {}
+    [layer] = found.layers["cpu-host"]
+    assert "weights" in layer
 
 
-def test_the_same_bundle_in_two_places_is_equal(
+def test_the_command_says_what_differs_and_has_the_status_of_diff(
     bundles: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(bundles[0], tmp_path / "copy")
     assert run(["diff", str(bundles[0]), str(tmp_path / "copy")]) == 0
     assert capsys.readouterr().out.startswith("equal: sha256:")
-
-
-def test_the_command_says_what_differs_and_has_the_status_of_diff(
-    bundles: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
     arguments = ["diff", *map(str, bundles)]
     assert run(arguments) == 1
     printed = capsys.readouterr().out
-    assert "programs: 1 added, 1 removed, 1 changed, 0 compiled differently, 1 the same" in printed
+    assert "programs: 1 added, 1 removed, 2 changed, 0 compiled differently, 1 the same" in printed
     assert "StableHLO: stablehlo.dot_general tensor<64x64xf32> 1 -> 2" in printed
     assert run([*arguments, "--json"]) == 1
     described = json.loads(capsys.readouterr().out)
     assert described["equal"] is False
-    assert described["changed"][0]["operations"] == {
-        "stablehlo.dot_general tensor<64x64xf32>": [1, 2]
-    }
+    operations = {"stablehlo.dot_general tensor<64x64xf32>": [1, 2]}
+    changed = {each["program"]: each for each in described["changed"]}
+    assert changed["score"]["operations"] == operations
     assert described["speed"] is None
-
-
-def test_other_arguments_and_weights_of_a_program_are_named(tmp_path: Path) -> None:
-    params = [{"w": jnp.full(3, float(value))} for value in (1, 2)]
-    made = [
-        program(scaled, params[0], jnp.ones(3)),
-        program(scaled, params[1], jnp.ones(3, jnp.int32)),
-    ]
-    read = [
-        read_bundle(
-            build(
-                each,
-                tmp_path / str(place),
-                name="demo",
-                cache=tmp_path / "cache",
-                workers=1,
-                quiet=True,
-            ).path
-        )
-        for place, each in enumerate(made)
-    ]
-    (changed,) = compare_bundles(*read).changed
-    assert "int32[3]" in changed.fields["arguments"][1]
-
-
-def scaled(params: Any, x: Any) -> Any:
-    return params["w"] * x
 
 
 def test_bundles_of_other_versions_compare() -> None:
@@ -188,7 +141,7 @@ def test_both_bundles_are_measured_in_turns(bundles: tuple[Path, Path]) -> None:
     said: list[str] = []
     speed = compare_speed(*map(read_bundle, bundles), said.append, rounds=2)
     assert speed.why_not == ""
-    assert {row.name for row in speed.rows} == {"call score", "call same"}
+    assert {row.name for row in speed.rows} == {"call score", "call same", "call scaled"}
     assert all(row.before > 0 and row.after > 0 for row in speed.rows)
     assert said[-1] == "round 2 of 2"
 

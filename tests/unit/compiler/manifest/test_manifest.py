@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.extent import examples
+from tests.extent import ALL, examples
 
 from prejit.compiler.manifest.manifest import Generate, Manifest
 from prejit.compiler.manifest.manifest_tables import SECTIONS
@@ -97,23 +97,13 @@ def test_a_good_manifest_says_what_it_means(directory: Path) -> None:
     (program,) = manifest.programs
     assert program.args == {"x": "float32[{batch}, 128]"}
     assert program.expand() == (({"batch": 1}, {}), ({"batch": 8}, {}))
-    assert manifest.targets == (target("cpu-x86-64-v3"),)
-
-
-def test_several_bucket_variables_are_multiplied(directory: Path) -> None:
     text = GOOD.replace(", 128]", ", {length}]").replace("[8, 1] }", "[8, 1], length = [32, 64] }")
     (program,) = read(directory, text).programs
-    assert [tuple(bucket.values()) for bucket, _ in program.expand()] == [
-        (1, 32),
-        (1, 64),
-        (8, 32),
-        (8, 64),
-    ]
-
-
-def test_a_program_without_variables_has_one_bucket(directory: Path) -> None:
+    sizes = [tuple(bucket.values()) for bucket, _ in program.expand()]
+    assert sizes == [(1, 32), (1, 64), (8, 32), (8, 64)]
     text = GOOD.replace("{batch}, ", "").replace("buckets = { batch = [8, 1] }\n", "")
     assert read(directory, text).programs[0].expand() == (({}, {}),)
+    assert manifest.targets == (target("cpu-x86-64-v3"),)
 
 
 def test_static_values_are_multiplied_with_buckets(directory: Path) -> None:
@@ -127,6 +117,17 @@ def test_static_values_are_multiplied_with_buckets(directory: Path) -> None:
 
 
 MISTAKES = {
+    "a number without end": (
+        ("[128]", f"[128, 0x{'f' * 5000}]"),
+        "m.toml:11: generate.context[1]: expected an integer from 1 to 2147483647;"
+        " found an integer of 20000 bits",
+    ),
+    "nothing": (
+        (GOOD, ""),
+        "m.toml: bundle: missing; expected a [bundle] table with a name",
+        "m.toml: target: missing; expected at least one [[target]] table with a name",
+        "m.toml: nothing to build; expected a [model] with [generate] or [encode], or a [[program]]",
+    ),
     "misspelt key": (
         ('name = "demo"', 'nmae = "demo"'),
         'm.toml:2: bundle.nmae: unknown key (did you mean "name"?); allowed: name, license',
@@ -463,11 +464,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_with_its_place(directory: Path, mistake: str) -> None:
-    (old, new), *expected = MISTAKES[mistake]
-    assert GOOD.count(old) == 1, old
-    assert problems(directory, GOOD.replace(old, new)) == expected
+def test_a_mistake_is_told_with_its_place(directory: Path) -> None:
+    for mistake, ((old, new), *expected) in MISTAKES.items():
+        assert GOOD.count(old) == 1, old
+        assert problems(directory, GOOD.replace(old, new)) == expected, mistake
 
 
 ENCODER = """\
@@ -492,9 +492,9 @@ def test_shapes_of_an_encoder_come_back_ascending(directory: Path) -> None:
     assert found.generate is None
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "told"),
-    [
+def test_a_mistake_in_an_encoders_shapes_is_told(directory: Path) -> None:
+    decoder = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16]\n[encode]"
+    for old, new, told in (
         ("[1, 16]", "[1, 0]", "m.toml:8: encode.shapes[1][1]: expected "),
         (
             "[1, 16]",
@@ -506,31 +506,16 @@ def test_shapes_of_an_encoder_come_back_ascending(directory: Path) -> None:
         ("[[8, 32], [1, 16], [1, 128]]", "[]", "m.toml:8: encode.shapes: expected a list of"),
         ("shapes =", "shape =", 'm.toml:8: encode.shape: unknown key (did you mean "shapes"?)'),
         ("[encode]", "[mesh]\ntensor = 2\n[encode]", "m.toml:7: mesh: expected no [encode] beside"),
-        (
-            "[encode]",
-            "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16]\n[encode]",
-            "m.toml:11: encode: expected no [generate] beside it",
-        ),
+        ("[encode]", decoder, "m.toml:11: encode: expected no [generate] beside it"),
         (
             '[model]\nsource = "demo-model"\n',
             "",
             "m.toml: model: missing; [encode] needs a [model]",
         ),
-    ],
-)
-def test_a_mistake_in_an_encoders_shapes_is_told(
-    directory: Path, old: str, new: str, told: str
-) -> None:
-    assert ENCODER.count(old) == 1
-    assert any(line.startswith(told) for line in problems(directory, ENCODER.replace(old, new)))
-
-
-def test_an_empty_manifest_is_told_what_it_lacks(directory: Path) -> None:
-    assert problems(directory, "") == [
-        "m.toml: bundle: missing; expected a [bundle] table with a name",
-        "m.toml: target: missing; expected at least one [[target]] table with a name",
-        "m.toml: nothing to build; expected a [model] with [generate] or [encode], or a [[program]]",
-    ]
+    ):
+        assert ENCODER.count(old) == 1
+        lines = problems(directory, ENCODER.replace(old, new))
+        assert any(line.startswith(told) for line in lines), told
 
 
 def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(directory: Path) -> None:
@@ -560,9 +545,6 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(directory: Path)
 def test_bad_toml_is_told_with_line_and_column(directory: Path, text: str, place: str) -> None:
     (line,) = problems(directory, text)
     assert line.startswith(place)
-
-
-def test_bad_utf8_is_told_with_line_and_column(directory: Path) -> None:
     path = directory / "latin1.toml"
     path.write_bytes(b'[bundle]\nname = "caf\xe9"\n')
     with pytest.raises(ManifestError, match=r"latin1.toml:2:12: expected UTF-8, found byte 0xe9"):
@@ -576,14 +558,6 @@ def test_a_missing_manifest_names_the_one_that_may_be_meant(directory: Path) -> 
     assert caught.value.hint == f"did you mean {directory / 'demo.toml'}?"
 
 
-def test_a_hexadecimal_number_without_end_is_no_crash(directory: Path) -> None:
-    told = problems(directory, GOOD.replace("[128]", f"[128, 0x{'f' * 5000}]"))
-    assert told == [
-        "m.toml:11: generate.context[1]: expected an integer from 1 to 2147483647;"
-        " found an integer of 20000 bits"
-    ]
-
-
 def test_shapes_are_parsed() -> None:
     assert parse_shape("float32[{batch}, 128]", {"batch": 8}) == ("float32", (8, 128), False)
     assert parse_shape("int32[]", {}) == ("int32", (), False)
@@ -591,19 +565,13 @@ def test_shapes_are_parsed() -> None:
     assert parse_shape("weak float32[]", {}) == ("float32", (), True)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_bad_shapes_are_refused() -> None:
+    for text in (
         *("", "float32", "float32[", "float32[2,]", "float32[-1]", "float32[0]", "f32[2]", "[2]"),
         *("float32[2]x", "float32[{batch]", "float32[{b-c}]", "float32[99999999999]", "float32[٣]"),
-    ],
-)
-def test_bad_shapes_are_refused(text: str) -> None:
-    with pytest.raises(ManifestError, match="expected"):
-        parse_shape(text, {"batch": 1})
-
-
-def test_a_variable_without_a_size_is_refused() -> None:
+    ):
+        with pytest.raises(ManifestError, match="expected"):
+            parse_shape(text, {"batch": 1})
     with pytest.raises(ManifestError, match='undefined bucket variable "bach"'):
         parse_shape("float32[{bach}]", {"batch": 1})
 
@@ -782,22 +750,23 @@ def test_a_manifest_with_one_thing_changed_is_read_or_refused(
 
 
 ODD = (-1, 1.5, True, "x", "\0", "a/\0/*", "x" * 5000, "fifo", "/dev/zero", [], {}, {"a": [1]})
-KEYS = [(name, key.name) for name, (kind, _) in SECTIONS.items() for key in fields(kind)]
 
 
-@pytest.mark.parametrize(("section", "key"), KEYS, ids=".".join)
-def test_a_key_with_any_value_is_read_or_refused(directory: Path, section: str, key: str) -> None:
-    whole = {
-        **tomllib.loads(GOOD),
-        "encode": {"shapes": [[1, 4]]},
-        "library": [{"path": "LICENSE", "handlers": {"a": "b"}}],
-        "mesh": {},
-    }
-    table = whole[section][0] if isinstance(whole[section], list) else whole[section]
-    for odd in ODD:
-        for value in (odd, [odd], {"a": [odd]}):
-            table[key] = value
-            read_or_refuse(directory, toml(whole))
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_key_with_any_value_is_read_or_refused(directory: Path, section: str) -> None:
+    for place, key in enumerate(fields(SECTIONS[section][0])):
+        whole = {
+            **tomllib.loads(GOOD),
+            "encode": {"shapes": [[1, 4]]},
+            "library": [{"path": "LICENSE", "handlers": {"a": "b"}}],
+            "mesh": {},
+        }
+        table = whole[section][0] if isinstance(whole[section], list) else whole[section]
+        for turn, odd in enumerate(ODD, place):
+            forms = (odd, [odd], {"a": [odd]})
+            for value in forms if ALL else forms[turn % 3 : turn % 3 + 1]:
+                table[key.name] = value
+                read_or_refuse(directory, toml(whole))
 
 
 @given(
@@ -846,7 +815,7 @@ q = "[\\"]"
 
 
 @given(data=manifests())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15, 40), deadline=None)
 def test_lines_are_found_for_every_key_of_a_manifest(data: dict[str, Any]) -> None:
     lines = key_lines(toml(data))
     assert set(places(data)) <= set(lines)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prejit.compiler.manifest.manifest import Generate, Manifest, Model, Program
 from prejit.compiler.manifest.specs import program_specs
 
 
-def manifest(generate: Generate | None, programs: tuple[Program, ...] = ()) -> Manifest:
+def manifest(generate: Generate | None, programs: Any = ()) -> Manifest:
     model = Model("model") if generate else None
     return Manifest("b", model=model, generate=generate, programs=programs, targets=())
 
@@ -19,12 +21,15 @@ def test_every_bucket_gets_a_program_and_no_name_twice() -> None:
         *("decode/b1-c32", "decode/b1-c128", "decode/b4-c32", "decode/b4-c128")
     ]
     assert "prefill/b4-t64-c128" in names
-
-
-def test_a_prompt_longer_than_a_context_is_left_out() -> None:
     specs = program_specs(manifest(Generate((1,), (16, 64), (32,))))
     names = [spec.name for spec in specs if spec.kind != "copy"]
-    assert names == ["decode/b1-c32", "prefill/b1-t16-c32"]
+    assert names == ["decode/b1-c32", "prefill/b1-t16-c32"], "no prompt is longer than a context"
+    sizes = Generate((1, 4), (16,), (32, 64), draft_tokens=8)
+    found = [spec for spec in program_specs(manifest(sizes)) if spec.kind == "verify"]
+    assert [spec.name for spec in found] == [
+        *("verify/b1-k8-c32", "verify/b1-k8-c64", "verify/b4-k8-c32", "verify/b4-k8-c64")
+    ]
+    assert found[0].bucket == {"batch": 1, "context": 32, "draft": 8}
 
 
 def test_caches_can_be_copied_between_batches_and_grow_into_the_next_context() -> None:
@@ -43,25 +48,14 @@ def test_caches_can_be_copied_between_batches_and_grow_into_the_next_context() -
         for context in (32, 64, 128)
     }
     assert copies == into_slots | grown | neighbours
-
-
-def test_prompts_computed_together_can_be_copied_into_every_larger_batch() -> None:
+    # Prompts that were computed together can be copied into every larger batch.
     specs = program_specs(manifest(Generate((1, 2, 4, 8), (16,), (32,))))
-    into_largest = {
+    into = {
         spec.bucket["source_batch"]
         for spec in specs
-        if spec.kind == "copy" and spec.bucket["batch"] == 8
+        if spec.bucket.get("batch") == 8 and spec.kind == "copy"
     }
-    assert into_largest == {1, 2, 4}
-
-
-def test_drafts_are_verified_in_every_bucket_where_they_are_asked_for() -> None:
-    sizes = Generate((1, 4), (16,), (32, 64), draft_tokens=8)
-    found = [spec for spec in program_specs(manifest(sizes)) if spec.kind == "verify"]
-    assert [spec.name for spec in found] == [
-        *("verify/b1-k8-c32", "verify/b1-k8-c64", "verify/b4-k8-c32", "verify/b4-k8-c64")
-    ]
-    assert found[0].bucket == {"batch": 1, "context": 32, "draft": 8}
+    assert into == {1, 2, 4}
 
 
 def test_buckets_of_a_function_are_all_combinations() -> None:
@@ -72,9 +66,6 @@ def test_buckets_of_a_function_are_all_combinations() -> None:
     ]
     assert specs[1].bucket == {"a": 1, "b": 4}
     assert all(spec.kind == "call" for spec in specs)
-
-
-def test_a_variable_that_ends_with_a_digit_does_not_run_into_its_size() -> None:
     program = Program("embed", "m:f", {"x": "float32[{batch2}]"}, {"batch2": (4, 16)})
     found = [spec.name for spec in program_specs(manifest(None, program))]
-    assert found == ["embed/batch2=4", "embed/batch2=16"]
+    assert found == ["embed/batch2=4", "embed/batch2=16"], "a digit does not run into the size"

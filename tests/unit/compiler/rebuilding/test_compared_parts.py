@@ -1,21 +1,34 @@
-"""Kernels and the programs that call them: what differs is a finding, and its cause is named."""
+"""What differs is a finding, its cause is named, and nothing is called harmless that is not."""
 
 from __future__ import annotations
 
 import dataclasses
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import zstandard
+from safetensors.numpy import save
 from tests.kernel_bundles import with_library
-from tests.recipes import Recipe
+from tests.recipes import Recipe, export
 
-from prejit.compiler.rebuilding.compared_parts import ComparedPart, compare
+from prejit.compiler.rebuilding.compared_parts import (
+    ComparedPart,
+    compare,
+    in_executables,
+    in_programs,
+    in_weights,
+)
 from prejit.compiler.rebuilding.recorded import Recorded
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.elf import read_sections
-from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
+from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, KERNELS_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.machine.fingerprint import Fingerprint
 
@@ -61,7 +74,24 @@ def test_equal_kernels_are_equal_whatever_made_them(kernel_recipe: Recipe, tmp_p
     assert {each.verdict for each in compare(old, new)} == {"equal"}
 
 
-def test_other_kernels_are_a_finding_and_explain_programs_that_call_them(
+DECIDED = [  # what decided the kernels, its value here, and how both are shown
+    (
+        *("compiler", "g++ (Debian 14.2.0-19) 14.2.0; glibc 2.41"),
+        "compiler g++ (Debian 12.2.0-14) 12.2.0; glibc 2.36 there, "
+        "g++ (Debian 14.2.0-19) 14.2.0; glibc 2.41 here",
+    ),
+    (
+        *("flags", "-O2 -march=x86-64-v2"),
+        "flags -O3 -march=x86-64-v2 there, -O2 -march=x86-64-v2 here",
+    ),
+    (
+        *("source toy.cc", "sha256:" + "2" * 64),
+        "source toy.cc sha256:111111111111 there, sha256:222222222222 here",
+    ),
+]
+
+
+def test_other_kernels_are_a_finding_whatever_decided_them_and_explain_programs_that_call_them(
     kernel_recipe: Recipe, other_library: bytes, tmp_path: Path
 ) -> None:
     old = recorded(kernel_recipe, tmp_path / "old")
@@ -73,47 +103,13 @@ def test_other_kernels_are_a_finding_and_explain_programs_that_call_them(
     assert " sections, code among them; " in kernels.detail
     assert kernels.detail.endswith("the same compiler made them of the same sources")
     called = found["executable"]
-    assert (called.verdict, called.reason) == (
-        "explained",
-        "the same, with another library of kernels",
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "named"),
-    [
-        (
-            "compiler",
-            "g++ (Debian 14.2.0-19) 14.2.0; glibc 2.41",
-            "compiler g++ (Debian 12.2.0-14) 12.2.0; glibc 2.36 there, "
-            "g++ (Debian 14.2.0-19) 14.2.0; glibc 2.41 here",
-        ),
-        (
-            "flags",
-            "-O2 -march=x86-64-v2",
-            "flags -O3 -march=x86-64-v2 there, -O2 -march=x86-64-v2 here",
-        ),
-        (
-            "source toy.cc",
-            "sha256:" + "2" * 64,
-            "source toy.cc sha256:111111111111 there, sha256:222222222222 here",
-        ),
-    ],
-)
-def test_what_decided_the_kernels_and_differs_is_named_and_excuses_nothing(
-    kernel_recipe: Recipe,
-    other_library: bytes,
-    tmp_path: Path,
-    name: str,
-    value: str,
-    named: str,
-) -> None:
-    old = recorded(kernel_recipe, tmp_path / "old")
-    changed = with_library(kernel_recipe, other_library)
-    new = recorded(changed, tmp_path / "new", {**CONDITIONS, name: value})
-    kernels = by_kind(compare(old, new))["kernels.so"]
-    assert kernels.verdict == "differs"
-    assert kernels.detail.endswith(f"bytes; {named}")
+    reason = "the same, with another library of kernels"
+    assert (called.verdict, called.reason) == ("explained", reason)
+    for name, value, named in DECIDED:
+        conditions = {each: {**CONDITIONS, name: value} for each in new.targets}
+        kernels = by_kind(compare(old, dataclasses.replace(new, kernels=conditions)))["kernels.so"]
+        assert kernels.verdict == "differs"
+        assert kernels.detail.endswith(f"bytes; {named}")
 
 
 def test_a_bundle_that_records_the_version_of_its_compiler_alone_names_that(
@@ -137,11 +133,6 @@ def test_a_program_that_differs_beside_its_kernels_is_a_finding(
     kernel_recipe: Recipe, other_library: bytes, tmp_path: Path
 ) -> None:
     """Or whoever changes a kernel could change all programs that call it."""
-    import zstandard
-
-    from prejit.runtime.base.files import digest_of
-    from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
-
     changed = with_library(kernel_recipe, other_library)
     frame = changed.content(EXECUTABLES_MEDIA_TYPE)
     raw = bytearray(zstandard.ZstdDecompressor().decompress(frame))
@@ -181,3 +172,61 @@ def test_a_rebuild_without_kernels_says_what_made_them(
     assert kernels.verdict == "differs"
     assert "the rebuild has none, which " in kernels.detail
     assert "no C++ compiler made them here" in kernels.detail
+
+
+def elf(content: bytes) -> bytes:
+    """An object file without sections, but for their table, which is last."""
+    header = bytearray(64)
+    header[:6] = b"\x7fELF\x02\x01"
+    struct.pack_into("<Q", header, 40, 64 + len(content))
+    struct.pack_into("<HH", header, 58, 64, 1)
+    return bytes(header) + content + bytes(64)
+
+
+def serialized(*objects: bytes, tail: bytes = b"options") -> bytes:
+    """Objects, each with its length before it, between other fields."""
+    return b"head" + b"".join(bytes([66, len(each) % 128]) + each for each in objects) + tail
+
+
+def test_kernels_in_another_order_are_harmless_and_other_kernels_are_not() -> None:
+    a, b, c = elf(b"aa"), elf(b"bbbb"), elf(b"cc")
+    swapped = in_executables(serialized(a, b), serialized(b, a))
+    assert swapped.harmless
+    assert swapped.text == "the same 2 kernels in another order"
+    other = in_executables(serialized(a, b), serialized(c, b))
+    assert not other.harmless
+    assert other.text.startswith("1 of 2 kernels; ")
+    assert not in_executables(serialized(a, b), serialized(b, a, tail=b"other!!")).harmless
+    assert not in_executables(serialized(a, a), serialized(a)).harmless
+    plain = in_executables(b"PTX: add", b"PTX: mul.")
+    assert (plain.text, plain.harmless) == ("from byte 5; 8 -> 9 bytes", False)
+
+
+def test_a_program_says_which_operations_differ() -> None:
+    x = jax.ShapeDtypeStruct((4,), jnp.float32)
+    plain = export(lambda x: jnp.sin(x) * 2, x)
+    more = export(lambda x: jnp.sin(jnp.sin(x)) * 2, x)
+    other = export(lambda x: jnp.sin(x) * 3, x)
+    assert in_programs(plain, more, (), "cpu").text == "stablehlo.sine 1 -> 2"
+    assert "2.000000e+00" in in_programs(plain, other, (), "cpu").text
+
+
+@pytest.mark.parametrize(
+    ("after", "text", "harmless"),
+    [
+        ({"a": 1.0, "b": 3.0}, "1 of 2 tensors: b", False),
+        ({"a": 1.0}, "1 of 2 tensors: b", False),
+        ({"b": 2.0, "a": 1.0}, "the same tensors in another order or place", True),
+    ],
+)
+def test_weights_name_the_tensors_that_differ(
+    after: dict[str, float], text: str, harmless: bool
+) -> None:
+    def layer(values: dict[str, float], note: str) -> bytes:
+        arrays: dict[str, Any] = {
+            name: np.full(3, value, np.float32) for name, value in values.items()
+        }
+        return save(arrays, {"note": note})
+
+    found = in_weights(layer({"a": 1.0, "b": 2.0}, "x"), layer(after, "longer"))
+    assert (found.text, found.harmless) == (text, harmless)

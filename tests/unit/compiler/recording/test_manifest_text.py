@@ -53,37 +53,50 @@ def buckets(*calls: dict[str, Any]) -> list[tuple[dict[str, str], dict[str, list
     return [(each["args"], each.get("buckets", {})) for each in programs(*calls)]
 
 
-def test_one_size_is_no_bucket() -> None:
-    same = call("float32[8,8]")
-    assert buckets(same, same) == [({"x": "float32[8, 8]"}, {})]
+NAMED = [call(arguments=[["batch", array(f"float32[{size}]")]]) for size in (1, 2)]
 
 
-def test_sizes_that_are_equal_in_every_call_are_one_variable() -> None:
-    found = buckets(call("float32[8,3]", "int32[8]"), call("float32[2,3]", "int32[2]"))
-    args = {"x": "float32[{batch}, 3]", "y": "int32[{batch}]"}
-    assert found == [(args, {"batch": [2, 8]})]
-
-
-def test_sizes_that_change_apart_are_variables_of_their_own() -> None:
-    found = buckets(call("float32[1,4]"), call("float32[1,8]"), call("float32[2,4]"))
-    assert found == [({"x": "float32[{batch}, {length}]"}, {"batch": [1, 2], "length": [4, 8]})]
-
-
-def test_sizes_that_always_change_together_are_not_combined() -> None:
-    """As n and n + 1: a section would build n = 4 with 9, which no call had and code may not take."""
-    found = buckets(call("float32[4]", "float32[5]"), call("float32[8]", "float32[9]"))
-    assert found == [
-        ({"x": "float32[4]", "y": "float32[5]"}, {}),
-        ({"x": "float32[8]", "y": "float32[9]"}, {}),
-    ]
-
-
-def test_a_size_that_another_decides_is_not_combined_with_it() -> None:
-    found = buckets(*(call(f"float32[{n}]", f"float32[{n // 3}]") for n in (4, 5, 6)))
-    assert found == [
-        ({"x": "float32[{batch}]", "y": "float32[1]"}, {"batch": [4, 5]}),
-        ({"x": "float32[6]", "y": "float32[2]"}, {}),
-    ]
+@pytest.mark.parametrize(
+    ("calls", "found"),
+    [
+        pytest.param([call("float32[8,8]")] * 2, [({"x": "float32[8, 8]"}, {})], id="one size"),
+        pytest.param(
+            [call("float32[8,3]", "int32[8]"), call("float32[2,3]", "int32[2]")],
+            [({"x": "float32[{batch}, 3]", "y": "int32[{batch}]"}, {"batch": [2, 8]})],
+            id="sizes that are equal in every call are one variable",
+        ),
+        pytest.param(
+            [call("float32[1,4]"), call("float32[1,8]"), call("float32[2,4]")],
+            [({"x": "float32[{batch}, {length}]"}, {"batch": [1, 2], "length": [4, 8]})],
+            id="sizes that change apart are variables of their own",
+        ),
+        pytest.param(  # a section would build n = 4 with 9, which no call had and code may not take
+            [call("float32[4]", "float32[5]"), call("float32[8]", "float32[9]")],
+            [
+                ({"x": "float32[4]", "y": "float32[5]"}, {}),
+                ({"x": "float32[8]", "y": "float32[9]"}, {}),
+            ],
+            id="sizes that always change together, as n and n + 1, are not combined",
+        ),
+        pytest.param(
+            [call(f"float32[{n}]", f"float32[{n // 3}]") for n in (4, 5, 6)],
+            [
+                ({"x": "float32[{batch}]", "y": "float32[1]"}, {"batch": [4, 5]}),
+                ({"x": "float32[6]", "y": "float32[2]"}, {}),
+            ],
+            id="a size that another decides is not combined with it",
+        ),
+        pytest.param(
+            NAMED,
+            [({"batch": "float32[{batch2}]"}, {"batch2": [1, 2]})],
+            id="a variable has no name of an argument",
+        ),
+    ],
+)
+def test_calls_that_differ_in_sizes_are_buckets_of_one_section(
+    calls: list[dict[str, Any]], found: list[Any]
+) -> None:
+    assert buckets(*calls) == found
 
 
 def test_static_values_are_combined_as_sizes_are() -> None:
@@ -108,12 +121,6 @@ def test_other_dtypes_ranks_and_donations_are_sections_of_their_own() -> None:
     )
     assert [each["name"] for each in found] == ["score", "score-2", "score-3", "score-4"]
     assert found[3]["donate"] == ["x"]
-
-
-def test_a_variable_has_no_name_of_an_argument() -> None:
-    arguments = [[["batch", array(f"float32[{size}]")]] for size in (1, 2)]
-    [(args, sizes)] = buckets(*(call(arguments=each) for each in arguments))
-    assert (args, sizes) == ({"batch": "float32[{batch2}]"}, {"batch2": [1, 2]})
 
 
 def test_long_arguments_are_tables() -> None:
@@ -160,11 +167,5 @@ def test_what_is_left_out_is_named_with_its_reason(given: dict[str, Any], reason
     assert reason in line
     assert f"#   {line}\n" in found.text
     assert "program" not in tomllib.loads(found.text)
-
-
-def test_functions_of_jax_are_counted() -> None:
-    assert "#   2 x jit_score\n" in made(None, None, call("float32[1]")).text
-
-
-def test_a_manifest_says_where_its_modules_are() -> None:
+    assert "#   2 x jit_score\n" in made(None, None, given).text, "functions of jax are counted"
     assert made(call("float32[1]"), call("int32[1]", home=None)).homes == {Path("/app")}

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -45,11 +46,7 @@ def key_of(name: str) -> str:
     return f"{name}-{hashlib.sha256(name.encode()).hexdigest()}"
 
 
-def call_of(function: str) -> dict[str, object]:
-    return {"name": function, "trouble": ""}
-
-
-def request(name: str, function: str | None = None, **more: object) -> JaxRequest:
+def request(name: str, **more: object) -> JaxRequest:
     made = JaxRequest(
         name=name,
         key=key_of(name),
@@ -61,7 +58,7 @@ def request(name: str, function: str | None = None, **more: object) -> JaxReques
         conditions={"platform": "cpu"},
         where="serve.py:7",
         not_kept=None,
-        call=None if function is None else call_of(function),
+        call=None,
     )
     return dataclasses.replace(made, **more)  # type: ignore[arg-type]
 
@@ -77,10 +74,13 @@ def put(cache: Path, name: str, content: bytes | None = None) -> bytes:
 
 
 def test_files_go_to_the_target_of_the_process_that_made_them(tmp_path: Path) -> None:
-    for name in ("jit_a", "jit_b", "jit_c"):
-        put(tmp_path, name)
+    contents = [put(tmp_path, name) for name in ("jit_a", "jit_b", "jit_c")]
     (tmp_path / "something else").write_text("")
-    processes = [process(request("jit_a")), process(request("jit_b"), jaxlib="4.5.6")]
+    why = "Not writing persistent cache entry for 'jit_d' because it uses host callbacks"
+    processes = [
+        process(request("jit_a"), request("jit_d", not_kept=why)),
+        process(request("jit_b"), jaxlib="4.5.6"),
+    ]
     targets, left_out = collect(tmp_path, processes, MACHINE, known=())
     found = {target.requirement.jaxlib: sorted(target.programs) for target in targets}
     # No process reported of jit_c: it is of this machine's own jaxlib.
@@ -88,32 +88,22 @@ def test_files_go_to_the_target_of_the_process_that_made_them(tmp_path: Path) ->
         "1.2.3": [f"{key_of('jit_a')}-cache", f"{key_of('jit_c')}-cache"],
         "4.5.6": [f"{key_of('jit_b')}-cache"],
     }
-    assert left_out == ()
+    assert left_out == (f"jit_d at serve.py:7: {why}",)
     [first] = [target for target in targets if target.requirement.jaxlib == "1.2.3"]
     entries = [file.entry for file in first.programs.values()]
     assert [entry.name for entry in entries] == ["jit_a", "jit_c"]
     assert [entry.arguments for entry in entries] == [("float32[8]",), None]
-
-
-def test_a_file_has_the_bytes_that_jax_wrote(tmp_path: Path) -> None:
-    content = put(tmp_path, "jit_a")
-    ([target], _) = collect(tmp_path, [], MACHINE, known=())
-    [file] = target.programs.values()
-    assert file.content() == content
-
-
-def test_files_that_were_there_before_are_not_recorded_again(tmp_path: Path) -> None:
-    put(tmp_path, "jit_a")
-    assert collect(tmp_path, [], MACHINE, known={f"{key_of('jit_a')}-cache"}) == ((), ())
+    assert [each.content() for each in first.programs.values()] == [contents[0], contents[2]]
+    # Files that were there before are not recorded again.
+    known = {file for target in targets for file in target.programs}
+    assert collect(tmp_path, [], MACHINE, known=known) == ((), ())
 
 
 @pytest.mark.parametrize("compress", [zstandard.compress, zlib.compress])
 @pytest.mark.parametrize("damage", [lambda c: c + b"rest", lambda c: c[:-3], lambda c: b""])
 def test_a_file_that_two_processes_wrote_at_once_is_left_out(
-    compress: object, damage: object, tmp_path: Path
+    compress: Any, damage: Any, tmp_path: Path
 ) -> None:
-    assert callable(compress)
-    assert callable(damage)
     content = compress(b"what a program is" * 9)
     put(tmp_path, "jit_whole", content)
     put(tmp_path, "jit_torn", damage(content))
@@ -121,12 +111,6 @@ def test_a_file_that_two_processes_wrote_at_once_is_left_out(
     assert [file.entry.name for file in target.programs.values()] == ["jit_whole"]
     assert reason.startswith("jit_torn-")
     assert "record again" in reason
-
-
-def test_a_program_that_jax_does_not_keep_is_named(tmp_path: Path) -> None:
-    why = "Not writing persistent cache entry for 'jit_a' because it uses host callbacks"
-    _, [reason] = collect(tmp_path, [process(request("jit_a", not_kept=why))], MACHINE, known=())
-    assert reason == f"jit_a at serve.py:7: {why}"
 
 
 def test_the_requirement_leaves_to_jax_what_jax_compares() -> None:
@@ -178,9 +162,6 @@ def test_a_bundle_reads_back_as_it_was_written(tmp_path: Path) -> None:
         "b", [packed(target, "b") for target in targets]
     )
     assert read_targets(tmp_path / "nothing") == ()
-
-
-def test_a_bundle_of_programs_is_not_added_to() -> None:
     with pytest.raises(UsageError, match="found one of `prejit build`"):
         read_targets(Path(__file__).parents[3] / "format" / "v1" / "chunks")
 

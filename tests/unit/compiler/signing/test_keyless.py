@@ -41,50 +41,43 @@ def policy(directory: Path, identity: str = IDENTITY) -> str:
 
 
 def test_what_an_identity_signs_runs_under_a_policy_that_names_it(
-    bundle_dir: Path, config: Path, tmp_path: Path
-) -> None:
-    signed = sign(bundle_dir, keyless_signer(token(), config))
-    assert signed.added == len(signed.subjects)
-    assert signed.key == f"{ISSUER} {IDENTITY}"
-    verdicts = verify_policies(bundle_dir, [policy(tmp_path)])
-    assert {verdict.decision.signers for verdict in verdicts} == {("ci",)}
-    with pytest.raises(UntrustedError, match="unknown-identity"):
-        verify_policies(bundle_dir, [policy(tmp_path, "somebody@example.com")])
-
-
-def test_the_command_takes_the_token_of_the_environment(
     bundle_dir: Path,
     config: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, token())
-    assert run(["sign", str(bundle_dir), "--keyless", "--sigstore", str(config)]) == 0
-    assert f"as {ISSUER} {IDENTITY}" in capsys.readouterr().err
-    assert verify_policies(bundle_dir, [policy(tmp_path)])
-
-
-def test_signing_again_attaches_nothing_and_another_identity_does(
-    bundle_dir: Path, config: Path
-) -> None:
-    first = sign(bundle_dir, keyless_signer(token(), config))
-    assert sign(bundle_dir, keyless_signer(token(), config)).added == 0
     other = sign(bundle_dir, keyless_signer(token(identity="https://ci.example/b"), config))
-    assert other.added == first.added
+    monkeypatch.setenv(TOKEN_VARIABLE, token())
+    assert run(["sign", str(bundle_dir), "--keyless", "--sigstore", str(config), "--json"]) == 0
+    printed = capsys.readouterr()
+    signed = json.loads(printed.out)
+    assert signed["added"] == other.added == len(signed["subjects"])
+    assert signed["key"] == f"{ISSUER} {IDENTITY}"
+    assert f"as {ISSUER} {IDENTITY}" in printed.err
+    verdicts = verify_policies(bundle_dir, [policy(tmp_path)])
+    assert {verdict.decision.signers for verdict in verdicts} == {("ci",)}
+    with pytest.raises(UntrustedError, match="unknown-identity"):
+        verify_policies(bundle_dir, [policy(tmp_path, "somebody@example.com")])
+    assert sign(bundle_dir, keyless_signer(token(), config)).added == 0, "it has signed all"
 
 
-@pytest.mark.parametrize(
-    "given",
-    ["", "no token", token(seconds=-60), token(audience="another")],
-    ids=["empty", "text", "expired", "another audience"],
-)
-def test_a_wrong_token_is_refused_before_the_network(given: str, tmp_path: Path) -> None:
+def test_a_wrong_token_configuration_or_option_is_refused_before_the_network(
+    tmp_path: Path,
+) -> None:
     config = tmp_path / "sigstore.json"
-    config.write_text("")
-    with pytest.raises(UsageError, match="expected an identity token") as raised:
-        keyless_signer(given, config)
-    assert TOKEN_VARIABLE in str(raised.value.hint)
+    config.write_text("{}")
+    for given in ("", "no token", token(seconds=-60), token(audience="another")):
+        with pytest.raises(UsageError, match="expected an identity token") as raised:
+            keyless_signer(given, config)
+        assert TOKEN_VARIABLE in str(raised.value.hint)
+    with pytest.raises(StoreError, match="gone"):
+        keyless_signer(token(), tmp_path / "gone")
+    with pytest.raises(UsageError, match="expected the client configuration of sigstore"):
+        keyless_signer(token(), config)
+    for options in ((), ("--key", "a.pem", "--keyless"), ("--key", "a.pem", "--sigstore", "a")):
+        with pytest.raises(UsageError, match=r"expected one of|expected --keyless beside"):
+            run(["sign", "bundle", *options])
 
 
 def test_without_an_identity_the_error_says_where_to_get_one(
@@ -112,23 +105,3 @@ def test_a_certificate_of_another_ca_than_that_of_the_root_signs_nothing(tmp_pat
         config.write_text(json.dumps(found))
         with pytest.raises(NetworkError, match="SCT"):
             keyless_signer(token(), config)
-
-
-def test_a_configuration_that_is_wrong_or_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="gone"):
-        keyless_signer(token(), tmp_path / "gone")
-    (tmp_path / "wrong").write_text("{}")
-    with pytest.raises(UsageError, match="expected the client configuration of sigstore"):
-        keyless_signer(token(), tmp_path / "wrong")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [(), ("--key", "a.pem", "--keyless"), ("--key", "a.pem", "--sigstore", "a.json")],
-    ids=["neither", "both", "a configuration for a key"],
-)
-def test_options_that_contradict_each_other_are_refused(
-    options: tuple[str, ...],
-) -> None:
-    with pytest.raises(UsageError, match=r"expected one of|expected --keyless beside"):
-        run(["sign", "bundle", *options])

@@ -1,9 +1,10 @@
-"""Whether suggested buckets fit the budget, keep what is served today, and pad less."""
+"""Whether suggested buckets fit the budget, keep what is served today, and pad least."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,14 @@ from prejit.compiler.manifest.manifest import Encode, Generate, Manifest, Model
 from prejit.compiler.manifest.reading import check_manifest
 from prejit.compiler.manifest.specs import program_specs
 from prejit.compiler.suggesting.chosen_buckets import (
+    MAX_CANDIDATES,
     Buckets,
+    best_sizes,
+    candidates,
     decoder_buckets,
     encoder_buckets,
+    folded,
+    padded,
     suggest_decoder,
     suggest_encoder,
 )
@@ -77,7 +83,7 @@ def test_more_programs_never_pad_an_encoder_more_and_the_budget_is_kept(
     assert less.beyond == 0
 
 
-def test_a_decoder_still_serves_the_longest_prompt_context_and_batch_of_today() -> None:
+def test_the_longest_prompt_context_sentence_and_batch_of_today_are_still_served() -> None:
     log = decoder_log([LoggedGeneration(20, 10, batch=2)] * 50)
     today = Generate(batch=(1, 8), prompt=(16, 64), context=(128, 1024), draft_tokens=4)
     found = suggest_decoder(log, 40, today)
@@ -89,14 +95,10 @@ def test_a_decoder_still_serves_the_longest_prompt_context_and_batch_of_today() 
     assert 24 in found.table.prompt
     assert 2 in found.table.batch
     assert overhead(found) < overhead(decoder_buckets(log, today))
-
-
-def test_an_encoder_still_serves_the_longest_sentence_and_the_largest_batch_of_today() -> None:
     log = LoggedRequests({}, {LoggedEncoding(20): 9}, {})
     found = suggest_encoder(log, 12, Encode(((1, 16), (32, 256))))
     assert isinstance(found.table, Encode)
-    assert (32, 256) in found.table.shapes
-    assert (1, 24) in found.table.shapes
+    assert {(32, 256), (1, 24)} <= {*found.table.shapes}
 
 
 def test_requests_beyond_the_longest_context_are_counted_and_break_nothing() -> None:
@@ -106,7 +108,7 @@ def test_requests_beyond_the_longest_context_are_counted_and_break_nothing() -> 
     assert suggest_decoder(log, 12, today).beyond == 1
 
 
-def test_padding_of_a_decoder_is_what_its_steps_and_chunks_compute() -> None:
+def test_padding_is_what_steps_chunks_and_rows_compute() -> None:
     # 20 tokens in chunks of 16: 16 + 8; steps at lengths 21 and 22 in a context of 32.
     log = decoder_log([LoggedGeneration(20, 2, batch=1)])
     table = Generate(batch=(2,), prompt=(8, 16), context=(16, 32))
@@ -114,9 +116,6 @@ def test_padding_of_a_decoder_is_what_its_steps_and_chunks_compute() -> None:
     assert (prompt.needed, prompt.computed) == (20, 24)
     assert (context.needed, context.computed) == (43, 64)
     assert batch.padding == pytest.approx(0.5)
-
-
-def test_padding_of_an_encoder_counts_rows_and_tokens() -> None:
     log = LoggedRequests({}, {LoggedEncoding(10, 3): 2}, {})
     (axis,) = encoder_buckets(log, Encode(((1, 64), (4, 16)))).axes
     assert (axis.needed, axis.computed) == (60, 128)
@@ -135,3 +134,55 @@ def test_a_budget_that_holds_no_buckets_is_an_error() -> None:
         suggest_decoder(decoder_log([LoggedGeneration(8, 8)]), 1)
     with pytest.raises(UsageError, match="at least 3 programs"):
         suggest_encoder(LoggedRequests({}, {LoggedEncoding(8): 1}, {}), 2)
+
+
+WEIGHTS = st.dictionaries(st.integers(1, 40), st.integers(1, 9), min_size=1, max_size=8)
+
+
+def padding(weights: dict[int, int], sizes: tuple[int, ...]) -> int:
+    return sum((padded(value, sizes) - value) * weight for value, weight in weights.items())
+
+
+@settings(max_examples=examples(60, 400))
+@given(WEIGHTS, st.integers(1, 5), st.sampled_from([1, 3, 8]), st.data())
+def test_no_other_sizes_pad_less_for_any_number_of_them(
+    weights: dict[int, int], most: int, multiple: int, data: st.DataObject
+) -> None:
+    every = [*range(multiple, max(weights) + multiple, multiple)]
+    # What must be chosen: the largest, which holds all, and sometimes others.
+    kept = {every[-1], *data.draw(st.sets(st.sampled_from(every), max_size=2))}
+    among = candidates(weights, multiple, kept)
+    found = best_sizes(weights, among, most, kept)
+    for number in range(len(kept), min(most, len(every)) + 1):
+        tried = [
+            padding(weights, each)
+            for count in range(1, number + 1)
+            for each in combinations(every, count)
+            if kept <= {*each}
+        ]
+        # Fewer candidates than sizes asked for: all of them are chosen.
+        best = found.get(number, found[max(found)])
+        assert best.padding == padding(weights, best.chosen) == min(tried)
+        assert kept <= {*best.chosen}
+
+
+@settings(max_examples=examples(60, 400))
+@given(WEIGHTS, st.integers(1, 40))
+def test_values_beyond_the_largest_size_are_computed_in_full_pieces_and_a_rest(
+    weights: dict[int, int], largest: int
+) -> None:
+    rest = folded(weights, largest)
+    sizes = best_sizes(rest, candidates(rest, 1, {largest}), 3, {largest})
+    for each in sizes.values():
+        assert each.padding == padding(weights, each.chosen)
+    paddings = [sizes[number].padding for number in sorted(sizes)]
+    assert paddings == sorted(paddings, reverse=True), "another size never pads more"
+    if sizes:
+        assert len(sizes[max(sizes)].chosen) == max(sizes)
+
+
+def test_candidates_stay_few_and_hold_every_value() -> None:
+    for count in (MAX_CANDIDATES, 40 * MAX_CANDIDATES):
+        found = candidates(range(1, count + 1), 1)
+        assert len(found) <= MAX_CANDIDATES
+        assert found[-1] >= count

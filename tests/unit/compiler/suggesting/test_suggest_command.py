@@ -73,17 +73,14 @@ def test_compile_times_come_from_a_report_and_count_every_target(
         run(["suggest", str(lengths), *arguments])
 
 
-def test_without_a_manifest_a_budget_is_needed(
-    lengths: Path, capsys: pytest.CaptureFixture[str]
+def test_a_log_needs_a_budget_and_the_requests_of_the_manifests_model(
+    lengths: Path, manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UsageError, match="expected a budget of programs"):
         run(["suggest", str(lengths)])
     assert run(["suggest", str(lengths), "--programs", "6"]) == 0
     assert "the batches are a guess" in capsys.readouterr().out
-
-
-def test_a_log_of_the_other_kind_of_model_is_refused(manifest: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
+    log = lengths.with_name("log.jsonl")
     log.write_text('{"length": 3}\n')
     with pytest.raises(UsageError, match="expected requests to a decoder"):
         run(["suggest", str(log), "--manifest", str(manifest)])

@@ -43,11 +43,6 @@ def fake(wanted: EnvironmentSpec, python: str = sys.executable) -> Path:
     return path
 
 
-def test_a_target_that_the_build_host_can_compile_for_gets_no_environment() -> None:
-    assert environments.spec_for(HOST, "0.10.2") is None
-    assert environments.spec_for(replace(HOST, jax="0.10.2"), "0.10.2") is None
-
-
 @pytest.mark.parametrize(
     ("target", "pinned"),
     [
@@ -66,6 +61,8 @@ def test_a_target_that_the_build_host_can_compile_for_gets_no_environment() -> N
 def test_a_pin_a_constraint_or_an_accelerator_gets_one_of_its_own(
     target: Target, pinned: list[str]
 ) -> None:
+    assert environments.spec_for(HOST, "0.10.2") is None
+    assert environments.spec_for(replace(HOST, jax="0.10.2"), "0.10.2") is None
     wanted = environments.spec_for(target, "0.10.2")
     assert wanted is not None
     assert [text for text in wanted.requirements if "==" in text] == pinned
@@ -101,36 +98,32 @@ def test_an_environment_that_is_there_is_used_without_a_process_or_a_network(
     assert environments.find(replace(WANTED, constraints=())) is None
 
 
-def test_a_use_is_noted_or_gc_would_collect_it() -> None:
-    marker = fake(WANTED) / MARKER
+def test_half_an_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = (path := fake(WANTED)) / MARKER
+    whole = marker.read_bytes()
     os.utime(marker, (0, 0))
-    environments.find(WANTED)
-    assert time.time() - marker.stat().st_mtime < 60
-
-
-@pytest.mark.parametrize("damage", ["no marker", "half a marker", "another marker", "no python"])
-def test_half_an_environment_is_none(damage: str) -> None:
-    path = fake(WANTED, python="/gone/python3.13" if damage == "no python" else sys.executable)
-    if damage == "no marker":
-        (path / MARKER).unlink()
-    elif damage == "half a marker":
-        (path / MARKER).write_bytes((path / MARKER).read_bytes()[:20])
-    elif damage == "another marker":
-        (path / MARKER).write_text("[]")
+    assert environments.find(WANTED) is not None
+    assert time.time() - marker.stat().st_mtime < 60, "gc would collect it"
+    for damaged in (whole[:20], b"[]"):
+        marker.write_bytes(damaged)
+        assert environments.find(WANTED) is None
+    marker.write_bytes(whole)
+    (path / "bin" / "python").unlink()
+    (path / "bin" / "python").symlink_to("/gone/python3.13")
     assert environments.find(WANTED) is None
-
-
-def test_a_kill_while_one_is_deleted_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = fake(WANTED)
+    (path / "bin" / "python").unlink()
+    (path / "bin" / "python").symlink_to(sys.executable)
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed here
     environments.remove(path)
-    assert (path / "bin").is_dir()
-    assert environments.find(WANTED) is None
+    assert ((path / "bin").is_dir(), environments.find(WANTED)) == (True, None)
 
 
 def test_a_directory_that_cannot_be_written_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("PREJIT_ENVIRONMENTS")
+    monkeypatch.setenv("PREJIT_CACHE", "/mine")
+    assert environments.root() == Path("/mine/environments/v1")
     (tmp_path / "file").touch()
     monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "file"))
     monkeypatch.setattr(installing, "find_interpreter", lambda *_: sys.executable)
@@ -167,12 +160,6 @@ with environments.locked(Path(sys.argv[1])):
             pass
 
 
-def test_environments_are_in_the_build_cache_unless_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PREJIT_ENVIRONMENTS")
-    monkeypatch.setenv("PREJIT_CACHE", "/mine")
-    assert environments.root() == Path("/mine/environments/v1")
-
-
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """An environment without any package."""
@@ -190,16 +177,15 @@ def start_worker(environment: Environment) -> subprocess.Popen[str]:
     )
 
 
-def test_the_worker_sees_prejit_and_nothing_else_of_the_build_host(bare: Environment) -> None:
+def test_a_worker_sees_prejit_alone_and_holds_its_environment_so_that_gc_leaves_it(
+    bare: Environment,
+) -> None:
     """It finds its own code, and stops at the first package that is missing."""
-    _, errors = (worker := start_worker(bare)).communicate()
-    assert worker.returncode == 1
-    assert "compile/worker/__main__.py" in errors
-    assert "ModuleNotFoundError: No module named 'zstandard'" in errors
-
-
-def test_a_worker_holds_its_environment_so_that_gc_leaves_it(bare: Environment) -> None:
     with environments.locked(bare.path), start_worker(bare) as worker:
         with pytest.raises(subprocess.TimeoutExpired):
             worker.wait(timeout=0.5)
         worker.kill()
+    _, errors = (worker := start_worker(bare)).communicate()
+    assert worker.returncode == 1
+    assert "compile/worker/__main__.py" in errors
+    assert "ModuleNotFoundError: No module named 'zstandard'" in errors

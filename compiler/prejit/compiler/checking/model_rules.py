@@ -22,15 +22,7 @@ Compared = tuple[str, Any, Any]
 def compare(
     subject: Subject, name: str, expected: str, change: str, compared: Iterable[Compared]
 ) -> Finding:
-    """Return a finding on logits that must be equal.
-
-    Args:
-        subject: the model, with the tolerance.
-        name: the check.
-        expected: what the rule says, after the word `expected`.
-        change: what to change in a model that breaks the rule.
-        compared: the logits.
-    """
+    """Return a finding on logits that must be equal."""
     worst, where = -1.0, ""
     for text, found, right in compared:
         apart = difference(found, right)

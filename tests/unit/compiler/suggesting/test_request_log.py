@@ -38,6 +38,8 @@ def test_the_log_of_a_server_gives_lengths_and_how_many_ran_at_once(tmp_path: Pa
     found = read_log(path)
     assert found.generations == {LoggedGeneration(4, 5, 16): 1, LoggedGeneration(20, 5): 1}
     assert found.seconds_at == {1: 3.0, 2: 2.0}
+    call = {"kind": "encode", "model": "e", "sentences": 2, "tokens": 31}  # their mean length
+    assert read_log(log(tmp_path, request(1.0, 0.5, call))).encodings == {LoggedEncoding(16, 2): 1}
 
 
 def test_what_a_server_writes_is_what_is_read(tmp_path: Path) -> None:
@@ -51,11 +53,6 @@ def test_what_a_server_writes_is_what_is_read(tmp_path: Path) -> None:
     ]
     path = log(tmp_path, request(1.0, 0.5, *(call.described() for call in calls)))
     assert read_log(path).generations == {LoggedGeneration(0, 3, 3): 1}
-
-
-def test_sentences_of_a_call_have_its_mean_length(tmp_path: Path) -> None:
-    call = {"kind": "encode", "model": "e", "sentences": 2, "tokens": 31}
-    assert read_log(log(tmp_path, request(1.0, 0.5, call))).encodings == {LoggedEncoding(16, 2): 1}
 
 
 def test_bundles_of_a_server_are_not_mixed(tmp_path: Path) -> None:
@@ -82,28 +79,25 @@ def test_lines_of_the_user_are_json_or_csv(tmp_path: Path) -> None:
     assert read_log(table).encodings == {LoggedEncoding(12, 4): 1, LoggedEncoding(9): 1}
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("{", "line 1: expected JSON"),
-        ("[1]", "line 1: expected an object"),
-        ('{"tokens": 3}', "line 1: expected prompt_tokens or length, found tokens"),
-        ('{"length": 0}', "length: expected a number from 1 to"),
-        ('{"length": 1.5}', r"length: expected a number from 1 to 16777216, found 1\.5"),
-        ('{"length": 1e400}', "length: expected a number"),
-        ('{"length": true}', "length: expected a number"),
-        ('{"prompt_tokens": 3}', "new_tokens: expected a number from 0 to 16777216, found None"),
-        ('{"event": "request"}', "line 1: expected a line of a server's log"),
-        ('{"event": "request", "time": 1, "seconds": 1, "calls": [3]}', "of a server's log"),
-        ('{"event": "start"}', "expected requests with lengths, found none"),
-    ],
-)
-def test_a_line_of_another_form_is_named(tmp_path: Path, line: str, problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
-        read_log(log(tmp_path, line))
+WRONG = [
+    ("{", "line 1: expected JSON"),
+    ("[1]", "line 1: expected an object"),
+    ('{"tokens": 3}', "line 1: expected prompt_tokens or length, found tokens"),
+    ('{"length": 0}', "length: expected a number from 1 to"),
+    ('{"length": 1.5}', r"length: expected a number from 1 to 16777216, found 1\.5"),
+    ('{"length": 1e400}', "length: expected a number"),
+    ('{"length": true}', "length: expected a number"),
+    ('{"prompt_tokens": 3}', "new_tokens: expected a number from 0 to 16777216, found None"),
+    ('{"event": "request"}', "line 1: expected a line of a server's log"),
+    ('{"event": "request", "time": 1, "seconds": 1, "calls": [3]}', "of a server's log"),
+    ('{"event": "start"}', "expected requests with lengths, found none"),
+]
 
 
-def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_log_of_another_form_or_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for line, problem in WRONG:
+        with pytest.raises(UsageError, match=problem):
+            read_log(log(tmp_path, line))
     with pytest.raises(StoreError, match=r"none\.jsonl: cannot read: No such file"):
         read_log(tmp_path / "none.jsonl")
     (tmp_path / "latin").write_bytes(b"\xff")

@@ -33,12 +33,11 @@ download.index-url='https://another-command.example'
     found = settings(listed).environ
     assert found["UV_FIND_LINKS"] == "https://c.example,https://d.example"
     assert found["UV_DEFAULT_INDEX"] == "https://install.example"
-
-
-def test_all_indexes_are_searched_as_pip_does() -> None:
     found = settings("global.extra-index-url='file:///one\\nfile:///two'\n").environ
     assert found["UV_EXTRA_INDEX_URL"] == "file:///one file:///two"
     assert found["UV_INDEX_STRATEGY"] == "unsafe-best-match"
+    own = settings("global.index-url='https://pip.example'\n", UV_DEFAULT_INDEX="https://uv")
+    assert own.environ["UV_DEFAULT_INDEX"] == "https://uv", "uv's own variables win"
 
 
 def test_what_a_machine_needs_to_reach_its_index_is_passed_on(tmp_path: Path) -> None:
@@ -71,8 +70,3 @@ def test_a_setting_without_a_counterpart_leaves_the_work_to_pip(tmp_path: Path) 
     assert translated("global.constraint='limits.txt'\n", {}) is None
     assert translated(f"global.cert='{tmp_path}'\n", {}) is None
     assert translated("global.find-links='https://x.example/a,b'\n", {}) is None
-
-
-def test_uvs_own_variables_win() -> None:
-    found = settings("global.index-url='https://pip.example'\n", UV_DEFAULT_INDEX="https://uv")
-    assert found.environ["UV_DEFAULT_INDEX"] == "https://uv"

@@ -1,0 +1,55 @@
+"""Pages of HTML that tests read: their elements, and whether they need nothing beside themselves."""
+
+from __future__ import annotations
+
+import html.parser
+
+EVIL = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
+"""A name that must stay text."""
+_VOID = ("meta", "input", "br")
+
+
+class Elements(html.parser.HTMLParser):
+    """All elements, their attributes and text, and whether each is closed where it must be."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(source)
+        self.close()
+        assert self.open == []
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.text += data
+
+    def check_harmless(self, count: int, scripts: int = 0) -> None:
+        """Check that EVIL is text, at least `count` times, and no element."""
+        tags = [tag for tag, _ in self.found]
+        assert (tags.count("script"), tags.count("img")) == (scripts, 0)
+        assert not any(name.startswith("on") for _, found in self.found for name in found)
+        assert self.text.count(EVIL) >= count
+
+
+def alone(source: str) -> Elements:
+    """Return the elements of a page that needs nothing beside itself."""
+    found = Elements(source)
+    for _, attributes in found.found:
+        assert not {"src", "href", "action", "data", "xlink:href"} & attributes.keys()
+    assert "http" not in source.replace("http-equiv", "")
+    assert not {"url(", "@import"} & {part for part in ("url(", "@import") if part in source}
+    assert "prefers-color-scheme: dark" in source
+    return found
