@@ -18,6 +18,7 @@ from .extent import deselect_thorough, examples
 from .quick_compiling import compile_quickly
 
 pytest_plugins = (
+    "tests.once",
     "tests.warm",
     "tests.recipes",
     "tests.golden",

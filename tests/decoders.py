@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from .once import Once
 from .parity.cases import Case
 from .warm import WarmPython
 
@@ -110,19 +112,22 @@ def build(
 
 @pytest.fixture(scope="session")
 def make_decoder(
-    tmp_path_factory: pytest.TempPathFactory, build_cache: Path, warm: WarmPython
+    tmp_path_factory: pytest.TempPathFactory, build_cache: Path, warm: WarmPython, once: Once
 ) -> Callable[..., Path]:
     """Builds a decoder for this machine: `make_decoder("mistral", batch=(2,), prompt=(10,), context=(24,))`.
 
-    The model is a family of this module, with random weights, or a directory.
+    The model is a family of this module, with random weights, which is built once a run; or a directory.
     """
 
     def make(model: str | Path, **buckets: Any) -> Path:
-        directory = tmp_path_factory.mktemp("decoder")
-        source = Path(model)
-        if isinstance(model, str):
-            source = write_random(model, directory / model)
-        return build(warm, source, directory, build_cache, **buckets)
+        if isinstance(model, Path):
+            return build(warm, model, tmp_path_factory.mktemp("decoder"), build_cache, **buckets)
+        digest = hashlib.sha256(json.dumps([model, buckets], sort_keys=True, default=str).encode())
+        made = once(
+            f"{model}-{digest.hexdigest()[:12]}",
+            lambda at: build(warm, write_random(model, at / model), at, build_cache, **buckets),
+        )
+        return made / "decoder"
 
     return make
 

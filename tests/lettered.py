@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,10 @@ import pytest
 
 from prejit.runtime.text.vocabulary import byte_alphabet
 
+from .decoders import build
+from .once import Once
 from .parity.cases import Case
+from .warm import WarmPython
 
 WORDS = (
     *("ab", "abc", "bc", '{"', '":', '",', '"}', '": "', "true", "false", "null", "12", " 1", "  "),
@@ -92,9 +94,11 @@ def write_lettered(directory: Path, *, template: bool = True, **sizes: int) -> P
 
 
 @pytest.fixture(scope="session")
-def lettered_dir(
-    make_decoder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def lettered_dir(build_cache: Path, warm: WarmPython, once: Once) -> Path:
     """A bundle of that model: contexts up to 512, batches of 1 and 3."""
-    source = write_lettered(tmp_path_factory.mktemp("lettered") / "model")
-    return make_decoder(source, batch=(1, 3), prompt=(64,), context=(64, 512))
+    buckets: dict[str, Any] = {"batch": (1, 3), "prompt": (64,), "context": (64, 512)}
+    made = once(
+        "lettered",
+        lambda at: build(warm, write_lettered(at / "model"), at, build_cache, **buckets),
+    )
+    return made / "decoder"

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from .layouts import write_files
+from .once import Once
 
 if TYPE_CHECKING:
     from prejit.runtime.format.arrays import Array
@@ -132,7 +134,7 @@ class Recipe:
 
 
 @pytest.fixture(scope="session")
-def make_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe]:
+def make_recipe(tmp_path_factory: pytest.TempPathFactory, once: Once) -> Callable[..., Recipe]:
     """Makes a recipe: `make_recipe(score_scale=1.0, name="example", buckets=(2, 8), miscompiled="")`.
 
     Its programs, for the targets `cpu-host` and `cpu-x86-64-v3`:
@@ -143,6 +145,17 @@ def make_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recip
     """
 
     @functools.cache
+    def compiled(buckets: tuple[int, ...], miscompiled: str) -> Mapping[str, _Compiled]:
+        """By one worker of pytest-xdist for all. What a recipe is named and weighs changes no program."""
+
+        def make(at: Path) -> None:
+            (at / "programs").write_bytes(pickle.dumps(_compile(at, buckets, miscompiled)))
+
+        sizes = "-".join(map(str, buckets))
+        made = once(f"recipe {sizes} {miscompiled}".strip().replace(" ", "-"), make)
+        return dict(pickle.loads((made / "programs").read_bytes()))
+
+    @functools.cache
     def make(
         score_scale: float = 1.0,
         name: str = "example",
@@ -150,7 +163,7 @@ def make_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recip
         miscompiled: str = "",
     ) -> Recipe:
         at = tmp_path_factory.mktemp("recipe")
-        return _make_recipe(at, score_scale, name, buckets, miscompiled)
+        return _pack(at, score_scale, name, compiled(buckets, miscompiled))
 
     return make
 
@@ -181,16 +194,51 @@ def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def make_example(at: Path) -> Recipe:
     """The recipe of `make_recipe` for who has no fixtures; `at` is a directory for its store."""
-    return _make_recipe(at, 1.0, "example", (2, 8))
+    return _pack(at, 1.0, "example", _compile(at, (2, 8), ""))
 
 
-def _make_recipe(
-    at: Path, score_scale: float, name: str, buckets: tuple[int, ...], miscompiled: str = ""
-) -> Recipe:
-    import numpy as np
+@dataclass(frozen=True)
+class _Compiled:
+    """A program: its arrays, what it was compiled from, and its executable for each target.
 
+    Attributes:
+        executables: serialized, with the CPU features that they need, by target.
+        memory: what its executable for this machine needs.
+    """
+
+    portable: bytes
+    arguments: Sequence[Any]
+    results: Sequence[Any]
+    executables: Mapping[str, tuple[bytes, frozenset[str]]]
+    memory: Any
+
+
+def _compile(at: Path, buckets: tuple[int, ...], miscompiled: str) -> dict[str, _Compiled]:
+    """Lower and compile the programs of a recipe."""
     from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features
     from prejit.compiler.compile.worker.xla import compile_portable
+
+    lowered = {f"score/b{size}": _lower_score(size, miscompiled) for size in buckets}
+    lowered |= {"nest": _lower_nest(), "tick": _lower_tick()}
+    for_v3 = _compile_for_v3(at, {p: portable for p, (portable, _, _) in lowered.items()})
+    programs = {}
+    for name, (portable, arguments, results) in lowered.items():
+        host = compile_portable(portable)
+        executables = {
+            "cpu-host": (
+                host.serialized,
+                frozenset(declared_features(host.serialized)) - {*NEVER_CHOSEN},
+            ),
+            "cpu-x86-64-v3": (for_v3[name][0], frozenset(for_v3[name][1])),
+        }
+        programs[name] = _Compiled(portable, arguments, results, executables, host.memory)
+    return programs
+
+
+def _pack(at: Path, score_scale: float, name: str, programs: Mapping[str, _Compiled]) -> Recipe:
+    """Return the bundle of these programs; `at` is a directory for a store."""
+    import numpy as np
+
     from prejit.compiler.pipeline.pack import bundle_files
     from prejit.compiler.store.directory_store import DirectoryStore
     from prejit.runtime.base.files import digest_of
@@ -209,19 +257,7 @@ def _make_recipe(
         "score:bias": np.arange(4, dtype=np.float32),
         "score:kernel": random.standard_normal((16, 4), np.float32) * np.float32(score_scale),
     }
-    lowered = {f"score/b{size}": _lower_score(size, miscompiled) for size in buckets}
-    lowered |= {"nest": _lower_nest(), "tick": _lower_tick()}
     cache = DirectoryStore.open(at / "cache")
-    on_host = {program: compile_portable(portable) for program, (portable, _, _) in lowered.items()}
-    targets = {
-        "cpu-host": {
-            p: (c.serialized, {*declared_features(c.serialized)} - {*NEVER_CHOSEN})
-            for p, c in on_host.items()
-        },
-        "cpu-x86-64-v3": _compile_for_v3(
-            at, {p: portable for p, (portable, _, _) in lowered.items()}
-        ),
-    }
 
     def frame(raw: bytes) -> Segment:
         import zstandard
@@ -238,7 +274,7 @@ def _make_recipe(
         return bundle_files.layer(media_type, layer.content.read_bytes(), title), segments
 
     portable, portables = packed_in_memory(
-        PORTABLE_MEDIA_TYPE, "programs.stablehlo", {p: x for p, (x, _, _) in lowered.items()}
+        PORTABLE_MEDIA_TYPE, "programs.stablehlo", {p: x.portable for p, x in programs.items()}
     )
     with cache.blob_writer() as blob:
         bundle_files.write_weights(
@@ -258,10 +294,13 @@ def _make_recipe(
         portable,
     )
     packed = []
-    for target, compiled in targets.items():
+    for target in ("cpu-host", "cpu-x86-64-v3"):
         executables, segments = packed_in_memory(
-            EXECUTABLES_MEDIA_TYPE, "programs.xla", {p: x for p, (x, _) in compiled.items()}
+            EXECUTABLES_MEDIA_TYPE,
+            "programs.xla",
+            {p: x.executables[target][0] for p, x in programs.items()},
         )
+        needed = frozenset[str]().union(*(x.executables[target][1] for x in programs.values()))
         config = Config(
             format=FORMAT_VERSION,
             bundle=name,
@@ -269,7 +308,7 @@ def _make_recipe(
             requirement=Requirement(
                 "cpu",
                 os.uname().machine,
-                tuple(sorted({f for _, features in compiled.values() for f in features})),
+                tuple(sorted(needed)),
                 version("jaxlib"),
             ),
             versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
@@ -279,16 +318,16 @@ def _make_recipe(
                     kind="call",
                     bucket={"b": int(program[7:])} if program.startswith("score/b") else {},
                     key=digest_of(f"{target} {program}".encode()),
-                    arguments=tuple(map(str, arguments)),
-                    results=tuple(map(str, results)),
+                    arguments=tuple(map(str, made.arguments)),
+                    results=tuple(map(str, made.results)),
                     executable=segments[program],
                     portable=portables[program],
-                    memory=on_host[program].memory,
+                    memory=made.memory,
                     weights="score" if program.startswith("score/") else None,
-                    arguments_tree=tree_of(arguments),
-                    results_tree=tree_of(results),
+                    arguments_tree=tree_of(made.arguments),
+                    results_tree=tree_of(made.results),
                 )
-                for program, (_, arguments, results) in lowered.items()
+                for program, made in programs.items()
             ),
             weight_sets={"score": tuple(weights)},
         )

@@ -22,30 +22,41 @@ LANGUAGES = {"python", "toml", "sh", "console", "text", "cpp"}
 """C++ is compiled by tests/integration/test_libraries.py."""
 WILL_COMPILE = 8
 
-_SNIPPETS = [snippet for page in PAGES for snippet in snippets_of(page)]
+_WITH_CODE = [page for page in PAGES if any(snippets_of(page))]
 _RUN = [
     page
-    for page in PAGES
+    for page in _WITH_CODE
     if any(s.language in ("python", "sh", "console") for s in snippets_of(page))
     and page.parent.name not in NOT_RUN
 ]
 
 
-def _name(value: Any) -> str:
-    return str(value if isinstance(value, Snippet) else value.relative_to(ROOT))
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("snippet", _SNIPPETS, ids=_name)
-def test_a_code_block_is_in_a_language_that_is_checked(snippet: Snippet) -> None:
-    assert snippet.language in LANGUAGES, f"{snippet}: no test checks {snippet.language}"
+@pytest.mark.parametrize("page", _WITH_CODE, ids=_name)
+def test_every_block_is_python_a_manifest_or_a_command_that_exists(
+    page: Path, page_directory: Path
+) -> None:
+    for snippet in snippets_of(page):
+        match snippet.language:
+            case "python":
+                compile(snippet.code, str(snippet), "exec")
+            case "toml" if "[[rules]]" in snippet.code:
+                _check_policy(snippet)
+            case "toml":
+                _check_manifest(snippet, page_directory)
+            case "sh" | "console":
+                for command in commands_of(snippet):
+                    known = re.match(r"(\S*python|prejit|make|pip) ", command)
+                    if snippet.only_parsed is None or known:
+                        check_command(command, snippet)
+            case language:
+                assert language in LANGUAGES, f"{snippet}: no test checks {language}"
 
 
-def _is_policy(snippet: Snippet) -> bool:
-    return snippet.language == "toml" and "[[rules]]" in snippet.code
-
-
-@pytest.mark.parametrize("snippet", [s for s in _SNIPPETS if _is_policy(s)], ids=_name)
-def test_a_trust_policy_is_read(snippet: Snippet) -> None:
+def _check_policy(snippet: Snippet) -> None:
     pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
     if "identities" in snippet.code:
         pytest.importorskip("sigstore", reason="sigstore comes with the extra keyless")
@@ -63,35 +74,16 @@ def test_a_trust_policy_is_read(snippet: Snippet) -> None:
     assert parse_policy(snippet.code.encode(), str(snippet), read, ROOT).rules
 
 
-@pytest.mark.parametrize(
-    "snippet",
-    [s for s in _SNIPPETS if s.language == "toml" and not _is_policy(s)],
-    ids=_name,
-)
-def test_a_manifest_is_read(snippet: Snippet, page_directory: Path) -> None:
+def _check_manifest(snippet: Snippet, directory: Path) -> None:
     for name in re.findall(r'^params = "(.*)"$', snippet.code, re.MULTILINE):
         if name.endswith(".safetensors"):
-            (page_directory / name).write_bytes(b"")
+            (directory / name).write_bytes(b"")
         else:
-            (page_directory / name).mkdir()
-    manifest = page_directory / "snippet.toml"
+            (directory / name).mkdir(exist_ok=True)
+    manifest = directory / "snippet.toml"
     manifest.write_text(completed(snippet.code))
     if snippet.only_parsed is None:
-        assert read_manifest(manifest).targets
-
-
-@pytest.mark.parametrize(
-    "snippet", [s for s in _SNIPPETS if s.language in ("sh", "console")], ids=_name
-)
-def test_a_command_exists_with_its_options(snippet: Snippet) -> None:
-    for command in commands_of(snippet):
-        if snippet.only_parsed is None or re.match(r"(\S*python|prejit|make|pip) ", command):
-            check_command(command, snippet)
-
-
-@pytest.mark.parametrize("snippet", [s for s in _SNIPPETS if s.language == "python"], ids=_name)
-def test_python_is_python(snippet: Snippet) -> None:
-    compile(snippet.code, str(snippet), "exec")
+        assert read_manifest(manifest).targets, snippet
 
 
 @pytest.mark.parametrize("page", _RUN, ids=_name)

@@ -12,6 +12,7 @@ from pathlib import Path
 from string import ascii_lowercase
 
 import pytest
+from tests.once import Once
 from tests.parity.encoder_cases import Case
 from tests.warm import WarmPython
 from tokenizers import Tokenizer, pre_tokenizers, processors
@@ -144,28 +145,30 @@ def stories_dir(
 
 
 @pytest.fixture(scope="session")
-def demo(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo(run: Run, once: Once) -> Path:
     """The demo bundle, built for this machine alone: test_fleet.py builds for the other levels."""
-    output = tmp_path_factory.mktemp("demo")
-    options = ("-o", output, "--target", "cpu-host")
-    run("build", ROOT / "manifests" / "demo.toml", *options, quick=True)
-    return output / "demo"
+    command = ("build", ROOT / "manifests" / "demo.toml", "--target", "cpu-host", "-o")
+    return once("demo", lambda at: run(*command, at, quick=True)) / "demo"
 
 
 @pytest.fixture(scope="session")
-def encoder_dir(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def encoder_dir(run: Run, once: Once) -> Path:
     """A tiny sentence encoder whose words are letters."""
-    directory = tmp_path_factory.mktemp("letters-encoder")
-    Case("tiny", ENCODER, 7, pooling=("mean_tokens",), normalize=True).write(directory / "model")
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *ascii_lowercase]
-    made = Tokenizer(WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    made.save(str(directory / "model" / "tokenizer.json"))
-    manifest = directory / "encoder.toml"
-    manifest.write_text(
-        '[bundle]\nname = "sentences"\n[model]\nsource = "model"\n[encode]\nshapes = [[4, 16]]\n'
-        '[[target]]\nname = "cpu-host"\n'
-    )
-    run("build", manifest, "-o", directory, quick=True)
-    return directory / "sentences"
+
+    def make(directory: Path) -> None:
+        case = Case("tiny", ENCODER, 7, pooling=("mean_tokens",), normalize=True)
+        case.write(directory / "model")
+        names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *ascii_lowercase]
+        ids = {name: i for i, name in enumerate(names)}
+        made = Tokenizer(WordPiece(ids, unk_token="[UNK]"))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+        made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+        made.save(str(directory / "model" / "tokenizer.json"))
+        manifest = directory / "encoder.toml"
+        manifest.write_text(
+            '[bundle]\nname = "sentences"\n[model]\nsource = "model"\n[encode]\nshapes = [[4, 16]]\n'
+            '[[target]]\nname = "cpu-host"\n'
+        )
+        run("build", manifest, "-o", directory, quick=True)
+
+    return once("letters-encoder", make) / "sentences"

@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from tests.extent import sampled
 
 from .conftest import ROOT, Run, write_manifest
 
@@ -79,7 +80,7 @@ def rise(run: Run, at: Path, source: Path, text: str, dtype: str, cache_dtype: s
 PAIRS = [("int8", "float32"), ("int8", "bfloat16"), ("bfloat16", "float32")]
 
 
-@pytest.mark.parametrize(("dtype", "cache_dtype"), PAIRS)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), sampled(PAIRS, PAIRS[1:2].__contains__))
 def test_a_story_is_no_more_than_one_percent_less_likely(
     run: Run,
     stories: tuple[Path, dict[str, list[int]]],
@@ -90,7 +91,7 @@ def test_a_story_is_no_more_than_one_percent_less_likely(
     assert rise(run, tmp_path, stories[0], STORY, dtype, cache_dtype) <= 0.01
 
 
-@pytest.mark.parametrize(("dtype", "cache_dtype"), PAIRS)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), sampled(PAIRS, PAIRS[::2].__contains__))
 def test_python_is_no_more_than_one_percent_less_likely(
     run: Run, tmp_path: Path, dtype: str, cache_dtype: str
 ) -> None:

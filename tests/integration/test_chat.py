@@ -66,16 +66,3 @@ def test_the_bundle_knows_its_template(run: Run, chatting: Path) -> None:
     assert loaded.apply_chat_template(messages)[0] == 1
     assert "chat.v1+json" in run("inspect", chatting).stdout
     run("verify", chatting)
-
-
-def test_a_template_that_does_not_parse_fails_the_build(
-    run: Run, stories: tuple[Path, Any], tmp_path: Path
-) -> None:
-    source = tmp_path / "model"
-    shutil.copytree(stories[0], source)
-    source.chmod(0o755)
-    (source / "chat_template.jinja").write_text("fine\n{% if %}")
-    manifest = write_manifest(tmp_path / "m.toml", source, prompt=(16,), context=(128,))
-    done = run("build", manifest, "-o", tmp_path, status=1)
-    assert "error[checkpoint]" in done.stderr
-    assert "chat_template.jinja: line 2: " in done.stderr

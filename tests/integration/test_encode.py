@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.extent import cases
 from tests.parity.encoder_cases import Case
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordPiece
@@ -238,24 +238,6 @@ def test_costs_are_measured_and_a_rebuild_changes_nothing(
     assert (built / "index.json").read_bytes() == before
 
 
-def test_sixteen_threads_share_a_bundle(bundle: Bundle) -> None:
-    texts = ["a b", "c " * 40, "d", "e f g " * 30]
-    expected = bundle.encode(texts)
-    found: list[Any] = []
-
-    def work() -> None:
-        for _ in range(3):
-            found.append(bundle.encode(texts))
-
-    threads = [threading.Thread(target=work) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 48
-    assert all(np.abs(one - expected).max() <= 1e-5 for one in found)
-
-
 def test_a_fresh_process_compiles_nothing_and_may_end_while_shapes_are_loaded(
     run: Run, python: Run, built: Path, bundle: Bundle
 ) -> None:
@@ -288,19 +270,26 @@ def test_another_machine_compiles_what_it_needs_and_gives_the_same(
     assert used in {"1x16", *("1x32", "2x32")}
 
 
-def test_a_shape_longer_than_the_model_takes_is_told_before_it_is_compiled(
-    run: Run, model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ([1, 521], "encode.shapes: expected at most 520 tokens"),
+        ([2147483647, 16], "encode: expected programs whose arrays take at most 4 TiB"),
+    ],
+)
+def test_a_shape_that_cannot_run_is_refused_before_it_is_compiled(
+    shape: list[int], message: str, run: Run, model: Path, tmp_path: Path
 ) -> None:
-    path = model.parent / "long.toml"
-    path.write_text(
-        '[bundle]\nname = "long"\n[model]\nsource = "model"\n[encode]\nshapes = [[1, 521]]\n'
+    manifest = tmp_path / "m.toml"
+    manifest.write_text(
+        f'[bundle]\nname = "m"\n[model]\nsource = "{model}"\n[encode]\nshapes = [{shape}]\n'
         '[[target]]\nname = "cpu-host"\n'
     )
-    done = run("build", path, "-o", tmp_path, status=2)
-    assert "encode.shapes: expected at most 520 tokens" in done.stderr
+    done = run("build", manifest, "-o", tmp_path, "--no-measure", status=2)
+    assert message in done.stderr
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", cases(["bfloat16"], ["int8"]))
 def test_a_sentence_transformers_directory_builds_in_every_dtype(
     dtype: str, model: Path, run: Run, tmp_path: Path
 ) -> None:
@@ -312,16 +301,6 @@ def test_a_sentence_transformers_directory_builds_in_every_dtype(
     run("build", manifest, "-o", tmp_path, quick=True)
     loaded = load(tmp_path / "m", on_mismatch="error")
     assert np.isfinite(loaded.encode([[CLS, 7, SEP]])).all()
-
-
-def test_a_batch_that_no_machine_holds_is_refused(model: Path, run: Run, tmp_path: Path) -> None:
-    manifest = tmp_path / "m.toml"
-    manifest.write_text(
-        f'[bundle]\nname = "m"\n[model]\nsource = "{model}"\n[encode]\nshapes = [[2147483647, 16]]\n'
-        '[[target]]\nname = "cpu-host"\n'
-    )
-    done = run("build", manifest, "-o", tmp_path, "--no-measure", status=2)
-    assert "encode: expected programs whose arrays take at most 4 TiB" in done.stderr
 
 
 def test_other_uses_of_an_encoder_name_the_command_that_encodes(bundle: Bundle) -> None:

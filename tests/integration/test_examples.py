@@ -20,7 +20,7 @@ EXAMPLES = sorted(at.parent for at in (ROOT / "examples").glob("*/manifest.toml"
 TOLERANCE = {"bayes": 0.05}
 """Greatest differences to jax.jit. The draws of a sampler depend on each other: one bit grows."""
 
-SAMPLE = ("diffusion", "physics", "training")
+SAMPLE = ("physics", "training")
 """Examples that `make test` builds. test_state_space.py builds the decoder of another one."""
 TRAINER = ROOT / "examples" / "transcriber"
 STEPS = 150

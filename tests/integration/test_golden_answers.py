@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.decoders import build, write_random
+from tests.extent import cases
 from tests.warm import WarmPython
 
 import prejit.runtime
@@ -59,10 +60,10 @@ def test_the_portable_programs_give_another_answer(
 
 
 def test_two_builds_give_two_digests(
-    model: Path, built: Path, tmp_path: Path, warm: WarmPython
+    model: Path, built: Path, tmp_path: Path, warm: WarmPython, fresh_cache: Path
 ) -> None:
     # Another cache: every answer is asked for again.
-    again = build(warm, model, tmp_path, tmp_path / "cache", **BUCKETS)
+    again = build(warm, model, tmp_path, fresh_cache, **BUCKETS)
     with prejit.runtime.load(built) as one, prejit.runtime.load(again) as other:
         assert {p.name: p.golden for p in one.config.programs} == {
             p.name: p.golden for p in other.config.programs
@@ -70,7 +71,9 @@ def test_two_builds_give_two_digests(
         assert one.digest == other.digest
 
 
-@pytest.mark.parametrize("without", ["h.1.", "h.1.mlp.c_proj", "h.1.attn.c_proj.bias", "ln_f.bias"])
+@pytest.mark.parametrize(
+    "without", cases(["h.1.", "ln_f.bias"], ["h.1.mlp.c_proj", "h.1.attn.c_proj.bias"])
+)
 def test_a_model_without_some_of_its_parts_gives_the_golden_answer(
     without: str, model: Path, built: Path, tmp_path: Path, make_decoder: Callable[..., Path]
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.extent import cases
 
 from prejit.runtime import Bundle, Request, load
 
@@ -102,9 +103,9 @@ print(interrupted)
 def test_interrupts_at_any_moment_leave_all_slots_free_and_the_tokens_right(
     python: Run, decoder_dir: Path
 ) -> None:
-    done = python(INTERRUPTED, decoder_dir, json.dumps(TEXT), "200")
+    done = python(INTERRUPTED, decoder_dir, json.dumps(TEXT), "100")
     # Python drops what is raised in a finalizer or in a callback of its garbage collector, as jax has one.
-    assert int(done.stdout) >= 190
+    assert int(done.stdout) >= 95
 
 
 FIRST = """
@@ -128,7 +129,7 @@ print(json.dumps(bundle.generate(json.loads(sys.argv[2])[:9], **options).token_i
 """
 
 
-@pytest.mark.parametrize("seconds", [0.01, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize("seconds", cases([0.05, 0.2], [0.01, 0.1]))
 def test_an_interrupt_of_the_first_generation_leaves_the_bundle_usable(
     python: Run, decoder_dir: Path, seconds: float
 ) -> None:

@@ -219,20 +219,6 @@ def registry() -> Iterator[_Store]:
         thread.join()
 
 
-def test_a_target_survives_a_push_and_a_pull_by_oras(
-    registry: _Store, bundle_dir: Path, tmp_path: Path
-) -> None:
-    provider = Registry(insecure=True, tls_verify=False)
-    where = f"127.0.0.1:{registry.server_address[1]}/bundle:v1"
-    Layout(str(bundle_dir)).push_to_registry(provider=provider, target=where, tag="cpu-host")
-    NewLayoutFromRegistry(str(tmp_path / "pulled"), provider, where, tag="cpu-host")
-    pulled = tmp_path / "pulled" / "blobs" / "sha256"
-    for digest, size in blobs_of(bundle_dir, "cpu-host").items():
-        content = (pulled / digest.removeprefix("sha256:")).read_bytes()
-        assert len(content) == size
-        assert f"sha256:{hashlib.sha256(content).hexdigest()}" == digest
-
-
 def test_a_bundle_survives_a_push_and_a_pull_by_oras(
     registry: _Store, bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import email
 import email.message
+import importlib.util
 import json
 import re
 import subprocess
 import sys
+import sysconfig
 import venv
 import zipfile
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 BUILD_SIDE = ("flax", "orbax", "pydantic", "rich", "safetensors", "transformers")
@@ -37,23 +40,54 @@ HOUSES = ("runtime", "server", "compiler")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The wheel of each house, built from its source distribution, which is thereby known to be enough."""
     found = {}
+    alone = [] if importlib.util.find_spec("hatchling") is None else ["--no-isolation"]
     for house in HOUSES:
         out = tmp_path_factory.mktemp(house)
-        run(sys.executable, "-m", "build", "--outdir", out, ROOT / house)
+        run(sys.executable, "-m", "build", *alone, "--outdir", out, ROOT / house)
         [found[house]] = out.glob("*.whl")
     return found
 
 
 @pytest.fixture(scope="module")
 def server(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`bin` of an environment that has the runtime's wheel and what it asks for, and the jax of this one."""
+    """`bin` of an environment that has the runtime's wheel, and links to what the wheel asks for."""
     path = tmp_path_factory.mktemp("server")
-    venv.create(path, with_pip=True)
-    constraints = path / "constraints.txt"
-    constraints.write_text("".join(f"{name}=={version(name)}\n" for name in ("jax", "jaxlib")))
-    pip = (path / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "-q")
-    run(*pip, "--constraint", constraints, wheels["runtime"])
+    venv.create(path, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(path)}))
+    said = files_of(wheels["runtime"])[1]
+    for top in sorted(_files_of_all([text for text in said.get_all("Requires-Dist") or []])):
+        (packages / top.name).symlink_to(top)
+    pip = ("-m", "pip", "--disable-pip-version-check", "--python", path / "bin" / "python")
+    run(sys.executable, *pip, "install", "-q", "--no-deps", "--no-compile", wheels["runtime"])
     return path / "bin"
+
+
+def _files_of_all(requirements: list[str]) -> set[Path]:
+    """Return the files and directories, in this environment, of distributions and all that they require."""
+    waiting = [Requirement(text) for text in requirements]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    found: set[Path] = set()
+    while waiting:
+        wanted = waiting.pop()
+        extras = frozenset(wanted.extras)
+        if (wanted.marker and not wanted.marker.evaluate({"extra": ""})) or (
+            (wanted.name, extras) in seen
+        ):
+            continue
+        seen.add((wanted.name, extras))
+        installed = distribution(wanted.name)
+        assert wanted.specifier.contains(installed.version, prereleases=True), wanted
+        for file in installed.files or ():
+            if file.parts[0] not in ("..", "__pycache__"):
+                found.add(Path(str(installed.locate_file(file.parts[0]))))
+        for text in installed.requires or ():
+            each = Requirement(text)
+            if each.marker is None or any(
+                each.marker.evaluate({"extra": extra}) for extra in ("", *extras)
+            ):
+                each.marker = None
+                waiting.append(each)
+    return found
 
 
 def files_of(wheel: Path) -> tuple[list[str], email.message.Message]:

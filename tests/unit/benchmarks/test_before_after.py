@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from benchmarks.studies import before_after
 
 
@@ -35,8 +31,3 @@ def test_the_interval_holds_the_median_and_widens_with_the_spread() -> None:
     wide = before_after.interval([0.5, 0.9, 1.0, 1.1, 1.5])
     assert narrow[0] <= 1.0 <= narrow[1]
     assert wide[1] - wide[0] > narrow[1] - narrow[0]
-
-
-def test_a_directory_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"expected prejit\.runtime below it"):
-        before_after.environment(tmp_path, tmp_path)

@@ -40,10 +40,6 @@ def test_a_row_is_compared_with_peers_of_its_dtype_and_with_jax() -> None:
     }
 
 
-def test_a_start_with_a_receipt_is_not_compared_with_itself() -> None:
-    assert "to the start with a receipt" not in cold_report.references(rows()[1], rows())
-
-
 def test_ratios_are_within_rounds_and_stay_empty_where_a_row_did_not_run() -> None:
     found = {"page cache warm": figures(first=[1.0, 4.0, 2.0], llama=[2.0, 2.0, 1.0])}
     table = cold_report.ratios("title", rows(), found)
@@ -92,14 +88,3 @@ def test_the_notes_say_how_files_were_made_cold_and_what_was_left() -> None:
     assert "At most 2.0 %" in said
     assert "120 MB of the bundle, 300 MB" in said
     assert f"{FIRST} 300" in said
-
-
-def test_the_picture_has_a_panel_for_each_model_and_condition_that_ran() -> None:
-    found = {
-        "GPT-2": {"page cache warm": figures(first=[1.0]), "1 CPU": figures(first=[2.0])},
-        "Llama": {"disk cold": figures(llama=[3.0])},
-    }
-    drawn = cold_report.picture(found, [])
-    assert drawn.count('class="title"') == 2
-    assert FIRST in drawn
-    assert LLAMA in drawn

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks.harness import (
-    chart,
     comparison,
     fresh_processes,
-    models,
-    peer_environments,
     report,
     workload,
-    workspace,
 )
 from benchmarks.harness.comparison import DECODE, FIRST, Goal
-from benchmarks.harness.fresh_processes import FailedProcessError, Row, Spread
+from benchmarks.harness.fresh_processes import Row, Spread
 
 MINE, PEER, SLOW = "prejit float32", "llama.cpp f32", "JAX, persistent cache"
 
@@ -105,15 +99,6 @@ def test_a_row_whose_embeddings_are_another_models_is_named() -> None:
     assert comparison.different_embeddings(found, rows(SLOW, MINE, PEER)) == [PEER]
 
 
-def test_a_large_model_is_not_begun_where_its_files_would_fill_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workspace, "LARGE_BYTES", 10**18)
-    with pytest.raises(FailedProcessError, match="expected 1000000000 GB of free disk"):
-        workspace.Bench(tmp_path, 1, quick=False).model("llama-1b")
-    assert not (tmp_path / "llama-1b").exists()
-
-
 def test_the_share_of_the_floor_is_of_the_bandwidth_probed_beside_each_process() -> None:
     step = workload.decode_bytes()
     assert step == pytest.approx(494.6e6, rel=1e-3)
@@ -142,12 +127,6 @@ def test_a_row_that_fails_is_left_out_with_its_reason_and_the_others_go_on() -> 
     assert failures == {"bad": "exit status 1: no such model"}
 
 
-def test_a_row_that_fails_ends_a_benchmark_that_does_not_report_failures() -> None:
-    bad = Row("bad", (sys.executable, "-c", "raise SystemExit('no such model')"))
-    with pytest.raises(FailedProcessError, match="bad: exit status 1: no such model"):
-        fresh_processes.interleave([bad], 1)
-
-
 def test_the_probe_runs_before_each_counted_process_and_not_in_the_round_thrown_away(
     tmp_path: Path,
 ) -> None:
@@ -160,65 +139,9 @@ def test_the_probe_runs_before_each_counted_process_and_not_in_the_round_thrown_
     assert count.read_text() == "xx"
 
 
-def test_the_time_left_counts_each_row_at_its_own_length() -> None:
-    assert fresh_processes.left_seconds({"a": 1.0, "b": 3.0}, ["a", "b", "b"]) == 7.0
-    assert fresh_processes.left_seconds({"a": 1.0, "b": 3.0}, ["c"]) == 2.0
-
-
-def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: Any) -> None:
-    nothing = peer_environments.Environment((str(tmp_path / "no-such-package"),))
-    monkeypatch.setitem(peer_environments.ENVIRONMENTS, "nothing", nothing)
-    with pytest.raises(
-        peer_environments.EnvironmentFailedError, match="environment nothing: ERROR"
-    ):
-        peer_environments.interpreter(tmp_path, "nothing")
-    assert not (tmp_path / "envs" / "nothing" / ".ready").exists()
-
-
-def test_bfloat16_weights_are_rounded_to_nearest_even() -> None:
-    # 1 + 2^-8 lies between two bfloat16 values and goes to the even one; 1 + 3 * 2^-8 likewise.
-    values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, -1.5], np.float32)
-    assert models.bfloat16_bits(values).tolist() == [0x3F80, 0x3F80, 0x3F82, 0xBFC0]
-
-
-def test_written_weights_are_read_back_with_every_tensor_at_64_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    models.write_safetensors(
-        path, {"a": np.arange(16, dtype=np.float32), "b": np.ones((4, 4), np.float32).T}
-    )
-    content = path.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    assert start % 64 == 0
-    header = json.loads(content[8:start])
-    begin, end = header["b"]["data_offsets"]
-    assert begin % 64 == 0
-    assert np.frombuffer(content[start + begin : start + end], np.float32).tolist() == [1.0] * 16
-
-
 def test_the_first_prompt_of_a_batch_is_that_of_batch_1() -> None:
     assert workload.prompts(32, 4)[0] == workload.prompts(32, 1)[0]
     assert len({tuple(prompt) for prompt in workload.prompts(32, 8)}) == 8
-
-
-def test_no_two_prefill_prompts_are_alike() -> None:
-    prompts = {
-        tuple(workload.prefill_prompt(number)) for number in range(workload.PREFILL_RUNS + 1)
-    }
-    assert len(prompts) == workload.PREFILL_RUNS + 1
-
-
-def test_a_llama_of_a_billion_has_the_weights_of_its_files() -> None:
-    shapes = models.llama_shapes(workload.LLAMA_1B)
-    matrices = sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2)
-    assert matrices == workload.LLAMA_1B.matrix_weights
-    assert 1.23e9 < matrices < 1.25e9
-
-
-def test_names_in_the_picture_are_text_not_markup() -> None:
-    panel = chart.Panel("a < b", [("<script>", Spread(1, 1, 2), True)], "s")
-    drawn = chart.draw([panel], [("x & y", True)])
-    assert "<script>" not in drawn
-    assert "x &amp; y" in drawn
 
 
 def test_figures_are_taken_at_the_event_that_stops_a_process() -> None:
@@ -226,30 +149,6 @@ def test_figures_are_taken_at_the_event_that_stops_a_process() -> None:
     row = Row("row", (sys.executable, "-c", code))
     sample = fresh_processes.run_once(row, until="FIRST", at_stop=lambda: {"disk_read_bytes": 7})
     assert (sample["seen"], sample["disk_read_bytes"]) == (1, 7)
-
-
-def facts_of(runs: int) -> dict[str, Any]:
-    machine = {
-        **{"cpu": "x", "family_model": "1/2", "avx512": False, "cores": 2, "kernel": "6"},
-        **{"memory_bytes": 2**30, "load_average": 0.0},
-    }
-    return {
-        **{"date": "d", "machine": machine, "versions": {}, "runs": runs},
-        "load_average_after": 0.0,
-    }
-
-
-def test_a_section_with_fewer_rounds_than_the_run_says_its_own_number() -> None:
-    tables = [
-        report.Table("cold", ("a",), [], runs="3"),
-        report.Table("decode", ("a",), [], "", "5"),
-    ]
-    page = report.markdown(facts_of(5), tables, [])
-    assert "Medians [least..greatest] of fresh processes" in page
-    assert page.index("## cold") < page.index("each row: 3.") < page.index("## decode")
-    assert "Fresh processes of each row: 5." in page
-    of_a_study = report.markdown(facts_of(4), [report.Table("t", ("a",), [])], [])
-    assert "of 4 fresh processes" in of_a_study
 
 
 def test_the_number_of_processes_is_a_range_where_rows_differ() -> None:

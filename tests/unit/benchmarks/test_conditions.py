@@ -12,9 +12,7 @@ from benchmarks.harness.conditions import (
     WARM,
     Condition,
     Start,
-    cached_share,
     fresh_root,
-    read_only,
 )
 from benchmarks.harness.fresh_processes import Row
 
@@ -54,14 +52,3 @@ def test_a_fresh_root_keeps_no_receipts_and_writes_no_bytecode(tmp_path: Path) -
     assert variables["HOME"] == str(tmp_path)
     assert variables["PYTHONDONTWRITEBYTECODE"] == "1"
     assert not list(Path(variables["PYTHONPYCACHEPREFIX"]).parent.iterdir())
-
-
-def test_a_read_only_command_names_the_directory_before_the_command() -> None:
-    command = read_only(("python", "child.py"), Path("/models"))
-    assert command[-3:] == ("/models", "python", "child.py")
-
-
-def test_the_cached_share_of_files_that_were_just_written_is_everything(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(100_000))
-    assert cached_share([tmp_path / "file"]) == 1.0
-    assert cached_share([]) == 0.0

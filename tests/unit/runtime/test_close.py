@@ -69,12 +69,16 @@ def functions_dir(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -
     return build_bundle(programs, output, name="functions", cache=build_cache, quiet=True).path
 
 
-@pytest.mark.parametrize("way", CALLS)
-def test_a_closed_bundle_says_that_it_is_closed(decoder_dir: Path, way: str) -> None:
+def test_a_closed_bundle_says_that_it_is_closed(decoder_dir: Path) -> None:
     bundle = load(decoder_dir)
     bundle.close()
-    with pytest.raises(ClosedError, match=r"^decoder: expected an open bundle, found one that is"):
-        CALLS[way](bundle)
+    for way, call in CALLS.items():
+        try:
+            with pytest.raises(ClosedError, match=r"^decoder: expected an open bundle, found one"):
+                call(bundle)
+        except BaseException as error:
+            error.add_note(way)
+            raise
     assert bundle.name == "decoder"
 
 
@@ -269,7 +273,7 @@ def settled():
     return tasks()
 
 found = []
-for turn in range(20):
+for turn in range(12):
     bundle = load(sys.argv[1])
     if bundle.config.decoder is None:
         for _ in range(3):
@@ -287,7 +291,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize("kind", ["decoder", "functions"])
-def test_memory_files_and_threads_stay_flat_over_twenty_loads(
+def test_memory_files_and_threads_stay_flat_over_twelve_loads(
     decoder_dir: Path, functions_dir: Path, kind: str, run_python: Callable[..., Any]
 ) -> None:
     path = decoder_dir if kind == "decoder" else functions_dir
@@ -296,7 +300,7 @@ def test_memory_files_and_threads_stay_flat_over_twenty_loads(
     assert set(files[1:]) == {files[1]}, "open files"
     # An engine starts the one thread of all finalizers.
     assert set(threads) == {2 if kind == "decoder" else 1}, "threads of Python"
-    assert max(tasks[10:]) <= max(tasks[1:10]), "threads of jaxlib"
+    assert max(tasks[6:]) <= max(tasks[1:6]), "threads of jaxlib"
     assert set(maps) == {0}, "mapped files of the bundle"
-    # The allocator keeps some of what was freed: ten more rounds take less than 8 MB.
-    assert memory[-1] - memory[9] < 8 << 20
+    # The allocator keeps some of what was freed: six more rounds take less than 5 MB.
+    assert memory[-1] - memory[5] < 5 << 20

@@ -611,7 +611,7 @@ def test_a_write_past_a_limit_loses_nothing(recipe: Any, make_recipe: Any, tmp_p
     new = make_recipe(score_scale=2.0)
     index, blobs = new.assemble()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
     try:
         with pytest.raises(StoreError, match=os.strerror(errno.EFBIG)):
             write_layout(path, index, blobs)
