@@ -396,5 +396,6 @@ def test_a_program_of_64_bits_says_what_its_build_needs(run: Run, tmp_path: Path
     manifest, said = record(run, tmp_path, WIDE)
     assert "build it with JAX_ENABLE_X64=1" in said
     assert "# Build it with JAX_ENABLE_X64=1" in manifest.read_text()
-    refused = run("build", manifest, status=2).stderr
-    assert "expected a dtype of at most 32 bits, found 'float64[5]'" in refused
+    for command in ("plan", "build"):
+        refused = run(command, manifest, status=2).stderr
+        assert "expected a dtype of at most 32 bits, found 'float64[5]'" in refused

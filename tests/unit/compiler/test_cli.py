@@ -111,18 +111,19 @@ def test_a_variable_with_a_wrong_value_is_named(
         run(["build", str(manifest), *options, "--target", "cpu-host"])
 
 
+@pytest.mark.parametrize("variable", ["JAX_LOG_COMPILES", "JAX_DEFAULT_MATMUL_PRECISION"])
 def test_a_value_that_jax_refuses_at_its_import_is_an_error_with_the_variable(
-    manifest: Path, tmp_path: Path
+    manifest: Path, tmp_path: Path, variable: str
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "prejit.runtime", "build", manifest, "--cache", tmp_path / "cache"],
         cwd=tmp_path,
-        env={**os.environ, "JAX_DEFAULT_MATMUL_PRECISION": "maybe"},
+        env={**os.environ, variable: "maybe"},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    expected = "JAX_DEFAULT_MATMUL_PRECISION: expected a value that jax takes, found 'maybe'"
+    expected = f"{variable}: expected a value that jax takes, found 'maybe'"
     assert (done.returncode, f"error[usage]: {expected}" in done.stderr) == (2, True)
 
 
