@@ -12,7 +12,7 @@ from prejit.runtime.programs.ready import ProgramReport
 from prejit.runtime.start_report import StartReport
 from prejit.runtime.verdict import Axis, Verdict
 from prejit.server.engine.engine_metrics import EngineMetrics
-from prejit.server.engine.request_queue import Limits
+from prejit.server.engine.fair_queue import Limits
 from prejit.server.engine.request_recorder import ENCODE, GENERATE, Cost, Recorder
 from prejit.server.served.served import Models, Served
 

@@ -479,11 +479,11 @@ def _audited(bundle: Path, damage: Damage, allowed: str | None) -> str | None:
 def _use(bundle: Path, mode: str) -> tuple[list[int], Exception | None]:
     """Load a bundle and stream a reply. Return its tokens, and the error that ended it."""
     from prejit.runtime import load
-    from prejit.runtime.format import hashing
+    from prejit.runtime.format import verifying
 
     tokens: list[int] = []
     late = mock.patch.object(
-        hashing, "HashingVerification", partial(_without_threads, hashing.HashingVerification)
+        verifying, "HashingVerification", partial(_without_threads, verifying.HashingVerification)
     )
     try:
         with late if mode == "late" else contextlib.nullcontext():

@@ -468,7 +468,7 @@ def _import_all() -> None:
     import prejit.runtime.bundle_batches
     import prejit.runtime.device.kernels
     import prejit.runtime.device.portable
-    import prejit.runtime.format.hashing
+    import prejit.runtime.format.verifying
     import prejit.runtime.generation.cache_growth
     import prejit.runtime.generation.decode
     import prejit.runtime.generation.filling_aside

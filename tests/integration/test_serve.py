@@ -477,7 +477,7 @@ def test_a_crash_of_native_code_shows_where_each_thread_was(serve: Serve, text_d
     assert complete(server).status_code == 200
     assert server.end(signal.SIGSEGV) == -signal.SIGSEGV
     assert "Fatal Python error: Segmentation fault" in server.said
-    assert "engine/loop.py" in server.said
+    assert "engine/generation_loop.py" in server.said
 
 
 def test_streams_that_their_clients_leave_are_replayed_as_far_as_they_came(

@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from prejit.server.engine.request_queue import Limits
+from prejit.server.engine.fair_queue import Limits
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
 from prejit.server.http.connections import Connection

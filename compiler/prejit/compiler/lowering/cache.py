@@ -186,7 +186,7 @@ def padded(cache: Cache, arrays: tuple[Array, ...]) -> Cache:
 
 
 def decoder_fields(layout: CacheLayout, shape: DecoderConfig) -> Mapping[str, Any]:
-    """Return the fields of `schema.Decoder` that the model decides."""
+    """Return the fields of `bundle_schema.Decoder` that the model decides."""
     found: dict[str, Any] = {
         "family": shape.family,
         "vocab_size": shape.vocab_size,

@@ -147,7 +147,7 @@ class LoweredProgram:
         arguments_tree, results_tree: how they are nested, as `trees.to_text` writes it; None for a model's.
         weight_shardings: the mesh axis that splits each dimension, for each weight that is split.
         weight_sets: every set of tensors that may come first, by the set's name. Empty means `weights` only.
-        decoder: the fields of `schema.Decoder` that a decoder decides; empty for other programs.
+        decoder: the fields of `bundle_schema.Decoder` that a decoder decides; empty for other programs.
         estimated_microseconds: estimated duration on a CPU, for targets that cannot be measured; 0 means no
             estimate.
         traced: the operations of a function of the user; None for other programs.

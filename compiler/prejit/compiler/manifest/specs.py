@@ -24,7 +24,7 @@ class ProgramSpec:
         name: `decode/b1-c128`, `prefill/b1-t16-c128`, `verify/b1-k8-c128`, `copy/b1-c128-to-b4-c128`,
             `encode/b1-n64-c128`,
             `encode/b8-t128/layer`, `score/batch8`, `score/batch8-mode=fast`, `score`.
-        kind: as in `schema.ProgramEntry`.
+        kind: as in `bundle_schema.ProgramEntry`.
         bucket: static sizes by name.
         section: name of the [[program]] that it comes from; empty for programs of the model.
         static: values of static arguments by name.

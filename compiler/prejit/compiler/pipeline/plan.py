@@ -83,14 +83,14 @@ class Lowered:
         stablehlo: the version of its form.
         weights: names of the tensors that come first among the arguments, in order.
         arguments, results: the other arguments, and the results, as `Array` prints them.
-        decoder: the fields of `schema.Decoder` that the model decides; None for other programs.
+        decoder: the fields of `bundle_schema.Decoder` that the model decides; None for other programs.
         weight_shardings: for each weight that a mesh splits, the mesh axis of each dimension.
-        encoder: the fields of `schema.Encoder` that the model decides; None for other programs.
+        encoder: the fields of `bundle_schema.Encoder` that the model decides; None for other programs.
         weight_sets: the sets of tensors that the program runs with in turn; empty: `weights` alone.
         estimated_microseconds: estimated time of a run, for machines that cannot measure it; 0: unknown.
         arguments_tree, results_tree: how arguments and results of a user's function are nested.
         symbolic: the zstd frame of a user's function for any size of some variables; None: there is none.
-        settings: as `schema.ProgramEntry` has them.
+        settings: as `bundle_schema.ProgramEntry` has them.
         trials: the user's function at sizes for which the program is compared with it.
     """
 

@@ -1,6 +1,6 @@
 """The programs of an encoder: run them over the cheapest set of buckets, and load them in the background.
 
-A bucket has three programs (`schema.Encoder`): embed, layer (run once for each layer's weights) and pool. A
+A bucket has three programs (`bundle_schema.Encoder`): embed, layer (run once for each layer) and pool. A
 thread loads all buckets from the moment that the bundle is loaded. It loads them in an order in which the
 first few serve every sentence at no more than twice its best cost; the very first is ready when `load`
 returns. A call in the meantime uses the buckets that are ready if that is faster than waiting.

@@ -21,7 +21,6 @@ from prejit.runtime.format.checks.call_programs import check_programs
 from prejit.runtime.format.checks.layers import check_chat, check_weights, unpack
 from prejit.runtime.format.checks.oci import check_digest, check_layout_file
 from prejit.runtime.format.checks.program_table import check_weight_sets, segments_of
-from prejit.runtime.format.hashing import check_blob
 from prejit.runtime.format.layout import Layout, locked
 from prejit.runtime.format.names import (
     ATTACHED_TYPES,
@@ -42,6 +41,7 @@ from prejit.runtime.format.opening import (
 )
 from prejit.runtime.format.referrers import Referrer, reached, referrers, unattached
 from prejit.runtime.format.root import Root, encode_root, is_ours
+from prejit.runtime.format.verifying import check_blob
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 CheckGeneration = Callable[[bytes, str], object]

@@ -24,11 +24,11 @@ from prejit.runtime.format.bundle_schema import Chunks, Descriptor, ImageManifes
 from prejit.runtime.format.checks import layers as layer_checks
 from prejit.runtime.format.layout import ATTEMPTS, Layout, OpenFile
 from prejit.runtime.format.root import Root, read_root
-from prejit.runtime.format.verification import VERIFIED, Verification
+from prejit.runtime.format.verified import VERIFIED, Verification
 from prejit.runtime.machine.kept_files import Receipts
 
 if TYPE_CHECKING:
-    from prejit.runtime.format import hashing
+    from prejit.runtime.format import verifying
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -101,16 +101,16 @@ class Blobs:
         with_chunks = {digest for digest, _ in tables}
         whole = [(digest, None) for digest in self._files if digest not in with_chunks]
         parts: list[tuple[str, Chunks | None]] = [*tables, *whole]
-        jobs, names = list["hashing.Job"](), list[tuple[str, Identity]]()
+        jobs, names = list["verifying.Job"](), list[tuple[str, Identity]]()
         for digest, table in parts:
             file = self._files[digest]
             if table is not None:
                 _is_measured(file, table)
             if not self._holds(file, digest):
-                from prejit.runtime.format import hashing
+                from prejit.runtime.format import verifying
 
-                run = partial(hashing.check_whole, file, digest, table)
-                jobs.append(hashing.Job(digest, 0, file.identity.size, run))
+                run = partial(verifying.check_whole, file, digest, table)
+                jobs.append(verifying.Job(digest, 0, file.identity.size, run))
                 names.append((digest, file.identity))
         self._begin(jobs, names, threads=len(os.sched_getaffinity(0)))
         self.verification.finish()
@@ -134,7 +134,7 @@ class Blobs:
         needed_first = [layers[name] for name in first if name in layers]
         every = (at.digest for at in manifest.layers)  # libraries of the user have one media type
         tables = {layers[name]: each for name, each in chunks.items()}
-        jobs, names = list["hashing.Job"](), list[tuple[str, Identity]]()
+        jobs, names = list["verifying.Job"](), list[tuple[str, Identity]]()
         for digest in dict.fromkeys((*needed_first, *every, manifest.config.digest)):
             file, table = self._files[digest], tables.get(digest)
             size = file.identity.size
@@ -147,16 +147,21 @@ class Blobs:
                 _log.debug("%s: has a receipt", digest)
                 continue
             _log.debug("%s: to be hashed%s", digest, "" if table is None else " in chunks")
-            from prejit.runtime.format import hashing  # starts with receipts have no job
+            from prejit.runtime.format import verifying  # starts with receipts have no job
 
             if table is None:
                 jobs.append(
-                    hashing.Job(digest, 0, size, partial(hashing.check_whole, file, digest, None))
+                    verifying.Job(
+                        digest, 0, size, partial(verifying.check_whole, file, digest, None)
+                    )
                 )
             else:
                 jobs += [
-                    hashing.Job(
-                        digest, start, end, partial(hashing.check_chunk, file, start, end, expected)
+                    verifying.Job(
+                        digest,
+                        start,
+                        end,
+                        partial(verifying.check_chunk, file, start, end, expected),
                     )
                     for start, end, expected in table.places(size)
                 ]
@@ -169,7 +174,7 @@ class Blobs:
         return self._receipts is not None and self._receipts.holds(name, file.identity)
 
     def _begin(
-        self, jobs: Sequence[hashing.Job], names: Iterable[tuple[str, Identity]], *, threads: int
+        self, jobs: Sequence[verifying.Job], names: Iterable[tuple[str, Identity]], *, threads: int
     ) -> None:
         """Begin jobs. If all succeed, files with these names and identities get receipts."""
         self.hashed_bytes = sum(job.end - job.start for job in jobs)
@@ -180,11 +185,11 @@ class Blobs:
         if not jobs:
             self._close()
             return
-        from prejit.runtime.format import hashing
+        from prejit.runtime.format import verifying
 
         # The method keeps this object, and with it the descriptors, until the work is over.
         finish = partial(self._finish, names, time.time())
-        self.verification = hashing.HashingVerification(
+        self.verification = verifying.HashingVerification(
             jobs, threads=threads, finished=finish, failed=self._close
         )
 

@@ -1,6 +1,6 @@
 """The canary: the first executable that a bundle loads must give its golden answer before any result is used.
 
-A machine asks an executable once. What it answered is kept (store/runtime_cache.py), so later starts read one
+A machine asks an executable once. What it answered is kept (machine/kept_files.py), so later starts read one
 file. An executable with a wrong answer is in quarantine on this machine (asked_answers.py).
 """
 

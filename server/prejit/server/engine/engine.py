@@ -18,10 +18,10 @@ from prejit.runtime.generation.finished_text import Result
 from prejit.runtime.generation.options import Options, Prompt
 from prejit.runtime.generation.rows import admit
 from prejit.server.engine.engine_metrics import EngineMetrics
+from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.engine.finalizers import when_dropped
-from prejit.server.engine.loop import Loop
+from prejit.server.engine.generation_loop import Loop
 from prejit.server.engine.memory import CachePlan, free_bytes, plan_caches
-from prejit.server.engine.request_queue import NO_LIMITS, Limits
 from prejit.server.engine.request_recorder import ENCODE, Recorder, kinds_of
 from prejit.server.engine.stream import Answer, GuardedMask, Pipe, Stream, Ticket
 

@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError, UsageError
 from prejit.server.engine.engine_metrics import GOOD_REASONS
-from prejit.server.engine.request_queue import LONGER_QUEUE, FairQueue
+from prejit.server.engine.fair_queue import LONGER_QUEUE, FairQueue
 from prejit.server.engine.request_recorder import ONE_RUN, Cost, RequestRecorder
 from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, overdue, reason_of
 

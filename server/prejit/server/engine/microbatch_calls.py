@@ -24,8 +24,8 @@ from prejit.runtime.format.trees import Path
 from prejit.runtime.programs.dispatched import DispatchedCalls
 from prejit.runtime.programs.known_calls import ChosenBucket
 from prejit.runtime.programs.user_programs import Calls, Fitted
+from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.engine.microbatch import Lane
-from prejit.server.engine.request_queue import NO_LIMITS, Limits
 from prejit.server.engine.request_recorder import Cost, RequestRecorder
 from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms, EncodeStats
 from prejit.runtime.encoding.sentences import OnTooLong, Tokenized, embed, tokenize
+from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.engine.microbatch import Lane
-from prejit.server.engine.request_queue import NO_LIMITS, Limits
 from prejit.server.engine.request_recorder import Cost, RequestRecorder
 from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 

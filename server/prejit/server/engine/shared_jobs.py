@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import DeadlineError, QueueFullError
-from prejit.server.engine.request_queue import NO_LIMITS, Limits
+from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.engine.request_recorder import ONE_RUN, Cost
 
 _P = TypeVar("_P")

@@ -18,7 +18,7 @@ from prejit.runtime.generation.finished_text import Result
 from prejit.runtime.generation.generate import Generation, Piece
 from prejit.runtime.generation.options import TokenMask
 from prejit.runtime.generation.rows import checked_mask
-from prejit.server.engine.request_queue import Limits
+from prejit.server.engine.fair_queue import Limits
 
 
 @dataclass(slots=True, eq=False)

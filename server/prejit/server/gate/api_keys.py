@@ -16,7 +16,7 @@ from typing import final
 
 from prejit.runtime.base.wording import nearest
 from prejit.runtime.errors import StoreError, UsageError
-from prejit.server.engine.request_queue import NO_LIMITS, Limits
+from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.served.say import say
 
 _log = logging.getLogger(__name__)

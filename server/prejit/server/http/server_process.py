@@ -25,7 +25,7 @@ from prejit.server.served.answer_checks import AnswerChecks
 from prejit.server.served.say import say
 from prejit.server.served.served import Models
 from prejit.server.served.served_loading import BundleSource, EngineOptions, Loading, Wrap
-from prejit.server.telemetry.telemetry import start as start_telemetry
+from prejit.server.telemetry.otel_setup import start as start_telemetry
 
 if TYPE_CHECKING:
     from prejit.server.engine.engine import Engine

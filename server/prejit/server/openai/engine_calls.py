@@ -26,7 +26,7 @@ from prejit.server.served.served import Served
 if TYPE_CHECKING:
     from prejit.runtime.generation.options import TokenMask
     from prejit.server.engine.engine import Engine
-    from prejit.server.engine.request_queue import Limits
+    from prejit.server.engine.fair_queue import Limits
     from prejit.server.engine.stream import Stream
     from prejit.server.gate.api_keys import ApiKey
 

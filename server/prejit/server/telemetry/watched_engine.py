@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, final
 
-from prejit.server.engine.request_queue import NO_LIMITS, Limits
+from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.finished_text import Result

@@ -35,9 +35,9 @@ from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.prefixes import PrefixCache
 from prejit.server.engine.engine import Engine
-from prejit.server.engine.loop import Loop
+from prejit.server.engine.fair_queue import FairQueue, Limits
+from prejit.server.engine.generation_loop import Loop
 from prejit.server.engine.memory import plan_caches
-from prejit.server.engine.request_queue import FairQueue, Limits
 from prejit.server.engine.stream import Pipe
 
 LONG = [number % VOCABULARY for number in range(3, 40)]
@@ -146,7 +146,7 @@ def test_requests_that_come_and_go_move_between_batches(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request, then more than fit into two slots, then one again: 1, 4 and 1 rows."""
-    monkeypatch.setattr("prejit.server.engine.loop._SHRINK_SECONDS", 0.0)
+    monkeypatch.setattr("prejit.server.engine.generation_loop._SHRINK_SECONDS", 0.0)
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
     sizes: list[int] = []
     original = Batch.resize
@@ -369,7 +369,7 @@ def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(
 def test_a_burst_right_after_another_one_finds_the_slots(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prejit.server.engine.loop._PAUSE_SECONDS", 60.0)
+    monkeypatch.setattr("prejit.server.engine.generation_loop._PAUSE_SECONDS", 60.0)
     bundle.prepare()
     engine = Engine(bundle, slots=4)
     for _ in range(2):

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from prejit.runtime import ClosedError, DeadlineError, QueueFullError, UsageError
 from prejit.server.engine import microbatch
 from prejit.server.engine.engine_metrics import RequestMetrics
+from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.engine.microbatch import Lane
-from prejit.server.engine.request_queue import NO_LIMITS, Limits
 from prejit.server.engine.request_recorder import Cost, RequestRecorder
 from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
 

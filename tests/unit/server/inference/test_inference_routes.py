@@ -31,7 +31,7 @@ from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import DeadlineError
 from prejit.server.engine.engine import Engine
-from prejit.server.engine.request_queue import Limits
+from prejit.server.engine.fair_queue import Limits
 from prejit.server.gate.api_keys import read_keys
 from prejit.server.gate.server_settings import Settings
 from prejit.server.inference.inference_models import static_values

@@ -11,7 +11,7 @@ import pytest
 from prejit.runtime.errors import NumbersError, QueueFullError
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.options import resolve
-from prejit.server.engine.request_queue import NO_LIMITS, Limits
+from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.gate.http_errors import ApiError
 from prejit.server.openai.completions import CompletionRequest
 from prejit.server.openai.engine_calls import TextCall, pieces

@@ -15,7 +15,7 @@ import pytest
 
 from prejit.runtime.errors import StoreError
 from prejit.runtime.generation.generate import Piece
-from prejit.server.engine.request_queue import Limits
+from prejit.server.engine.fair_queue import Limits
 from prejit.server.telemetry.requestlog import (
     Entry,
     RecordedEngine,

@@ -24,7 +24,7 @@ from starlette.testclient import TestClient
 from tests.served import StandIn
 
 from prejit.runtime.errors import UsageError
-from prejit.server.telemetry import telemetry
+from prejit.server.telemetry import otel_setup
 from prejit.server.telemetry.spans import Telemetry
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -265,7 +265,7 @@ def no_variables(monkeypatch):
 
 def test_without_variables_nothing_is_imported():
     script = (
-        "import sys; from prejit.server.telemetry import telemetry; assert telemetry.start() is None; "
+        "import sys; from prejit.server.telemetry import otel_setup; assert otel_setup.start() is None; "
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
@@ -286,7 +286,7 @@ def test_without_variables_nothing_is_imported():
 def test_these_variables_ask_for_nothing(variables, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert telemetry.start() is None
+    assert otel_setup.start() is None
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_what_is_not_supported_is_refused_at_the_start(name, value, expected, mo
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=expected) as caught:
-        telemetry.start()
+        otel_setup.start()
     assert name in str(caught.value)
 
 
@@ -308,5 +308,5 @@ def test_a_missing_package_says_what_to_install(monkeypatch):
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(UsageError, match="not installed") as caught:
-        telemetry.start()
+        otel_setup.start()
     assert "prejit[otel]" in caught.value.hint

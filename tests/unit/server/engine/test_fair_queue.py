@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prejit.server.engine.request_queue import FairQueue, positions_between, positions_of_call
+from prejit.server.engine.fair_queue import FairQueue, positions_between, positions_of_call
 
 
 def test_a_smaller_priority_is_served_first_and_equal_ones_in_order() -> None:

@@ -15,13 +15,13 @@ from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.prefixes import PrefixCache
 from prejit.runtime.generation.rows import Token
-from prejit.server.engine.memory import CachePlan
-from prejit.server.engine.request_queue import (
+from prejit.server.engine.fair_queue import (
     LONGER_QUEUE,
     FairQueue,
     positions_between,
     positions_of_call,
 )
+from prejit.server.engine.memory import CachePlan
 from prejit.server.engine.request_recorder import Recorder
 from prejit.server.engine.stream import Ticket, Waker, wake
 
