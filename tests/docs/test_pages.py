@@ -166,6 +166,16 @@ def test_a_decision_is_short_with_a_date_a_figure_and_a_command(record: Path) ->
     assert f"decisions/{record.name}" in (ROOT / "mkdocs.yml").read_text()
 
 
+def test_lists_of_test_files_name_files() -> None:
+    from tests.other_interpreter import CHOSEN
+
+    longest = re.findall(r'"(test_\w+\.py)"', (ROOT / "tests" / "conftest.py").read_text())
+    names = {path.name for path in TRACKED}
+    assert [path for path in CHOSEN if not (ROOT / "tests" / path).exists()] == []
+    assert longest
+    assert [name for name in longest if name not in names] == []
+
+
 def test_every_variable_of_the_code_is_on_the_page_and_no_other() -> None:
     code = "\n".join(
         path.read_text()
