@@ -467,9 +467,9 @@ def _request() -> Callable[[bytes], object]:
         chat_messages,
         completions,
         embeddings,
+        models_and_tokens,
         responses,
         responses_schema,
-        tokens,
     )
     from prejit.server.openai.bodies import read
 
@@ -492,8 +492,8 @@ def _request() -> Callable[[bytes], object]:
             responses_schema.DECODER,
             [responses._constraint, responses._tools, responses.messages_of],
         ),
-        (tokens._TOKENIZE, []),
-        (tokens._DETOKENIZE, []),
+        (models_and_tokens._TOKENIZE, []),
+        (models_and_tokens._DETOKENIZE, []),
     ]
 
     settings: Any = SimpleNamespace(ignore_unknown_fields=False)

@@ -18,7 +18,7 @@ def repository(tmp_path: Path) -> Path:
         "unit/runtime/store/test_receipts.py": "",
         "unit/runtime/store/test_other.py": "from prejit.runtime.store import cache",
         "unit/runtime/store/conftest.py": "",
-        "unit/runtime/text/test_stop.py": "from prejit.runtime.machine.kept_files import x",
+        "unit/runtime/text/test_stop.py": "from prejit.runtime.store.receipts import x",
         "unit/compiler/store/test_receipts.py": "",
     }.items():
         path = tmp_path / "tests" / name

@@ -15,7 +15,6 @@ from prejit.runtime.format.checks.program_table import (
     check_kernels_layer,
     check_packs,
 )
-from prejit.runtime.format.checks.seldom_parts import check_library
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     BUNDLE_NAME,
@@ -129,6 +128,8 @@ def check_libraries(layout: Layout, config: Config, manifest: ImageManifest) -> 
     """Read and check a target's libraries of the user, for check 9."""
     sizes = {at.digest: at.size for at in manifest.layers}
     for library in config.libraries or ():
+        from prejit.runtime.format.checks.seldom_parts import check_library  # few bundles have one
+
         content = layout.read_blob(library.digest, sizes[library.digest])
         path = layout.blob_path(library.digest)
         check_library(content, library, config.requirement.architecture, path)

@@ -59,7 +59,7 @@ Rest = tuple[Route, Sequence[DeviceArray], ChosenBucket]
 """What `Steps.rebuild` takes: the route, the arrays of results that are no state, the bucket that ran."""
 
 
-class Alone(NamedTuple):
+class LoneStep(NamedTuple):
     """A step without other arguments.
 
     Attributes:
@@ -98,7 +98,7 @@ class Steps:
             UsageError: there is no such argument, no bucket has a static value, or it is unclear which result
                 takes the place of an argument.
         """
-        self.alone: Alone | None = None
+        self.alone: LoneStep | None = None
         self._calls = calls
         self._name = name
         buckets = calls.buckets(name)
@@ -154,7 +154,7 @@ class Steps:
             route, chosen, _ = self.alone
         is_plain = not (args or kwargs or looks_for_nans or chosen.program.weights)
         if is_plain and self._calls.has_finished:
-            self.alone = Alone(route, chosen.emptied(), _jax_parts.trace_context())
+            self.alone = LoneStep(route, chosen.emptied(), _jax_parts.trace_context())
         if chosen.values:
             with _jaxlib.guarding(not chosen.is_on_device):
                 state = [*state, *map(self._copied, route.others, chosen.values)]

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from prejit.compiler.api import build, build_all, program
+from prejit.compiler.api import BuildSettings, build, build_all, program
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest
 from prejit.compiler.pipeline.build_interface import Built
@@ -118,7 +118,7 @@ def test_manifests_of_one_command_have_a_report_each(here: Path) -> None:
         (check_manifest(Manifest(name, programs=programs, targets=["cpu-host"])), ())
         for name in ("one", "two")
     ]
-    build_all(requests, here, cache=here / "cache", workers=1, done=lambda _: None)
+    build_all(requests, here, BuildSettings(cache=here / "cache", workers=1), done=lambda _: None)
     found = [json.loads((here / f"{name}.report.json").read_bytes()) for name in ("one", "two")]
     assert [report["bundle"] for report in found] == ["one", "two"]
     assert [len(report["programs"]) for report in found] == [1, 1]
