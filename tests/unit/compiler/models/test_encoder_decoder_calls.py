@@ -336,13 +336,14 @@ def test_decode_and_prefill_update_a_donated_cache_in_place(
     row = jax.ShapeDtypeStruct((2,), jnp.int32)
     cache = jax.eval_shape(encode, weights, module.source(2, 300), row)
     cache_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(cache))
-    shapes = {leaf.shape for leaf in jax.tree.leaves(cache) if leaf.ndim > 1}
-    whole = "|".join(",".join(map(str, shape)) for shape in shapes)
+    ends = {leaf.shape[-2:] for leaf in jax.tree.leaves(cache) if leaf.ndim > 1}
+    whole = "|".join(f"{positions},{size}" for positions, size in ends)
     for count in (1, 2):
         tokens = jax.ShapeDtypeStruct((2, count), jnp.int32)
         lowered = jax.jit(call, donate_argnums=4).lower(weights, tokens, row, row, cache)
         compiled = lowered.compile()
-        assert not re.findall(rf"f32\[({whole})\]\S* (copy|transpose)\(", compiled.as_text())
+        pattern = rf"f32\[(\d+,)*({whole})\]\S* (copy|transpose)\("
+        assert not re.findall(pattern, compiled.as_text())
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes == cache_bytes
         assert memory.temp_size_in_bytes < cache_bytes / 2
