@@ -47,23 +47,12 @@ class ProgramSection:
 def sections_of(calls: Iterable[Mapping[str, Any]]) -> list[ProgramSection]:
     """Return the sections of calls, in their order."""
     alike = dict[str, dict[tuple[Any, ...], Mapping[str, Any]]]()
-    for call in _with_defaults(list(calls)):
+    for call in calls:
         form = {**call, "arguments": _mapped(call["arguments"], _rank), "static": [*call["static"]]}
         form.pop("lowering", None)
         columns = (*_sizes(call), *map(json.dumps, call["static"].values()))  # 1 is no True
         alike.setdefault(json.dumps(form), {}).setdefault(columns, call)
     return [_section(rows) for found in alike.values() for rows in _split(list(found.items()))]
-
-
-def _with_defaults(calls: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield calls with the default of each static argument that they left out and another call gave."""
-    given = dict[str, dict[str, None]]()
-    for call in calls:
-        given.setdefault(call["name"], {}).update(dict.fromkeys(call["static"]))
-    for call in calls:
-        values = {**call.get("defaults", {}), **call["static"]}
-        static = {key: values[key] for key in given[call["name"]] if key in values}
-        yield {**{key: each for key, each in call.items() if key != "defaults"}, "static": static}
 
 
 def _split(rows: _Rows) -> list[_Rows]:

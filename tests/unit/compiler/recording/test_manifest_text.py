@@ -169,11 +169,3 @@ def test_what_is_left_out_is_named_with_its_reason(given: dict[str, Any], reason
     assert "program" not in tomllib.loads(found.text)
     assert "#   2 x jit_score\n" in made(None, None, given).text, "functions of jax are counted"
     assert made(call("float32[1]"), call("int32[1]", home=None)).homes == {Path("/app")}
-
-
-def test_a_call_that_leaves_out_a_static_default_is_in_the_section_of_those_that_give_it() -> None:
-    given = call("float32[8]", static={"steps": 5})
-    left_out = call("float32[8]", defaults={"steps": 3, "unused": True})
-    [section] = programs(given, left_out)
-    assert section["static"] == {"steps": [5, 3]}
-    assert "static" not in programs(left_out)[0]

@@ -130,7 +130,6 @@ def test_a_call_has_its_tree_its_static_and_its_donated_arguments(calls: Any, re
         ],
         "by_place": False,
         "static": {"n": 2},
-        "defaults": {},
         "fixed": {"how": "=(1, 2.5)"},
         "donated": ["x"],
         "lowering": {"placed": ["x", "n"], "keep_unused": False, "x64": False},

@@ -20,8 +20,6 @@ from prejit.runtime.recorded.hook.plain_functions import is_plain
 
 _NUMBERS = (bool, int, float, complex)
 """The classes of Python's numbers: jax gives them weak types."""
-_STATIC = (str, int, bool)
-"""The classes of static values that a manifest can have."""
 
 
 _Parameter = inspect.Parameter
@@ -39,7 +37,6 @@ def outer_call() -> dict[str, Any] | None:
          "arguments": [["x", tree], ...],    in the order of the call
          "by_place": false,                  whether the manifest must pass them by position
          "static": {"mode": "fast"},         texts, integers and booleans
-         "defaults": {"steps": 3},           the same of static arguments that the call left out
          "fixed": {"limit": "=1e-06"},       other static arguments: "=" and a literal, or a name to import
          "donated": ["state"],
          "lowering": {"placed": ["x"],       the names that the call passed by position
@@ -127,13 +124,6 @@ def _described(
 
     is_static = named(info.static_argnums, info.static_argnames)
     donated = named(info.donate_argnums, info.donate_argnames)
-    defaults = {
-        key: each.default
-        for place, (key, each) in enumerate(signature.parameters.items())
-        if key not in bound.arguments
-        and (place in info.static_argnums or key in info.static_argnames)
-        and type(each.default) in _STATIC
-    }
     arguments: list[tuple[str, Any]] = []
     static, fixed = dict[str, Any](), dict[str, str]()
     places, by_name = set[str](), {*bound.kwargs}
@@ -144,7 +134,7 @@ def _described(
             name = f"{names.of_object(value, key)}.{name.rpartition('.')[2]}"
         elif key in is_static and kind is _Parameter.POSITIONAL_ONLY:
             raise _UnknownError(f"it takes the static argument {key} by position only")
-        elif key in is_static and type(value) in _STATIC:
+        elif key in is_static and type(value) in (str, int, bool):
             static[key] = value
         elif key in is_static:
             fixed[key] = _literal(value) or names.of_object(value, key)
@@ -167,7 +157,6 @@ def _described(
         "arguments": [[key, _tree(value, key, names)] for key, value in arguments],
         "by_place": bool(places),
         "static": static,
-        "defaults": defaults,
         "fixed": fixed,
         "donated": [key for key, _ in arguments if key in donated],
         "lowering": {
