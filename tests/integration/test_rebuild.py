@@ -14,7 +14,7 @@ from prejit.compiler.native.form_table import Conditions, FormTable, Measured, t
 from prejit.compiler.native.library import NoKernels, level_of
 from prejit.compiler.native.products import KERNEL, WIDENED, Product
 from prejit.compiler.progress import Quiet
-from prejit.compiler.rebuilding.verifying import read_recorded, rebuild
+from prejit.compiler.rebuilding.rebuilt import read_recorded, rebuild
 from prejit.compiler.targets.target_table import target
 
 MANIFEST = """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prejit.compiler.pipeline.build_interface import Built, Failed
     from prejit.compiler.pipeline.reuse import PlannedExecutable
     from prejit.compiler.rebuilding.compared_parts import ComparedPart
-    from prejit.compiler.rebuilding.verifying import Rebuilt
+    from prejit.compiler.rebuilding.rebuilt import Rebuilt
     from prejit.runtime.errors import PrejitError
 
 
@@ -369,7 +369,7 @@ def rebuild(
 ) -> int:
     """Build BUNDLE again from its recorded inputs, and compare the two part by part."""
     from prejit.compiler.progress import open_progress
-    from prejit.compiler.rebuilding.verifying import rebuild as build_again
+    from prejit.compiler.rebuilding.rebuilt import rebuild as build_again
     from prejit.runtime.errors import UsageError
 
     if not verify:

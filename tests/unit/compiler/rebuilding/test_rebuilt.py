@@ -16,7 +16,7 @@ from prejit.compiler.pipeline.pack.provenance import recording_provenance
 from prejit.compiler.progress import Quiet
 from prejit.compiler.rebuilding import compared_parts, recorded
 from prejit.compiler.rebuilding.compared_parts import ComparedPart
-from prejit.compiler.rebuilding.verifying import Rebuilt, rebuild
+from prejit.compiler.rebuilding.rebuilt import Rebuilt, rebuild
 from prejit.runtime import load
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import BuildError, UsageError
