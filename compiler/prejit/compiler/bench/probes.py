@@ -1,4 +1,4 @@
-"""What to measure of a bundle in one process, in rounds: a drift of the machine falls on all rows alike."""
+"""Measurements of a bundle in one process, in rounds: a drift of the machine falls on all rows alike."""
 
 from __future__ import annotations
 

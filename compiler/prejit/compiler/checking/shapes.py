@@ -14,7 +14,7 @@ from prejit.compiler.checking.subject import FEWEST_POSITIONS, ROWS, Finding, Su
 from prejit.runtime.format.arrays import DTYPES
 
 Problems = Iterator[tuple[str, str]]
-"""What is wrong, and what to change."""
+"""A finding is one problem and the change that mends it."""
 _LONGEST = 5000
 """Positions of the longest cache to trace. It is longer than a window that an array may be limited to."""
 

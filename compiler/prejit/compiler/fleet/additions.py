@@ -108,7 +108,7 @@ def _greedy(masks: Sequence[int], kept: Sequence[int], left: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What the targets of a bundle share, and what an added target would share with them.
+    """Properties that the targets of a bundle share; an added target would share them too.
 
     Attributes:
         names: the names of the targets.
@@ -152,7 +152,7 @@ class Build:
         )
 
     def has_mesh_of(self, target: Target) -> bool:
-        """Whether a target has as many chips as the manifest's mesh."""
+        """Return whether a target has as many chips as the manifest's mesh."""
         return target.topology is None or chips(target.topology) == self.device_count
 
 

@@ -300,7 +300,7 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
     },
     "target": {"platform": {"enum": list(PLATFORMS)}},
 }
-"""What the classes do not say: the values of each key, by section."""
+"""The values of each key, by section. The classes have only their types."""
 
 
 def manifest_schema() -> dict[str, Any]:

@@ -344,7 +344,7 @@ def _printing_to_stderr() -> Iterator[None]:
 
 
 _GUARDED: tuple[ModuleType, ...] = (builtins, os)
-"""Modules of which prejit uses functions that the user's code may replace."""
+"""Modules whose functions prejit uses and the user's code may replace."""
 _MISSING = object()
 
 
@@ -382,7 +382,7 @@ def ending_forks() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Patches:
-    """What code of the user replaced in Python's own modules, with the new values.
+    """Functions of Python's own modules that the user's code replaced, with the new values.
 
     Attributes:
         names: the values by module and name. A missing one was deleted.

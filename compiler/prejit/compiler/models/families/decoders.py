@@ -85,7 +85,7 @@ class DecoderNames:
 
 @dataclass(frozen=True)
 class DecoderFamily:
-    """What differs between families, Llama by default. A text is a key of config.json.
+    """Differences between families. The defaults are Llama's. A text is a key of config.json.
 
     Attributes:
         names: names of the tensors.

@@ -214,7 +214,7 @@ def _t5_parts(config: Any, *, cross: bool) -> BlockParts:
 
 
 _T5_BIAS = "layer.0.SelfAttention.relative_attention_bias"
-"""Where the first block of a stack has the table of relative positions of all."""
+"""The tensor of relative positions in the first block of a stack, which all its blocks use."""
 
 
 class T5(nnx.Module):

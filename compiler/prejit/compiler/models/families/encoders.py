@@ -36,7 +36,7 @@ class EncoderNames:
 
 @dataclass(frozen=True)
 class EncoderFamily:
-    """What differs between families, BERT by default.
+    """Differences between families. The defaults are BERT's.
 
     Attributes:
         names: names of the tensors.

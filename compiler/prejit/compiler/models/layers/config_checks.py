@@ -24,7 +24,7 @@ _HINT = "correct config.json, or take the one that was published with the weight
 
 @dataclass(frozen=True)
 class Check:
-    """What a value may be.
+    """The rule for a value of config.json.
 
     Attributes:
         expected: in words.
