@@ -95,6 +95,8 @@ class Compiling:
             elif turn is self._running:
                 self._grammars.stop_trial()
             raise
+        finally:
+            del turn  # its error has this frame: a cycle, which would keep the grammar and the process's pipes
 
     def close(self) -> None:
         """End the process that compiles."""

@@ -51,7 +51,7 @@ def test_threads_share_few_arenas(chosen: dict[str, str], expected: int) -> None
 
 
 FREED = """
-import ctypes
+import ctypes, gc
 from prejit.server.http.malloc import trim
 
 libc = ctypes.CDLL(None)
@@ -59,8 +59,15 @@ libc.malloc.restype = ctypes.c_void_p
 blocks = [libc.malloc(10_000) for _ in range(10_000)]
 for block in blocks:
     ctypes.memset(block, 1, 10_000)
+class Block:
+    def __init__(self, pointer):
+        self.cycle, self.pointer = self, pointer
+    def __del__(self):
+        libc.free(ctypes.c_void_p(self.pointer))
+
+gc.disable()
 for block in blocks[:-1]:  # the last one keeps the heap from ending before it
-    libc.free(ctypes.c_void_p(block))
+    Block(block)
 
 def resident():
     with open("/proc/self/statm") as file:
