@@ -96,7 +96,8 @@ class Compiling:
                 self._grammars.stop_trial()
             raise
         finally:
-            del turn  # its error has this frame: a cycle, which would keep the grammar and the process's pipes
+            # The error of a refused grammar has this frame: a cycle, which would keep the grammar and pipes.
+            del turn
 
     def close(self) -> None:
         """End the process that compiles."""

@@ -1,4 +1,4 @@
-"""A refused grammar leaves nothing behind: its schema and the pipes of its process would stay until Python looks."""
+"""A refused grammar leaves nothing behind: its schema and the pipes of its process would stay for long."""
 
 from __future__ import annotations
 
