@@ -52,10 +52,6 @@ class LocalCompiler:
     def obtain(self, program: ProgramEntry, results: tuple[Array, ...]) -> tuple[Executable, str]:
         """Return the executable of a program and whether it was `compiled` now or `kept`.
 
-        Args:
-            program: the row of the program table.
-            results: its results.
-
         Raises:
             RejectError: the portable program is damaged.
             BuildError: XLA fails to compile it, or it calls a library that this machine cannot load.

@@ -29,14 +29,7 @@ def specialized(
 ) -> tuple[ProgramEntry, bytes]:
     """Return the row of the program table and the StableHLO of a program for the sizes of a call.
 
-    Args:
-        program: a bucket.
-        symbolic: StableHLO of the same program for any size.
-        sizes: the wanted size of each open variable.
-        weights: the arguments of the bucket that are weights.
-        takes: the other arguments.
-        gives: the results.
-        platform: the platform to run on.
+    `symbolic` is StableHLO of the same program for any size; `takes` are the arguments without the weights.
 
     Raises:
         BuildError: the program does not work for these sizes.
