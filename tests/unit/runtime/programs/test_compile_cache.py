@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
+from tests.threads import in_threads
 
 from prejit.runtime.errors import PrejitWarning, UsageError
 from prejit.runtime.format.arrays import Mesh
@@ -291,25 +292,15 @@ def test_readers_and_writers_and_eviction_at_once_give_right_bytes_only(
 ) -> None:
     """A limit for two of six programs: files vanish all the time."""
     monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", "2500")
-    wrong: list[object] = []
 
     def use(seed: int) -> None:
         random = np.random.default_rng(seed)
-        try:
-            for number in random.integers(1, 7, 60):
-                content = noise(1000, int(number))
-                found, _ = compiled_here(program(number), MACHINE, made(content))
-                if found != content:
-                    wrong.append(number)
-        except BaseException as error:
-            wrong.append(error)
+        for number in random.integers(1, 7, 60):
+            content = noise(1000, int(number))
+            found, _ = compiled_here(program(number), MACHINE, made(content))
+            assert found == content
 
-    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    in_threads(6, use)
 
 
 def test_a_read_only_cache_serves_what_it_has_and_says_what_it_cannot(
@@ -369,7 +360,7 @@ def test_a_kill_at_any_moment_leaves_nothing_that_a_later_start_trips_over(
 ) -> None:
     """Processes write without a pause and are killed at random moments."""
     random = np.random.default_rng(0)
-    for _ in range(12):
+    for _ in range(examples(4, 12)):
         command = [sys.executable, "-c", WRITE_FOR_EVER]
         processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
         try:
@@ -427,16 +418,12 @@ def test_who_waited_for_a_lock_that_was_removed_still_compiles_alone(directory: 
             inside -= 1
         raise ValueError
 
-    def use() -> None:
+    def use(_: int) -> None:
         for _ in range(5):
             with pytest.raises(ValueError):  # noqa: PT011
                 compiled_here(PROGRAM, MACHINE, failing)
 
-    threads = [threading.Thread(target=use) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, use)
     assert most == 1
     assert list(directory.iterdir()) == []
 
