@@ -349,18 +349,6 @@ def test_results_keep_every_container_and_key(bundle: Bundle) -> None:
     assert found[7] == {"a": (), "b": {}}
 
 
-def test_random_keys_are_keys_or_their_data(bundle: Bundle) -> None:
-    import jax
-
-    expected = jax.random.normal(jax.random.key(7))
-    assert bundle.call("normal", jax.random.key(7)) == expected
-    assert bundle.call("normal", np.array([0, 7], np.uint32)) == expected
-    with pytest.raises(
-        UsageError, match="expected a random key of threefry2x32, found a random key of rbg"
-    ):
-        bundle.call("normal", jax.random.key(7, impl="rbg"))
-
-
 def test_a_module_of_equinox_brings_its_parameters(bundle: Bundle, users_code: Any) -> None:
     x = np.linspace(-1, 1, 4, dtype=np.float32)
     np.testing.assert_allclose(bundle.call("equinox", x), users_code.mlp(x), rtol=1e-6)
