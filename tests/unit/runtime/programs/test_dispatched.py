@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ import pytest
 from prejit.compiler import Program
 from prejit.runtime import Bundle, UsageError, load
 from prejit.runtime.device import _jit_dispatch
-from prejit.runtime.programs.user_programs import Calls
 
-from ..conftest import BuildPrograms
+from ..conftest import BuildPrograms, Called
 
 
 def nested(z: Any, a: Any) -> Any:
@@ -71,17 +69,9 @@ def bundle(path: Path) -> Bundle:
 
 
 @pytest.fixture
-def entered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def entered(called: Called) -> list[str]:
     """Names of the programs that Python called."""
-    names: list[str] = []
-    original = Calls.call_in_bucket
-
-    def record(self: Calls, name: str, *rest: Any) -> Any:
-        names.append(name)
-        return original(self, name, *rest)
-
-    monkeypatch.setattr(Calls, "call_in_bucket", record)
-    return names
+    return called("call_in_bucket")
 
 
 def z_of(size: int) -> dict[str, Any]:
@@ -257,17 +247,9 @@ def test_a_jaxlib_without_these_parts(
 
 
 @pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def copied(called: Called) -> list[str]:
     """Names of the programs that Python called, or whose arrays were copied to another client."""
-    names: list[str] = []
-    original = Calls.call
-
-    def record(self: Calls, name: str, *rest: Any) -> Any:
-        names.append(name)
-        return original(self, name, *rest)
-
-    monkeypatch.setattr(Calls, "call", record)
-    return names
+    return called("call")
 
 
 @pytest.mark.parametrize("name", ["named", "placed"])

@@ -18,10 +18,9 @@ from prejit.compiler import Program
 from prejit.runtime import Bundle, UsageError, load
 from prejit.runtime.device.transfer import aligned_zeros
 from prejit.runtime.programs import known_calls
-from prejit.runtime.programs.user_programs import Calls
 from prejit.server.engine.engine import Engine
 
-from ..conftest import BuildPrograms
+from ..conftest import BuildPrograms, Called
 
 
 class Named(NamedTuple):
@@ -250,17 +249,9 @@ def test_views_and_arrays_without_dimensions(way: Callable[..., Any]) -> None:
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def chosen(called: Called) -> list[str]:
     """Names of the programs whose bucket was looked for."""
-    names: list[str] = []
-    original = Calls.choose
-
-    def record(self: Calls, name: str, *rest: Any) -> Any:
-        names.append(name)
-        return original(self, name, *rest)
-
-    monkeypatch.setattr(Calls, "choose", record)
-    return names
+    return called("choose")
 
 
 def test_calls_like_one_before_look_for_no_bucket(bundle: Bundle, chosen: list[str]) -> None:
