@@ -25,7 +25,6 @@ from prejit.runtime.device.device import Device
 from prejit.runtime.errors import (
     FallbackWarning,
     MismatchError,
-    PrejitWarning,
     RejectError,
     UsageError,
 )
@@ -214,30 +213,6 @@ def cache_files(cache: Path) -> list[Path]:
     return sorted(p for p in (cache / "compiled" / "v1").iterdir() if not p.suffix)
 
 
-def flipped_middle(content: bytes) -> bytes:
-    at = len(content) // 2
-    return content[:at] + bytes([content[at] ^ 8]) + content[at + 1 :]
-
-
-def no_frame_but_right_digest(content: bytes) -> bytes:
-    import hashlib
-
-    return hashlib.sha256(b"no frame").digest() + b"no frame"
-
-
-@pytest.mark.parametrize("damage", [flipped_middle, no_frame_but_right_digest])
-def test_a_damaged_cache_entry_is_compiled_again_and_healed(
-    damage: Callable[[bytes], bytes], settled_dir: Path, runtime_cache: Path
-) -> None:
-    assert set(sources(settled_dir).values()) == {"compiled"}
-    files = cache_files(runtime_cache)
-    assert len(files) == 4
-    for file in files:
-        file.write_bytes(damage(file.read_bytes()))
-    assert set(sources(settled_dir).values()) == {"compiled"}
-    assert set(sources(settled_dir).values()) == {"kept"}
-
-
 def test_a_cache_entry_that_xla_refuses_is_compiled_again(
     settled_dir: Path, runtime_cache: Path
 ) -> None:
@@ -252,65 +227,6 @@ def test_a_cache_entry_that_xla_refuses_is_compiled_again(
         file.write_bytes(hashlib.sha256(frame).digest() + frame)
     assert set(sources(settled_dir).values()) == {"compiled"}
     assert set(sources(settled_dir).values()) == {"kept"}
-
-
-def test_what_is_no_file_in_the_cache_is_passed_over(
-    settled_dir: Path, runtime_cache: Path, tmp_path: Path
-) -> None:
-    sources(settled_dir)
-    directory, fifo, link, _ = cache_files(runtime_cache)
-    for file in (directory, fifo, link):
-        file.rename(tmp_path / file.name)
-    directory.mkdir()  # which is not ours to remove
-    os.mkfifo(fifo)
-    link.symlink_to(tmp_path / link.name)
-    with pytest.warns(PrejitWarning, match="cannot keep compiled programs"):
-        assert sorted(sources(settled_dir).values()) == ["compiled"] * 3 + ["kept"]
-    assert sorted(sources(settled_dir).values()) == ["compiled"] + ["kept"] * 3
-
-
-def test_a_cache_entry_that_others_can_write_never_runs(
-    settled_dir: Path, runtime_cache: Path
-) -> None:
-    """It is machine code."""
-    sources(settled_dir)
-    first, second, *others = cache_files(runtime_cache)
-    first.chmod(0o622)
-    second.chmod(0o606)
-    for file in others:
-        if os.geteuid() == 0:  # or nobody may give a file away
-            os.chown(file, 12345, 12345)
-        else:
-            file.chmod(0o666)
-    assert set(sources(settled_dir).values()) == {"compiled"}
-    for file in cache_files(runtime_cache):
-        assert (file.stat().st_mode & 0o777, file.stat().st_uid) == (0o600, os.geteuid())
-
-
-def test_a_loose_umask_does_not_cost_the_cache(settled_dir: Path) -> None:
-    before = os.umask(0)
-    try:
-        assert set(sources(settled_dir).values()) == {"compiled"}
-    finally:
-        os.umask(before)
-    assert set(sources(settled_dir).values()) == {"kept"}
-
-
-@pytest.mark.parametrize("root", ["/proc/no/such", "file"])
-def test_a_cache_that_cannot_be_written_costs_only_time_and_says_so_once(
-    root: str, settled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / root))
-    with pytest.warns(
-        PrejitWarning, match="cannot keep compiled programs, so every start compiles them"
-    ) as caught:
-        assert set(sources(settled_dir).values()) == {"compiled"}
-    told = [
-        warning for warning in caught if "cannot keep compiled programs" in str(warning.message)
-    ]
-    assert len(told) == 1
-    assert set(sources(settled_dir).values()) == {"compiled"}  # another warning would be an error
 
 
 def test_processes_at_once_compile_each_program_once(settled_dir: Path, foreign: Path) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -303,21 +304,69 @@ def test_readers_and_writers_and_eviction_at_once_give_right_bytes_only(
     in_threads(6, use)
 
 
-def test_a_read_only_cache_serves_what_it_has_and_says_what_it_cannot(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keep(1, b"ours")
+def replaced_by(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    def replace_file(path: Path) -> None:
+        path.rename(path.with_name("aside"))
+        make(path)
 
+    return replace_file
+
+
+SPOILED: dict[str, Callable[[Path], object]] = {
+    "its group may write it": lambda path: path.chmod(0o620),
+    "others may write it": lambda path: path.chmod(0o602),
+    "of another user": lambda path: os.geteuid() or os.chown(path, 12345, 12345),
+    "no frame": lambda path: path.write_bytes(hashlib.sha256(b"no frame").digest() + b"no frame"),
+    "a FIFO": replaced_by(os.mkfifo),
+    "a link": replaced_by(lambda path: path.symlink_to(path.with_name("aside"))),
+}
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+def test_what_somebody_else_may_have_made_is_never_served(directory: Path, spoiled: str) -> None:
+    """It is machine code."""
+    keep(1, b"ours")
+    [path] = directory.iterdir()
+    SPOILED[spoiled](path)
+    if spoiled == "of another user" and os.geteuid():
+        pytest.skip("needs root to give a file away")
+    keep(1, b"made again")
+    assert compiled_here(PROGRAM, MACHINE, never) == (b"made again", False)
+    status = path.lstat()
+    assert (stat.S_ISREG(status.st_mode), status.st_mode & 0o777) == (True, 0o600)
+    assert status.st_uid == os.geteuid()
+
+
+def test_a_loose_umask_does_not_cost_the_cache() -> None:
+    before = os.umask(0)
+    try:
+        keep(1, b"ours")
+    finally:
+        os.umask(before)
+    assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
+
+
+@pytest.mark.parametrize("obstacle", ["a directory in its place", "a file above", "a full disk"])
+def test_a_cache_that_cannot_be_written_costs_only_time_and_says_so_once(
+    obstacle: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(compile_cache, "write_file", full)
-    monkeypatch.setattr(os, "utime", full)
-    assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
-    with pytest.warns(PrejitWarning, match="No space left on device") as told:
+    keep(1, b"ours")
+    if obstacle == "a full disk":
+        monkeypatch.setattr(compile_cache, "write_file", full)
+        monkeypatch.setattr(os, "utime", full)
+        assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
+    elif obstacle == "a file above":
+        monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(next(directory.iterdir())))
+    else:
+        for number in (2, 3):
+            compile_cache._path(program(number), MACHINE).mkdir()
+    with pytest.warns(PrejitWarning, match="cannot keep compiled programs, so every start") as told:
         keep(2, b"not kept")
     assert len(told) == 1
-    keep(3, b"nor this")
+    keep(3, b"nor this")  # another warning would be an error
     assert (kept(2), kept(3)) == (False, False)
 
 
