@@ -509,7 +509,7 @@ def read_as_loads_do(path: Path) -> None:
     from prejit.runtime import load
     from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE
 
-    with warnings.catch_warnings(), mock.patch("prejit.runtime.open_bundle.Device", NoDevice):
+    with warnings.catch_warnings(), mock.patch("prejit.runtime.loaded_bundle.Device", NoDevice):
         warnings.simplefilter("ignore")
         loaded = load(path)
     parts = loaded._open

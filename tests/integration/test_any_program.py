@@ -276,14 +276,14 @@ x, y = random.standard_normal((9, 4, 8), np.float32), random.standard_normal((9,
 jitted = jax.jit(users_code.train_step, static_argnames="mode", donate_argnums=0)
 expected = users_code.first_state()
 step = bundle.bind("train", state=users_code.first_state(), mode="tanh")
-for number in range(1000):
+for number in range(300):
     metrics = step(x=x[number % 9], y=y[number % 9])
     expected, expected_metrics = jitted(expected, x[number % 9], y[number % 9], mode="tanh")
     assert metrics == expected_metrics, number
 assert isinstance(metrics, users_code.Metrics)
 state = step.read()["state"]
 assert isinstance(state, users_code.State)
-assert (state.name, state.step) == ("adam", 1000)
+assert (state.name, state.step) == ("adam", 300)
 for name in ("w", "b"):
     np.testing.assert_array_equal(state.params[name], expected.params[name])
 np.testing.assert_array_equal(state.key, jax.random.key_data(expected.key))
@@ -291,7 +291,7 @@ assert {report.source for report in bundle.report()} == {"loaded", "unused"}
 """
 
 
-def test_a_thousand_steps_on_the_device_have_the_bits_of_jit(
+def test_many_steps_on_the_device_have_the_bits_of_jit(
     python: Run, path: Path, directory: Path
 ) -> None:
     python(STEPS, directory, path)
@@ -347,18 +347,6 @@ def test_results_keep_every_container_and_key(bundle: Bundle) -> None:
     assert found[1].tolist() == [0, 0, 0]
     assert [type(part) for part in found[2]] == [np.ndarray, type(None), tuple]
     assert found[7] == {"a": (), "b": {}}
-
-
-def test_random_keys_are_keys_or_their_data(bundle: Bundle) -> None:
-    import jax
-
-    expected = jax.random.normal(jax.random.key(7))
-    assert bundle.call("normal", jax.random.key(7)) == expected
-    assert bundle.call("normal", np.array([0, 7], np.uint32)) == expected
-    with pytest.raises(
-        UsageError, match="expected a random key of threefry2x32, found a random key of rbg"
-    ):
-        bundle.call("normal", jax.random.key(7, impl="rbg"))
 
 
 def test_a_module_of_equinox_brings_its_parameters(bundle: Bundle, users_code: Any) -> None:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from prejit.runtime.jitted.decorator import JitStats, jit
     from prejit.runtime.loader import load
     from prejit.runtime.machine.fingerprint import Fingerprint
-    from prejit.runtime.programs.asked_answers import CheckedAnswer
+    from prejit.runtime.programs.quarantine import CheckedAnswer
     from prejit.runtime.start_report import StartReport
     from prejit.runtime.verdict import Axis
 
@@ -79,7 +79,7 @@ _HOMES = {
     "jitted.decorator": ("JitStats", "jit"),
     "loader": ("load",),
     "machine.fingerprint": ("Fingerprint",),
-    "programs.asked_answers": ("CheckedAnswer",),
+    "programs.quarantine": ("CheckedAnswer",),
     "generation.session": ("Session",),
     "start_report": ("StartReport",),
     "verdict": ("Axis",),

@@ -1,6 +1,6 @@
 """A loaded bundle: the object that a server holds.
 
-`open_bundle` has what is true of every bundle. What only some bundles do stands beside it, and is imported
+`loaded_bundle` has what is true of every bundle. What only some bundles do stands beside it, and is imported
 when it is first used.
 """
 
@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base.process_facts import importing
-from prejit.runtime.open_bundle import OpenBundle
+from prejit.runtime.loaded_bundle import LoadedBundle
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle_batches import BundleBatches
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     class _Able(BundleBatches, BundleCalls, BundleChats, BundleEncodes, BundleReports): ...
 
 else:
-    _Able = OpenBundle
+    _Able = LoadedBundle
 
 
 @final

@@ -101,22 +101,21 @@ class BundleBatches(BundleDecodes):
         resolved: Resolved,
     ) -> tuple[list[Prompt | None], list[Resolved]]:
         """Return the prompts of a batch, and the options of each."""
+        read: list[Any] | None = None
+        if sources is not None:
+            one = [sources] if isinstance(sources, str) else sources
+            read = arguments.items("sources", one, "a source or a list of sources")
+        if prompts is None and read is not None:
+            prompts = [None] * len(read)
         given = [prompts] if isinstance(prompts, str) else prompts
-        if sources is None:
-            listed = arguments.items("prompts", given, "a prompt or a list of prompts")
-            return list(listed), [resolved] * len(listed)
-        one = [sources] if isinstance(sources, str) else sources
-        read = arguments.items("sources", one, "a source or a list of sources")
-        listed = (
-            [None] * len(read)
-            if given is None
-            else arguments.items("prompts", given, "a prompt or a list of prompts")
-        )
+        listed = arguments.items("prompts", given, "a prompt or a list of prompts")
+        if read is None:
+            return listed, [resolved] * len(listed)
         if len(listed) != len(read):
             raise UsageError(
                 f"sources: expected {len(listed)}, one for each prompt; found {len(read)}"
             )
-        return list(listed), [self.generator.reading(resolved, source) for source in read]
+        return listed, [self.generator.reading(resolved, source) for source in read]
 
     def _run(self, prompts: Sequence[Prompt | None], each: Sequence[Resolved]) -> list[Result]:
         generator = self.generator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.format.bundle_schema import ProgramEntry
-from prejit.runtime.open_bundle import OpenBundle
+from prejit.runtime.loaded_bundle import LoadedBundle
 
 if TYPE_CHECKING:
     from prejit.runtime.format.trees import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prejit.runtime.programs.user_programs import Calls, Pending
 
 
-class BundleCalls(OpenBundle):
+class BundleCalls(LoadedBundle):
     """The methods of `Bundle` that run programs of the user."""
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,28 @@ class BundleCalls(OpenBundle):
 
     def runner_with_zeros(self, program: ProgramEntry) -> Callable[[], object]:
         """Return a function that runs a program of kind `call` on zeros and waits for it; for measuring."""
-        return self.user_programs.runner_with_zeros(program)
+        from prejit.runtime.device.transfer import aligned_zeros, dtype_of, to_numpy
+
+        calls, device = self.user_programs, self._device
+        arrays = self._programs.arguments(program.name)
+        kept = {
+            array.path: device.put(
+                aligned_zeros(array.shape, dtype_of(array.dtype)), array.sharding
+            )
+            for array in arrays
+            if not array.donated
+        }
+
+        def run() -> object:
+            inputs = [
+                device.zeros(array.shape, dtype_of(array.dtype), array.sharding)
+                if array.donated
+                else kept[array.path]
+                for array in arrays
+            ]
+            return to_numpy(calls.run(program, inputs)[0])
+
+        return run
 
     @once
     def dispatched(self) -> DispatchedCalls:

@@ -7,10 +7,10 @@ from typing import Any
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
-from prejit.runtime.open_bundle import OpenBundle
+from prejit.runtime.loaded_bundle import LoadedBundle
 
 
-class BundleChats(OpenBundle):
+class BundleChats(LoadedBundle):
     """The methods of `Bundle` that render conversations."""
 
     def apply_chat_template(

@@ -10,17 +10,14 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.format.names import GENERATION_MEDIA_TYPE
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.generate import Generator, Piece, run
-from prejit.runtime.generation.options import (
-    Options,
-    Prompt,
-)
-from prejit.runtime.open_bundle import OpenBundle
+from prejit.runtime.generation.options import Options, Prompt
+from prejit.runtime.loaded_bundle import LoadedBundle
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.options import Defaults
 
 
-class BundleDecodes(OpenBundle):
+class BundleDecodes(LoadedBundle):
     """The methods of `Bundle` that a stream needs."""
 
     def stream(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Iterator[Piece]:
@@ -64,8 +61,7 @@ class BundleDecodes(OpenBundle):
             UsageError: the bundle holds no decoder.
             RejectError: the model's generation config is damaged.
         """
-        decoder = self.decoder
-        return Generator(self.name, decoder, self.text, self.defaults)
+        return Generator(self.name, self.decoder, self.text, self.defaults)
 
     @once
     def decoder(self) -> DecoderPrograms:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from prejit.runtime.base.process_facts import importing
 from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.errors import UsageError
-from prejit.runtime.open_bundle import OpenBundle
+from prejit.runtime.loaded_bundle import LoadedBundle
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prejit.runtime.generation.options import Prompt
 
 
-class BundleEncodes(OpenBundle):
+class BundleEncodes(LoadedBundle):
     """The methods of `Bundle` that encode."""
 
     def encode(
@@ -38,15 +38,12 @@ class BundleEncodes(OpenBundle):
             ContextError: a sentence is too long, and on_too_long is `error`.
             RejectError: a program is damaged.
         """
-        return self._encoded(sentences, on_too_long).embeddings
+        return self.encode_batch(sentences, on_too_long=on_too_long).embeddings
 
     def encode_batch(
         self, sentences: str | Sequence[Prompt], *, on_too_long: OnTooLong = "truncate"
     ) -> Encoded:
         """Return embeddings as `encode` does, with statistics: tokens, padding, buckets, times, programs."""
-        return self._encoded(sentences, on_too_long)
-
-    def _encoded(self, sentences: str | Sequence[Prompt], on_too_long: OnTooLong) -> Encoded:
         self._programs.ask()
         from prejit.runtime.encoding.sentences import embed, tokenize
 

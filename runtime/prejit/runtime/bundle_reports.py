@@ -6,18 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from prejit.runtime.format.names import (
-    PORTABLE_MEDIA_TYPE,
-)
-from prejit.runtime.open_bundle import OpenBundle
+from prejit.runtime.format.names import PORTABLE_MEDIA_TYPE
+from prejit.runtime.loaded_bundle import LoadedBundle
 from prejit.runtime.programs.ready import ProgramReport
 
 if TYPE_CHECKING:
-    from prejit.runtime.programs.asked_answers import CheckedAnswer
+    from prejit.runtime.programs.quarantine import CheckedAnswer
     from prejit.runtime.start_report import StartReport
 
 
-class BundleReports(OpenBundle):
+class BundleReports(LoadedBundle):
     """The methods of `Bundle` that report."""
 
     def check_answers(self) -> Iterator[CheckedAnswer]:
@@ -31,7 +29,7 @@ class BundleReports(OpenBundle):
             RejectError: the bundle is damaged.
             BuildError: a portable program does not compile here.
         """
-        from prejit.runtime.programs.asked_answers import check_answers
+        from prejit.runtime.programs.quarantine import check_answers
 
         return check_answers(self._programs)
 
@@ -44,7 +42,7 @@ class BundleReports(OpenBundle):
         Raises:
             RejectError: the bundle is damaged.
         """
-        from prejit.runtime.programs.asked_answers import wrong_answers
+        from prejit.runtime.programs.quarantine import wrong_answers
 
         return wrong_answers(self._programs)
 
@@ -60,17 +58,15 @@ class BundleReports(OpenBundle):
         """
         from prejit.runtime.start_report import hints, split
 
-        verification, programs = self._verification, self._programs
+        verification, programs = self._open.verification, self._programs
+        spans = (*verification.waits, *programs.waits, *self.text.reads)
         report = split(
+            self.times,
             self.loaded,
             programs.asked,
             programs.answered,
-            (*self.times.reads, *verification.waits, *programs.waits, *self.text.reads),
-            is_first=self.times.is_first,
-            read_share=verification.read_share,
-            hashed_bytes=self.times.hashed_bytes,
-            receipt_bytes=self.times.receipt_bytes,
-            verity_bytes=self.times.verity_bytes,
+            spans,
+            verification.read_share,
         )
         blob = self._open.layers[PORTABLE_MEDIA_TYPE].path
         return replace(report, hints=hints(report, blob, programs.report()))

@@ -35,12 +35,7 @@ def fallback_counts() -> dict[str, int]:
 
 
 def count_fallback(verdict: Verdict, on_fallback: Callable[[Axis], object] | None) -> None:
-    """Count a fallback: each axis on which the closest target does not match.
-
-    Args:
-        verdict: of the closest target.
-        on_fallback: called with each of these axes.
-    """
+    """Count a fallback: each axis on which the closest target does not match."""
     for axis in verdict.mismatches:
         count_axis(axis.name)
         if on_fallback is not None:

@@ -21,13 +21,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.process_facts import importing, policy_paths, span
+from prejit.runtime.base.process_facts import LoadTimes, importing, policy_paths, span
 from prejit.runtime.device.quick_start import collector_off, quickly
-from prejit.runtime.errors import (
-    KernelError,
-    UntrustedWarning,
-    UsageError,
-)
+from prejit.runtime.errors import KernelError, UntrustedWarning, UsageError
 from prejit.runtime.format.blobs import Blobs, read_whole
 from prejit.runtime.format.bundle_schema import Config, ImageManifest
 from prejit.runtime.format.checks.layers import check_kernels
@@ -114,7 +110,6 @@ def load(
     """
     with importing():
         from prejit.runtime.bundle import Bundle
-        from prejit.runtime.open_bundle import LoadTimes
 
     started, is_first = time.perf_counter(), next(_loads) == 0
     path = arguments.path("path", path)
@@ -139,7 +134,10 @@ def load(
         warnings.warn(text, UntrustedWarning, stacklevel=_CALLER)
     choice = _choose(opened, must_match)
     _log_choice(opened, choice)
-    _begin_verifying(opened, choice)
+    # Beside what comes: those layers first that the first token needs. `_choose` has checked what it read.
+    manifest, blobs = opened.manifests[choice.target.name], opened.blobs
+    blobs.begin(manifest, choice.config.chunks or {}, _NEEDED_FIRST)
+    blobs.verification.wait_for_small()
     if not choice.matched:
         from prejit.runtime import fallback
 
@@ -147,18 +145,12 @@ def load(
         portable = choice.config.portable
         for warning in fallback.fallback_warnings(opened.layout, choice.target, portable, machine):
             warnings.warn(warning, stacklevel=_CALLER)
-    times = LoadTimes(
-        started,
-        is_first,
-        (reading, *opened.blobs.reads),
-        opened.blobs.hashed_bytes,
-        opened.blobs.receipt_bytes,
-        opened.blobs.verity_bytes,
-    )
+    sizes = blobs.hashed_bytes, blobs.receipt_bytes, blobs.verity_bytes
+    times = LoadTimes(started, is_first, (reading, *blobs.reads), *sizes)
     return Bundle(
         opened.digest,
         choice.config,
-        opened.blobs.layers(opened.manifests[choice.target.name]),
+        blobs.layers(manifest),
         tuple(target.verdict for target in choice.targets),
         machine=machine,
         matched=choice.matched,
@@ -258,16 +250,6 @@ _NEEDED_FIRST = (TOKENIZER_MEDIA_TYPE, GENERATION_MEDIA_TYPE, WEIGHTS_MEDIA_TYPE
 """Layers that the first token needs and that have no digests of their own in the program table."""
 
 
-def _begin_verifying(opened: _Opened, choice: _Choice) -> None:
-    """Begin to verify the target in threads, those layers first that the first token needs.
-
-    Wait for small ones. `_choose` has checked what it read: the config and the kernels.
-    """
-    manifest = opened.manifests[choice.target.name]
-    opened.blobs.begin(manifest, choice.config.chunks or {}, _NEEDED_FIRST)
-    opened.blobs.verification.wait_for_small()
-
-
 class _Choice(NamedTuple):
     """The target that is served.
 
@@ -317,14 +299,13 @@ def _choose(opened: _Opened, must_match: bool) -> _Choice:
     config = _read_config(opened, closest)
     # Portable programs call the user's libraries, too. What the machine lacks may end the process: SIGILL.
     unfit = [axis for axis in closest.verdict.mismatches if axis.name in _LIBRARY_AXES]
-    if unfit:
-        reason = replace(closest.verdict, axes=tuple(unfit)).reason()
-        return _Choice(closest, False, config, None, reason, targets)
-    try:
-        _register_libraries(opened, closest, config)
-    except KernelError as error:
-        return _Choice(closest, False, config, None, str(error), targets)
-    return _Choice(closest, False, config, None, "", targets)
+    reason = replace(closest.verdict, axes=tuple(unfit)).reason() if unfit else ""
+    if not unfit:
+        try:
+            _register_libraries(opened, closest, config)
+        except KernelError as error:
+            reason = str(error)
+    return _Choice(closest, False, config, None, reason, targets)
 
 
 _LIBRARY_AXES = ("platform", "architecture", "cpu_features", "glibc", "libraries")
@@ -380,7 +361,6 @@ def _register_libraries(opened: _Opened, target: OpenTarget, config: Config) -> 
     if config.libraries is None:
         return
     from prejit.runtime.device import kernels
-    from prejit.runtime.device.user_libraries import load_library
     from prejit.runtime.format.checks.seldom_parts import check_library
 
     layers = {at.digest: at for at in opened.manifests[target.name].layers}
@@ -391,7 +371,7 @@ def _register_libraries(opened: _Opened, target: OpenTarget, config: Config) -> 
     for library, content in zip(config.libraries, contents, strict=True):
         _log.debug("loading its library %s, %s", library.name, library.digest)
         symbols = sorted(set(library.handlers.values()))
-        kernels.register(load_library(content, symbols, library.name))
+        kernels.register(kernels.load_library(content, symbols, library.name))
 
 
 def _without(
@@ -399,12 +379,7 @@ def _without(
 ) -> tuple[OpenTarget, ...]:
     """Return the targets after one of them turned out not to match: its native code does not load here.
 
-    Args:
-        targets: all targets.
-        refused: the one.
-        name: name of the axis: `kernels` or `libraries`.
-        needed: what it needs.
-        error: why it does not load.
+    `name` is that of the axis: `kernels` or `libraries`.
     """
     axis = Axis(name, "can be loaded", needed, str(error), False)
     verdict = replace(refused.verdict, axes=(*refused.verdict.axes, axis))

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from prejit.runtime.base import process_facts
 from prejit.runtime.base.process_facts import (
+    LoadTimes,
     Span,
     cpus,
     is_plain_start,
@@ -75,33 +76,26 @@ class StartReport:
 
 
 def split(
+    times: LoadTimes,
     loaded: Span,
     asked: tuple[float, int] | None,
     answered: tuple[float, int] | None,
     spans: Sequence[Span],
-    *,
-    is_first: bool,
     read_share: float,
-    hashed_bytes: int,
-    receipt_bytes: int,
-    verity_bytes: int,
 ) -> StartReport:
     """Return the parts of a start, without hints.
 
     Args:
-        loaded: the call of `load`.
+        times: of the call of `load`.
+        loaded: the same call.
         asked: when the first request began, and in which thread; None: there was none.
         answered: the same of its first result.
         spans: of all threads, without imports.
-        is_first: whether it was the first call of `load` in this process.
         read_share: the part of verification that was reading, 0 to 1.
-        hashed_bytes: size of the files that were verified.
-        receipt_bytes: size of the files with a receipt.
-        verity_bytes: size of the files that the kernel verifies.
     """
-    began, spans = loaded.start, [loaded, *spans, *process_facts.imports]
+    began, spans = loaded.start, [loaded, *times.reads, *spans, *process_facts.imports]
     threads, ended = {loaded.thread}, loaded.end
-    if is_first:
+    if times.is_first:
         began = process_facts.exec_time()
         package = import_module("prejit.runtime")  # by name, because it imports every room
         spans.append(Span("process", loaded.thread, began, package.first_line))
@@ -126,9 +120,9 @@ def split(
         first_run_seconds=seconds["first_run"],
         other_seconds=seconds["other"],
         total_seconds=ended - began,
-        hashed_bytes=hashed_bytes,
-        receipt_bytes=receipt_bytes,
-        verity_bytes=verity_bytes,
+        hashed_bytes=times.hashed_bytes,
+        receipt_bytes=times.receipt_bytes,
+        verity_bytes=times.verity_bytes,
     )
 
 
@@ -166,11 +160,7 @@ def hints(
 ) -> tuple[str, ...]:
     """Return what made the slow parts of a start slow, and what to do, one sentence or two each.
 
-    Args:
-        report: the start.
-        blob: path of a file of the bundle.
-        programs: how its programs were obtained.
-        root: the directory that holds `proc` and `sys`.
+    `blob` is the path of a file of the bundle; `root` holds `proc` and `sys`.
     """
     whole = report.total_seconds - report.other_seconds
     seconds = {

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import threading
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.threads import in_threads
 
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
@@ -67,21 +67,6 @@ def test_a_program_without_arguments_is_called_without(example: Bundle) -> None:
     assert example.call("tick").dtype == np.int32
 
 
-@pytest.mark.parametrize(
-    "x",
-    [
-        X[::-1][::-1],
-        np.asfortranarray(X),
-        np.repeat(X, 2, axis=1)[:, ::2],
-        np.broadcast_to(X[0], X.shape),
-        np.frombuffer(b"\0" + X.tobytes(), np.uint8)[1:].view(np.float32).reshape(X.shape),
-    ],
-)
-def test_any_memory_layout_gives_the_same(x: np.ndarray[Any, Any], example: Bundle) -> None:
-    expected = example.call("score", x=np.array(x, order="C"))
-    np.testing.assert_array_equal(example.call("score", x=x), expected)
-
-
 class OnlyDLPack:
     """As an array of a library that is not installed."""
 
@@ -100,21 +85,6 @@ def test_anything_with_dlpack_is_taken(example: Bundle) -> None:
     np.testing.assert_array_equal(example.call("score", x=OnlyDLPack(X.copy())), expected)
 
 
-def test_jax_arrays_come_back_for_jax_arrays(example: Bundle) -> None:
-    import jax
-    import jax.numpy as jnp
-
-    expected = example.call("score", x=X)
-    result = example.call("score", x=jnp.asarray(X))
-    assert isinstance(result, jax.Array)
-    np.testing.assert_array_equal(result, expected)
-    assert jax.jit(jnp.sum)(result).shape == ()
-    nested = example.call("nest", tree=tree(half=jnp.ones(3, jnp.bfloat16)))
-    assert nested["sums"][0].dtype == jnp.bfloat16
-    assert isinstance(nested["sums"][1], jax.Array)
-    assert isinstance(example.call("score", x=X), np.ndarray)
-
-
 def test_a_result_stays_when_its_arguments_are_changed_or_gone(example: Bundle) -> None:
     x = aligned_zeros((8, 16), np.dtype(np.float32))
     x[...] = 1
@@ -129,25 +99,16 @@ def test_a_result_stays_when_its_arguments_are_changed_or_gone(example: Bundle) 
 
 def test_calls_from_many_threads_do_not_mix(example: Bundle, recipe: Any) -> None:
     kernel, bias = recipe.weights["score:kernel"], recipe.weights["score:bias"]
-    wrong: list[object] = []
 
     def work(seed: int) -> None:
         random = np.random.default_rng(seed)
         for _ in range(25):
             x = random.standard_normal((random.choice([2, 8]), 16), np.float32)
-            try:
-                np.testing.assert_allclose(
-                    example.call("score", x=x), np.tanh(x @ kernel) + bias, rtol=1e-4, atol=1e-5
-                )
-            except BaseException as error:
-                wrong.append(error)
+            np.testing.assert_allclose(
+                example.call("score", x=x), np.tanh(x @ kernel) + bias, rtol=1e-4, atol=1e-5
+            )
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong[0]
+    in_threads(6, work)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
@@ -17,11 +18,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.threads import in_threads
 
 from prejit.compiler import Program
-from prejit.compiler import build as build_bundle
 from prejit.runtime import Bundle, ClosedError, jit, load
 from prejit.server.engine.engine import Engine
+
+from .conftest import BuildPrograms
 
 PROMPT = [1, 2, 3]
 
@@ -61,12 +64,9 @@ CALLS: dict[str, Callable[[Bundle], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def functions_dir(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
-    programs = [
-        Program("f", fn=lambda w, x: x * w, args=["float32[4]"], params=np.arange(4.0, dtype="f"))
-    ]
-    output = tmp_path_factory.mktemp("functions")
-    return build_bundle(programs, output, name="functions", cache=build_cache, quiet=True).path
+def functions_dir(build_programs: BuildPrograms) -> Path:
+    weights = np.arange(4.0, dtype="f")
+    return build_programs(Program("f", lambda w, x: x * w, ["float32[4]"], params=weights))
 
 
 def test_a_closed_bundle_says_that_it_is_closed(decoder_dir: Path) -> None:
@@ -152,17 +152,15 @@ def _doubled(x: Any) -> Any:
     return x * 2
 
 
-@pytest.mark.parametrize("way", [pickle.dumps, copy.deepcopy])
-def test_a_bundle_is_not_sent_to_another_process(
-    way: Callable[[Any], Any], functions_dir: Path
-) -> None:
+def test_a_bundle_is_not_sent_to_another_process(functions_dir: Path) -> None:
     with load(functions_dir) as bundle:
         held = bundle.bind("f", np.ones(4, np.float32))
         pending = bundle.call_async("f", np.ones(4, np.float32))
         result = bundle.call_on_device("f", np.ones(4, np.float32))
         for each in (bundle, Engine(bundle), held, pending, result):
-            with pytest.raises(TypeError, match="send the path of the bundle"):
-                way([each])
+            for way in (pickle.dumps, copy.deepcopy):
+                with pytest.raises(TypeError, match="send the path of the bundle"):
+                    way([each])
         with pytest.raises(TypeError, match="send the path of the bundle"):
             pickle.dumps(jit(_doubled, bundle=bundle, name="f"))
 
@@ -226,30 +224,21 @@ def test_a_running_generation_ends_and_an_engine_is_closed(decoder_dir: Path) ->
 
 
 def test_threads_that_call_while_it_closes_get_a_result_or_the_error(functions_dir: Path) -> None:
-    wrong: list[BaseException | Any] = []
     for _ in range(5):
-        bundle = load(functions_dir)
-        started = threading.Barrier(5)
+        bundle, started = load(functions_dir), threading.Barrier(5)
 
-        def call(bundle: Bundle = bundle, started: threading.Barrier = started) -> None:
+        def call(
+            number: int, bundle: Bundle = bundle, started: threading.Barrier = started
+        ) -> None:
             started.wait()
-            try:
+            if not number:
+                bundle.close()
+                return
+            with contextlib.suppress(ClosedError):
                 while True:
-                    if bundle.call("f", np.ones(4, "f")).tolist() != [0, 1, 2, 3]:
-                        wrong.append("another result")
-            except ClosedError:
-                pass
-            except BaseException as error:
-                wrong.append(error)
+                    assert bundle.call("f", np.ones(4, "f")).tolist() == [0, 1, 2, 3]
 
-        threads = [threading.Thread(target=call) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        started.wait()
-        bundle.close()
-        for thread in threads:
-            thread.join()
-    assert not wrong
+        in_threads(5, call)
 
 
 ROUNDS = """

@@ -18,7 +18,7 @@ import pytest
 import prejit.runtime
 from prejit.runtime import StartReport
 from prejit.runtime.base import files, process_facts
-from prejit.runtime.base.process_facts import Span
+from prejit.runtime.base.process_facts import LoadTimes, Span
 from prejit.runtime.device.device import Device
 from prejit.runtime.format.verifying import HashingVerification, Job
 from prejit.runtime.loader import load
@@ -41,11 +41,8 @@ def parts_of(*spans: Span, **options: Any) -> dict[str, float]:
         "loaded": Span("loading", ME, 20, 60),
         "asked": (70.0, ME),
         "answered": (100.0, ME),
-        "is_first": True,
+        "times": LoadTimes(20, True, (), 1, 2, 3),
         "read_share": 0.25,
-        "hashed_bytes": 1,
-        "receipt_bytes": 2,
-        "verity_bytes": 3,
     }
     found = split(spans=spans, **{**given, **options})
     assert sum(parts(found).values()) == pytest.approx(found.total_seconds)
@@ -106,7 +103,11 @@ def test_a_later_load_begins_when_it_is_called(
     at_zero: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_facts, "imports", [Span("imports", ME, 6, 18)])
-    assert parts_of(is_first=False) == {"loading": 40, "first_run": 30, "other": 10}
+    assert parts_of(times=LoadTimes(20, False, (), 1, 2, 3)) == {
+        "loading": 40,
+        "first_run": 30,
+        "other": 10,
+    }
 
 
 @pytest.mark.parametrize("forked", [10.0, 50.0, 90.0])

@@ -18,7 +18,7 @@ from prejit.runtime.errors import UsageError
 class Span(NamedTuple):
     """A time that a thread spent on one part of a start, by `time.perf_counter`.
 
-    `part`: `imports`, `reading`, `verification` or `loading`; `start.start_report` says what they mean.
+    `part`: `imports`, `reading`, `verification` or `loading`; `start_report` says what they mean.
     """
 
     part: str
@@ -30,6 +30,26 @@ class Span(NamedTuple):
 def span(part: str, start: float) -> Span:
     """Return what the calling thread has done from `start` until now."""
     return Span(part, threading.get_ident(), start, time.perf_counter())
+
+
+class LoadTimes(NamedTuple):
+    """Times and sizes of `load`, from its call until it makes the Bundle.
+
+    Attributes:
+        started: when it was called, by time.perf_counter.
+        is_first: whether it was the first call in this process.
+        reads: when it read the index, manifests, configs and kernels.
+        hashed_bytes: size of the files to be verified.
+        receipt_bytes: size of the files with a receipt.
+        verity_bytes: size of the files that the kernel verifies by fs-verity.
+    """
+
+    started: float
+    is_first: bool
+    reads: tuple[Span, ...]
+    hashed_bytes: int
+    receipt_bytes: int
+    verity_bytes: int
 
 
 _IMPORT_SECONDS = 1e-4
@@ -168,15 +188,13 @@ TRUST_VARIABLE = "PREJIT_TRUST"
 
 def policy_paths(trust: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
     """Return the files of all policies that apply, `trust` last. Each can refuse what the others allow."""
-    paths = []
+    paths = [os.fspath(SYSTEM_POLICY)]
     try:
         os.lstat(SYSTEM_POLICY)
     except (FileNotFoundError, NotADirectoryError):
-        pass
+        paths = []
     except OSError:  # there may be one, so reading it must fail
-        paths.append(os.fspath(SYSTEM_POLICY))
-    else:
-        paths.append(os.fspath(SYSTEM_POLICY))
+        pass
     paths += filter(None, os.environ.get(TRUST_VARIABLE, "").split(os.pathsep))
     if trust is not None:
         paths.append(os.fspath(trust))
@@ -209,22 +227,16 @@ def free_memory_bytes(root: str = "/") -> int:
 
 def seconds_since_exec() -> float:
     """Return the seconds since this process was started; the kernel counts in steps of 10 ms."""
-    started = _started()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    return time.perf_counter() - exec_time()
 
 
 def exec_time() -> float:
     """Return when this process was started, by `time.perf_counter`, or up to 10 ms before that."""
-    started = _started()
-    # One clock right after the other: on a busy machine, to read a file between them can take 20 ms.
-    return time.perf_counter() - (time.clock_gettime(time.CLOCK_BOOTTIME) - started)
-
-
-def _started() -> float:
-    """Return when this process was started, in seconds since the boot."""
     with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    started = ticks / os.sysconf("SC_CLK_TCK")
+    # One clock right after the other: on a busy machine, to read a file between them can take 20 ms.
+    return time.perf_counter() - (time.clock_gettime(time.CLOCK_BOOTTIME) - started)
 
 
 def peak_memory_bytes() -> int:

@@ -189,10 +189,7 @@ def _reader(kind: Any, is_open: bool = False) -> _Read:
     """Return the function that checks JSON values against a type annotation and builds Python values.
 
     It is made once for each type, because a program table has thousands of values of a dozen types.
-
-    Args:
-        kind: the annotation.
-        is_open: whether the rules of `from_plain` hold.
+    `is_open`: whether the rules of `from_plain` hold.
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):

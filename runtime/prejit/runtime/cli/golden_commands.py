@@ -22,7 +22,7 @@ from prejit.runtime.programs.canary import answer_file_of
 from prejit.runtime.trust.first_load import forget_failed_loads
 
 if TYPE_CHECKING:
-    from prejit.runtime.programs.asked_answers import CheckedAnswer
+    from prejit.runtime.programs.quarantine import CheckedAnswer
 
 
 def run_programs(path: str, policy: str | None, *, say: bool) -> list[CheckedAnswer]:

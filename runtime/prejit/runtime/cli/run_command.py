@@ -17,7 +17,6 @@ from prejit.runtime.errors import MismatchError
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.hook.watch import CACHE_DIRECTORY, Orders
 from prejit.runtime.recorded.hook_events import read_events
-from prejit.runtime.recorded.live import telling
 from prejit.runtime.recorded.recorded_bundle import RecordedBundle, open_recorded
 from prejit.runtime.recorded.recorded_run import (
     become,
@@ -25,7 +24,7 @@ from prejit.runtime.recorded.recorded_run import (
     environment_for,
     run_command,
 )
-from prejit.runtime.recorded.run_report import report_of, text
+from prejit.runtime.recorded.run_report import report_of, telling, text
 
 MISMATCH = MismatchError.exit_code
 

@@ -83,10 +83,8 @@ def mesh_sharding(
 ) -> Any:
     """Return jax's sharding of arrays over a mesh.
 
-    Args:
-        grid: the devices, in rows and columns.
-        axis_names: the names of the grid's axes.
-        split: for each dimension of an array, the axis that splits it, or `""`.
+    `grid` holds the devices, in rows and columns; `split` names for each dimension of an array the axis that
+    splits it, or `""`.
     """
     with importing:
         with process_facts.importing():
@@ -192,11 +190,7 @@ def is_tracing() -> bool:
 def runner_for_jax(loaded: Any, avals: Avals, device: Any, committed: bool) -> Run:
     """Return a function that runs an executable on one device of jax's client, whose results are jax's.
 
-    Args:
-        loaded: jaxlib's executable.
-        avals: the type of each.
-        device: of jax's client.
-        committed: whether they are committed to the device.
+    `committed`: whether they are committed to the device.
     """
     sharding = single_sharding(device)
     _, shaped_array = _jax_types()
@@ -222,11 +216,6 @@ def imported_array_class() -> type[Any] | None:
     return None if core is None else core.ArrayImpl
 
 
-def is_whole(array: JaxlibArray) -> bool:
-    """Return whether every device of an array holds all of it."""
-    return bool(array._sharding.is_fully_replicated)
-
-
 def device_count(array: JaxlibArray) -> int:
     """Return the number of devices that hold an array, those of other processes included."""
     return len(array._sharding.device_set)
@@ -235,12 +224,6 @@ def device_count(array: JaxlibArray) -> int:
 def local_shards(array: JaxlibArray) -> list[JaxlibArray]:
     """Return the parts of an array on this process's devices; none for an array on one device."""
     return array._arrays or []
-
-
-def read(array: JaxlibArray) -> np.ndarray[Any, Any]:
-    """Return the values of an array on one device, once they are there; on a CPU without a copy."""
-    value: np.ndarray[Any, Any] = array._single_device_array_to_np_array_did_copy()[0]
-    return value
 
 
 def dlpack_capsule(array: JaxlibArray) -> Any:
@@ -295,10 +278,6 @@ def refined(module: Any, version: str) -> bytes:
 
     jax does this when it compiles a call of a function with symbolic sizes (`refine_polymorphic_shapes` in
     jax/_src/interpreters/mlir.py). Raises whatever MLIR raises if sizes do not follow.
-
-    Args:
-        module: StableHLO whose main function has arguments of static sizes.
-        version: the version of StableHLO to write.
     """
     core = import_jaxlib()[1].mlir
     bytecode = io.BytesIO()
@@ -336,11 +315,12 @@ def read_array(array: JaxlibArray) -> np.ndarray[Any, Any]:
         if array.aval.dtype.name not in _PACKED:
             return _view(array)
         uninterrupted(import_jax)  # jaxlib unpacks with the help of jax
-    elif not is_whole(array):
+    elif not array._sharding.is_fully_replicated:  # no device has all of it
         return _joined(array)
     elif len(shards := local_shards(array)) > 1:
         array = shards[0]
-    return read(array)
+    value: np.ndarray[Any, Any] = array._single_device_array_to_np_array_did_copy()[0]
+    return value  # on a CPU without a copy
 
 
 def _joined(array: JaxlibArray) -> np.ndarray[Any, Any]:

@@ -79,11 +79,8 @@ class Dispatch:
     def path(self, loaded: Any, given: Sequence[Any], result: Any, returned: Sequence[Any]) -> Any:
         """Return how jaxlib dispatches later calls to an executable.
 
-        Args:
-            loaded: jaxlib's executable, which takes every array of the arguments.
-            given: the shardings of these arrays.
-            result: what the first call returned.
-            returned: the shardings of its arrays.
+        `given` and `returned` are the shardings of its arguments and results, `result` what the first call
+        returned.
         """
         arrays, structure = self._state["pytree_registry"].flatten(result, None)
         return _Path(
@@ -153,12 +150,9 @@ def cpu_function(
     """Return a function that jaxlib dispatches, without jax; None: this jaxlib cannot.
 
     Its arguments must be NumPy arrays in the machine's byte order, which jaxlib does not look at, and of at
-    most 32 bits, because jaxlib takes float64 for float32 where jax_enable_x64 is off.
-
-    Args:
-        call: what it does while jax.disable_jit holds.
-        miss: what it does for a new signature; returns `cpu_path` if jaxlib may dispatch later calls.
-        put: puts one array on the device.
+    most 32 bits, because jaxlib takes float64 for float32 where jax_enable_x64 is off. `call` is what it does
+    while jax.disable_jit holds, `miss` what it does for a new signature; `miss` returns `cpu_path` if jaxlib
+    may dispatch later calls. `put` puts one array on the device.
     """
     _, _jax = import_jaxlib()
     try:
@@ -183,13 +177,7 @@ def cpu_path(
 ) -> Any:
     """Return how jaxlib dispatches later calls to an executable on one CPU device.
 
-    Args:
-        loaded: jaxlib's executable.
-        constants: its first arguments, the weights.
-        argument_count: how many others there are.
-        results: the type of each.
-        sharding: as `cpu_sharding`.
-        nest: makes what the caller gets of the arrays.
+    `constants` are its first arguments, the weights; `nest` makes what the caller gets of the arrays.
     """
     _, structure = _registry().flatten(_Results([0] * len(results), nest), None)
     count = len(constants) + argument_count

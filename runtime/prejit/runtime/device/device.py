@@ -134,11 +134,6 @@ class Device:
         """Return zeros in the device's own memory, where a program may write if they are donated to it.
 
         An array that `put` did not copy lies in the caller's memory, so XLA copies it when it is donated.
-
-        Args:
-            shape: the shape of the whole array.
-            dtype: NumPy's dtype.
-            sharding: as for `put`.
         """
         if self._cpu_sharding is None:
             return self.put(aligned_zeros(shape, dtype), sharding)

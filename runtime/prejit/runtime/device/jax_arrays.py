@@ -107,6 +107,22 @@ def check_alive(name: str, value: Any) -> None:
         )
 
 
+def misplaced(array: Any, device: Any) -> str:
+    """Return why an array of jax is not on a device of jax as jax lays it out; empty: it is."""
+    import jax
+
+    sharding, kind = array.sharding, device.default_memory().kind
+    is_on_one = isinstance(sharding, jax.sharding.SingleDeviceSharding)
+    if not is_on_one or sharding.device_set != {device}:
+        return f"expected it on {device}, found {sharding}"
+    if sharding.memory_kind not in (None, kind):
+        return f"expected it in the memory {kind}, found {sharding.memory_kind}"
+    layout = array.format.layout
+    if layout is not None and layout.major_to_minor != tuple(range(array.ndim)):
+        return f"expected jax's own layout, found {layout}"
+    return ""
+
+
 def to_jax(
     array: DeviceArray | np.ndarray[Any, Any], device: Any = None, *, committed: bool = False
 ) -> Any:

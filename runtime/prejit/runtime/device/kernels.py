@@ -15,7 +15,7 @@ import fcntl
 import os
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.process_facts import kernel_threads
 from prejit.runtime.errors import KernelError
 from prejit.runtime.format.checks.elf import find_note, read_shared_library
-from prejit.runtime.format.names import KERNEL_PREFIX, kernel_target
+from prejit.runtime.format.names import KERNEL_PREFIX, handler_target, kernel_target
 
 _MFD_NOEXEC_SEAL = 8
 """MFD_NOEXEC_SEAL of linux/memfd.h, since Linux 6.3. If vm.memfd_noexec is 2, Linux makes no memory file
@@ -41,14 +41,21 @@ _KERNELS_HINT = (
     "a C++ compiler has no kernels"
 )
 
+_LIBRARY_HINT = (
+    "install the libraries that it needs on this machine, or link them into it statically "
+    "(-static-libstdc++ -static-libgcc) on a system as old as this one, and build again"
+)
+
 _NOTE = struct.Struct("<Ii")
 """The layout of a library's ELF note `prejit`: the version of the shared helper threads, and the distance
 from this number to the function that takes them (kernels/threads.cc)."""
 _RTLD_DI_LINKMAP = 2
 """RTLD_DI_LINKMAP of dlfcn.h: dlinfo gives the link_map of a library."""
 
-loading = threading.Lock()
+_loading = threading.Lock()
 _loaded: dict[str, OpenLibrary] = {}
+_opened: dict[str, ctypes.CDLL] = {}
+"""The libraries of users that this process has opened, by digest."""
 _helpers: dict[int, int] = {}
 """Address of the helper threads of this process, for each version in which libraries share them."""
 _attempts = 0
@@ -70,25 +77,44 @@ class OpenLibrary:
 def load(content: bytes) -> OpenLibrary:
     """Load a library, or return the one that this process has loaded from the same bytes.
 
-    Args:
-        content: a shared library that exports FFI handlers `prejit_*`, verified.
+    Its content is verified, and exports FFI handlers `prejit_*`.
 
     Raises:
         KernelError: this machine does not load it: its glibc is older, or code may not be mapped.
         UsageError: PREJIT_THREADS is not an integer of at least 1.
     """
     digest = digest_of(content)
-    with loading:
+    with _loading:
         if digest not in _loaded:
             names, threads = kernels_of(content), kernel_threads()
-            library = open_sealed(content, digest, "native kernels", _KERNELS_HINT)
+            library = _open_sealed(content, digest, "native kernels", _KERNELS_HINT)
             _share_helpers(library, content, threads)
             handlers = {
-                kernel_target(name, digest): capsule_of(getattr(library, KERNEL_PREFIX + name))
+                kernel_target(name, digest): _capsule_of(getattr(library, KERNEL_PREFIX + name))
                 for name in names
             }
             _loaded[digest] = OpenLibrary(digest, handlers)
         return _loaded[digest]
+
+
+def load_library(content: bytes, symbols: Iterable[str], name: str) -> OpenLibrary:
+    """Load a library of the user. A process opens the same bytes once, however many bundles have them.
+
+    Its content is verified, and exports `symbols`, the FFI handlers that programs call. `name` is for errors.
+
+    Raises:
+        KernelError: this machine does not load it: a library or a symbol that it needs is missing, or code
+            may not be mapped.
+    """
+    digest = digest_of(content)
+    with _loading:
+        if digest not in _opened:
+            _opened[digest] = _open_sealed(content, digest, f"the library {name}", _LIBRARY_HINT)
+        opened = _opened[digest]
+    handlers = {
+        handler_target(symbol, digest): _capsule_of(getattr(opened, symbol)) for symbol in symbols
+    }
+    return OpenLibrary(digest, handlers)
 
 
 def register(library: OpenLibrary) -> None:
@@ -121,10 +147,7 @@ def kernels_of(content: bytes) -> tuple[str, ...]:
 def _share_helpers(library: ctypes.CDLL, content: bytes, threads: int) -> None:
     """Pass the helper threads of earlier libraries to a library, and the maximum number of threads.
 
-    Args:
-        library: a library that is loaded and whose kernels were not called yet.
-        content: the bytes of the library.
-        threads: the maximum number of threads, the calling one included.
+    Its kernels were not called yet. `threads` counts the calling one too.
     """
     if (note := find_note(content, b"prejit")) is None or len(note[1]) != _NOTE.size:
         return
@@ -142,7 +165,7 @@ def _share_helpers(library: ctypes.CDLL, content: bytes, threads: int) -> None:
     _helpers[version] = share(_helpers.get(version), threads)
 
 
-def open_sealed(content: bytes, digest: str, what: str, hint: str) -> ctypes.CDLL:
+def _open_sealed(content: bytes, digest: str, what: str, hint: str) -> ctypes.CDLL:
     """Return a library, opened from a sealed copy of its bytes in memory."""
     global _attempts
     descriptor = -1
@@ -154,10 +177,7 @@ def open_sealed(content: bytes, digest: str, what: str, hint: str) -> ctypes.CDL
         return ctypes.CDLL(f"/proc/self/fd/{'./' * _attempts}{descriptor}", os.RTLD_NOW)
     except OSError as error:
         reason = _REASONS.get(error.errno or 0) or str(error)
-        raise KernelError(
-            f"cannot load {what}: {reason}",
-            hint=hint,
-        ) from error
+        raise KernelError(f"cannot load {what}: {reason}", hint=hint) from error
     finally:
         if descriptor >= 0:
             os.close(descriptor)
@@ -185,7 +205,7 @@ def _memory_file(content: bytes, name: str) -> int:
     return descriptor
 
 
-def capsule_of(function: Any) -> Any:
+def _capsule_of(function: Any) -> Any:
     """Return a PyCapsule of a C function, as jaxlib takes it (jax/_src/ffi.py, `pycapsule`)."""
     new = ctypes.pythonapi.PyCapsule_New
     new.restype = ctypes.py_object

@@ -28,28 +28,20 @@ def compile_ahead(
 ) -> tuple[bytes, Memory]:
     """Compile a portable program without running it.
 
-    Args:
-        portable: StableHLO as a versioned portable artifact.
-        platforms: platforms that it was lowered for, in order; empty: `platform` alone.
-        platform: platform to compile for.
-        devices: devices of a client of this machine, or of a topology description.
-        topology: serialized topology to compile for in place of the devices' own.
+    `devices` are those of a client of this machine, or of a topology description; `topology` is a serialized
+    one to compile for in place of theirs. Other arguments and errors as `stablehlo_module`.
 
     Returns:
         The serialized executable, and the memory it needs on each device while it runs.
-
-    Raises:
-        BuildError: it was not lowered for this platform.
     """
     module = stablehlo_module(portable, platforms, platform)
     options = _jax_parts.compile_options(devices)
     client = devices[0].client
     if topology is not None:
         compiled = client.compile(module, _jax_parts.deserialize_topology(topology), options)
-    elif platform == "cpu":
-        compiled = client.compile_and_load(module, _jaxlib.device_list(devices), options)
     else:
-        compiled = client.compile(module, _jaxlib.device_list(devices), options)
+        compile_ = client.compile_and_load if platform == "cpu" else client.compile
+        compiled = compile_(module, _jaxlib.device_list(devices), options)
     stats = compiled.get_compiled_memory_stats()
     memory = Memory(
         argument_bytes=stats.argument_size_in_bytes,
@@ -62,21 +54,14 @@ def compile_ahead(
 
 def register_stand_ins(names: Iterable[str]) -> None:
     """Register custom calls under names that XLA must know to compile a program. Calling one fails."""
-    if not (names := tuple(names)):
-        return
-    _jaxlib.register_handlers(dict.fromkeys(names, _jax_parts.any_handler()))
+    if names := tuple(names):
+        _jaxlib.register_handlers(dict.fromkeys(names, _jax_parts.any_handler()))
 
 
 def custom_calls(portable: bytes, platforms: Sequence[str], platform: str) -> set[str]:
     """Return the names of the custom calls that a program makes on a platform.
 
-    Args:
-        portable: StableHLO.
-        platforms: platforms that it was lowered for, in order; empty: `platform` alone.
-        platform: the platform to run on.
-
-    Raises:
-        BuildError: it was not lowered for this platform.
+    Arguments and errors as `stablehlo_module`.
     """
     ir = _jax_parts.import_mlir()
     found = set[str]()
@@ -108,13 +93,7 @@ class Operations:
 def operations(portable: bytes, platforms: Sequence[str], platform: str) -> Operations:
     """Return the operations of a program.
 
-    Args:
-        portable: StableHLO, of this version or an older one.
-        platforms: platforms that it was lowered for, in order; empty: `platform` alone.
-        platform: the platform to run on.
-
-    Raises:
-        BuildError: it was not lowered for this platform.
+    Arguments and errors as `stablehlo_module`.
     """
     ir = _jax_parts.import_mlir()
     found: Counter[str] = Counter()
@@ -132,9 +111,7 @@ def operations(portable: bytes, platforms: Sequence[str], platform: str) -> Oper
 def bind_calls(portable: bytes, names: Mapping[str, str]) -> bytes:
     """Return a program that calls handlers by other names: those that XLA knows them by.
 
-    Args:
-        portable: StableHLO.
-        names: the new name of each custom call; calls of other names stay.
+    Calls whose name is not in `names` stay.
     """
     if not names:
         return portable

@@ -118,8 +118,7 @@ _AT_ONCE_PAGES = 256
 def read_ahead(path: str) -> int:
     """Ask the kernel to read the listed pages of a library, unless it has them. It does not wait for them.
 
-    Args:
-        path: the library; one that cannot be read is ignored, because its import raises a better error.
+    One that cannot be read is ignored, because its import raises a better error.
 
     Returns:
         The number of pages.

@@ -73,11 +73,8 @@ class Tuning:
 def tune(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Tuning:
     """Compile every program of a bundle on this machine's GPU and record what XLA measures.
 
-    Call it before anything else uses XLA in this process, because XLA reads its flags once.
-
-    Args:
-        path: directory of the bundle.
-        tell: called with a line of text for each program.
+    Call it before anything else uses XLA in this process, because XLA reads its flags once. `tell` is called
+    with a line of text for each program.
 
     Raises:
         UsageError: this machine has no GPU.

@@ -219,10 +219,14 @@ class _Jitted(OneProcess):
 
     def miss(self, *args: Any, **kwargs: Any) -> _jit_dispatch.Missed:
         """Run a call whose signature is new, and return its results and how to dispatch later calls."""
+        import jax
+
         form: tuple[int | str, ...] = (len(args), *kwargs)
         if form in self._by_name:
             return self.function(**self._parameters.named(args, kwargs)), None, False
-        if _jax_parts.is_tracing() or _has_tracer((args, kwargs)):
+        if _jax_parts.is_tracing() or any(
+            isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))
+        ):
             return self._miss_of_jax(args, kwargs)
         try:
             call = self._parameters.bind(args, kwargs)
@@ -249,7 +253,10 @@ class _Jitted(OneProcess):
                     self._by_name.add(form)
                 return self.function(*ordered[0], **ordered[1]), None, False
             returned = self._returned(bundle, fit, args, kwargs)
-            self._check_answer(bundle, fit)
+            try:
+                bundle.on_jax.executable(fit.program.name)
+            except AnswerError as error:  # known to compute wrong numbers on this machine
+                raise MissError("canary", str(error)) from error
         except MissError as error:
             missed = error
         else:
@@ -304,17 +311,6 @@ class _Jitted(OneProcess):
         for setting in ("jax_debug_nans", "jax_debug_infs"):
             if getattr(jax.config, setting):
                 raise MissError("settings", f"{setting} is on, which executables cannot obey")
-
-    def _check_answer(self, bundle: Bundle, fit: Fit) -> None:
-        """Load the executable of a call, which must not be known to compute wrong numbers.
-
-        Raises:
-            MissError: it does not give its golden answer on this machine.
-        """
-        try:
-            bundle.on_jax.executable(fit.program.name)
-        except AnswerError as error:
-            raise MissError("canary", str(error)) from error
 
     def _returned(
         self, bundle: Bundle, fit: Fit, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -406,9 +402,3 @@ class _Interpreted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._jitted, name)
-
-
-def _has_tracer(values: Any) -> bool:
-    import jax
-
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))

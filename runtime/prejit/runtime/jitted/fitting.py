@@ -9,7 +9,7 @@ from typing import Any
 from prejit.runtime.base import arguments
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.device import jax_settings
-from prejit.runtime.device.jax_arrays import DELETED, default_device, is_jax_array
+from prejit.runtime.device.jax_arrays import DELETED, default_device, is_jax_array, misplaced
 from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.format import trees
 from prejit.runtime.format.bundle_schema import ProgramEntry
@@ -73,11 +73,7 @@ class _Leaves:
 def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[str, Any]) -> Fit:
     """Return the first bucket of a program that takes a call.
 
-    Args:
-        programs: the programs.
-        name: of the program.
-        call: the call.
-        defaults: default values of the function's parameters.
+    `defaults` are those of the function's parameters.
 
     Raises:
         MissError: there is no such program, or none of its buckets takes the call.
@@ -105,7 +101,6 @@ def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[s
 def _fit(
     programs: JaxPrograms, program: ProgramEntry, call: JittedCall, defaults: Mapping[str, Any]
 ) -> Fit:
-
     table = programs.programs
     if differing := jax_settings.differing(program.settings):
         raise MissError("settings", f"{program.name}: of jax's settings, {differing}")
@@ -146,16 +141,20 @@ def _fit(
         if value.is_deleted():
             _raise_as_jax(at, value)
         if programs.device.mesh is None:
-            committed |= _compare_device(at, value, programs.device.first)
-        else:
-            _compare_sharding(at, value, programs.device.sharding(array.sharding))
+            if misfit := misplaced(value, programs.device.first):
+                raise MissError("device", f"{spell(at)}: {misfit}")
+            committed |= bool(value.committed)
+        elif value.committed:  # one that may move will be
+            wanted = programs.device.sharding(array.sharding)
+            if not value.sharding.is_equivalent_to(wanted, value.ndim):
+                text = f"expected it split as {wanted}, found {value.sharding}"
+                raise MissError("device", f"{spell(at)}: {text}")
     on_one = programs.device.mesh is None
     if on_one and not committed and (default := default_device()) != programs.device.first:
         raise MissError(
             "device", f"expected {programs.device.first} as jax's device, found {default}"
         )
-    is_exact = not leaves.has_likes
-    return Fit(program, tuple(values), order, committed, is_exact)
+    return Fit(program, tuple(values), order, committed, is_exact=not leaves.has_likes)
 
 
 def _order(program: str, root: trees.Node, call: JittedCall) -> tuple[str, ...]:
@@ -288,35 +287,6 @@ def _raise_as_jax(at: trees.Path, deleted: Any) -> None:
     except RuntimeError as error:
         error.add_note(f"the argument {spell(at)} was deleted or donated: {DELETED}")
         raise
-
-
-def _compare_device(at: trees.Path, array: Any, device: Any) -> bool:
-    """Compare where an array is with where programs run, and return whether it must stay there."""
-    import jax
-
-    sharding = array.sharding
-    if not isinstance(sharding, jax.sharding.SingleDeviceSharding) or sharding.device_set != {
-        device
-    }:
-        raise MissError("device", f"{spell(at)}: expected it on {device}, found {sharding}")
-    if sharding.memory_kind not in (None, device.default_memory().kind):
-        raise MissError(
-            "device",
-            f"{spell(at)}: expected it in the memory {device.default_memory().kind}, found "
-            f"{sharding.memory_kind}",
-        )
-    layout = array.format.layout
-    if layout is not None and layout.major_to_minor != tuple(range(array.ndim)):
-        raise MissError("device", f"{spell(at)}: expected jax's own layout, found {layout}")
-    return bool(array.committed)
-
-
-def _compare_sharding(at: trees.Path, array: Any, wanted: Any) -> None:
-    """Compare how an array is split with how a program on a mesh takes it. One that may move will be."""
-    if array.committed and not array.sharding.is_equivalent_to(wanted, array.ndim):
-        raise MissError(
-            "device", f"{spell(at)}: expected it split as {wanted}, found {array.sharding}"
-        )
 
 
 def _differs(at: trees.Path, expected: Any, found: Any) -> str:

@@ -59,13 +59,8 @@ class Parameters:
     def __init__(self, function: Callable[..., Any], *, static: Chosen, donated: Chosen) -> None:
         """Read the function's signature.
 
-        A wrapper, such as of jax.vmap, may treat an argument by name otherwise than the same by position.
-        Its calls are bound as they are written.
-
-        Args:
-            function: the function. One without a signature takes any arguments.
-            static: places and names of static parameters.
-            donated: places and names of donated ones.
+        A wrapper, such as of jax.vmap, may treat an argument by name otherwise than the same by position. Its
+        calls are bound as they are written. A function without a signature takes any arguments.
         """
         try:
             self._signature = inspect.signature(function)

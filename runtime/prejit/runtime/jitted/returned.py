@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -56,16 +57,10 @@ def from_bundle(tree: trees.Tree) -> Returned | None:
     try:
         value = _value(tree, iter(stand_ins))
         leaves, structure = jax.tree.flatten(value)
-    except _UnknownError:
+    except Exception:  # _UnknownError, or of the code of a class of the application
         return None
-    except Exception:  # of the code of a class of the application
-        return None
-    same = len(leaves) == len(stand_ins) and all(map(_is, leaves, stand_ins))
+    same = len(leaves) == len(stand_ins) and all(map(operator.is_, leaves, stand_ins))
     return Returned(structure, keys) if same else None
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _value(tree: trees.Tree, leaves: Iterator[Any]) -> Any:
@@ -111,10 +106,7 @@ def _imported(type_: str) -> Any:
 def from_trace(traced: Any, tree: trees.Tree, arrays: Sequence[Array]) -> Returned:
     """Return what a traced function returns.
 
-    Args:
-        traced: the function, as `trace` of jax.jit returns it.
-        tree: the program's results tree.
-        arrays: the program's results.
+    `traced` is what `trace` of jax.jit returns; `tree` and `arrays` are the program's results.
 
     Raises:
         MissError: the program returns something else, because the function has changed since the build.

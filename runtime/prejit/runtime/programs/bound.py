@@ -191,7 +191,7 @@ class Bound(OneProcess):
             except pytree.MisfitError as misfit:
                 raise UsageError(f"state of {self._name!r}: {misfit}") from None
             narrow = narrows(self._calls.buckets(self._name)[0])
-            fitted = fit(branch.arrays, list(trees.leaves(branch.tree)), leaves, narrows=narrow)
+            fitted = fit(branch.arrays, trees.leaves(branch.tree), leaves, narrows=narrow)
             if isinstance(fitted, str):
                 raise UsageError(f"state of {self._name!r}: {fitted}")
             values, smaller = fitted

@@ -1,7 +1,7 @@
 """The canary: the first executable that a bundle loads must give its golden answer before any result is used.
 
 A machine asks an executable once. What it answered is kept (machine/kept_files.py), so later starts read one
-file. An executable with a wrong answer is in quarantine on this machine (asked_answers.py).
+file. An executable with a wrong answer is in quarantine there (quarantine.py).
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ def _what_computes(machine: Fingerprint) -> dict[str, object]:
 def answer_file_of(weights: str, program: ProgramEntry, machine: Fingerprint) -> Path:
     """Return the file of what a program's executable answered on a machine.
 
-    Args:
-        weights: digest of the weights layer; empty: the bundle has none.
-        program: the program, with a golden answer.
-        machine: the real machine.
+    `weights` is the digest of the weights layer; empty: the bundle has none. The machine is the real one.
     """
     return answer_file(
         executable=program.executable.raw_digest,
@@ -112,9 +109,7 @@ class Canary:
     def ask(self, program: ProgramEntry, first: Callable[[], KeptAnswer]) -> str | None:
         """Compare an executable with its golden answer, unless that is not needed.
 
-        Args:
-            program: the program, which is in no quarantine.
-            first: runs it and keeps what it answers.
+        `first` runs it and keeps what it answers.
 
         Returns:
             What it returned in place of the golden answer; None: it was right, or was not asked.

@@ -75,11 +75,8 @@ def compiled_here(
 ) -> tuple[bytes, bool]:
     """Return the executable of a portable program for this machine: from the cache, or compiled and kept.
 
-    Args:
-        program: what to compile.
-        machine: this machine's real fingerprint.
-        compile_program: compiles it and returns the serialized executable.
-        refused: an earlier result of this function that XLA could not load; it is replaced.
+    `machine` is the real one. `refused` is an earlier result of this function that XLA could not load; it is
+    replaced.
 
     Returns:
         The serialized executable, and whether it was compiled now.

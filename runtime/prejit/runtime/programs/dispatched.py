@@ -54,9 +54,7 @@ class DispatchedCalls:
     def __init__(self, calls: Calls, on_jax: JaxDispatchedCalls | None) -> None:
         """Dispatch nothing yet.
 
-        Args:
-            calls: how to call a program.
-            on_jax: the same for arrays of jax; None: the bundle's programs do not fit jax's client.
+        `on_jax` is for arrays of jax; None: the bundle's programs do not fit jax's client.
         """
         self._calls = calls
         self._on_jax = on_jax

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
 from prejit.runtime.device import _jax_parts, _jit_dispatch
-from prejit.runtime.device.jax_arrays import default_device
+from prejit.runtime.device.jax_arrays import default_device, misplaced
 from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.errors import AnswerError
 from prejit.runtime.format import trees
 from prejit.runtime.programs.known_calls import Held
 from prejit.runtime.programs.on_jax import JaxPrograms
-from prejit.runtime.programs.pytree import ORDERED
+from prejit.runtime.programs.pytree import ORDERED, unflatten
 from prejit.runtime.programs.user_programs import Calls
 
 _PLAIN = ("list", "tuple", "dict", "none")
@@ -36,9 +35,7 @@ class JaxDispatchedCalls:
     def __init__(self, calls: Calls, programs: Callable[[], JaxPrograms]) -> None:
         """Dispatch nothing yet.
 
-        Args:
-            calls: how to call a program that is not dispatched.
-            programs: returns the programs on jax's client.
+        `calls` runs programs that are not dispatched; `programs` returns those on jax's client.
         """
         self._calls = calls
         self._programs = programs
@@ -83,7 +80,7 @@ class JaxDispatchedCalls:
             any(array.committed for array in inputs),
         )
         arrays = run(inputs)
-        value = _nested(on_jax.programs.results_tree(program), iter(arrays))
+        value = unflatten(on_jax.programs.results_tree(program), iter(arrays))
         self._calls.finish()
         given, returned = ([on_jax.device.sharding(())] * len(each) for each in (inputs, results))
         return value, dispatch.path(executable.loaded, given, value, returned), False
@@ -91,15 +88,14 @@ class JaxDispatchedCalls:
     def _program(self, name: str, leaves: Sequence[Any], structure: Any) -> str | None:
         """Return the program that takes the arrays of a call as they are, in jaxlib's order; None: none.
 
-        Args:
-            name: of the program.
-            leaves: the arguments, as jax flattens them.
-            structure: jax's structure of positional and keyword arguments.
+        `leaves` and `structure` are those of positional and keyword arguments, as jax flattens them.
         """
         on_jax = self._programs()
         device = on_jax.device.first
         of_jax = _jax_parts.imported_array_class()
-        if not all(type(array) is of_jax and _is_on(array, device) for array in leaves):
+        if not all(type(array) is of_jax and not array.is_deleted() for array in leaves):
+            return None
+        if any(misplaced(array, device) for array in leaves):
             return None
         if not any(array.committed for array in leaves) and default_device() != device:
             return None
@@ -122,23 +118,6 @@ class JaxDispatchedCalls:
         return program.name if kept else None
 
 
-def _is_on(array: Any, device: Any) -> bool:
-    """Return whether an array is on one device, as jax lays it out, and not deleted."""
-    import jax
-
-    sharding = array.sharding
-    return (
-        not array.is_deleted()
-        and isinstance(sharding, jax.sharding.SingleDeviceSharding)
-        and sharding.device_set == {device}
-        and sharding.memory_kind in (None, device.default_memory().kind)
-        and (
-            array.format.layout is None
-            or array.format.layout.major_to_minor == tuple(range(array.ndim))
-        )
-    )
-
-
 def _is_plain(tree: trees.Tree) -> bool:
     if isinstance(tree, trees.Leaf):
         return not tree.key
@@ -147,20 +126,3 @@ def _is_plain(tree: trees.Tree) -> bool:
     in_order = len({*map(type, keys)}) < 2 and keys == sorted(keys)
     is_kept = tree.kind != "dict" or tree.aux == ORDERED or in_order
     return tree.kind in _PLAIN and is_kept and all(map(_is_plain, tree.children))
-
-
-def _nested(tree: trees.Tree, arrays: Any) -> Any:
-    """Return arrays in the containers of a plain tree."""
-    if isinstance(tree, trees.Leaf):
-        return next(arrays)
-    children: Sequence[Any] = [_nested(child, arrays) for child in tree.children]
-    match tree.kind:
-        case "none":
-            return None
-        case "dict":
-            kind = OrderedDict if tree.aux == ORDERED else dict
-            return kind(zip(tree.keys, children, strict=True))
-        case "tuple":
-            return tuple(children)
-        case _:
-            return children

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -35,7 +35,7 @@ Value = np.ndarray[Any, Any] | OnDevice | Held
 
 def fit(
     arrays: Sequence[Array],
-    leaves: Sequence[trees.Leaf],
+    leaves: Iterable[trees.Leaf],
     given: Sequence[Any],
     open_sizes: Sequence[str] = (),
     *,
@@ -95,44 +95,6 @@ def fit(
     return values, sizes
 
 
-def wrong_axis(arrays: Sequence[Array], value: Any) -> str:
-    """Return which axis of a value no bucket takes, whatever its sizes; empty: there is none.
-
-    Args:
-        arrays: the argument in each bucket.
-        value: what a caller gave for it.
-    """
-    if value is EVERYTHING or key_name(value):
-        return ""
-    last, shape = arrays[-1], np.shape(value)
-    if any(len(array.shape) != len(shape) for array in arrays):
-        return ""
-    extents = [{array.shape[axis] for array in arrays} for axis in range(len(shape))]
-    named = itertools.zip_longest(last.variables, shape, extents)
-    for axis, (name, size, each) in enumerate(named):
-        if not size and each != {0}:
-            row = "row" if not axis else "element"
-            return f"pass at least one {row}: axis {axis} of {pytree.spell(last.path)} has none"
-        if not name and len(each) == 1 and size not in each:
-            wanted = f"expected {min(each)} in every bucket, found {size}"
-            return f"axis {axis} of {pytree.spell(last.path)}: {wanted}"
-    return ""
-
-
-def differ_in_size(arrays: Sequence[Array], given: Sequence[Any]) -> bool:
-    """Return whether values have the dtypes and dimensions of arguments, and other sizes."""
-    pairs = [
-        (array, value)
-        for array, value in zip(arrays, given, strict=True)
-        if value is not EVERYTHING and not key_name(value)
-    ]
-    return any(np.shape(value) != array.shape for array, value in pairs) and all(
-        np.ndim(value) == len(array.shape)
-        and getattr(value, "dtype", None) in (None, dtype_of(array.dtype))
-        for array, value in pairs
-    )
-
-
 _NARROW = {
     np.dtype(wide): narrow
     for wide, narrow in (
@@ -174,6 +136,16 @@ def _matches(
         elif size < 1 or (size > extent and not any_size) or sizes.setdefault(name, size) != size:
             return False
     return True
+
+
+def static_misfit(built: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Return why static values are not those of a program's build; empty: they are."""
+    for name, value in built.items():
+        if name not in given:
+            return f"{name} is missing: expected {value!r}"
+        if type(given[name]) is not type(value) or given[name] != value:
+            return f"{name}: expected {value!r}, found {arguments.instead(value, given[name])}"
+    return ""
 
 
 def padded(array: Array, value: Value) -> Value:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from prejit.runtime.programs.golden_inputs import Values, golden_inputs, words
 
 if TYPE_CHECKING:
     from prejit.runtime.device.transfer import DeviceArray
+    from prejit.runtime.programs.canary import Canary
+    from prejit.runtime.programs.local import LocalCompiler
 
 _MAX_SAMPLES = 16
 """Maximum number of samples of one result."""
@@ -54,31 +56,45 @@ class Deviation:
         return f"{self.result}: expected {self.expected}, found {self.found}"
 
 
-def answer(
+class Asked(Protocol):
+    """The programs of a bundle: `ready.Programs`, which asks them for answers."""
+
+    config: Config
+    device: Device
+    canary: Canary | None
+    table: dict[str, ProgramEntry]
+
+    @property
+    def are_loaded(self) -> bool: ...  # noqa: D102
+    @property
+    def compiler(self) -> LocalCompiler: ...  # noqa: D102
+    def __getitem__(self, name: str) -> Executable: ...
+    def arguments(self, name: str) -> tuple[Array, ...]: ...  # noqa: D102
+    def load(self, program: ProgramEntry, device: Device) -> Executable: ...  # noqa: D102
+    def obtained(self) -> Mapping[str, object]: ...  # noqa: D102
+    def results(self, name: str) -> tuple[Array, ...]: ...  # noqa: D102
+    def weights(self, name: str | None) -> list[DeviceArray]: ...  # noqa: D102
+
+
+def golden_values(
+    programs: Asked,
     program: ProgramEntry,
     executable: Executable,
-    device: Device,
-    weights: Sequence[DeviceArray],
-    arguments: tuple[Array, ...],
-    vocabulary: int,
     seed: int,
     *,
     nudge: float = 0.0,
 ) -> list[Values]:
-    """Run a program on the arguments of the recipe, and return its results.
+    """Return what a program returns for the arguments of the recipe of golden answers.
 
-    Args:
-        program: its entry in the program table.
-        executable: the program.
-        device: where it runs.
-        weights: its weights, on the device.
-        arguments: its other arguments.
-        vocabulary: how many tokens the bundle's model has; 0: it has no model.
-        seed: of the recipe.
-        nudge: add this share of itself to every argument that is no whole number.
+    `nudge`: add this share of itself to every argument that is no whole number.
+
+    Raises:
+        RejectError: the bundle is damaged.
     """
-    given = list(weights)
-    values = golden_inputs(program, arguments, vocabulary, seed)
+    model, device = programs.config.decoder or programs.config.encoder, programs.device
+    arguments = programs.arguments(program.name)
+    given = list(programs.weights(program.weights))
+    values = golden_inputs(program, arguments, 0 if model is None else model.vocab_size, seed)
     for array, value in zip(arguments, values, strict=True):
         if nudge and array.dtype.startswith(("float", "bfloat", "complex")):
             value = (value * (1 + nudge)).astype(value.dtype)
@@ -88,31 +104,21 @@ def answer(
 
 
 def samples_of(
-    config: Config,
-    program: ProgramEntry,
-    results: Sequence[Array],
-    values: Sequence[Values],
-    seed: int,
+    programs: Asked, program: ProgramEntry, values: Sequence[Values], seed: int
 ) -> list[Values | None]:
     """Return for each result of a program the elements that are compared; None: it is not compared.
 
-    Args:
-        config: the program table.
-        program: the program.
-        results: its results.
-        values: their values.
-        seed: of the recipe.
+    `values` are those of its results; `seed` is that of the recipe.
     """
+    results, decoder = programs.results(program.name), programs.config.decoder
     count = max(2, min(_MAX_SAMPLES, _SAMPLES // max(1, len(results))))
     every = -(-len(results) // _MAX_COMPARED)
-    variables = (
-        {}
-        if config.decoder is None
-        else {a.path: a.variables for a in cache_arrays(config.decoder)}
-    )
+    variables = {} if decoder is None else {a.path: a.variables for a in cache_arrays(decoder)}
     found: list[Values | None] = []
     for place, (array, value) in enumerate(zip(results, values, strict=True)):
-        if place % every or value.size == 0 or _is_ranking(program, array):
+        # Equally likely tokens may change places in a ranking.
+        is_ranking = program.kind != "call" and array.path[0] == "top_tokens"
+        if place % every or value.size == 0 or is_ranking:
             found.append(None)
             continue
         chosen = words(seed, _SAMPLED_FROM + place, min(count, value.size)).astype(np.int64)
@@ -125,11 +131,6 @@ def samples_of(
             indices = _written(program, indices, axes.index("context"))
         found.append(value[indices])
     return found
-
-
-def _is_ranking(program: ProgramEntry, array: Array) -> bool:
-    """Return whether a result ranks tokens: equally likely ones may change places."""
-    return program.kind != "call" and array.path[0] == "top_tokens"
 
 
 def _written(program: ProgramEntry, indices: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
@@ -146,14 +147,8 @@ def _written(program: ProgramEntry, indices: tuple[Any, ...], axis: int) -> tupl
 
 
 def sampled(value: Values, samples: Values, tolerance: int) -> GoldenResult:
-    """Return the golden values of one result.
-
-    Args:
-        value: the whole result.
-        samples: the elements that are compared.
-        tolerance: of the golden answer.
-    """
-    if value.dtype.kind in "biu" or _is_small_integer(value.dtype):
+    """Return the golden values of one result."""
+    if value.dtype.kind in "biu" or value.dtype.name in ("int2", "int4", "uint2", "uint4"):
         return GoldenResult(None, 0, tuple(map(int, samples.astype(np.int64).tolist())))
     mean = _mean(value)
     exponent = max(-126, math.frexp(mean)[1]) if mean else -20
@@ -171,11 +166,7 @@ def compare(
 ) -> Deviation:
     """Return the largest difference between a golden answer and what a program returned.
 
-    Args:
-        golden: the golden answer.
-        results: the program's results.
-        values: their values.
-        samples: what `samples_of` returned for them.
+    `samples` is what `samples_of` returned for the values.
     """
     worst = Deviation("", 0.0, "", "")
     expected = parse_results(golden.results)
@@ -250,10 +241,6 @@ def _plain(value: Values) -> Values:
     return value.astype(np.float64)
 
 
-def _is_small_integer(dtype: np.dtype[Any]) -> bool:
-    return dtype.name in ("int2", "int4", "uint2", "uint4")
-
-
 class GoldenResult(NamedTuple):
     """The golden values of one result.
 
@@ -271,8 +258,7 @@ class GoldenResult(NamedTuple):
 def parse_results(text: str) -> tuple[GoldenResult | None, ...]:
     """Return the golden values of each result; None: it is not compared.
 
-    Args:
-        text: one for which `is_results` is true.
+    The text is one for which `is_results` is true.
     """
     return tuple(map(_parse, text.split(" "))) if text else ()
 

@@ -31,12 +31,8 @@ Values = np.ndarray[Any, np.dtype[Any]]
 def words(seed: int, place: int, count: int = _PERIOD) -> np.ndarray[Any, np.dtype[np.uint32]]:
     """Return pseudorandom words, uint32 [count].
 
-    It is the finalizer of MurmurHash3 (https://github.com/aappleby/smhasher, fmix32), of a counter.
-
-    Args:
-        seed: the seed of the golden answer.
-        place: number of the argument; each has words of its own.
-        count: how many.
+    It is the finalizer of MurmurHash3 (https://github.com/aappleby/smhasher, fmix32), of a counter. `place`
+    is the number of the argument: each has words of its own.
     """
     with np.errstate(over="ignore"):
         mixed = np.arange(count, dtype=np.uint32)
@@ -52,11 +48,7 @@ def golden_inputs(
 ) -> list[Values]:
     """Return the arguments of a golden answer, in the order of the program table, without the weights.
 
-    Args:
-        program: the program.
-        arguments: its arguments.
-        vocabulary: how many tokens the bundle's model has; 0: it has no model.
-        seed: the seed.
+    `vocabulary` is how many tokens the bundle's model has; 0: it has no model.
     """
     if program.kind == "call":
         mask = program.mask or ""
@@ -119,11 +111,8 @@ def _pattern(array: Array, seed: int, place: int, vocabulary: int) -> Values:
 def call_input(array: Array, seed: int, place: int, mask: str) -> Values:
     """Return an argument of a user's program: numbers between -1 and 1, and 0 to 2 of whole numbers.
 
-    Args:
-        array: the argument.
-        seed: the seed.
-        place: its number.
-        mask: name or position of the argument that masks padding; empty: there is none.
+    `place` is its number, `mask` the name or position of the argument that masks padding; empty: there is
+    none.
     """
     if mask and tuple(map(str, array.path)) == (mask,):
         return _shaped(np.array([True]), array)  # a caller that fills the bucket

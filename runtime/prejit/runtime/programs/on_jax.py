@@ -32,11 +32,8 @@ class JaxPrograms:
     ) -> None:
         """Keep what loading needs.
 
-        Args:
-            programs: the programs of a bundle.
-            table: those that are in the bundle; others may have been compiled here.
-            platform: its platform: `cpu`, `cuda`, `tpu`.
-            mesh: the devices that run a program together; None: one device.
+        `table` has those that are in the bundle; others may have been compiled here. Without a `mesh` each
+        runs on one device.
         """
         self.programs = programs
         self._table = [program for program in table if program.kind == "call"]
@@ -82,7 +79,7 @@ class JaxPrograms:
                         canary, program, programs.load(program, programs.device)
                     )
             if wrong is not None:
-                from prejit.runtime.programs.asked_answers import wrong_answer
+                from prejit.runtime.programs.quarantine import wrong_answer
 
                 raise wrong_answer(canary, program, wrong)
         return programs.load(program, self.device)

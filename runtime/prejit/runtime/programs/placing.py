@@ -21,10 +21,6 @@ Convert = Callable[[Any], Any]
 def converter(arrays: Sequence[Array], given: Sequence[Any]) -> Convert:
     """Return what makes results: jax.Arrays where the arguments lie if one of them is, else NumPy arrays.
 
-    Args:
-        arrays: what a program takes.
-        given: what a caller gave for each.
-
     Raises:
         UsageError: only jax's compiler knows where results of these arguments would lie.
     """

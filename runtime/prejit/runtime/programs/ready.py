@@ -84,17 +84,10 @@ class Programs:
     ) -> None:
         """Bind the programs to a device.
 
-        Args:
-            config: the program table.
-            device: where they run.
-            executables: None if the machine does not match: programs are compiled from portable.
-            portable: StableHLO of the same programs.
-            weights: the weights layer; None: there is none.
-            verification: of all files of the target.
-            serve_smaller: whether a request may use other programs that are ready while its own compile.
-            calls: for each name by which programs call a handler of the user, that by which XLA knows it.
-            no_calls: why this process has none of these handlers; empty: it has all of them.
-            canary: asks executables for their golden answers; None: nothing does.
+        Where the machine does not match, `executables` is None, and programs are compiled from `portable`,
+        their StableHLO. `serve_smaller`: whether a request may use other programs that are ready while its
+        own compile. `calls` has for each name by which programs call a handler of the user that by which XLA
+        knows it; `no_calls` is why this process has none of these handlers; empty: it has all of them.
         """
         self.bundle = config.bundle
         self.table = {program.name: program for program in config.programs}
@@ -225,11 +218,11 @@ class Programs:
             if (wrong := self.ask_canary(canary, program, executable)) is None:
                 return executable, "loaded"
         _log.info("%s: %s: golden answer is wrong: %s", self.bundle, program.name, wrong)
-        from prejit.runtime.programs import asked_answers
+        from prejit.runtime.programs import quarantine
 
-        asked_answers.fall_back(canary, program, wrong)
+        quarantine.fall_back(canary, program, wrong)
         executable, source = self.compiler.obtain(program, self.results(program.name))
-        asked_answers.ask_portable(canary, self, program, executable)
+        quarantine.ask_portable(canary, self, program, executable)
         return executable, source
 
     def ask_canary(
@@ -238,7 +231,7 @@ class Programs:
         """Return what an executable gives in place of its golden answer; None: it is right, or not asked."""
 
         def first() -> KeptAnswer:
-            from prejit.runtime.programs.asked_answers import first_answer  # once a machine
+            from prejit.runtime.programs.quarantine import first_answer  # once a machine
 
             return first_answer(canary, self, program, executable)
 
@@ -282,15 +275,13 @@ class Programs:
     def specialize(self, program: ProgramEntry, sizes: Mapping[str, int]) -> ProgramEntry:
         """Return a program of the user for sizes that no bucket has, and say that it is compiled here.
 
-        Args:
-            program: a bucket whose manifest leaves these sizes open.
-            sizes: the wanted ones.
+        `program` is a bucket whose manifest leaves these sizes open.
 
         Raises:
             RejectError: the program with symbolic sizes is damaged.
             BuildError: it does not work for these sizes.
         """
-        from prejit.runtime.programs.specialized import count_open_size, specialized  # few need it
+        from prejit.runtime.programs.local import count_open_size, specialized  # few need it
 
         assert program.symbolic is not None
         symbolic = self._portable.unpack(program.symbolic)
@@ -314,17 +305,14 @@ class Programs:
         Raises:
             RejectError: they differ. XLA would fail on the arguments, or we would misread the results.
         """
-        if (compiled := executable.signature()) is None:
-            return
-        check_signature(
-            compiled.arguments,
-            compiled.results,
-            compiled.donated,
-            takes=[*self._weight_arguments(program.weights), *self.arguments(program.name)],
-            gives=self.results(program.name),
-            mesh=self.config.mesh,
-            path=f"{path}: {program.name}",
-        )
+        if (compiled := executable.signature()) is not None:
+            check_signature(
+                *(compiled.arguments, compiled.results, compiled.donated),
+                takes=[*self._weight_arguments(program.weights), *self.arguments(program.name)],
+                gives=self.results(program.name),
+                mesh=self.config.mesh,
+                path=f"{path}: {program.name}",
+            )
 
     def _weight_arguments(self, name: str | None) -> list[Array]:
         """Return the tensors of a weight set as arguments of a program."""
@@ -359,10 +347,8 @@ class Programs:
     def expect(self, names: Sequence[str], remember: Callable[[tuple[str, ...]], object]) -> None:
         """Begin to make the program ready that the first request will probably run first.
 
-        Args:
-            names: the programs that an earlier process prepared for its first request; unknown ones are
-                ignored.
-            remember: called in a thread with the programs that the first request prepares, if they differ.
+        `names` are the programs that an earlier process prepared for its first request; unknown ones are
+        ignored. `remember` is called in a thread with those that the first request prepares, if they differ.
         """
         # Only the first one: more would compete with the imports that the first token needs.
         self._enqueue([(False, 0, name) for name in names[:1] if name in self.table])
@@ -458,13 +444,13 @@ class Programs:
         self, name: str, texts: tuple[str, ...], known: dict[str, tuple[Array, ...]]
     ) -> tuple[Array, ...]:
         if name not in known:
-            at = f"{self.config.bundle}: program table of {self.config.target}: {name}"
             if self.table[name].kind == "call":
                 from prejit.runtime.format.checks.call_programs import check_arrays
 
-                known[name] = check_arrays(texts, "call", self.config.mesh, at)
+                known[name] = check_arrays(texts, "call", self.config.mesh, self._place(name))
             else:  # check_config has compared these texts with the signature
-                known[name] = tuple(check_array(text, self.config.mesh, at) for text in texts)
+                at, mesh = self._place(name), self.config.mesh
+                known[name] = tuple(check_array(text, mesh, at) for text in texts)
         return known[name]
 
     def arguments_tree(self, name: str) -> Tree:
@@ -479,8 +465,7 @@ class Programs:
         if (name, side) not in self._trees:
             from prejit.runtime.format.checks.call_programs import check_tree
 
-            at = f"{self.config.bundle}: program table of {self.config.target}: {name}"
-            self._trees[name, side] = check_tree(text, arrays, f"{at}: {side}")
+            self._trees[name, side] = check_tree(text, arrays, f"{self._place(name)}: {side}")
         return self._trees[name, side]
 
     def static(self, name: str) -> dict[str, Constant]:
@@ -488,9 +473,12 @@ class Programs:
         if name not in self._static:
             from prejit.runtime.format.checks.call_programs import check_static
 
-            at = f"{self.config.bundle}: program table of {self.config.target}: {name}"
-            self._static[name] = check_static(self.table[name], at)
+            self._static[name] = check_static(self.table[name], self._place(name))
         return self._static[name]
+
+    def _place(self, name: str) -> str:
+        """Return where a program's texts are, for errors."""
+        return f"{self.config.bundle}: program table of {self.config.target}: {name}"
 
     @property
     def usage(self) -> str:

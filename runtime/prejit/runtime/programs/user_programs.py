@@ -11,12 +11,8 @@ from prejit.runtime.base.threads_and_forks import OneProcess
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.device import _jax_parts, _jaxlib, jax_settings
 from prejit.runtime.device.device import Device
-from prejit.runtime.device.jax_arrays import (
-    OnDevice,
-    is_jax_array,
-    weakened,
-)
-from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, dtype_of, to_numpy
+from prejit.runtime.device.jax_arrays import OnDevice, is_jax_array, weakened
+from prejit.runtime.device.transfer import DeviceArray, dtype_of, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
@@ -26,11 +22,10 @@ from prejit.runtime.programs.fitted_arguments import (
     EVERYTHING,
     Value,
     as_key,
-    differ_in_size,
     fit,
     narrows,
     padded,
-    wrong_axis,
+    static_misfit,
 )
 from prejit.runtime.programs.known_calls import ChosenBucket, Held, KnownCalls
 from prejit.runtime.programs.placing import Convert, converter, key_name
@@ -68,10 +63,7 @@ class Pending(OneProcess):
     ) -> None:
         """Keep what the results are made of.
 
-        Args:
-            chosen: the bucket that runs.
-            arrays: the program's results on the device.
-            rebuild: waits for them and returns what the caller gets.
+        `rebuild` waits for them and returns what the caller gets.
         """
         self.program = chosen.program.name
         self.padding = chosen.padding
@@ -112,11 +104,7 @@ class Calls:
     ) -> None:
         """Keep what calls need.
 
-        Args:
-            programs: the programs of a bundle.
-            device: where they run.
-            types: classes of results, by `module:Name`.
-            compiles: whether other sizes than those of the buckets may be compiled here.
+        `compiles`: whether other sizes than those of the buckets may be compiled here.
         """
         self._compiles = compiles
         self.programs = programs
@@ -240,11 +228,13 @@ class Calls:
             if text not in known:
                 known[text] = self._leaves(program, flatten)
             given = known[text]
-            if isinstance(given, str) or (misfit := self._static_misfit(program, static)):
+            if isinstance(given, str) or (
+                misfit := static_misfit(self.programs.static(program.name), static)
+            ):
                 complaints.append(f"{program.name}: {given if isinstance(given, str) else misfit}")
                 continue
             arrays = self.programs.arguments(program.name)
-            leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
+            leaves = trees.leaves(self.programs.arguments_tree(program.name))
             fitted = fit(arrays, leaves, given, program.pad or (), narrows=narrows(program))
             if isinstance(fitted, str):
                 complaints.append(f"{program.name}: {fitted}")
@@ -261,64 +251,12 @@ class Calls:
             return best._replace(values=list(map(padded, arrays, best.values)))
         if (specialized := self._specialized(name, static, known)) is not None:
             return specialized
+        from prejit.runtime.programs.misfits import hint_of  # only errors need it
+
         raise UsageError(
             f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
-            hint=self._hint(buckets, static, known)
-            + "; Python numbers are weak, np.float32(2) is not"
-            * any("weak" in each for each in complaints)
-            + "; numpy.asarray makes an array of a list"
-            * any("as an array" in each for each in complaints),
+            hint=hint_of(self.programs, buckets, static, known, complaints, self._compiles),
         )
-
-    def _hint(
-        self,
-        buckets: Sequence[ProgramEntry],
-        static: Mapping[str, Any],
-        known: Mapping[str, list[Any] | str],
-    ) -> str:
-        """Return what to do about a call that no bucket takes.
-
-        Args:
-            buckets: of the program.
-            static: values of static arguments by name.
-            known: the leaves of the call, or what is wrong with them, by the text of a tree of arguments.
-        """
-        last = buckets[-1]
-        given = known[last.arguments_tree or last.name]
-        arrays = self.programs.arguments(last.name)
-        if isinstance(given, str):
-            return self._usage(last)
-        if all(self._static_misfit(program, static) for program in buckets):
-            return "give a value that was built, or add this one to `static` in the manifest"
-        alike = (each for each in buckets if each.arguments_tree == last.arguments_tree)
-        columns = zip(*(self.programs.arguments(each.name) for each in alike), strict=True)
-        if wrong := next(filter(None, map(wrong_axis, columns, given)), ""):
-            return wrong
-        sizes: dict[str, set[int]] = {}
-        for program in buckets:
-            for variable, size in program.bucket.items():
-                sizes.setdefault(variable, set()).add(size)
-        if not sizes or not differ_in_size(arrays, given):
-            return "pass arrays of these shapes and dtypes, or add a bucket to the manifest"
-        listed = "; ".join(f"{v} {', '.join(map(str, sorted(sizes[v])))}" for v in sizes)
-        less = " or less" * any(program.pad for program in buckets)
-        if any(program.open_sizes for program in buckets) and not self._compiles:
-            more = 'load the bundle with on_mismatch="jit", which compiles other open sizes here'
-        else:
-            names = ", ".join(f'"{variable}"' for variable in sizes)
-            more = f"add a bucket to the manifest, or set open_sizes = [{names}] there for any size"
-        return f"the buckets have {listed}: pass arrays of these sizes{less}; or {more}"
-
-    def _usage(self, program: ProgramEntry) -> str:
-        """Return which arguments a program takes, for a call of another structure."""
-        tree = self.programs.arguments_tree(program.name)
-        keys = [str(key) for key in getattr(tree, "keys", ()) if str(key) != program.mask]
-        names = [*keys, *sorted(program.static or ())]
-        if not names:
-            return "call it without arguments"
-        by_name = isinstance(tree, trees.Node) and tree.kind == "dict"
-        way = f"by name ({', '.join(names)})" if by_name else f"by position ({len(keys)})"
-        return f"give its arguments {way}; `prejit inspect` shows their structure"
 
     def _specialized(
         self, name: str, static: Mapping[str, Any], known: Mapping[str, list[Any] | str]
@@ -330,10 +268,10 @@ class Calls:
             given = known.get(program.arguments_tree or program.name, "")
             if not program.open_sizes or isinstance(given, str):
                 continue
-            if self._static_misfit(program, static):
+            if static_misfit(self.programs.static(program.name), static):
                 continue
             arrays = self.programs.arguments(program.name)
-            leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
+            leaves = trees.leaves(self.programs.arguments_tree(program.name))
             fitted = fit(
                 arrays, leaves, given, program.open_sizes, any_size=True, narrows=narrows(program)
             )
@@ -436,28 +374,6 @@ class Calls:
 
         return Pending(chosen, results, wait)
 
-    def runner_with_zeros(self, program: ProgramEntry) -> Callable[[], object]:
-        """Return a function that runs a program on zeros and waits for its first result."""
-        arrays = self.programs.arguments(program.name)
-        kept = {
-            array.path: self.device.put(
-                aligned_zeros(array.shape, dtype_of(array.dtype)), array.sharding
-            )
-            for array in arrays
-            if not array.donated
-        }
-
-        def run() -> object:
-            inputs = [
-                self.device.zeros(array.shape, dtype_of(array.dtype), array.sharding)
-                if array.donated
-                else kept[array.path]
-                for array in arrays
-            ]
-            return to_numpy(self.run(program, inputs)[0])
-
-        return run
-
     def choose_for(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> ChosenBucket:
@@ -503,10 +419,10 @@ class Calls:
         self.check_settings(name)
         static, flatten = self._given(name, args, kwargs)
         given = self._leaves(program, flatten)
-        if isinstance(given, str) or self._static_misfit(program, static):
+        if isinstance(given, str) or static_misfit(self.programs.static(program.name), static):
             return None
         arrays = self.programs.arguments(program.name)
-        leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
+        leaves = trees.leaves(self.programs.arguments_tree(program.name))
         pad = program.pad or ()
         found = fit(arrays, leaves, given, pad, any_size=True, narrows=narrows(program))
         if isinstance(found, str):
@@ -560,15 +476,6 @@ class Calls:
             raise UsageError(
                 f"{program.name:.80}: expected arguments nested less deeply than Python's recursion limit"
             ) from None
-
-    def _static_misfit(self, program: ProgramEntry, given: Mapping[str, Any]) -> str:
-        """Return why a program does not have these static values; empty if it has them."""
-        for name, value in self.programs.static(program.name).items():
-            if name not in given:
-                return f"{name} is missing: expected {value!r}"
-            if type(given[name]) is not type(value) or given[name] != value:
-                return f"{name}: expected {value!r}, found {arguments.instead(value, given[name])}"
-        return ""
 
 
 _NO_STATIC: Mapping[str, Any] = {}

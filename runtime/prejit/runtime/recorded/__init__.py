@@ -1,10 +1,10 @@
 """Recorded caches: give jax what another run compiled, and report what it used.
 
 `prejit record` (build side) packs the files of jax's compilation cache into a bundle; `prejit run` gives
-them to jax again. `opening` opens, matches and unpacks such a bundle, `child` runs the program's command, and
-`report` compares what jax asked for with what was recorded.
+them to jax again. `recorded_bundle` opens, matches and unpacks such a bundle, `recorded_run` runs the
+program's command, and `run_report` compares what jax asked for with what was recorded.
 
 `hook` runs inside the program's own processes. It imports nothing of prejit, because their Python may have no
 prejit. `site` holds the `sitecustomize` that starts it. Imports `base`, `format` and `machine`.
-Begin with `opening`.
+Begin with `recorded_bundle`.
 """

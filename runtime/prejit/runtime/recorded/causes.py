@@ -70,12 +70,8 @@ def differences(
 ) -> tuple[Difference, ...]:
     """Return what differs between a program that was compiled and the nearest recorded one.
 
-    Args:
-        found: the program.
-        recorded: the recorded programs of the target that matches, or of the closest.
-        requirement: of the same target.
-        jaxlib: the version in the program's process.
-        cpu_features: of this machine.
+    `recorded` and `requirement` are those of the target that matches, or of the closest; `jaxlib` is the
+    version in the program's process.
     """
     if found.outcome == UNCACHED:
         what = "jax_enable_compilation_cache"

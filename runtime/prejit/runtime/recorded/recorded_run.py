@@ -29,9 +29,7 @@ _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 def cache_settings(directory: Path, *, write: bool) -> dict[str, Any]:
     """Return jax's public settings by name for a cache in a directory.
 
-    Args:
-        directory: the cache.
-        write: whether jax writes every program that it compiles; if not, it only reads.
+    `write`: whether jax writes every program that it compiles; if not, it only reads.
     """
     return {
         CACHE_DIRECTORY: str(directory),

@@ -1,16 +1,22 @@
-"""The report of a run: what jax found in the bundle, what it compiled, and why."""
+"""The report of a run: what jax found in the bundle, what it compiled and why, at its end or meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from prejit.runtime.base.wording import table
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.causes import Difference, differences
-from prejit.runtime.recorded.hook_events import HIT, WatchedProcess
+from prejit.runtime.recorded.hook_events import HIT, REFUSED, WatchedProcess, read_events
 from prejit.runtime.recorded.recorded_bundle import RecordedBundle
+
+_PAUSE_SECONDS = 0.5
+"""How often a running program's misses are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +100,14 @@ class RunReport:
 def report_of(
     bundle: RecordedBundle, processes: Sequence[WatchedProcess], machine: Fingerprint
 ) -> RunReport:
-    """Return the report of a run.
-
-    Args:
-        bundle: the bundle that it got.
-        processes: what its processes reported.
-        machine: this machine.
-    """
+    """Return the report of a run."""
     misses = tuple(
         Miss(
             found.name,
             found.arguments,
             found.where,
             found.seconds,
-            found.outcome == "refused",
+            found.outcome == REFUSED,
             differences(
                 found,
                 bundle.programs,
@@ -228,3 +228,41 @@ def explained(misses: Sequence[Miss]) -> list[str]:
         ]
         paragraphs.append("\n".join(lines))
     return paragraphs
+
+
+@contextmanager
+def telling(
+    directory: Path, bundle: RecordedBundle, machine: Fingerprint, tell: Callable[[str], None]
+) -> Iterator[None]:
+    """Explain each miss soon after it happened, as the report at the end does, while the block runs.
+
+    `directory` is where the processes of the program write their events. `tell` takes a paragraph for each
+    miss, in a thread of its own.
+    """
+    told: set[Miss] = set()
+    known = 0
+    over = threading.Event()
+
+    def tell_new() -> None:
+        nonlocal known
+        size = sum(path.stat().st_size for path in directory.glob("*.jsonl"))
+        if size == known:
+            return
+        known = size
+        misses = report_of(bundle, read_events(directory), machine).misses
+        for paragraph in explained([miss for miss in misses if miss not in told]):
+            tell(paragraph)
+        told.update(misses)
+
+    def follow() -> None:
+        while not over.wait(_PAUSE_SECONDS):
+            tell_new()
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        tell_new()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.threads import in_threads
 
 from prejit.compiler.compile.worker.disassembly import (
     NEVER_CHOSEN,
@@ -74,20 +74,14 @@ def sample(dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
 # Putting and reading
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_and_shape_comes_back_as_it_went(
-    dtype: str, shape: tuple[int, ...], device: Device
-) -> None:
-    values = sample(dtype, shape)
-    for given in (values, aligned(values)):
-        assert same_bytes(to_numpy(device.put(given)), values)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_aligned_memory_is_taken_without_a_copy(dtype: str, device: Device) -> None:
+def test_every_dtype_and_shape_comes_back_as_it_went(dtype: str, device: Device) -> None:
+    for shape in SHAPES:
+        values = sample(dtype, shape)
+        for given in (values, aligned(values)):
+            assert same_bytes(to_numpy(device.put(given)), values)
     values = aligned(sample(dtype, (64, 33)))
-    assert address(to_numpy(device.put(values))) == address(values)
+    assert address(to_numpy(device.put(values))) == address(values), "aligned memory was copied"
 
 
 def test_mapped_weights_are_taken_without_a_copy(settled_dir: Path, device: Device) -> None:
@@ -170,16 +164,6 @@ def test_zeros_are_aligned_and_zero(shape: tuple[int, ...]) -> None:
 # Running
 
 
-@pytest.mark.parametrize("dtype", [name for name in DTYPES if "64" not in name])
-def test_every_dtype_passes_through_a_program(dtype: str, device: Device) -> None:
-    for shape in ((), (5, 7), (0, 3)):
-        values = sample(dtype, shape)
-        program = device.compile(export(lambda x: (x, x.reshape(-1)), values))
-        same, flat = program.run([device.put(values)])
-        assert same_bytes(to_numpy(same), values)
-        assert same_bytes(to_numpy(flat), values.reshape(-1))
-
-
 def test_a_program_survives_serializing(device: Device) -> None:
     x = aligned(np.arange(12, dtype=np.float32).reshape(3, 4))
     portable = export(lambda x: (np.float32(2) * x @ x.T, x.sum()), x)
@@ -232,22 +216,15 @@ def test_zeros_are_the_devices_own(device: Device) -> None:
         assert (found[1], found.sum()) == (7, 7)
 
 
-def test_donating_a_callers_memory_never_writes_to_it(device: Device) -> None:
-    cache = aligned_zeros((1 << 16,), np.dtype(np.float32))
-    step = device.compile(export(lambda cache: cache + 1, cache, donate_argnums=0))
-    [result] = step.run([device.put(cache)])
-    assert to_numpy(result).min() == 1
-    assert not cache.any()
-
-
-def test_donating_never_changes_what_was_read_before(device: Device) -> None:
+def test_donating_changes_neither_a_callers_memory_nor_what_was_read(device: Device) -> None:
     cache = aligned_zeros((1 << 16,), np.dtype(np.float32))
     step = device.compile(export(lambda cache: cache + 1, cache, donate_argnums=0))
     [first] = step.run([device.put(cache)])
     read = to_numpy(first)
     [second] = step.run([first])
-    assert read.max() == 1
+    assert read.min() == read.max() == 1
     assert to_numpy(second).min() == 2
+    assert not cache.any()
 
 
 def test_wrong_arguments_are_refused_and_never_read_outside(device: Device) -> None:
@@ -266,19 +243,13 @@ def test_a_program_runs_in_many_threads_at_once(device: Device) -> None:
     x = np.arange(64 * 64, dtype=np.float32).reshape(64, 64) / 4096
     program = device.compile(export(lambda x: x @ x, x))
     expected = to_numpy(program.run([device.put(x)])[0]).copy()
-    wrong = []
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(30):
-            if not np.array_equal(to_numpy(program.run([device.put(x.copy())])[0]), expected):
-                wrong.append(1)
+            found = to_numpy(program.run([device.put(x.copy())])[0])
+            np.testing.assert_array_equal(found, expected)
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    in_threads(6, work)
 
 
 def test_linear_algebra_finds_its_library(device: Device) -> None:
@@ -321,7 +292,6 @@ def test_a_platform_is_chosen_inside_branches_and_loops(device: Device) -> None:
     from jax.scipy.linalg import expm
 
     x = np.random.default_rng(0).random((3, 3), np.float32)
-    check_on_cpu(expm, x, device=device)
     check_on_cpu(jax.vmap(expm), np.stack([x, -x]), device=device)
     check_on_cpu(
         lambda x, n: lax.cond(
@@ -415,14 +385,6 @@ def test_a_program_tells_what_it_takes_and_gives(
         assert found.donated <= set(donated)
 
 
-@pytest.mark.parametrize("dtype", [name for name in DTYPES if "64" not in name])
-def test_a_program_tells_its_dtypes_by_their_names(dtype: str, device: Device) -> None:
-    program = device.compile(export(lambda x: x, np.zeros(3, dtype_of(dtype))))
-    found = program.signature()
-    assert found is not None
-    assert found.arguments == found.results == ((dtype, (3,)),)
-
-
 def test_arrays_reach_the_hosts_own_jax_and_back(device: Device) -> None:
     import jax
     import jax.numpy as jnp
@@ -456,6 +418,10 @@ def test_every_dtype_of_a_manifest_goes_in_and_comes_out(dtype: str, device: Dev
         table = [Array((0,), dtype, shape), Array((1,), dtype, (values.size,))]
         for results in (table, []):
             program = device.load(compiled.serialized, "somewhere", results)
+            signature = program.signature()
+            assert signature is not None
+            assert signature.arguments == ((dtype, shape),)
+            assert signature.results == ((dtype, shape), (dtype, (values.size,)))
             same, flat = program.run([device.put(values)])
             assert same_bytes(to_numpy(same), values)
             assert same_bytes(to_numpy(flat), values.reshape(-1))
@@ -503,35 +469,28 @@ LEVELS = {
 
 
 @pytest.mark.parametrize("name", LEVELS)
-def test_a_target_uses_no_more_than_it_says(name: str) -> None:
+def test_a_target_uses_no_more_than_it_says_and_computes_the_same(
+    name: str, device: Device
+) -> None:
     from prejit.compiler.targets.target_table import target
 
-    if not cross_compiles(jaxlib_version()):
-        pytest.skip("this jaxlib (before 0.11) compiles for the build host's features")
     wanted = target(name)
     assert wanted.cpu_features is not None
-    x = np.ones((32, 64), np.float32)
-    machine = CompileFor(cpu=wanted.cpu, cpu_features=wanted.cpu_features)
-    compiled = compile_portable(export(lambda x: x @ x.T, x), machine)
-    has, has_not = LEVELS[name]
-    declared = set(declared_features(compiled.serialized))
-    assert has in declared
-    assert not has_not & declared
-    assert declared <= set(wanted.cpu_features)
-
-
-@pytest.mark.parametrize("name", LEVELS)
-def test_what_is_compiled_for_a_level_computes_the_same(name: str, device: Device) -> None:
-    from prejit.compiler.targets.target_table import target
-
-    wanted = target(name)
     x = np.random.default_rng(0).standard_normal((32, 64), np.float32)
     portable = export(lambda x: np.float32(1) / (1 + x @ x.T) ** 2, x)
     machine = CompileFor(cpu=wanted.cpu, cpu_features=wanted.cpu_features)
-    compiled = compile_portable(portable, machine)
-    if not set(used_features(compiled.serialized)) <= set(Fingerprint.current().cpu_features):
+    serialized = compile_portable(portable, machine).serialized
+    if cross_compiles(
+        jaxlib_version()
+    ):  # jaxlib before 0.11 compiles for the build host's features
+        has, has_not = LEVELS[name]
+        declared = set(declared_features(serialized))
+        assert has in declared
+        assert not has_not & declared
+        assert declared <= set(wanted.cpu_features)
+    if not set(used_features(serialized)) <= set(Fingerprint.current().cpu_features):
         pytest.skip(f"this machine cannot run {name}")
-    [ours] = device.load(compiled.serialized, "somewhere").run([device.put(x)])
+    [ours] = device.load(serialized, "somewhere").run([device.put(x)])
     [expected] = device.compile(portable).run([device.put(x)])
     np.testing.assert_allclose(to_numpy(ours), to_numpy(expected), rtol=1e-3)
 
@@ -610,16 +569,14 @@ def test_one_cpu_device_needs_no_module_of_jax(settled_dir: Path, run_python: An
 @pytest.mark.parametrize(
     "statement",
     [
-        "import jax; assert jax.__version__ == __import__('jaxlib.version').version.__version__",
-        "import jax; assert hasattr(jax, 'jit') and not hasattr(jax, 'no_such_thing')",
-        "from jax import numpy",
-        "import jax.numpy as jnp",
+        "import importlib, pkgutil, jax\n"
+        "assert jax.__version__ == __import__('jaxlib.version').version.__version__\n"
+        "assert hasattr(jax, 'jit') and not hasattr(jax, 'no_such_thing')\n"
+        "assert 'numpy' in {m.name for m in pkgutil.iter_modules(jax.__path__)}\n"
+        "jax.config.update('jax_enable_x64', False)\n"
+        "importlib.reload(jax)",
         "import jax.export",
-        "import jax; from jax._src import api",
         "from jax._src.interpreters import pxla",
-        "import importlib; import jax; importlib.reload(jax)",
-        "import pkgutil, jax; assert 'numpy' in {m.name for m in pkgutil.iter_modules(jax.__path__)}",
-        "import jax; jax.config.update('jax_enable_x64', False)",
     ],
 )
 def test_a_host_that_uses_jax_after_loading_gets_all_of_it(statement: str, run_python: Any) -> None:
@@ -629,10 +586,8 @@ def test_a_host_that_uses_jax_after_loading_gets_all_of_it(statement: str, run_p
 @pytest.mark.parametrize(
     "before",
     [
-        "import jax",
         "import jax; jax.config.update('jax_platforms', 'cpu')",
-        "import os; os.environ['PREJIT_PLAIN_START'] = '1'\nimport jax",
-        "import jax.numpy",
+        "import os; os.environ['PREJIT_PLAIN_START'] = '1'\nimport jax.numpy",
     ],
 )
 def test_a_jax_that_is_there_already_is_left_alone(before: str, run_python: Any) -> None:
@@ -682,7 +637,7 @@ for thread in threads:
 assert not errors, errors
 assert not any(thread.is_alive() for thread in threads), "they wait for each other"
 """
-    for _ in range(3):
+    for _ in range(2):
         run_python(code)
 
 
@@ -698,8 +653,8 @@ bundle._programs.prepare("score/b2", "score/b8", "nest", "tick")
 if %d:
     bundle.call("score", x=np.ones((8, 16), np.float32))
 """
-    for attempt in range(6):
-        run_python(code % (attempt % 2))
+    for calls in (0, 1, 0, 1):
+        run_python(code % calls)
 
 
 def test_the_device_is_a_client_of_its_own(run_python: Any) -> None:

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prejit.compiler import Program, build
+from prejit.compiler import Program
 from prejit.runtime import Bundle, UsageError, jit, load
 from prejit.runtime.device import _jax_parts, jax_settings
+
+from ..conftest import BuildPrograms
 
 HOST, ON_DEVICE = np.arange(4, dtype=np.float32), jnp.arange(4.0)
 Setting = Callable[[], AbstractContextManager[Any]]
@@ -25,15 +27,14 @@ def noisy(x: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+def path(build_programs: BuildPrograms) -> Path:
     programs = [
         Program("noisy", fn=noisy, args={"x": "float32[4]"}),
         Program(
             "placed", fn=noisy, args=["float32[4]"], donate=[0]
         ),  # C++ dispatches none of its calls
     ]
-    output = tmp_path_factory.mktemp("settings")
-    return build(programs, output, name="s", cache=build_cache, quiet=True).path
+    return build_programs(programs)
 
 
 @pytest.fixture
@@ -44,9 +45,6 @@ def bundle(path: Path) -> Bundle:
 SETTINGS: dict[str, Setting] = {
     "jax_enable_x64": lambda: jax.enable_x64(True),
     "jax_default_matmul_precision": lambda: jax.default_matmul_precision("highest"),
-    "jax_numpy_dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
-    "jax_numpy_rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
-    "jax_threefry_partitionable": lambda: jax.threefry_partitionable(False),
     "jax_default_prng_impl": lambda: jax.default_prng_impl("rbg"),
 }
 WAYS: dict[str, Callable[[Bundle], Any]] = {
@@ -54,6 +52,7 @@ WAYS: dict[str, Callable[[Bundle], Any]] = {
     "call on jax's arrays": lambda bundle: bundle.call("noisy", x=ON_DEVICE),
     "call in Python": lambda bundle: bundle.call("placed", HOST),
     "call_async": lambda bundle: bundle.call_async("noisy", x=HOST).result(),
+    "call_on_device": lambda bundle: bundle.call_on_device("noisy", x=HOST),
     "call_by_path": lambda bundle: bundle.call_by_path("noisy", {("x",): HOST}),
     "bind": lambda bundle: bundle.bind("noisy", x=HOST)(),
     "jit": lambda bundle: jit(noisy, bundle=bundle, on_miss="error")(HOST),
@@ -87,16 +86,10 @@ def test_a_function_that_is_called_again_sees_that_settings_changed(bundle: Bund
     assert not np.array_equal(jitted(HOST)["noise"], expected["noise"])
 
 
-def test_the_build_decides_which_settings_a_call_needs(tmp_path: Path, build_cache: Path) -> None:
+def test_the_build_decides_which_settings_a_call_needs(build_programs: BuildPrograms) -> None:
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-        built = build(
-            [Program("noisy", fn=noisy, args={"x": "float32[4]"})],
-            tmp_path / "x64",
-            name="x64",
-            cache=build_cache,
-            quiet=True,
-        )
-    bundle = load(built.path)
+        path = build_programs(Program("noisy", fn=noisy, args={"x": "float32[4]"}))
+    bundle = load(path)
     assert bundle.config.programs[0].settings == {
         "jax_default_matmul_precision": "highest",
         "jax_enable_x64": "True",
@@ -112,41 +105,33 @@ def test_the_build_decides_which_settings_a_call_needs(tmp_path: Path, build_cac
                 np.testing.assert_allclose(found[key], value, rtol=1e-6)
 
 
-@pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
-def test_guards_refuse_the_transfers_that_jax_refuses(path: Path, guard: str) -> None:
+def test_guards_refuse_the_transfers_that_jax_refuses(path: Path) -> None:
     """Also at the first call. Arrays that are on the device pass, and so does what prejit puts there."""
     bundle = load(path)
     jitted = jit(noisy, bundle=bundle, on_miss="error")
     for _ in range(2):
-        with jax.transfer_guard(guard):
+        with jax.transfer_guard("disallow"):
             for call in (jax.jit(noisy), jitted, lambda x: bundle.call("noisy", x=x)):
                 with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
                     call(HOST)
-        with jax.transfer_guard_host_to_device(guard):
+        with jax.transfer_guard_host_to_device("disallow_explicit"):
             jitted(ON_DEVICE)
             bundle.call("noisy", x=ON_DEVICE)
         jitted(HOST)
         bundle.call("noisy", x=HOST)
 
 
-@pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
-def test_guards_let_arrays_of_jax_pass(tmp_path: Path, build_cache: Path, guard: str) -> None:
+def test_guards_let_arrays_of_jax_pass(build_programs: BuildPrograms) -> None:
     """They are on the device for jax.jit, wherever the bundle puts them: keys and donated ones too."""
 
     def step(key: Any, x: Any) -> Any:
         return {"key": jax.random.split(key)[0], "x": x.astype("bfloat16") * 2}
 
     key, x = jax.random.key(0), jnp.ones(4)
-    built = build(
-        Program("step", fn=step, args=lambda: {"key": key, "x": x}, donate=["x"]),
-        tmp_path,
-        name="guarded",
-        cache=build_cache,
-        quiet=True,
-    )
-    bundle = load(built.path)
+    program = Program("step", fn=step, args=lambda: {"key": key, "x": x}, donate=["x"])
+    bundle = load(build_programs(program))
     for _ in range(2):
-        with jax.transfer_guard(guard):
+        with jax.transfer_guard("disallow_explicit"):
             found = bundle.call("step", key=key, x=x)["x"]
             bundle.call_async("step", key=key, x=x).result()
             bundle.call_on_device("step", key=key, x=x)
@@ -157,17 +142,6 @@ def test_guards_let_arrays_of_jax_pass(tmp_path: Path, build_cache: Path, guard:
             with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
                 bundle.bind("step", key=key)(x=HOST)
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.full(4, 2, np.float32))
-
-
-def test_settings_that_change_no_value_are_not_compared(bundle: Bundle) -> None:
-    for setting in (
-        jax.disable_jit(True),
-        jax.default_device(jax.devices()[0]),
-        jax.set_mesh(jax.make_mesh((1,), ("x",))),
-    ):
-        with setting:
-            for _ in range(2):
-                bundle.call("noisy", x=HOST)
 
 
 def test_the_defaults_are_those_of_this_jax(run_python: Any) -> None:

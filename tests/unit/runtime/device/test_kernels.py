@@ -46,7 +46,7 @@ def nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(*_: object) -> None:
         raise AssertionError("a damaged library reached the dynamic linker")
 
-    monkeypatch.setattr(kernels, "open_sealed", reached)
+    monkeypatch.setattr(kernels, "_open_sealed", reached)
     monkeypatch.setattr(kernels, "_loaded", {})
 
 

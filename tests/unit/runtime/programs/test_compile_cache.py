@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
+from tests.threads import in_threads
 
 from prejit.runtime.errors import PrejitWarning, UsageError
 from prejit.runtime.format.arrays import Mesh
@@ -291,42 +293,80 @@ def test_readers_and_writers_and_eviction_at_once_give_right_bytes_only(
 ) -> None:
     """A limit for two of six programs: files vanish all the time."""
     monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", "2500")
-    wrong: list[object] = []
 
     def use(seed: int) -> None:
         random = np.random.default_rng(seed)
-        try:
-            for number in random.integers(1, 7, 60):
-                content = noise(1000, int(number))
-                found, _ = compiled_here(program(number), MACHINE, made(content))
-                if found != content:
-                    wrong.append(number)
-        except BaseException as error:
-            wrong.append(error)
+        for number in random.integers(1, 7, 60):
+            content = noise(1000, int(number))
+            found, _ = compiled_here(program(number), MACHINE, made(content))
+            assert found == content
 
-    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    in_threads(6, use)
 
 
-def test_a_read_only_cache_serves_what_it_has_and_says_what_it_cannot(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def replaced_by(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    def replace_file(path: Path) -> None:
+        path.rename(path.with_name("aside"))
+        make(path)
+
+    return replace_file
+
+
+SPOILED: dict[str, Callable[[Path], object]] = {
+    "its group may write it": lambda path: path.chmod(0o620),
+    "others may write it": lambda path: path.chmod(0o602),
+    "of another user": lambda path: os.geteuid() or os.chown(path, 12345, 12345),
+    "no frame": lambda path: path.write_bytes(hashlib.sha256(b"no frame").digest() + b"no frame"),
+    "a FIFO": replaced_by(os.mkfifo),
+    "a link": replaced_by(lambda path: path.symlink_to(path.with_name("aside"))),
+}
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+def test_what_somebody_else_may_have_made_is_never_served(directory: Path, spoiled: str) -> None:
+    """It is machine code."""
     keep(1, b"ours")
+    [path] = directory.iterdir()
+    SPOILED[spoiled](path)
+    if spoiled == "of another user" and os.geteuid():
+        pytest.skip("needs root to give a file away")
+    keep(1, b"made again")
+    assert compiled_here(PROGRAM, MACHINE, never) == (b"made again", False)
+    status = path.lstat()
+    assert (stat.S_ISREG(status.st_mode), status.st_mode & 0o777) == (True, 0o600)
+    assert status.st_uid == os.geteuid()
 
+
+def test_a_loose_umask_does_not_cost_the_cache() -> None:
+    before = os.umask(0)
+    try:
+        keep(1, b"ours")
+    finally:
+        os.umask(before)
+    assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
+
+
+@pytest.mark.parametrize("obstacle", ["a directory in its place", "a file above", "a full disk"])
+def test_a_cache_that_cannot_be_written_costs_only_time_and_says_so_once(
+    obstacle: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(compile_cache, "write_file", full)
-    monkeypatch.setattr(os, "utime", full)
-    assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
-    with pytest.warns(PrejitWarning, match="No space left on device") as told:
+    keep(1, b"ours")
+    if obstacle == "a full disk":
+        monkeypatch.setattr(compile_cache, "write_file", full)
+        monkeypatch.setattr(os, "utime", full)
+        assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
+    elif obstacle == "a file above":
+        monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(next(directory.iterdir())))
+    else:
+        for number in (2, 3):
+            compile_cache._path(program(number), MACHINE).mkdir()
+    with pytest.warns(PrejitWarning, match="cannot keep compiled programs, so every start") as told:
         keep(2, b"not kept")
     assert len(told) == 1
-    keep(3, b"nor this")
+    keep(3, b"nor this")  # another warning would be an error
     assert (kept(2), kept(3)) == (False, False)
 
 
@@ -369,7 +409,7 @@ def test_a_kill_at_any_moment_leaves_nothing_that_a_later_start_trips_over(
 ) -> None:
     """Processes write without a pause and are killed at random moments."""
     random = np.random.default_rng(0)
-    for _ in range(12):
+    for _ in range(examples(4, 12)):
         command = [sys.executable, "-c", WRITE_FOR_EVER]
         processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
         try:
@@ -427,16 +467,12 @@ def test_who_waited_for_a_lock_that_was_removed_still_compiles_alone(directory: 
             inside -= 1
         raise ValueError
 
-    def use() -> None:
+    def use(_: int) -> None:
         for _ in range(5):
             with pytest.raises(ValueError):  # noqa: PT011
                 compiled_here(PROGRAM, MACHINE, failing)
 
-    threads = [threading.Thread(target=use) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, use)
     assert most == 1
     assert list(directory.iterdir()) == []
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prejit.compiler import Program, build
+from prejit.compiler import Program
 from prejit.runtime import Bundle, UsageError, load
 from prejit.runtime.device import _jit_dispatch
-from prejit.runtime.programs.user_programs import Calls
+
+from ..conftest import BuildPrograms, Called
 
 
 def nested(z: Any, a: Any) -> Any:
@@ -41,7 +40,7 @@ def stepped(state: Any, x: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+def path(build_programs: BuildPrograms) -> Path:
     z = {"one": "float32[{n}]", "two": "int32[3]"}
     programs = [
         Program("named", fn=nested, args={"z": z, "a": "float32[2]"}, buckets={"n": (2, 4)}),
@@ -61,8 +60,7 @@ def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
             "padded", fn=lambda x: x + 1, args=["float32[{n}]"], buckets={"n": (4,)}, pad=["n"]
         ),
     ]
-    output = tmp_path_factory.mktemp("dispatched")
-    return build(programs, output, name="d", cache=build_cache, quiet=True).path
+    return build_programs(programs)
 
 
 @pytest.fixture
@@ -71,17 +69,9 @@ def bundle(path: Path) -> Bundle:
 
 
 @pytest.fixture
-def entered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def entered(called: Called) -> list[str]:
     """Names of the programs that Python called."""
-    names: list[str] = []
-    original = Calls.call_in_bucket
-
-    def record(self: Calls, name: str, *rest: Any) -> Any:
-        names.append(name)
-        return original(self, name, *rest)
-
-    monkeypatch.setattr(Calls, "call_in_bucket", record)
-    return names
+    return called("call_in_bucket")
 
 
 def z_of(size: int) -> dict[str, Any]:
@@ -182,20 +172,21 @@ def test_mistakes_are_found_after_calls_that_fit(bundle: Bundle) -> None:
 def test_settings_of_jax_that_change_no_trace_do_not_matter(bundle: Bundle) -> None:
     x = np.ones((2, 8), np.float32)
     for _ in range(2):
-        for setting in (jax.disable_jit, jax.debug_nans):
-            with setting(True):
+        for switch in (jax.disable_jit, jax.debug_nans):
+            with switch(True):
                 np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
-        with jax.default_device(jax.devices()[0]):
-            np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
+        for setting in (
+            jax.default_device(jax.devices()[0]),
+            jax.set_mesh(jax.make_mesh((1,), ("x",))),
+        ):
+            with setting:
+                np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
         jax.clear_caches()
 
 
-@pytest.mark.parametrize(("setting", "value"), [(jax.debug_nans, np.nan), (jax.debug_infs, np.inf)])
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
 @pytest.mark.parametrize("name", ["divided", "donated", "mixed", "cut", "stepped"])
-def test_what_jax_is_set_to_look_for(
-    bundle: Bundle, name: str, of: Any, setting: Any, value: float
-) -> None:
+def test_what_jax_is_set_to_look_for(bundle: Bundle, name: str, of: Any) -> None:
     """At the first call, after others, and in each way; in all that is no padding."""
     ways: list[Any] = [bundle.call, bundle.call_async]
     if name == "stepped":
@@ -207,13 +198,13 @@ def test_what_jax_is_set_to_look_for(
         x = of(np.full(3 if name == "cut" else 4, value, np.float32))
         return (x, (jnp if of is np.asarray else np).float32(2)) if name == "mixed" else (x,)
 
-    for way in ways * 2:
-        with setting(True):
-            way(name, *given(1))
-            with pytest.raises(FloatingPointError, match=r"invalid value \((nan|inf)\)"):
-                way(name, *given(value))
-        way(name, *given(value))
-        way(name, *given(value))
+    for way in ways:
+        for setting, value in ((jax.debug_nans, np.nan), (jax.debug_infs, np.inf)):
+            with setting(True):
+                way(name, *given(1))
+                with pytest.raises(FloatingPointError, match=rf"invalid value \({value}\)"):
+                    way(name, *given(value))
+            way(name, *given(value))
 
 
 def test_the_first_call_of_a_process_may_be_one_without_jit(path: Path) -> None:
@@ -221,21 +212,6 @@ def test_the_first_call_of_a_process_may_be_one_without_jit(path: Path) -> None:
     x = np.ones((2, 8), np.float32)
     with jax.disable_jit():
         np.testing.assert_array_equal(load(path).call("weighted", x), x * 3)
-
-
-def test_many_threads_call_one_program(bundle: Bundle) -> None:
-    wrong = []
-
-    def run(number: int) -> None:
-        x = np.full((2, 8), number, np.float32)
-        wrong.extend(1 for _ in range(200) if not (bundle.call("weighted", x) == x * 3).all())
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert wrong == []
 
 
 def test_it_needs_no_jax_and_leaves_jax_as_it_is(path: Path, run_python: Any) -> None:
@@ -271,17 +247,9 @@ def test_a_jaxlib_without_these_parts(
 
 
 @pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def copied(called: Called) -> list[str]:
     """Names of the programs that Python called, or whose arrays were copied to another client."""
-    names: list[str] = []
-    original = Calls.call
-
-    def record(self: Calls, name: str, *rest: Any) -> Any:
-        names.append(name)
-        return original(self, name, *rest)
-
-    monkeypatch.setattr(Calls, "call", record)
-    return names
+    return called("call")
 
 
 @pytest.mark.parametrize("name", ["named", "placed"])

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 from tests.extent import examples
 
-from prejit.compiler import Program, build
+from prejit.compiler import Program
 from prejit.runtime import Bundle, UsageError, jit, load
+
+from ..conftest import BuildPrograms
 
 
 def weak(value: complex, *shape: int) -> jax.Array:
@@ -85,12 +87,11 @@ def built() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
+def bundle(build_programs: BuildPrograms) -> Bundle:
     programs = [
         Program(f"p{number}", fn=mixed, args=[given]) for number, given in enumerate(built())
     ]
-    output = tmp_path_factory.mktemp("signatures")
-    return load(build(programs, output, name="s", cache=build_cache, quiet=True).path)
+    return load(build_programs(programs))
 
 
 def varied(rng: random.Random, value: Any) -> Any:
@@ -247,13 +248,12 @@ def built_constants() -> list[tuple[Any, Any]]:
 
 
 @pytest.fixture(scope="module")
-def constants_path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+def constants_path(build_programs: BuildPrograms) -> Path:
     programs = [
         Program(f"p{number}", fn=by_constant, args=[kind(jnp.ones(2), k)])
         for number, (kind, k) in enumerate(built_constants())
     ]
-    output = tmp_path_factory.mktemp("constants")
-    return build(programs, output, name="c", cache=build_cache, quiet=True).path
+    return build_programs(programs)
 
 
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
@@ -293,7 +293,7 @@ def counted(state: Any, x: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def kept_bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
+def kept_bundle(build_programs: BuildPrograms) -> Bundle:
     narrow = "bfloat16[2]"
     state = {"step": 0, "total": jnp.zeros(2)}
     programs = [
@@ -302,8 +302,7 @@ def kept_bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> 
         Program("counted", fn=counted, args={"state": state, "x": "float32[2]"}),
         Program("named", fn=lambda x, r: x * r, args=[narrow, "weak float32[]"]),
     ]
-    output = tmp_path_factory.mktemp("kept")
-    return load(build(programs, output, name="k", cache=build_cache, quiet=True).path)
+    return load(build_programs(programs))
 
 
 def test_parameters_are_as_weak_as_those_of_the_build(kept_bundle: Bundle) -> None:

@@ -6,7 +6,6 @@ import ctypes
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prejit.compiler import Program, build
+from prejit.compiler import Program
 from prejit.runtime import Bundle, UsageError, load
+
+from ..conftest import BuildPrograms
 
 X = np.ones(2, np.float32)
 
@@ -86,7 +87,7 @@ CALLS = {
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
+def bundle(build_programs: BuildPrograms) -> Bundle:
     programs = [Program(name, fn=each.function, args=_made(each)) for name, each in CALLS.items()]
     shapes = {"row": (2,), "rows": (2, 2), "number": ()}
     programs += [
@@ -94,9 +95,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundl
     ]
     programs += [Program("kept", fn=lambda x: x + 1, args={"x": X})]
     programs += [Program("state", fn=layers, args=lambda: {"x": X, "d": OrderedDict(z=X, b=X * 5)})]
-    output = tmp_path_factory.mktemp("trees")
-    path = build(programs, output, name="trees", cache=build_cache, quiet=True).path
-    return load(path, on_mismatch="error")
+    return load(build_programs(programs), on_mismatch="error")
 
 
 def _made(call: Call) -> Any:

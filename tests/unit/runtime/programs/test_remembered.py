@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prejit.compiler import Program, build
+from prejit.compiler import Program
 from prejit.runtime import Bundle, UsageError, load
 from prejit.runtime.device.transfer import aligned_zeros
 from prejit.runtime.programs import known_calls
-from prejit.runtime.programs.user_programs import Calls
 from prejit.server.engine.engine import Engine
+
+from ..conftest import BuildPrograms, Called
 
 
 class Named(NamedTuple):
@@ -104,7 +105,7 @@ TWO = np.arange(2, dtype="f")
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+def path(build_programs: BuildPrograms) -> Path:
     pair = {"a": "float32[2]", "b": "float32[2]"}
     programs = [
         Program("joined", fn=joined, args=[pair]),
@@ -125,8 +126,7 @@ def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
         Program("wide", fn=lambda x: x + 1, args=["int32[{n}]"], buckets={"n": (2, 30)}, pad=["n"]),
         Program("busy", fn=busy, args=["float32[1024]"]),
     ]
-    output = tmp_path_factory.mktemp("remembered")
-    return build(programs, output, name="r", cache=build_cache, quiet=True).path
+    return build_programs(programs)
 
 
 @pytest.fixture
@@ -143,9 +143,10 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.fixture(params=[*WAYS, "engine"])
-def way(request: pytest.FixtureRequest, bundle: Bundle) -> Iterator[Callable[..., Any]]:
+@pytest.fixture(scope="module", params=[*WAYS, "engine"])
+def way(request: pytest.FixtureRequest, path: Path) -> Iterator[Callable[..., Any]]:
     """Calls a program in one of the ways."""
+    bundle = load(path, on_mismatch="error")
     if request.param != "engine":
         yield lambda *args, **kwargs: WAYS[request.param](bundle, *args, **kwargs)
         return
@@ -204,32 +205,6 @@ def test_equal_static_values_of_other_types(way: Callable[..., Any], wrong: Any)
                 way("scaled", x, factor=wrong)
 
 
-SETTINGS = (
-    lambda: jax.enable_x64(True),
-    lambda: jax.numpy_rank_promotion("raise"),
-    lambda: jax.default_matmul_precision("highest"),
-    lambda: jax.threefry_partitionable(not jax.config.jax_threefry_partitionable),
-)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
-def test_other_settings(bundle: Bundle, setting: Any, of: Any) -> None:
-    pair = {"a": of(TWO), "b": of(TWO)}
-    given = {(0, name): array for name, array in pair.items()}
-    steps = bundle.bind("step", state=of(TWO))
-    ways = [
-        *(lambda call=call: call(bundle, "joined", pair) for call in WAYS.values()),
-        lambda: bundle.call_by_path("joined", given),
-        lambda: steps(x=pair["a"]),
-    ]
-    for call in ways:
-        for _ in range(2):
-            call()
-            with setting(), pytest.raises(UsageError, match="other settings of jax"):
-                call()
-
-
 def test_containers_of_equal_content(way: Callable[..., Any]) -> None:
     for of in (np.asarray, jnp.asarray):
         a, b = of(TWO), of(TWO + 5)
@@ -274,17 +249,9 @@ def test_views_and_arrays_without_dimensions(way: Callable[..., Any]) -> None:
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def chosen(called: Called) -> list[str]:
     """Names of the programs whose bucket was looked for."""
-    names: list[str] = []
-    original = Calls.choose
-
-    def record(self: Calls, name: str, *rest: Any) -> Any:
-        names.append(name)
-        return original(self, name, *rest)
-
-    monkeypatch.setattr(Calls, "choose", record)
-    return names
+    return called("choose")
 
 
 def test_calls_like_one_before_look_for_no_bucket(bundle: Bundle, chosen: list[str]) -> None:
@@ -331,6 +298,7 @@ def test_no_argument_is_kept(bundle: Bundle, of: Any) -> None:
     """Not by what is remembered, nor by results that a caller keeps."""
     steps = bundle.bind("step", state=of(TWO))
     kept: list[Any] = []
+    given: list[weakref.ref[Any]] = []
     calls: list[Callable[[Any], Any]] = [
         lambda x: bundle.call("joined", {"a": x, "b": x}),
         lambda x: bundle.call_async("joined", {"a": x, "b": x}),
@@ -340,14 +308,14 @@ def test_no_argument_is_kept(bundle: Bundle, of: Any) -> None:
     ]
     for call in calls:
         for _ in range(2):
-            given = of(TWO + 1)
-            kept.append(call(given))
+            x = of(TWO + 1)
+            given.append(weakref.ref(x))
+            kept.append(call(x))
             if hasattr(kept[-1], "result"):
                 kept[-1].result()
-            gone = weakref.ref(given)
-            del given
-            gc.collect()
-            assert gone() is None
+            del x
+    gc.collect()
+    assert [each() for each in given] == [None] * 10
 
 
 def test_arguments_may_change_after_a_call(bundle: Bundle) -> None:

@@ -13,6 +13,8 @@ import pytest
 from prejit.compiler import ManifestError, Program, build
 from prejit.runtime import Bundle, UsageError, load
 
+from ..conftest import BuildPrograms
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "in_a_tuple": (lambda a, b: (a + 1, b * 2), "0, 1"),
     "in_a_list": (lambda a, b: [b * 2, a + 1], "0, 1"),
@@ -36,7 +38,7 @@ def placed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
+def bundle(build_programs: BuildPrograms) -> Bundle:
     programs = [
         program
         for name, (function, _) in FUNCTIONS.items()
@@ -45,8 +47,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundl
             Program(f"placed_{name}", fn=placed(function), args=[A, B]),
         )
     ]
-    output = tmp_path_factory.mktemp("steps")
-    return load(build(programs, output, name="s", cache=build_cache, quiet=True).path)
+    return load(build_programs(programs))
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
@@ -78,15 +79,19 @@ def test_a_state_whose_next_value_is_clear(name: str, bundle: Bundle) -> None:
         np.testing.assert_array_equal(state, A + 3)
 
 
-@pytest.mark.parametrize("name", CLEAR)
-def test_repeated_steps_take_it_too(name: str, tmp_path: Path, build_cache: Path) -> None:
-    function, _ = FUNCTIONS[name]
-    program = Program("r", fn=function, args={"a": A, "b": B}, repeat=(3,), carry=("a",))
-    bundle = load(build([program], tmp_path, name="r", cache=build_cache, quiet=True).path)
-    found = bundle.call("r", a=A, b=B, repeat=3)
-    parts = found.values() if isinstance(found, dict) else found
-    parts = [found] if isinstance(found, np.ndarray) else parts
-    assert any(np.array_equal(part, A + 3) for part in parts if isinstance(part, np.ndarray))
+def test_repeated_steps_take_it_too(build_programs: BuildPrograms) -> None:
+    arguments = {"a": A, "b": B}
+    programs = [
+        Program(name, fn=FUNCTIONS[name][0], args=arguments, repeat=(3,), carry=("a",))
+        for name in CLEAR
+    ]
+    bundle = load(build_programs(programs))
+    for name in CLEAR:
+        found = bundle.call(name, **arguments, repeat=3)
+        parts = found.values() if isinstance(found, dict) else found
+        parts = [found] if isinstance(found, np.ndarray) else parts
+        arrays = [part for part in parts if isinstance(part, np.ndarray)]
+        assert any(np.array_equal(part, A + 3) for part in arrays), name
 
 
 def test_two_arguments_of_one_type(bundle: Bundle) -> None:

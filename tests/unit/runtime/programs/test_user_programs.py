@@ -15,6 +15,8 @@ import pytest
 from prejit.compiler import Program, build
 from prejit.runtime import Bundle, UsageError, jit, load
 
+from ..conftest import BuildPrograms
+
 X = np.random.default_rng(0).standard_normal((4, 3))
 LABELS = X.argmax(1)
 
@@ -58,10 +60,8 @@ NOTE = "is built with ['labels'] as int32 and not int64, ['x'] as float32 and no
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
-    return build(
-        PROGRAMS, tmp_path_factory.mktemp("wide"), name="wide", cache=build_cache, quiet=True
-    ).path
+def path(build_programs: BuildPrograms) -> Path:
+    return build_programs(PROGRAMS)
 
 
 @pytest.fixture
@@ -80,24 +80,21 @@ def test_the_build_says_once_for_a_program_what_is_narrower(
 
 
 @pytest.mark.parametrize("name", ["loss", "made", "shaped", "padded"])
-@pytest.mark.parametrize("x", [X, X.astype("f")])
-@pytest.mark.parametrize("labels", [LABELS, LABELS.astype(np.int32)])
-def test_arrays_of_64_bits_give_what_jax_gives(
-    bundle: Bundle, name: str, x: Any, labels: Any
-) -> None:
+def test_arrays_of_64_bits_give_what_jax_gives(bundle: Bundle, name: str) -> None:
     """Again and again, and by all ways: no way remembers that a program takes them as they are."""
-    if name == "padded":
-        x, labels = x[:3], labels[:3]
+    count = 3 if name == "padded" else 4
+    wide = X[:count], LABELS[:count]
+    narrow = wide[0].astype("f"), wide[1].astype(np.int32)
     ways: list[Callable[..., Any]] = [
         lambda **given: bundle.call(name, **given),
         lambda **given: bundle.call_async(name, **given).result(),
     ]
     if name != "padded":
         ways.append(jit(loss, bundle=bundle, name=name, on_miss="error"))
-    expected = jax.jit(loss)(x, labels)
-    for given in (x, X.astype("f")[: len(x)], x) * 2:
+    expected = jax.jit(loss)(*wide)
+    for x, labels in (wide, narrow, (wide[0], narrow[1]), (narrow[0], wide[1]), wide):
         for call in ways:
-            found = call(x=given, labels=labels)
+            found = call(x=x, labels=labels)
             if name != "padded":  # the sum is one over padding too
                 np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
             np.testing.assert_array_equal(found[1], expected[1])
@@ -139,14 +136,13 @@ def test_values_that_32_bits_do_not_hold_are_refused(
     bundle.call("same", *given)
 
 
-def test_with_64_bits_no_array_becomes_narrower(tmp_path: Path, build_cache: Path) -> None:
+def test_with_64_bits_no_array_becomes_narrower(build_programs: BuildPrograms) -> None:
     with jax.enable_x64(True):
         programs = [
             Program("wide", fn=jnp.sum, args=[X]),
             Program("narrow", fn=jnp.sum, args=["float32[4, 3]"]),
         ]
-        built = build(programs, tmp_path, name="x64", cache=build_cache, quiet=True)
-        bundle = load(built.path)
+        bundle = load(build_programs(programs))
         found, expected = bundle.call("wide", X), jax.jit(jnp.sum)(X)
         assert found.dtype == expected.dtype == "float64"
         np.testing.assert_allclose(found, expected, rtol=1e-12)
@@ -156,7 +152,7 @@ def test_with_64_bits_no_array_becomes_narrower(tmp_path: Path, build_cache: Pat
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
+def others(build_programs: BuildPrograms) -> Bundle:
     programs = [
         Program("halved", fn=lambda x: x / 2, args=[0.5]),
         Program("doubled", fn=lambda x: x * 2, args=[3]),
@@ -164,9 +160,7 @@ def others(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundl
         Program("split", fn=jax.random.split, args=lambda: [jax.random.key(0)]),
         Program("summed", fn=jnp.sum, args=["float32[2]"]),
     ]
-    output = tmp_path_factory.mktemp("others")
-    path = build(programs, output, name="others", cache=build_cache, quiet=True).path
-    return load(path, on_mismatch="error")
+    return load(build_programs(programs), on_mismatch="error")
 
 
 @pytest.mark.parametrize(

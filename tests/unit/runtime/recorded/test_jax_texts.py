@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ print(json.dumps({"seen": seen, "events": events, "files": os.listdir(sys.argv[2
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, module_python: Callable[..., str]) -> Any:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     cache = tmp_path_factory.mktemp("cache")
     loggers = [jax_texts.KEY_LOGGER, jax_texts.COMPILER_LOGGER, jax_texts.SHAPES_LOGGER]
     env = {
@@ -56,24 +58,9 @@ def found(tmp_path_factory: pytest.TempPathFactory, module_python: Callable[...,
         "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
         "XLA_FLAGS": "--xla_cpu_enable_fast_math=false",
     }
-    return json.loads(module_python(SCRIPT, json.dumps(loggers), str(cache), env=env))
-
-
-@pytest.fixture(scope="module")
-def module_python() -> Callable[..., str]:
-    """Runs code in a fresh process and returns what it prints."""
-    import os
-    import subprocess
-    import sys
-
-    def run(code: str, *words: str, env: dict[str, str]) -> str:
-        command = [sys.executable, "-c", code, *words]
-        done = subprocess.run(
-            command, env={**os.environ, **env}, capture_output=True, text=True, check=True
-        )
-        return done.stdout
-
-    return run
+    command = [sys.executable, "-c", SCRIPT, json.dumps(loggers), str(cache)]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, check=True)
+    return json.loads(done.stdout)
 
 
 def logged(found: Any, logger: str, text: str) -> list[list[str]]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.extent import examples
 
 from prejit.runtime import __main__
 from prejit.runtime.errors import RejectError, StoreError, UsageError
@@ -204,7 +205,7 @@ def test_directories_of_a_clock_that_was_wrong_grow_old_from_now_on(
 
 
 @settings(
-    max_examples=60,
+    max_examples=examples(20, 60),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))

@@ -39,11 +39,15 @@ def recording(tmp_path: Path) -> Orders:
     return Orders(settings, str(tmp_path / "events"), functions=True)
 
 
-def test_arguments_belong_to_the_program_that_is_compiled(
+def test_functions_lines_and_arguments_are_those_of_the_program(
     tmp_path: Path, recording: Orders
 ) -> None:
     """Of two lowered programs of one name nothing tells which is compiled first."""
+    (tmp_path / "model.py").write_text("import jax\n@jax.jit\ndef score(x, y): return x * y\n")
     code = (
+        "from model import score\n"
+        "@jax.jit\ndef own(x): return x - 1\n"
+        "score(1.0, 2.0)\nown(1.0)\njax.jit(lambda x: x * 3)(1.0)\n"
         "def one(x): return x + 1\n"
         "def two(x): return x + 2\n"
         "a, b = (jax.ShapeDtypeStruct((n,), 'float32') for n in (2, 3))\n"
@@ -53,23 +57,6 @@ def test_arguments_belong_to_the_program_that_is_compiled(
         "jax.jit(two)(jax.numpy.zeros(5, 'int32'))\n"
     )
     _, [process] = watched(tmp_path, code, recording)
-    found = [(r.name, r.arguments) for r in process.requests if r.name in ("jit_one", "jit_two")]
-    assert found == [
-        ("jit_one", ("float32[2]",)),
-        ("jit_two", None),
-        ("jit_two", None),
-        ("jit_two", ("int32[5]",)),
-    ]
-
-
-def test_functions_and_lines_are_those_of_the_program(tmp_path: Path, recording: Orders) -> None:
-    (tmp_path / "model.py").write_text("import jax\n@jax.jit\ndef score(x, y): return x * y\n")
-    code = (
-        "from model import score\n"
-        "@jax.jit\ndef own(x): return x - 1\n"
-        "score(1.0, 2.0)\nown(1.0)\njax.jit(lambda x: x * 3)(1.0)\n"
-    )
-    _, [process] = watched(tmp_path, code, recording)
     named = {r.name: (r.function, r.where) for r in process.requests}
     assert named["jit_score"] == ("model:score", "program.py:5")
     assert named["jit_own"] == ("program:own", "program.py:6")
@@ -77,6 +64,13 @@ def test_functions_and_lines_are_those_of_the_program(tmp_path: Path, recording:
     assert {r.outcome for r in process.requests} == {"miss"}
     keys = {f"{r.key}-cache" for r in process.requests}
     assert keys == set(os.listdir(tmp_path / "cache"))
+    found = [(r.name, r.arguments) for r in process.requests if r.name in ("jit_one", "jit_two")]
+    assert found == [
+        ("jit_one", ("float32[2]",)),
+        ("jit_two", None),
+        ("jit_two", None),
+        ("jit_two", ("int32[5]",)),
+    ]
 
 
 def test_a_program_that_is_not_kept_says_why(tmp_path: Path, recording: Orders) -> None:

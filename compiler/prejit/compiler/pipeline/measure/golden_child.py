@@ -19,12 +19,17 @@ from prejit.runtime.base.files import Content
 from prejit.runtime.base.typed_json import from_json, from_plain
 from prejit.runtime.device import kernels
 from prejit.runtime.device.device import Device, Executable
-from prejit.runtime.device.user_libraries import load_library
+from prejit.runtime.device.kernels import load_library
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry, handler_names
-from prejit.runtime.programs.asked_answers import golden_values
-from prejit.runtime.programs.golden_check import GoldenResult, format_results, sampled, samples_of
+from prejit.runtime.programs.golden_check import (
+    GoldenResult,
+    format_results,
+    golden_values,
+    sampled,
+    samples_of,
+)
 from prejit.runtime.programs.mapped_weights import open_weights
 from prejit.runtime.programs.ready import Programs
 
@@ -78,7 +83,7 @@ def _answers(request: GoldenRequest, layers: list[Content]) -> Iterator[dict[str
         name, _, tolerance = wanted.rpartition(" ")
         answer: dict[str, Any] = {"program": name, "tolerance": int(tolerance)}
         try:
-            answer["results"] = _ask(programs, config, name, int(tolerance), request.seed)
+            answer["results"] = _ask(programs, name, int(tolerance), request.seed)
         except PrejitError as error:
             answer["error"] = str(error)
         except Exception as error:  # XLA raises errors of many kinds
@@ -112,12 +117,12 @@ def _open(request: GoldenRequest, config: Config, layers: list[Content]) -> Prog
     )
 
 
-def _ask(programs: Programs, config: Config, name: str, tolerance: int, seed: int) -> str:
+def _ask(programs: Programs, name: str, tolerance: int, seed: int) -> str:
     """Return the golden answer of a program as text."""
     program, executable = programs.table[name], programs[name]
-    found = _sampled(programs, config, program, executable, tolerance, seed, 0.0)
+    found = _sampled(programs, program, executable, tolerance, seed, 0.0)
     if program.kind == "call":
-        again = _sampled(programs, config, program, executable, tolerance, seed, NUDGE)
+        again = _sampled(programs, program, executable, tolerance, seed, NUDGE)
         found = tuple(
             one if one is not None and other is not None and _is_near(one, other) else None
             for one, other in zip(found, again, strict=True)
@@ -127,7 +132,6 @@ def _ask(programs: Programs, config: Config, name: str, tolerance: int, seed: in
 
 def _sampled(
     programs: Programs,
-    config: Config,
     program: ProgramEntry,
     executable: Executable,
     tolerance: int,
@@ -135,7 +139,7 @@ def _sampled(
     nudge: float,
 ) -> tuple[GoldenResult | None, ...]:
     values = golden_values(programs, program, executable, seed, nudge=nudge)
-    chosen = samples_of(config, program, programs.results(program.name), values, seed)
+    chosen = samples_of(programs, program, values, seed)
     return tuple(
         None if samples is None else sampled(value, samples, tolerance)
         for value, samples in zip(values, chosen, strict=True)

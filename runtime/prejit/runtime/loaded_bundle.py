@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from prejit.runtime.base.process_facts import Span, is_plain_start, span
+from prejit.runtime.base.process_facts import LoadTimes, is_plain_start, span
 from prejit.runtime.base.threads_and_forks import OneProcess, disown_in_forks
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import ClosedError
@@ -32,26 +32,6 @@ if TYPE_CHECKING:
     from prejit.runtime.programs.canary import Checks
     from prejit.runtime.programs.dispatched import DispatchedCalls
     from prejit.runtime.text.tokenizer import Tokenizer
-
-
-class LoadTimes(NamedTuple):
-    """Times and sizes of `load`, from its call until it makes the Bundle.
-
-    Attributes:
-        started: when it was called, by time.perf_counter.
-        is_first: whether it was the first call in this process.
-        reads: when it read the index, manifests, configs and kernels.
-        hashed_bytes: size of the files to be verified.
-        receipt_bytes: size of the files with a receipt.
-        verity_bytes: size of the files that the kernel verifies by fs-verity.
-    """
-
-    started: float
-    is_first: bool
-    reads: tuple[Span, ...]
-    hashed_bytes: int
-    receipt_bytes: int
-    verity_bytes: int
 
 
 class BundleUser(Protocol):
@@ -86,7 +66,7 @@ _CACHED = ("decoder", "generator", "encoder", "user_programs", "dispatched", "on
 """Properties that hold parts of an open bundle."""
 
 
-class OpenBundle(OneProcess):
+class LoadedBundle(OneProcess):
     """A loaded bundle without what it does: `Bundle` adds that."""
 
     def __init__(
@@ -164,7 +144,7 @@ class OpenBundle(OneProcess):
                 lambda names: remember_first_programs(digest, names),
             )
         self._begin_loading()
-        disown_in_forks(self, OpenBundle._disown)
+        disown_in_forks(self, LoadedBundle._disown)
         self.times = times
         self.loaded = span("loading", times.started)
         self.load_seconds = self.loaded.end - times.started
@@ -263,10 +243,6 @@ class OpenBundle(OneProcess):
         return self._open.text
 
     @property
-    def _verification(self) -> Verification:
-        return self._open.verification
-
-    @property
     def has_tokenizer(self) -> bool:
         """Whether prompts may be text."""
         return self.text.has_tokenizer
@@ -292,7 +268,7 @@ class OpenBundle(OneProcess):
         Raises:
             RejectError: the bundle is damaged.
         """
-        self._verification.finish()
+        self._open.verification.finish()
         self._programs.answer()
 
     def prepare(self) -> None:

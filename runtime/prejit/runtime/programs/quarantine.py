@@ -1,4 +1,4 @@
-"""Ask programs for their golden answers: on their first use, or because somebody wants to know.
+"""Golden answers on this machine: ask for them, keep what was answered, and what follows from a wrong one.
 
 An executable with a wrong answer is in quarantine on this machine: its portable program takes its place, if
 `load` may compile, and must give the golden answer in its stead.
@@ -8,49 +8,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from prejit.runtime.device.device import Executable
 from prejit.runtime.errors import AnswerError, FallbackWarning, PrejitWarning
 from prejit.runtime.fallback import count_axis
-from prejit.runtime.format.bundle_schema import Config, ProgramEntry
+from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.machine.kept_files import KeptAnswer, write_answer
 from prejit.runtime.programs import golden_check
 from prejit.runtime.programs.canary import Canary, answer_file_of, is_known
-from prejit.runtime.programs.golden_check import Deviation
+from prejit.runtime.programs.golden_check import Asked, Deviation
 from prejit.runtime.verdict import Axis
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from prejit.runtime.device.device import Device
-    from prejit.runtime.device.transfer import DeviceArray
-    from prejit.runtime.format.arrays import Array
-    from prejit.runtime.programs.local import LocalCompiler
 
 AXIS = "canary"
 """The name in `fallback_counts` of an executable that gives a wrong answer."""
-
-
-class Asked(Protocol):
-    """The programs of a bundle: `ready.Programs`, which asks them for answers."""
-
-    config: Config
-    device: Device
-    canary: Canary | None
-    table: dict[str, ProgramEntry]
-
-    @property
-    def are_loaded(self) -> bool: ...  # noqa: D102
-    @property
-    def compiler(self) -> LocalCompiler: ...  # noqa: D102
-    def __getitem__(self, name: str) -> Executable: ...
-    def arguments(self, name: str) -> tuple[Array, ...]: ...  # noqa: D102
-    def load(self, program: ProgramEntry, device: Device) -> Executable: ...  # noqa: D102
-    def obtained(self) -> Mapping[str, object]: ...  # noqa: D102
-    def results(self, name: str) -> tuple[Array, ...]: ...  # noqa: D102
-    def weights(self, name: str | None) -> list[DeviceArray]: ...  # noqa: D102
 
 
 class CheckedAnswer(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
@@ -76,53 +48,17 @@ class CheckedAnswer(NamedTuple):  # a dataclass takes 0.5 ms to make, which ever
 def compare(programs: Asked, program: ProgramEntry, executable: Executable) -> Deviation:
     """Return the largest difference between the golden answer of a program and what it returns here.
 
-    Args:
-        programs: the programs of the bundle.
-        program: a program with a golden answer of our recipe.
-        executable: the program, loaded or compiled here.
+    It has a golden answer of our recipe.
 
     Raises:
         RejectError: the bundle is damaged.
     """
     golden = program.golden
     assert golden is not None
-    values = golden_values(programs, program, executable, golden.seed)
+    values = golden_check.golden_values(programs, program, executable, golden.seed)
     results = programs.results(program.name)
-    samples = golden_check.samples_of(programs.config, program, results, values, golden.seed)
+    samples = golden_check.samples_of(programs, program, values, golden.seed)
     return golden_check.compare(golden, results, values, samples)
-
-
-def golden_values(
-    programs: Asked,
-    program: ProgramEntry,
-    executable: Executable,
-    seed: int,
-    *,
-    nudge: float = 0.0,
-) -> list[np.ndarray[Any, Any]]:
-    """Return what a program returns for the arguments of the recipe of golden answers.
-
-    Args:
-        programs: the programs of the bundle.
-        program: the program.
-        executable: the program, loaded or compiled here.
-        seed: of the recipe.
-        nudge: add this share of itself to every argument that is no whole number.
-
-    Raises:
-        RejectError: the bundle is damaged.
-    """
-    model = programs.config.decoder or programs.config.encoder
-    return golden_check.answer(
-        program,
-        executable,
-        programs.device,
-        programs.weights(program.weights),
-        programs.arguments(program.name),
-        0 if model is None else model.vocab_size,
-        seed,
-        nudge=nudge,
-    )
 
 
 def check_answers(programs: Asked) -> Iterator[CheckedAnswer]:

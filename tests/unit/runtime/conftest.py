@@ -1,0 +1,44 @@
+"""Bundles of the user's programs, built from Python, and what is called in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.compiler import Program, build
+from prejit.runtime.programs.user_programs import Calls
+
+BuildPrograms = Callable[[Program | Sequence[Program]], Path]
+Called = Callable[[str], list[str]]
+
+
+@pytest.fixture(scope="session")
+def build_programs(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> BuildPrograms:
+    """Builds a bundle of programs, and returns its directory."""
+
+    def build_programs(programs: Program | Sequence[Program]) -> Path:
+        output = tmp_path_factory.mktemp("built")
+        return build(programs, output, name="built", cache=build_cache, quiet=True).path
+
+    return build_programs
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Called:
+    """Records the programs for which a method of `Calls` is called from here on: `called("choose")`."""
+
+    def called(method: str) -> list[str]:
+        names: list[str] = []
+        original = getattr(Calls, method)
+
+        def record(self: Calls, name: str, *rest: Any) -> Any:
+            names.append(name)
+            return original(self, name, *rest)
+
+        monkeypatch.setattr(Calls, method, record)
+        return names
+
+    return called
