@@ -328,7 +328,7 @@ while number < 150 or not enough.exists():
         cache.put(key, {"n": entry}, blobs=[digest])
         assert cache.read_blob(digest) == content, "collected while it was used"
     elif random.random() < 0.3:  # as if a month went by
-        for path in (cache._action(key), *cache._blobs.directory.iterdir()):
+        for path in (cache._action(key), *cache._files.blobs.iterdir()):
             try:
                 os.utime(path, (0, 0))
             except FileNotFoundError:

@@ -195,11 +195,6 @@ def reached(*roots: str) -> dict[str, set[Definition]]:
     return found
 
 
-def imported(*roots: str) -> tuple[str, ...]:
-    """Return the full names of the modules that hold the code of `reached`, sorted."""
-    return tuple(sorted(reached(*roots)))
-
-
 def _defining(module: str, name: str) -> Iterable[Definition]:
     """Return the statements that define a name, and those that always run; without a name all of them."""
     read = _module(module)

@@ -50,7 +50,8 @@ HOST, V3 = target("cpu-host"), target("cpu-x86-64-v3")
 FAKE_WORKER = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from prejit.compiler.compile.worker import requests, worker_compile
+from prejit.compiler.compile.worker import requests
+from prejit.compiler.compile.worker.xla import CompiledProgram
 from prejit.runtime.format.bundle_schema import Memory
 from prejit.runtime.errors import BuildError
 
@@ -110,8 +111,8 @@ def compile_program(portable, machine):
             sys.exit("nobody came")
     if action == "break-cache":
         Path(argument).rename(argument + ".gone")
-    return worker_compile.CompilerOutput(
-        portable * 100, (f"worker-{os.getppid()}", os.environ["XLA_FLAGS"]), Memory(1, 2, 3, 4)
+    return CompiledProgram(
+        portable * 100, Memory(1, 2, 3, 4), (f"worker-{os.getppid()}", os.environ["XLA_FLAGS"])
     )
 
 answers = open(os.dup(1), "wb")

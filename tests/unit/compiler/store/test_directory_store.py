@@ -113,7 +113,9 @@ def test_a_flipped_bit_in_a_blob_heals(cache: DirectoryStore) -> None:
         damaged = bytearray(content)
         damaged[at] ^= 1 << at % 8
         path.write_bytes(damaged)
-        assert (cache.read_blob(digest) if at % 2 else cache._blobs.verify(digest) or None) is None
+        assert (
+            cache.read_blob(digest) if at % 2 else cache._files.verify_blob(digest) or None
+        ) is None
         assert not path.exists()
         assert cache.put_blob(content) == digest
         assert cache.read_blob(digest) == content
