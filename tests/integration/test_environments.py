@@ -102,13 +102,13 @@ def start_maker() -> subprocess.Popen[str]:
     )
 
 
-def test_it_holds_what_was_asked_for_and_three_who_want_it_at_once_make_it_once(
+def test_it_holds_what_was_asked_for_and_two_who_want_it_at_once_make_it_once(
     offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_TARGET", str(offline / "elsewhere"))  # would install nothing into it
-    makers = [start_maker() for _ in range(3)]
+    makers = [start_maker() for _ in range(2)]
     outputs = [maker.communicate(timeout=300) for maker in makers]
-    assert [output for output, _ in outputs] == [f"{JAX}\n"] * 3, outputs
+    assert [output for output, _ in outputs] == [f"{JAX}\n"] * 2, outputs
     notes = [line for _, errors in outputs for line in errors.splitlines() if "still" not in line]
     assert notes == [f"making an environment for cuda-x, once: {', '.join(PINNED)}"]
     found = environments.find(wanted())

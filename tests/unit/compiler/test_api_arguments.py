@@ -158,7 +158,7 @@ def test_a_ref_is_refused_where_no_bundle_can_change_it(
         np.testing.assert_array_equal(function(ref), X * 2)
 
 
-@pytest.mark.parametrize("way", ["call", "call_async", "call_on_device", "bind", "jit"])
+@pytest.mark.parametrize("way", ["call", "bind", "jit"])
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_a_deleted_array_is_named(way: str, is_warm: bool, doubling: Bundle) -> None:
     gone = jnp.asarray(X)
@@ -236,7 +236,7 @@ def test_a_call_of_another_structure_says_how_to_call(
     assert str(caught.value.hint).startswith("give its arguments by position (1);")
 
 
-@pytest.mark.parametrize("way", ["call", "call_async", "call_on_device", "bind", "jit"])
+@pytest.mark.parametrize("way", ["call", "bind", "jit"])
 def test_a_program_that_is_not_there_names_the_nearest(way: str, doubling: Bundle) -> None:
     function = jit(double, bundle=doubling, name="duoble", on_miss="error")
     call = {"jit": lambda name, x: function(x)}.get(way) or getattr(doubling, way)

@@ -270,24 +270,11 @@ class IgnoresStart(Tiny):
         return super().positions(0 * start, count)
 
 
-@breaks("chunks", "")
-class ForgetsState(Tiny):
-    def summed(self, state: Any, x: Any, length: Any) -> Any:
-        found, new = super().summed(0 * state, x, length)
-        return found, jnp.where((length > 0)[:, None], new, state)
-
-
 @breaks("padding", "after the prompt, with other padding")
 class SumsPadding(Tiny):
     def summed(self, state: Any, x: Any, length: Any) -> Any:
         found, new = super().summed(state, x, jnp.full_like(length, x.shape[1]))
         return found, jnp.where((length > 0)[:, None], new, state)
-
-
-@breaks("padding", "")
-class LogitsOfPadding(Tiny):
-    def last(self, x: Any, length: Any) -> Any:
-        return x[:, -1]
 
 
 @breaks("end", "expected padding that runs past the last of 16 positions to change nothing")
@@ -305,12 +292,6 @@ class WritesBlocks(Tiny):
 class NormalizesOverRows(Tiny):
     def normalized(self, x: Any) -> Any:
         return x / jnp.sqrt(jnp.mean(x * x, (0, 2), keepdims=True))
-
-
-@breaks("batch", "in row")
-class StartOfFirstRow(Tiny):
-    def positions(self, start: Any, count: int) -> Any:
-        return super().positions(jnp.broadcast_to(start[:1], start.shape), count)
 
 
 @breaks("idle", "found a change in cache['state'] at its own start, with T = 1")
