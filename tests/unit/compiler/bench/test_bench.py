@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -260,6 +261,7 @@ def test_a_report_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
 DAMAGES: list[tuple[str, Any, str]] = [
     ("rows.0.p50", "fast", "rows[0].p50: expected float, found 'fast'"),
     ("rows.0.p50", 1e9, "rows[0]: expected 0 < minimum <= p25"),
+    ("rows.0.p50", math.nan, "rows[0].p50: expected float, found nan"),
     ("rows.0.minimum", 0, "rows[0]: expected 0 < minimum"),
     ("rows.0.items", -1, "rows[0].items: expected more than 0"),
     ("rows.0.samples", 0, "rows[0].samples: expected 1 or more"),
