@@ -124,7 +124,7 @@ def blobs(project: Project) -> Iterator[tuple[str, str, str]]:
     yield copy, "source", plain.portable.raw_digest
     toolchain = find_toolchain(plan.targets[0])
     assert toolchain is not None
-    from prejit.compiler.native.library import KernelLibrary, find_kernels
+    from prejit.compiler.native.kernel_library import KernelLibrary, find_kernels
 
     library = find_kernels(toolchain, project.store)
     if isinstance(library, KernelLibrary):

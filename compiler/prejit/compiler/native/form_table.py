@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.base.suggestions import did_you_mean, shown
-from prejit.compiler.native.library import SOURCES, KernelLibrary
+from prejit.compiler.native.kernel_library import SOURCES, KernelLibrary
 from prejit.compiler.native.products import Product
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.written_files import locking, write_file

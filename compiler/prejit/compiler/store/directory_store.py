@@ -52,7 +52,7 @@ LOCAL = "local"
 VERSION = "v1"
 """Rises when files of the last version can no longer be read. 1 (2026-11-20): the first."""
 ZIG = "zig"
-"""Directory below the root in which the compiler zig keeps its own cache (native/library.py)."""
+"""Directory below the root in which the compiler zig keeps its own cache (native/kernel_library.py)."""
 
 _SECRET_BYTES = 32
 """Size of the secret of `DirectoryStore.seal`."""

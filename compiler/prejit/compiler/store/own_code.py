@@ -102,8 +102,8 @@ TOKENIZER = ("prejit.compiler.checkpoint.tokenizer_check",)
 """The code that tries a tokenizer."""
 KERNELS = (
     "prejit.compiler.native.compilers:Compiler",
-    "prejit.compiler.native.library:_compile",
-    "prejit.compiler.native.library:_library",
+    "prejit.compiler.native.kernel_library:_compile",
+    "prejit.compiler.native.kernel_library:_library",
 )
 """The code that compiles the library of kernels. Flags and compilers are ingredients of their own."""
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from prejit.compiler.native import library
-from prejit.compiler.native.library import (
+from prejit.compiler.native import kernel_library as library
+from prejit.compiler.native.kernel_library import (
     KernelLibrary,
     NoKernels,
     build_kernels,

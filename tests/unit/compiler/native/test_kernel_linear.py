@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.compiler.native.library import SOURCES
+from prejit.compiler.native.kernel_library import SOURCES
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 from . import kernel_builds, kernel_frames

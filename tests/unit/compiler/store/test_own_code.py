@@ -94,7 +94,7 @@ CHANGES = [
     ("compiler.compile.worker.xla:CompileFor", {"COMPILING"}),
     ("runtime.device.portable:compile_ahead", {"COMPILING"}),
     ("runtime.device._jax_parts:compile_options", {"COMPILING", "GOLDEN", "SIZES"}),
-    ("compiler.native.library:_LINK_FLAGS", {"KERNELS"}),
+    ("compiler.native.kernel_library:_LINK_FLAGS", {"KERNELS"}),
     ("compiler.checkpoint.tokenizer_check:", {"TOKENIZER"}),
 ]
 """What decides results makes them again, and no others."""
@@ -103,7 +103,7 @@ UNRELATED = [
     "compiler.compile.worker.requests:serve",
     "compiler.compile.worker_process:WorkerProcess",
     "compiler.compile.pool:WorkerPool",
-    "compiler.native.library:find_kernels",
+    "compiler.native.kernel_library:find_kernels",
     "compiler.pipeline.lower.lowering:products_of",
     "compiler.pipeline.pack.bundle_files:assemble",
     "compiler.pipeline.plan:plan_build",
