@@ -49,7 +49,7 @@ def scoring(params: Any = None, **changes: Any) -> Program:
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
     """Where a build of one test goes."""
-    return {"cache": tmp_path / "cache", "workers": 2, "quiet": True}
+    return {"cache": tmp_path / "cache", "workers": 1, "quiet": True}
 
 
 def test_a_function_with_a_pytree_builds_and_runs(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -350,7 +350,7 @@ def test_several_manifests_share_what_they_compile_and_one_that_fails_ends_no_ot
 ) -> None:
     ended: list[Any] = []
     requests = [(of(n, f), ()) for n, f in (("a", double), ("no", broken), ("b", double))]
-    settings = BuildSettings(cache=tmp_path / "cache", workers=2)
+    settings = BuildSettings(cache=tmp_path / "cache", workers=1)
     build_all(requests, tmp_path / "out", settings, done=ended.append)
     built = {each.path.name: each for each in ended if isinstance(each, Built)}
     assert {name: (each.compiled, each.cached) for name, each in built.items()} == {

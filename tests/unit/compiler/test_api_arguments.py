@@ -43,7 +43,7 @@ def told_apart(x: Any, k: Any) -> Any:
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
     """Where a build of one test goes."""
-    return {"output": tmp_path / "out", "cache": tmp_path / "cache", "workers": 2, "quiet": True}
+    return {"output": tmp_path / "out", "cache": tmp_path / "cache", "workers": 1, "quiet": True}
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
+from tests.waiting import wait_for
 
 from prejit.compiler.compile import pool, worker_process
 from prejit.compiler.compile.executor import (
@@ -153,15 +154,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     (tmp_path / "fake_worker.py").write_text(FAKE_WORKER)
     command = (sys.executable, str(tmp_path / "fake_worker.py"))
     return Place(tmp_path, DirectoryStore.open(tmp_path / "cache"), command)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Waits until something is so; at most 60 s."""
-    for _ in range(6000):
-        if condition():
-            return
-        time.sleep(0.01)
-    pytest.fail("waited for 60 s")
 
 
 def is_alive(process: int) -> bool:

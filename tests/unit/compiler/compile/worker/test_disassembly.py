@@ -228,13 +228,13 @@ def test_a_truncated_or_damaged_executable_is_refused_or_needs_no_less(compiled:
     used = set(used_features(compiled))
     size = len(compiled)
     refused = 0
-    for end in (*range(0, 4000, 97), *range(4000, size, size // 100)):
+    for end in (*range(0, 4000, 97), *range(4000, size, size // 30)):
         try:
             assert used <= set(used_features(compiled[:end]))
         except BuildError:
             refused += 1
-    assert refused > 100
-    for at in range(0, size, size // 100):
+    assert refused > 60
+    for at in range(0, size, size // 30):
         damaged = bytearray(compiled)
         damaged[at] ^= 0xFF
         with suppress(BuildError):
