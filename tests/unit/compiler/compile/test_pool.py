@@ -249,17 +249,6 @@ def test_where_no_filter_is_allowed_a_process_gives_up_cpus(
         os.sched_setaffinity(0, host)
 
 
-def test_each_target_has_its_flags_in_a_process_that_is_used_again(place: Place) -> None:
-    """Also after a program that prints."""
-    targets = (HOST, replace(V3, xla_flags=("--xla_backend_optimization_level=0",)))
-    jobs = [place.job(f"p{n}", f"noise:{n}", on) for n in range(3) for on in targets]
-    found = place.run(*jobs, workers=1)
-    for on in targets:
-        [(_, flags)] = {each.cpu_features for (_, name), each in found.items() if name == on.name}
-        assert flags == place.job("any", "", on).toolchain.xla_flags(os.environ)
-    assert len({each.cpu_features for each in found.values()}) == 2
-
-
 BAD = {
     "babble": ("babble:", ["its worker was killed by SIGKILL"]),
     "bug": ("bug:", ["its worker ended with exit code 1"]),
