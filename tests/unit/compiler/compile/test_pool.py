@@ -115,6 +115,7 @@ def compile_program(portable, machine):
     )
 
 answers = open(os.dup(1), "wb")
+requests.import_compiler = lambda platform: None  # nothing here needs jaxlib
 requests.main(compile_program)
 """
 Results = dict[tuple[str, str], Compiled]
