@@ -338,16 +338,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> x509.KeyUsage:
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     return x509.KeyUsage(
         digital_signature=digital_signature,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
         key_cert_sign=key_cert_sign,
         crl_sign=key_cert_sign,
-        encipher_only=False,
-        decipher_only=False,
+        **dict.fromkeys((*others, "encipher_only", "decipher_only"), False),
     )
 
 

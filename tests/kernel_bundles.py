@@ -125,7 +125,7 @@ def with_kernels(build_cache: Path) -> Any:
     import jax
 
     from prejit.compiler.models.layers.product_forms import Forms
-    from prejit.compiler.native.library import SOURCES
+    from prejit.compiler.native.kernel_library import SOURCES
     from prejit.compiler.native.products import KERNEL_CALLS
     from prejit.runtime.device import kernels
     from prejit.runtime.format.names import kernel_target
@@ -141,7 +141,7 @@ def with_kernels(build_cache: Path) -> Any:
 @pytest.fixture
 def fresh_cache(build_cache: Path, tmp_path: Path) -> Path:
     """A build cache that has this machine's kernels and nothing else: to compile them takes 15 seconds."""
-    from prejit.compiler.native.library import SOURCES
+    from prejit.compiler.native.kernel_library import SOURCES
     from prejit.compiler.store.directory_store import DirectoryStore
 
     built_kernels("cpu-host", SOURCES, build_cache)
@@ -157,7 +157,7 @@ def fresh_cache(build_cache: Path, tmp_path: Path) -> Path:
 
 def built_kernels(target_name: str, sources: Path, cache: Path) -> tuple[Any, bytes]:
     """A library of kernels out of a build cache, which makes it once, with its content."""
-    from prejit.compiler.native.library import KernelLibrary, build_kernels
+    from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels
     from prejit.compiler.store.directory_store import DirectoryStore
     from prejit.compiler.targets.target_table import target
     from prejit.compiler.targets.toolchain import host_toolchain

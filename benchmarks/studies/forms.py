@@ -24,7 +24,7 @@ from prejit.compiler.native.form_table import (
     read_own,
     to_text,
 )
-from prejit.compiler.native.library import KernelLibrary, build_kernels
+from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.lower.lowering import products_of
 from prejit.compiler.pipeline.measure.measured_speed import measure_products, runs_here

@@ -11,8 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import pytest
 from tests.ports import free_port
 from tests.quick_compiling import XLA_FLAGS
 from tests.ray_cluster import Cluster, ray_cluster
+from tests.waiting import wait_for
 
 pytestmark = [
     pytest.mark.thorough,  # a cluster takes 30 s of CPU time, and its parts give up on a busy machine
@@ -29,14 +29,6 @@ pytestmark = [
     ),
 ]
 FUNCTIONS = 8
-_PATIENCE_SECONDS = 180.0
-
-
-def wait_until(happens: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + _PATIENCE_SECONDS
-    while not happens():
-        assert time.monotonic() < end, what
-        time.sleep(0.1)
 
 
 def answers(port: int) -> bool:
@@ -50,7 +42,7 @@ def answers(port: int) -> bool:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory, port = tmp_path_factory.mktemp("cluster"), free_port()
     with ray_cluster(directory, port, free_port()) as cluster:
-        wait_until(lambda: answers(port), "the head node does not start")
+        wait_for(lambda: answers(port), 180, "the head node does not start")
         yield cluster
 
 
@@ -104,8 +96,9 @@ def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(
         ) as build:
             assert build.stdout is not None
             assert build.stderr is not None
-            wait_until(
+            wait_for(
                 lambda: first.compiles() or build.poll() is not None,
+                180,
                 "the first node compiles nothing",
             )
             first.kill()
@@ -140,7 +133,7 @@ def test_ctrl_c_leaves_nothing_running_on_the_cluster(
             build.send_signal(signal.SIGINT)
             lines = build.stderr.read()
         assert build.returncode == 130, lines
-        wait_until(lambda: not node.compiles(), "a worker still runs")
+        wait_for(lambda: not node.compiles(), 180, "a worker still runs")
     finally:
         node.kill()
     assert list((tmp_path / "store" / "ac").iterdir()), "what was finished stays"

@@ -80,6 +80,20 @@ def wanted(jax: str = JAX, constraints: tuple[str, ...] = ("numpy<9",)) -> Envir
     return found
 
 
+class Noting(Progress):
+    """Keeps the notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def _tell(self, text: str) -> None:
+        self.notes.append(text)
+
+    def _tell_finished(self, text: str) -> None:
+        pass
+
+
 MAKE = """
 import sys
 from prejit.compiler.targets import environments
@@ -102,13 +116,13 @@ def start_maker() -> subprocess.Popen[str]:
     )
 
 
-def test_it_holds_what_was_asked_for_and_three_who_want_it_at_once_make_it_once(
+def test_it_holds_what_was_asked_for_and_two_who_want_it_at_once_make_it_once(
     offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_TARGET", str(offline / "elsewhere"))  # would install nothing into it
-    makers = [start_maker() for _ in range(3)]
+    makers = [start_maker() for _ in range(2)]
     outputs = [maker.communicate(timeout=300) for maker in makers]
-    assert [output for output, _ in outputs] == [f"{JAX}\n"] * 3, outputs
+    assert [output for output, _ in outputs] == [f"{JAX}\n"] * 2, outputs
     notes = [line for _, errors in outputs for line in errors.splitlines() if "still" not in line]
     assert notes == [f"making an environment for cuda-x, once: {', '.join(PINNED)}"]
     found = environments.find(wanted())
@@ -121,6 +135,19 @@ def test_it_holds_what_was_asked_for_and_three_who_want_it_at_once_make_it_once(
     assert sorted(path.name for path in offline.iterdir()) == [
         *(found.path.name, f"{found.path.name}.lock"),
     ]
+    if find_uv() is None:
+        return
+    # uv installs what pip does, and two environments share their files.
+    monkeypatch.delenv("PIP_TARGET")
+    second = make_environment(wanted(constraints=("numpy<9", "zstandard<10")), progress := Noting())
+    assert len(progress.notes) == 1, "no note that uv failed"
+    files = [
+        next(each.path.glob("lib/python*/site-packages/jaxlib_*.py")) for each in (found, second)
+    ]
+    assert files[0].samefile(files[1]), "hard links of one file in uv's cache"
+    monkeypatch.setattr(installing, "find_uv", lambda: "/nonexistent/uv")  # no obstacle
+    by_pip = make_environment(wanted(constraints=("numpy<9", "zstandard<11")))
+    assert by_pip.versions == found.versions == second.versions
 
 
 def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline: Path) -> None:
@@ -153,8 +180,12 @@ def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline
             *(JAX, (), {"PIP_NO_INDEX": "0", "PIP_FIND_LINKS": "", "PIP_RETRIES": "1"}),
             *(NetworkError, f"pip cannot fetch jax=={JAX}", "PIP_FIND_LINKS"),
         ),
+        (
+            *("0.10.98", ("numpy<9",), {}, BuildError),
+            *(r"pip finds no jax==0\.10\.98 for this machine", "pip index versions jax"),
+        ),
     ],
-    ids=["conflict", "no network"],
+    ids=["conflict", "no network", "no such version"],
 )
 def test_what_cannot_be_installed_is_reported_and_leaves_nothing(
     offline: Path,
@@ -173,8 +204,10 @@ def test_what_cannot_be_installed_is_reported_and_leaves_nothing(
     with pytest.raises(
         kind, match=f"target cuda-x: cannot make its environment, .*{says}"
     ) as caught:
-        make_environment(spec)
+        make_environment(spec, progress := Noting())
     assert type(caught.value) is kind
+    if find_uv() is not None:
+        assert progress.notes[-1] == "uv cannot make the environment for cuda-x: trying pip"
     assert "\n    | ERROR: " in str(caught.value), "pip's own words"
     assert hints in str(caught.value.hint)
     assert not (offline / spec.key).exists()
@@ -231,57 +264,3 @@ def test_a_worker_compiles_in_an_environment_with_another_jax(
     assert compiled.executable.raw_size > 0
     assert level.cpu_features is not None
     assert set(compiled.cpu_features) <= set(level.cpu_features), "exact: not the build host's"
-
-
-@pytest.fixture
-def uv() -> None:
-    """Skips a test where there is no uv."""
-    if find_uv() is None:
-        pytest.skip("uv is not installed")
-
-
-class Noting(Progress):
-    """Keeps the notes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    def _tell(self, text: str) -> None:
-        self.notes.append(text)
-
-    def _tell_finished(self, text: str) -> None:
-        pass
-
-
-def test_uv_installs_what_pip_does_and_two_environments_share_their_files(
-    offline: Path, uv: None
-) -> None:
-    progress = Noting()
-    first = make_environment(wanted(), progress)
-    second = make_environment(wanted(constraints=("numpy<9", "zstandard<10")), progress)
-    assert len(progress.notes) == 2, "no note that uv failed"
-    assert first.versions["numpy"] == second.versions["numpy"] == "8.0", "constrained"
-    files = [
-        next(each.path.glob("lib/python*/site-packages/jaxlib_*.py")) for each in (first, second)
-    ]
-    assert files[0].samefile(files[1]), "hard links of one file in uv's cache"
-    assert environments.find(wanted()) == first
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(installing, "find_uv", lambda: "/nonexistent/uv")  # no obstacle
-        by_pip = make_environment(wanted(constraints=("numpy<9", "zstandard<11")), progress)
-    assert by_pip.versions == first.versions
-
-
-def test_what_uv_cannot_install_is_reported_in_pips_words(offline: Path, uv: None) -> None:
-    progress = Noting()
-    spec = wanted("0.10.98")
-    with pytest.raises(
-        BuildError,
-        match=r"target cuda-x: cannot make its environment, .*pip finds no jax==0\.10\.98 for this machine",
-    ) as caught:
-        make_environment(spec, progress)
-    assert "\n    | ERROR: " in str(caught.value), "pip's own words"
-    assert "pip index versions jax" in str(caught.value.hint)
-    assert not (offline / spec.key).exists()
-    assert progress.notes[-1] == "uv cannot make the environment for cuda-x: trying pip"

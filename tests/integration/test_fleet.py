@@ -96,8 +96,6 @@ def fleet(run: Any, environment: dict[str, str], tmp_path_factory: pytest.TempPa
     [built] = json.loads(run(*command, **environment).stdout)
     assert built["compiled"] + built["cached"] == PROGRAMS
     assert built["cached"] <= 3, "other tests may have compiled this model for cpu-host before"
-    [again] = json.loads(run(*command, **environment).stdout)
-    assert (again["compiled"], again["cached"], again["written"]) == (0, PROGRAMS, False)
     return directory / "out" / "fleet"
 
 

@@ -9,9 +9,9 @@ from tests.decoders import write_random
 from tests.quick_compiling import XLA_FLAGS
 
 import prejit.compiler
-from prejit.compiler.native import library
+from prejit.compiler.native import kernel_library as library
 from prejit.compiler.native.form_table import Conditions, FormTable, Measured, to_text
-from prejit.compiler.native.library import NoKernels, level_of
+from prejit.compiler.native.kernel_library import NoKernels, level_of
 from prejit.compiler.native.products import KERNEL, WIDENED, Product
 from prejit.compiler.progress import Quiet
 from prejit.compiler.rebuilding.rebuilt import read_recorded, rebuild

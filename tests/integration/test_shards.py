@@ -14,7 +14,6 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from tests.unit.compiler.sharing.fixtures import http_store
 from tests.warm import WarmProcess, WarmPython
 
 BUCKETS = list(range(1, 9))
@@ -139,43 +138,6 @@ def test_what_a_killed_shard_began_others_finish(start: Start, tmp_path: Path) -
     assert max(programs.values()) == 1
     assert set(programs) | set(compiled(errors)) == {f"p/n{n}" for n in BUCKETS}
     assert len(set(programs) & set(compiled(errors))) <= 1  # the one that it was sending
-    assert any(each["packed_here"] for each in built)
-
-
-@pytest.mark.thorough
-def test_a_store_that_goes_down_ends_a_shard_and_loses_nothing(start: Start) -> None:
-    files: dict[str, bytes] = {}
-    with http_store(files, [], lambda: sum("/cas/" in path for path in files) > 2) as url:
-        first = start("1/2", url)
-        _, errors = first.communicate()
-    assert first.returncode == 6
-    assert "the bundle was not packed" in errors
-    done = compiled(errors)
-    assert done
-    with http_store(files, []) as url:
-        built, programs = finished(start("1/2", url))
-        assert not set(programs) & set(done)
-        assert built[0]["packed_here"]
-        # What was finished before is on no machine but the first, which sent it now.
-        assert not finished(start("2/2", url))[1]
-
-
-@pytest.mark.thorough
-def test_a_store_that_is_restarted_ends_no_shard(start: Start) -> None:
-    """It answers nothing for two seconds, while results are sent and leases are written."""
-    files: dict[str, bytes] = {}
-    began: list[float] = []
-
-    def is_down() -> bool:
-        if not began and sum("/cas/" in path for path in files) > 2:
-            began.append(time.monotonic())
-        return bool(began) and time.monotonic() - began[0] < 2.0
-
-    with http_store(files, [], is_down) as url:
-        built, programs = finished(*(start(f"{number}/2", url) for number in (1, 2)))
-    assert began
-    assert set(programs) == {f"p/n{n}" for n in BUCKETS}
-    assert len({each["digest"] for each in built}) == 1
     assert any(each["packed_here"] for each in built)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 from tests.decoders import write_random
 from tests.extent import sampled
-from tests.unit.compiler.sharing.fixtures import http_store, private_key, private_pem
 from tests.warm import WarmPython
 
 MANIFEST = """
@@ -96,24 +94,6 @@ def test_a_second_machine_compiles_nothing_and_builds_the_same(
     assert states(build(tmp_path / "second", store, plan=True)) == {("cached", "local")}
 
 
-@pytest.mark.thorough
-def test_over_http_too(build: Build, store: Path, tmp_path: Path) -> None:
-    files: dict[str, bytes] = {}
-    with http_store(files, []) as url:
-        assert counts(build(tmp_path / "a", url))[0] > 0
-        assert counts(build(tmp_path / "b", url))[0] == 0
-    assert {path.split("/")[1] for path in files} == {"ac", "cas"}
-
-
-@pytest.mark.thorough
-def test_a_store_that_is_down_is_named_and_stops_nothing(build: Build, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody listens
-        done = build(tmp_path / "machine", f"http://127.0.0.1:{taken.getsockname()[1]}")
-    assert counts(done)[0] > 0
-    assert done.stderr.count("this build goes on without it") == 1
-
-
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
@@ -142,26 +122,3 @@ def test_damage_is_compiled_again_and_changes_no_byte(
     done = build(tmp_path / "second", store)
     assert counts(done)[2] == counts(build(first, first / "store"))[2]
     assert ("is not used" in done.stderr) == (damage is not Path.unlink)
-
-
-@pytest.mark.thorough
-def test_a_release_takes_nothing_that_others_wrote(
-    build: Build, store: Path, tmp_path: Path
-) -> None:
-    """The store holds results that nobody signed, of no namespace, and those of a stranger."""
-    (tmp_path / "release.pem").write_bytes(private_pem())
-    (tmp_path / "stranger.pem").write_bytes(private_pem())
-    (tmp_path / "believed.pem").write_text(private_key().public.pem)
-    url = store.as_uri()
-    stranger = tmp_path / "stranger.toml"
-    stranger.write_text(
-        f'namespace = "release"\n[[store]]\nurl = "{url}"\nwrite = true\nsign = "stranger.pem"\n'
-    )
-    assert counts(build(tmp_path / "stranger", stranger))[0] > 0
-    release = tmp_path / "release.toml"
-    release.write_text(
-        f'namespace = "release"\n[[store]]\nurl = "{url}"\nkeys = ["believed.pem"]\n'
-    )
-    done = build(tmp_path / "release", release)
-    assert counts(done)[0] > 0
-    assert "expected the signature of a key that this build believes" in done.stderr

@@ -49,7 +49,7 @@ def scoring(params: Any = None, **changes: Any) -> Program:
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
     """Where a build of one test goes."""
-    return {"cache": tmp_path / "cache", "workers": 2, "quiet": True}
+    return {"cache": tmp_path / "cache", "workers": 1, "quiet": True}
 
 
 def test_a_function_with_a_pytree_builds_and_runs(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -155,10 +155,6 @@ def dotted() -> Program:
     ("manifest", "problems"),
     [
         (
-            lambda: Manifest("Score", programs=[scoring()], targets=["cpu-host"]),
-            ["bundle.name: expected lowercase letters"],
-        ),
-        (
             lambda: Manifest("s", programs=[scoring(buckets={"batch": [0]})], targets=["cpu-host"]),
             ["program[0].buckets.batch[0]: expected an integer from 1 to"],
         ),
@@ -177,18 +173,6 @@ def dotted() -> Program:
             ],
         ),
         (
-            lambda: Manifest("s", programs=[scoring(), scoring()], targets=["cpu-host"]),
-            ["program[1].name: expected each name once"],
-        ),
-        (
-            lambda: Manifest("s", programs=[scoring()], targets=["cpu-host", "cpu-host"]),
-            ["target[1].name: expected each target once"],
-        ),
-        (
-            lambda: Manifest("s", targets=["cpu-host"]),
-            ["nothing to build; expected a [model]"],
-        ),
-        (
             lambda: Manifest("s", targets=["cpu-host"], model=Model("no-such-directory")),
             ["generate: missing", "model.source: expected a directory"],
         ),
@@ -200,7 +184,6 @@ def dotted() -> Program:
             lambda: Manifest("s", targets=["cpu-host"], model=Model(module="model")),
             ["generate: missing", 'model.module: expected "package.module:attribute"'],
         ),
-        (lambda: Manifest("s", programs=[scoring()], targets=["cpu-hots"]), ["target[0].name: "]),
         (
             lambda: Manifest("s", programs=[dotted()], targets=["cpu-host"]),
             ["params: expected different names of leaves, found 'a.b' twice"],
@@ -337,18 +320,6 @@ def test_keys_of_a_dict_and_dimensions_that_no_bundle_can_hold_are_errors(
     assert not (tmp_path / "leaves").exists()
 
 
-def test_functions_build_without_a_manifest(tmp_path: Path, options: dict[str, Any]) -> None:
-    x = np.ones((2, 4), np.float32)
-    one = prejit.compiler.program(score, tree(), x)
-    built = prejit.compiler.build(one, tmp_path, **options)
-    assert built.path == tmp_path / "score"
-    found = load(built.path, on_mismatch="error").call("score", tree(), x)
-    np.testing.assert_allclose(found, score(tree(), x), rtol=1e-5, atol=1e-6)
-    two = [one, prejit.compiler.program(keyed, "float32[3]", y="float32[3]")]
-    both = prejit.compiler.build(two, tmp_path, name="both", targets=("cpu-host",), **options)
-    assert (both.path, both.compiled, both.cached) == (tmp_path / "both", 1, 1)
-
-
 def test_a_build_of_functions_without_a_name_is_an_error(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -379,7 +350,7 @@ def test_several_manifests_share_what_they_compile_and_one_that_fails_ends_no_ot
 ) -> None:
     ended: list[Any] = []
     requests = [(of(n, f), ()) for n, f in (("a", double), ("no", broken), ("b", double))]
-    settings = BuildSettings(cache=tmp_path / "cache", workers=2)
+    settings = BuildSettings(cache=tmp_path / "cache", workers=1)
     build_all(requests, tmp_path / "out", settings, done=ended.append)
     built = {each.path.name: each for each in ended if isinstance(each, Built)}
     assert {name: (each.compiled, each.cached) for name, each in built.items()} == {

@@ -43,14 +43,37 @@ def told_apart(x: Any, k: Any) -> Any:
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
     """Where a build of one test goes."""
-    return {"output": tmp_path / "out", "cache": tmp_path / "cache", "workers": 2, "quiet": True}
+    return {"output": tmp_path / "out", "cache": tmp_path / "cache", "workers": 1, "quiet": True}
 
 
 @pytest.fixture(scope="module")
-def doubling(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
-    output = tmp_path_factory.mktemp("doubling")
-    built = build(program(double, X), output, cache=build_cache, workers=1, quiet=True)
-    return load(built.path, on_mismatch="error")
+def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+    """A bundle of all functions that a test calls: one build for all tests."""
+    output = tmp_path_factory.mktemp("functions")
+    dropping = Dropping()
+    sized: dict[str, Any] = {"args": ["float32[{batch}, 4]"], "buckets": {"batch": [2, 8]}}
+    opened: dict[str, Any] = {"buckets": {"n": (2,), "m": (2,)}, "open_sizes": ("n", "m")}
+    programs = [
+        program(double, X),
+        *(Program(name, fn=scaled, args=[each, X]) for name, each in NONES.items()),
+        Program("whole", fn=lambda a, x: x, args=[None, X]),
+        program(renamed, Renamed(X, X + 1, X + 2)),
+        *(Program(n, fn=told_apart, args=[X], static={"k": each}) for n, each in STATIC.items()),
+        *(Program(name, fn=double, **sized, **way) for name, (way, _) in WAYS.items()),
+        Program("shifted", fn=shifted, args={"x": X, "by": X}, static={"mode": ["times", "plus"]}),
+        Program("m", fn=dropping, args=[X], params=nnx.state(dropping, nnx.Not(nnx.RngState))),
+        *(
+            Program(n, fn=fn, args=["float32[{n}, {m}]"], **opened)
+            for n, (fn, *_) in BY_SIZES.items()
+        ),
+        Program("drawn", fn=jax.random.bits, args=["key[]"]),
+    ]
+    return build(programs, output, name="all", cache=build_cache, workers=1, quiet=True).path
+
+
+@pytest.fixture(scope="module")
+def bundle(path: Path) -> Bundle:
+    return load(path, on_mismatch="error")
 
 
 @pytest.mark.parametrize("given", [double, jax.jit(double), 3, None])
@@ -74,22 +97,20 @@ def test_one_target_and_one_program_are_as_good_as_lists(options: dict[str, Any]
     assert build(one, targets="cpu-host", **options).programs[0].target == "cpu-host"
 
 
-def test_none_among_the_arguments_is_a_pytree_without_leaves(options: dict[str, Any]) -> None:
-    given = {"none": {"factor": None}, "array": {"factor": np.float32(3)}}
-    programs = [Program(name, fn=scaled, args=[each, X]) for name, each in given.items()]
-    programs.append(Program("whole", fn=lambda a, x: x, args=[None, X]))
-    loaded = load(build(programs, name="m", **options).path, on_mismatch="error")
-    for name, each in given.items():
-        function = jit(scaled, bundle=loaded, name=name, on_miss="error")
-        for found in (loaded.call(name, each, X), function(each, X)):
+NONES = {"none": {"factor": None}, "array": {"factor": np.float32(3)}}
+
+
+def test_none_among_the_arguments_is_a_pytree_without_leaves(bundle: Bundle) -> None:
+    for name, each in NONES.items():
+        function = jit(scaled, bundle=bundle, name=name, on_miss="error")
+        for found in (bundle.call(name, each, X), function(each, X)):
             np.testing.assert_array_equal(found, scaled(each, X))
-    np.testing.assert_array_equal(loaded.call("whole", None, X), X)
+    np.testing.assert_array_equal(bundle.call("whole", None, X), X)
 
 
-def test_a_namedtuple_with_renamed_fields_is_one_like_others(options: dict[str, Any]) -> None:
+def test_a_namedtuple_with_renamed_fields_is_one_like_others(path: Path, bundle: Bundle) -> None:
     given = Renamed(X, X + 1, X + 2)
-    path = build(program(renamed, given), **options).path
-    found = load(path, on_mismatch="error").call("renamed", given)
+    found = bundle.call("renamed", given)
     assert found._fields == ("_0", "kept", "_2")
     np.testing.assert_array_equal(found[0], X + 1)
     np.testing.assert_array_equal(found.kept["a"], X + 1)
@@ -97,24 +118,19 @@ def test_a_namedtuple_with_renamed_fields_is_one_like_others(options: dict[str, 
     assert type(jit(renamed, bundle=path, on_miss="error")(given)) is Renamed
 
 
-def test_static_values_that_are_equal_or_written_alike_are_told_apart(
-    options: dict[str, Any],
-) -> None:
-    given = {
-        **{"bools": [1, True, 0], "texts": ["1", 1, True, "True"]},
-        **{"signs": [-1, 0, 1], "spaces": ["a b", "0"]},
-    }
-    programs = [
-        Program(name, fn=told_apart, args=[X], static={"k": values})
-        for name, values in given.items()
-    ]
-    loaded = load(build(programs, name="m", **options).path, on_mismatch="error")
-    for name, values in given.items():
-        function = jit(told_apart, bundle=loaded, name=name, on_miss="error", static_argnames="k")
+STATIC: dict[str, list[Any]] = {
+    **{"bools": [1, True, 0], "texts": ["1", 1, True, "True"]},
+    **{"signs": [-1, 0, 1], "spaces": ["a b", "0"]},
+}
+
+
+def test_static_values_that_are_equal_or_written_alike_are_told_apart(bundle: Bundle) -> None:
+    for name, values in STATIC.items():
+        function = jit(told_apart, bundle=bundle, name=name, on_miss="error", static_argnames="k")
         for value in (*values, *values):
             expected = told_apart(X, value)
             for x in (X, jnp.asarray(X)):
-                np.testing.assert_array_equal(loaded.call(name, x, k=value), expected)
+                np.testing.assert_array_equal(bundle.call(name, x, k=value), expected)
                 np.testing.assert_array_equal(function(x, k=value), expected)
 
 
@@ -134,7 +150,7 @@ def test_a_size_that_xla_does_not_index_is_refused_before_anything_compiles(
 
 
 def test_a_ref_is_refused_where_no_bundle_can_change_it(
-    doubling: Bundle, options: dict[str, Any]
+    bundle: Bundle, options: dict[str, Any]
 ) -> None:
     ref = jax.new_ref(jnp.asarray(X))
 
@@ -151,21 +167,21 @@ def test_a_ref_is_refused_where_no_bundle_can_change_it(
     with pytest.raises(BuildError, match="found a Ref that it changes"):
         build(program(adding, X), **options)
     with pytest.raises(UsageError, match="found Ref") as unread:
-        doubling.call("double", ref)
+        bundle.call("double", ref)
     assert "ref[...]" in str(unread.value.hint)
-    function = jit(reading, bundle=doubling, name="double")
+    function = jit(reading, bundle=bundle, name="double")
     with pytest.warns(FallbackWarning, match="expected an array, found a Ref"):
         np.testing.assert_array_equal(function(ref), X * 2)
 
 
-@pytest.mark.parametrize("way", ["call", "call_async", "call_on_device", "bind", "jit"])
+@pytest.mark.parametrize("way", ["call", "bind", "jit"])
 @pytest.mark.parametrize("is_warm", [False, True])
-def test_a_deleted_array_is_named(way: str, is_warm: bool, doubling: Bundle) -> None:
+def test_a_deleted_array_is_named(way: str, is_warm: bool, bundle: Bundle) -> None:
     gone = jnp.asarray(X)
     gone.delete()
-    function = jit(double, bundle=doubling, on_miss="error")
+    function = jit(double, bundle=bundle, on_miss="error")
     methods: dict[str, Any] = {"jit": lambda name, x: function(x)}
-    call = methods.get(way) or getattr(doubling, way)
+    call = methods.get(way) or getattr(bundle, way)
     if is_warm:
         for _ in range(2):
             call("double", jnp.asarray(X)) if way != "bind" else None
@@ -177,20 +193,17 @@ def test_a_deleted_array_is_named(way: str, is_warm: bool, doubling: Bundle) -> 
     assert "pass on what that call returned, or a copy" in text
 
 
-def test_a_batch_that_no_bucket_has_names_the_buckets_and_how_to_open_them(
-    options: dict[str, Any],
-) -> None:
-    ways: dict[str, tuple[dict[str, Any], str]] = {
-        "fixed": ({}, 'sizes; or add a bucket to the manifest, or set open_sizes = ["batch"]'),
-        "padded": ({"pad": ["batch"]}, "sizes or less; or add a bucket"),
-        "opened": ({"open_sizes": ["batch"]}, 'sizes; or load the bundle with on_mismatch="jit"'),
-    }
-    given: dict[str, Any] = {"args": ["float32[{batch}, 4]"], "buckets": {"batch": [2, 8]}}
-    programs = [Program(name, fn=double, **given, **way) for name, (way, _) in ways.items()]
-    loaded = load(build(programs, name="m", **options).path, on_mismatch="error")
-    for name, (_, step) in ways.items():
+WAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "fixed": ({}, 'sizes; or add a bucket to the manifest, or set open_sizes = ["batch"]'),
+    "padded": ({"pad": ["batch"]}, "sizes or less; or add a bucket"),
+    "opened": ({"open_sizes": ["batch"]}, 'sizes; or load the bundle with on_mismatch="jit"'),
+}
+
+
+def test_a_batch_that_no_bucket_has_names_the_buckets_and_how_to_open_them(bundle: Bundle) -> None:
+    for name, (_, step) in WAYS.items():
         with pytest.raises(UsageError) as caught:
-            loaded.call(name, np.ones((100, 4), np.float32))
+            bundle.call(name, np.ones((100, 4), np.float32))
         hint = f"the buckets have batch 2, 8: pass arrays of these {step}"
         assert hint in str(caught.value.hint)
         for width, hint in (
@@ -198,11 +211,11 @@ def test_a_batch_that_no_bucket_has_names_the_buckets_and_how_to_open_them(
             (0, "pass at least"),
         ):
             with pytest.raises(UsageError) as caught:
-                loaded.call(name, np.ones((1, width), np.float32))
+                bundle.call(name, np.ones((1, width), np.float32))
             assert str(caught.value.hint).startswith(hint)
         for other in (np.ones((2, 4), np.int32), np.ones(2, np.float32)):
             with pytest.raises(UsageError) as caught:
-                loaded.call(name, other)
+                bundle.call(name, other)
             assert "shapes and dtypes" in str(caught.value.hint)
 
 
@@ -210,12 +223,8 @@ def shifted(x: Any, by: Any, *, mode: str = "times") -> Any:
     return x * by if mode == "times" else x + by
 
 
-def test_a_call_of_another_structure_says_how_to_call(
-    options: dict[str, Any], doubling: Bundle
-) -> None:
-    arrays, static = {"x": X, "by": X}, {"mode": ["times", "plus"]}
-    built = build(Program("shifted", fn=shifted, args=arrays, static=static), **options)
-    loaded, by_name = load(built.path), "give its arguments by name (by, x, mode)"
+def test_a_call_of_another_structure_says_how_to_call(bundle: Bundle) -> None:
+    by_name = "give its arguments by name (by, x, mode)"
     calls: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         ((X, X), {"mode": "times"}, f"{by_name}; `prejit inspect`"),
         ((), {"x": X, "mode": "times"}, f"{by_name}; `prejit inspect`"),
@@ -229,17 +238,17 @@ def test_a_call_of_another_structure_says_how_to_call(
     ]
     for args, kwargs, hint in calls:
         with pytest.raises(UsageError) as caught:
-            loaded.call("shifted", *args, **kwargs)
+            bundle.call("shifted", *args, **kwargs)
         assert str(caught.value.hint).startswith(hint)
     with pytest.raises(UsageError) as caught:
-        doubling.call("double", x=X)
+        bundle.call("double", x=X)
     assert str(caught.value.hint).startswith("give its arguments by position (1);")
 
 
-@pytest.mark.parametrize("way", ["call", "call_async", "call_on_device", "bind", "jit"])
-def test_a_program_that_is_not_there_names_the_nearest(way: str, doubling: Bundle) -> None:
-    function = jit(double, bundle=doubling, name="duoble", on_miss="error")
-    call = {"jit": lambda name, x: function(x)}.get(way) or getattr(doubling, way)
+@pytest.mark.parametrize("way", ["call", "bind", "jit"])
+def test_a_program_that_is_not_there_names_the_nearest(way: str, bundle: Bundle) -> None:
+    function = jit(double, bundle=bundle, name="duoble", on_miss="error")
+    call = {"jit": lambda name, x: function(x)}.get(way) or getattr(bundle, way)
     with pytest.raises(
         UsageError, match=r"no program 'duoble' \(did you mean 'double'\?\)"
     ) as raised:
@@ -257,11 +266,8 @@ class Dropping(nnx.Module):
         return self.dropout(self.linear(x))
 
 
-def test_params_of_nnx_are_its_state_without_random_state(options: dict[str, Any]) -> None:
-    module = Dropping()
-    state = nnx.state(module, nnx.Not(nnx.RngState))
-    built = build(Program("m", fn=module, args=[X], params=state), **options)
-    np.testing.assert_allclose(load(built.path).call("m", X), module(X), rtol=1e-5)
+def test_params_of_nnx_are_its_state_without_random_state(bundle: Bundle) -> None:
+    np.testing.assert_allclose(bundle.call("m", X), Dropping()(X), rtol=1e-5)
 
 
 def test_params_and_modes_that_no_bundle_can_have_say_how_to_leave_them_out(
@@ -319,19 +325,9 @@ BY_SIZES: dict[str, tuple[Any, tuple[int, int], tuple[int, int]]] = {
 }
 
 
-def test_a_number_of_open_sizes_that_no_integer_holds_is_refused(
-    tmp_path: Path, build_cache: Path
-) -> None:
+def test_a_number_of_open_sizes_that_no_integer_holds_is_refused(path: Path) -> None:
     """jax.jit refuses it too."""
-    sizes: dict[str, Any] = {"buckets": {"n": (2,), "m": (2,)}, "open_sizes": ("n", "m")}
-    programs = [
-        *(
-            Program(n, fn=fn, args=["float32[{n}, {m}]"], **sizes)
-            for n, (fn, *_) in BY_SIZES.items()
-        ),
-        Program("drawn", fn=jax.random.bits, args=["key[]"]),
-    ]
-    bundle = load(build(programs, tmp_path, name="m", cache=build_cache, quiet=True).path)
+    bundle = load(path)
     for name, (fn, fits, wraps) in BY_SIZES.items():
         with pytest.warns(FallbackWarning, match="no bucket has the sizes"):
             found = bundle.call(name, np.ones(fits, np.float32))

@@ -111,10 +111,10 @@ def test_a_variable_with_a_wrong_value_is_named(
         run(["build", str(manifest), *options, "--target", "cpu-host"])
 
 
-@pytest.mark.parametrize("variable", ["JAX_LOG_COMPILES", "JAX_DEFAULT_MATMUL_PRECISION"])
 def test_a_value_that_jax_refuses_at_its_import_is_an_error_with_the_variable(
-    manifest: Path, tmp_path: Path, variable: str
+    manifest: Path, tmp_path: Path
 ) -> None:
+    variable = "JAX_DEFAULT_MATMUL_PRECISION"
     done = subprocess.run(
         [sys.executable, "-m", "prejit.runtime", "build", manifest, "--cache", tmp_path / "cache"],
         cwd=tmp_path,
@@ -178,21 +178,3 @@ def test_a_function_that_does_not_exist_is_named_with_the_nearest(
         with pytest.raises(ManifestError, match=re.escape(found)) as raised:
             run([command, str(path), "--cache", str(tmp_path / "cache"), *options])
         assert hint in str(raised.value.hint)
-
-
-@pytest.mark.parametrize("command", ["plan", "gc"])
-def test_a_command_whose_reader_has_gone_ends_quietly(command: str, tmp_path: Path) -> None:
-    path = tmp_path / "m.toml"
-    path.write_text(MANIFEST)
-    arguments = {"plan": [str(path), "--json"], "gc": ["--dry-run"]}[command]
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "prejit.runtime", command, *arguments],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PREJIT_CACHE": str(tmp_path / "cache")},
-        check=False,
-    )
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (141, b"")

@@ -8,9 +8,9 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
+from tests.waiting import wait_for
 
 from prejit.compiler import progress as progress_module
 from prejit.compiler.progress import Live, Plain, Progress, Quiet, open_progress
@@ -41,14 +41,6 @@ def build(progress: Progress) -> None:
     progress.finished("a", "cpu-host", 0.0)
     progress.failed("b", "cpu-host", "XLA does not like it\nat all")
     progress.finished("c", "cpu-host", 0.0)
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    """Waits until something was written, for a minute at most."""
-    until = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def without_times(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from prejit.compiler.cli.build_commands import PATH as DIRECTORY
-from prejit.runtime.base.wording import table
+from prejit.runtime.base.wording import size, table
 from prejit.runtime.cli.command_options import (
     BUNDLE,
     COUNT,
@@ -147,7 +147,6 @@ def diff(before: Path, after: Path, measures: bool, as_json: bool) -> int:
     speed: Speed | None = None
     if measures:
         from prejit.compiler.comparing.speed import compare_speed
-        from prejit.runtime.cli.output import progress
 
         with progress() as show:
             speed = compare_speed(first, second, show)
@@ -174,7 +173,8 @@ def _print_difference(found: BundleDifference) -> None:
             click.echo(f"{target}: needs {name} {_short(now)}, needed {_short(was)}")
     for target, layers in found.layers.items():
         for name, sizes in layers.items():
-            click.echo(f"{target}: layer {_layer(name)} differs: {_sizes(sizes)}")
+            layer = name.removeprefix("application/vnd.prejit.")
+            click.echo(f"{target}: layer {layer} differs: {_sizes(sizes)}")
     new = sum(each.has_new_program for each in found.changed)
     click.echo(
         f"programs: {len(found.added)} added, {len(found.removed)} removed, {new} changed, "
@@ -232,18 +232,12 @@ def _most_changed(counts: dict[str, tuple[int, int]]) -> str:
 
 
 def _sizes(sides: tuple[int, int]) -> str:
-    from prejit.runtime.base.wording import size
-
     was, now = sides
     return f"{size(was)}, as before" if was == now else f"{size(was)} -> {size(now)}"
 
 
 def _short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _layer(media_type: str) -> str:
-    return media_type.removeprefix("application/vnd.prejit.")
 
 
 def _print_speed(speed: Speed) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prejit.compiler.cli.build_commands import CACHE
+from prejit.runtime.base.wording import size, table
 from prejit.runtime.cli.command_options import JSON, SIZE
 from prejit.runtime.cli.output import print_json
 
@@ -73,8 +74,6 @@ def gc(
         }
         print_json(summary)
         return 0
-    from prejit.runtime.base.wording import size
-
     _print_collection(result.found, dry_run)
     if result.builds_running:
         click.echo("\na build is running: what was used in the last day stays")
@@ -86,7 +85,6 @@ def _make_room(shared: str | None, max_size: int | None, dry_run: bool, as_json:
     """Remove files of the shared stores that are written, and print how many."""
     from prejit.compiler.sharing.remote import evict
     from prejit.compiler.sharing.sharing_settings import read_stores
-    from prejit.runtime.base.wording import size
     from prejit.runtime.errors import UsageError
 
     if shared is None or max_size is None:
@@ -108,8 +106,6 @@ def _make_room(shared: str | None, max_size: int | None, dry_run: bool, as_json:
 
 def _print_collection(found: Sequence[Found], dry_run: bool) -> None:
     """Print one row for each kind, then each environment that is removed."""
-    from prejit.runtime.base.wording import size, table
-
     rows = []
     for kind in dict.fromkeys(("environments", "results", "contents", *(f.kind for f in found))):
         gone = [f.size for f in found if f.kind == kind and f.reason]

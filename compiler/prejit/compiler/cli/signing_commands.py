@@ -14,8 +14,7 @@ from prejit.runtime.cli.command_options import COUNT, JSON, check_one
 from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
-    from prejit.compiler.signing.keyless import KeylessSigner
-    from prejit.compiler.signing.private_key import PrivateKey
+    from prejit.compiler.signing.bundle_signing import Signer
 
 
 @click.command(
@@ -48,6 +47,8 @@ def sign(bundle: Path, key: Path | None, keyless: bool, config: Path | None, as_
     """
     from prejit.compiler.progress import tell
     from prejit.compiler.signing.bundle_signing import sign as sign_bundle
+    from prejit.compiler.signing.keyless import TOKEN_VARIABLE, keyless_signer
+    from prejit.compiler.signing.private_key import read_private_key
     from prejit.runtime.errors import UsageError
 
     check_one(
@@ -58,7 +59,11 @@ def sign(bundle: Path, key: Path | None, keyless: bool, config: Path | None, as_
     )
     if config is not None and not keyless:
         raise UsageError("expected --keyless beside --sigstore, found none")
-    signed = sign_bundle(bundle, _keyless(config) if key is None else private_key(key))
+    if key is None:
+        signer: Signer = keyless_signer(os.environ.get(TOKEN_VARIABLE) or None, config)
+    else:
+        signer = read_private_key(key)
+    signed = sign_bundle(bundle, signer)
     tell(
         f"signed {bundle}: attached {signed.added} signatures, wrote {signed.model_signature}, "
         f"{signed.digest[:19]}" + (f", as {signed.key}" if keyless else "")
@@ -66,23 +71,6 @@ def sign(bundle: Path, key: Path | None, keyless: bool, config: Path | None, as_
     if as_json:
         print_json({**asdict(signed), "model_signature": str(signed.model_signature)})
     return 0
-
-
-def _keyless(config: Path | None) -> KeylessSigner:
-    from prejit.compiler.signing.keyless import TOKEN_VARIABLE, keyless_signer
-
-    return keyless_signer(os.environ.get(TOKEN_VARIABLE) or None, config)
-
-
-def private_key(path: Path) -> PrivateKey:
-    """Return the private key in a file; the environment has its password.
-
-    Raises:
-        UsageError, StoreError: it cannot be read, or is no key to sign with.
-    """
-    from prejit.compiler.signing.private_key import PASSWORD_VARIABLE, read_private_key
-
-    return read_private_key(path, os.environ.get(PASSWORD_VARIABLE) or None)
 
 
 _FILE = click.argument("file", **FILE, help="File of the channel.")
@@ -123,8 +111,9 @@ def release(file: Path, bundle: Path, name: str, keys: tuple[Path, ...], days: i
     """
     from prejit.compiler.progress import tell
     from prejit.compiler.signing.channels import other_files, release_bundle
+    from prejit.compiler.signing.private_key import read_private_key
 
-    version = release_bundle(file, bundle, name, [private_key(key) for key in keys], days)
+    version = release_bundle(file, bundle, name, [*map(read_private_key, keys)], days)
     tell(f"released {bundle} as version {version} of channel {name}: wrote {file}")
     if version == 1:
         others = ", ".join(map(str, other_files(file, name)))
@@ -167,8 +156,9 @@ def rotate(
     """Give the channel in FILE other keys, signed by the old ones and by the new ones."""
     from prejit.compiler.progress import tell
     from prejit.compiler.signing.channels import rotate_keys
+    from prejit.compiler.signing.private_key import read_private_key
 
-    private = [private_key(key) for key in keys]
+    private = [*map(read_private_key, keys)]
     version = rotate_keys(file, name, publics, threshold, private, days)
     tell(f"channel {name} has version {version} of its keys: wrote {file}")
     return 0
@@ -184,8 +174,9 @@ def add_signature(file: Path, key: Path) -> int:
     """Sign the release and the newest keys of the channel in FILE with another key, to reach a threshold."""
     from prejit.compiler.progress import tell
     from prejit.compiler.signing.channels import is_listed, sign_channel
+    from prejit.compiler.signing.private_key import read_private_key
 
-    private = private_key(key)
+    private = read_private_key(key)
     signed = sign_channel(file, private)
     tell(f"signed version {signed.version} of channel {signed.name}: wrote {file}")
     if not is_listed(signed, private):

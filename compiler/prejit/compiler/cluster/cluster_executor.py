@@ -20,7 +20,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from prejit.compiler.cluster.connection import Ended, RayConnection, Size, check_address
 from prejit.compiler.cluster.node import (
@@ -42,13 +42,13 @@ from prejit.compiler.compile.executor import (
 from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
-from prejit.compiler.compile.worker_process import JOB_SECONDS
+from prejit.compiler.compile.worker_process import JOB_SECONDS, error_of
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.sharing.sharing_settings import written_address
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets import environments
-from prejit.runtime.errors import BuildError, PrejitError, StoreError, UsageError
+from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.machine.fingerprint import read_xla_flags
 
 _TICK_SECONDS = 0.1
@@ -356,18 +356,18 @@ class ClusterExecutor:
                 )
             task.answer.set_exception(_OtherCpuError())
         elif "error" in body:
-            task.answer.set_exception(_error_of(body["error"]))
+            task.answer.set_exception(error_of(body["error"]))
         else:
             if not task.is_shown:  # Ray's message about the beginning can come after the result
                 task.show(self._progress, body["node"])
             task.answer.set_result(Compiled.from_plain(body["result"]))
 
     def _give_up(self, task: _Task, reason: str, losses: tuple[Loss, ...]) -> None:
-        hint = None
-        if Loss.MEMORY in losses:
-            hint = "no node may have enough memory for it"
-        elif Loss.WORKER in losses:
-            hint = "XLA or Ray crashed: compile it on this machine to see why (--executor local)"
+        hints = {
+            Loss.MEMORY: "no node may have enough memory for it",
+            Loss.WORKER: "XLA or Ray crashed: compile it on this machine to see why (--executor local)",
+        }
+        hint = next((text for loss, text in hints.items() if loss in losses), None)
         task.answer.set_exception(BuildError(reason, hint=hint))
 
     def _fail_all(self, error: Exception) -> None:
@@ -451,11 +451,6 @@ def _follow(first: Future[Compiled], then: Future[Compiled]) -> None:
             then.set_result(done.result())
 
     first.add_done_callback(pass_on)
-
-
-def _error_of(body: dict[str, Any]) -> PrejitError:
-    kind = StoreError if body["code"] == StoreError.code else BuildError
-    return kind(body["message"], hint=body["hint"])
 
 
 def _own_addresses() -> frozenset[str]:

@@ -25,13 +25,12 @@ from prejit.compiler.sharing.remote import Remote, RemoteError
 from prejit.compiler.sharing.shared_result import UnusableError, fetch_content, send_content
 from prejit.compiler.sharing.sharing_settings import read_stores
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.targets.build_host import host_cpu
+from prejit.compiler.targets.build_host import host_cpu, host_features
 from prejit.compiler.targets.environments import spec_for
 from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.toolchain import Toolchain, Tuned, host_toolchain, toolchain_of
 from prejit.runtime.errors import BuildError, PrejitError, StoreError
-from prejit.runtime.machine.fingerprint import Fingerprint
 
 _COUNTED = ("CUBLAS_", "JAX_", "LIBTPU_", "NVIDIA_TF32", "TF_", "XLA_")
 """Prefixes of variables that may change what compilers do: a node takes them from the build."""
@@ -125,10 +124,9 @@ def counted_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(_COUNTED)}
 
 
-@cache
 def own_cpu() -> tuple[str, ...]:
     """Return what a compiler that compiles for its own machine may know of it."""
-    return (host_cpu(), *Fingerprint.current().cpu_features)
+    return (host_cpu(), *host_features())
 
 
 def compile_on_node(order: Order, tell: Callable[[int, str], object]) -> dict[str, Any]:
@@ -154,7 +152,8 @@ def compile_on_node(order: Order, tell: Callable[[int, str], object]) -> dict[st
         tell(order.attempt, _name())
         compiled = worker.compile(order.source, toolchain, order.timeout_seconds)
         # On the node's own stderr, which Ray keeps: the build may never see the answer.
-        progress.tell(f"compiled {order.source.program} for {_shown_target(order)}")
+        versions = _shown(dict(order.versions), order.cpus)
+        progress.tell(f"compiled {order.source.program} for {order.target.name} ({versions})")
         if remote is not None:
             send(remote, store, compiled.executable.digest)
     except WorkerKilledError as error:
@@ -216,10 +215,6 @@ def _installed(names: dict[str, str]) -> dict[str, str]:
 def _shown(versions: dict[str, str], cpus: int | None) -> str:
     listed = ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
     return listed if cpus is None else f"{listed}, {cpus} CPUs that XLA sees"
-
-
-def _shown_target(order: Order) -> str:
-    return f"{order.target.name} ({_shown(dict(order.versions), order.cpus)})"
 
 
 _KEPT = 3

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -75,14 +75,15 @@ def compare_speed(
     sides: list[dict[str, list[list[float]]]] = [{}, {}]
     try:
         with ExitStack() as stack:
-            children = [stack.enter_context(_Child(command)) for command in commands]
+            children = [stack.enter_context(_start(command)) for command in commands]
             say("loading both bundles")
             for child in children:
-                child.begin()
+                _answer(child)
             for number in range(rounds):
                 say(f"round {number + 1} of {rounds}")
                 for side in (0, 1) if number % 2 else (1, 0):
-                    for name, samples in children[side].measure().items():
+                    children[side].send(True)
+                    for name, samples in _answer(children[side]).items():
                         sides[side].setdefault(name, []).append(samples)
     except UsageError as error:
         return Speed(why_not=str(error))
@@ -127,44 +128,24 @@ def _command(bundle: ReadBundle) -> list[str] | str:
     )
 
 
-@final
-class _Child:
-    """A process that measures a bundle. A context manager, which ends it."""
+def _start(command: list[str]) -> Child:
+    """Start a process that measures a bundle."""
+    # Its environment has its own packages; what this process inherited would hide them.
+    without = ("PYTHONPATH", "PYTHONHOME") if command[0] != sys.executable else ()
+    environment = {name: value for name, value in os.environ.items() if name not in without}
+    return Child(command, environment=environment, errors="kept")
 
-    def __init__(self, command: list[str]) -> None:
-        # Its environment has its own packages; what this process inherited would hide them.
-        without = ("PYTHONPATH", "PYTHONHOME") if command[0] != sys.executable else ()
-        environment = {name: value for name, value in os.environ.items() if name not in without}
-        self._child = Child(command, environment=environment, errors="kept")
 
-    def __enter__(self) -> _Child:
-        return self
+def _answer(child: Child) -> Any:
+    """Return the next answer of a process: true once its programs are loaded, then seconds of each round.
 
-    def __exit__(self, *raised: object) -> None:
-        self._child.release()
-
-    def begin(self) -> None:
-        """Wait until its programs are loaded.
-
-        Raises:
-            UsageError: they cannot be.
-        """
-        if isinstance(found := self._read(), Mapping):
-            raise UsageError(str(found["error"]))
-
-    def measure(self) -> dict[str, list[float]]:
-        """Return the seconds of each program in one round.
-
-        Raises:
-            UsageError: the process ended.
-        """
-        self._child.send(True)
-        found: dict[str, list[float]] = self._read()
-        return found
-
-    def _read(self) -> Any:
-        answer = self._child.answer()
-        if answer is None:
-            last = last_line(self._child.errors()) or "no message"
-            raise UsageError(f"the process that measures ended: {last}")
-        return answer
+    Raises:
+        UsageError: they cannot be loaded, or the process ended.
+    """
+    answer = child.answer()
+    if answer is None:
+        last = last_line(child.errors()) or "no message"
+        raise UsageError(f"the process that measures ended: {last}")
+    if isinstance(answer, Mapping) and isinstance(answer.get("error"), str):
+        raise UsageError(answer["error"])
+    return answer

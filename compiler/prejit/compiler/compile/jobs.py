@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prejit.compiler.native.library import KernelLibrary
+from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.toolchain import Toolchain

@@ -35,7 +35,6 @@ from prejit.compiler.compile.worker_process import (
 )
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.store.interface import Store
-from prejit.compiler.targets.toolchain import Toolchain
 
 _SWITCH_SECONDS = 1.0
 """Time to start a worker of another jax or platform: its jobs are taken if they last that much longer."""
@@ -170,9 +169,11 @@ class WorkerPool:
             if not (worker and worker.alive and worker.serves(job.toolchain)):
                 self._release(worker)
                 worker = None
-                worker = self._new_worker(job.toolchain)
-            if worker is None:
-                return None
+                with self._changed:  # `close` either sees the worker or prevents it
+                    if self._closed:
+                        return None
+                    worker = WorkerProcess(job.toolchain, self._store, self._environ)
+                    self._workers.add(worker)
             self._progress.started(job.program, job.target.name)
             return worker.compile(job.source, job.toolchain, self._timeout_seconds)
 
@@ -199,12 +200,10 @@ class WorkerPool:
         with self._changed:
             while not self._closed:
                 now = time.monotonic()
-                free = self._free_bytes()
-                due = [
-                    each
-                    for each in self._waiting
-                    if each.not_before <= now and self._has_room(each, free)
-                ]
+                due = [each for each in self._waiting if each.not_before <= now]
+                if self._running:  # beside none, every job may be compiled
+                    free = self._free_bytes()
+                    due = [each for each in due if not each.alone and each.need.bytes <= free]
                 if due:
                     best = min(due, key=partial(self._rank, worker))  # the first of equal ones
                     self._waiting.remove(best)
@@ -217,16 +216,10 @@ class WorkerPool:
 
     def _free_bytes(self) -> int:
         """Return the memory that no running job reserves, and that nobody has taken meanwhile."""
-        if not self._running:
-            return self._memory
         if any(each.alone for each in self._running):
             return 0
         reserved = sum(each.need.bytes for each in self._running)
         return min(self._memory - reserved, _available_bytes())
-
-    def _has_room(self, attempt: _Attempt, free: int) -> bool:
-        """Return whether a job may be compiled beside those that run. Beside none, every job may."""
-        return not self._running or (not attempt.alone and attempt.need.bytes <= free)
 
     def _rank(self, worker: WorkerProcess | None, attempt: _Attempt) -> tuple[bool, float]:
         """Return the place of a job in the order of one lane."""
@@ -278,15 +271,6 @@ class WorkerPool:
             hint = "nothing else was compiled: it may need more memory than this machine has (see `dmesg`)"
             give_error(self._progress, job, future, error, hint if is_killed else None)
 
-    def _new_worker(self, toolchain: Toolchain) -> WorkerProcess | None:
-        """Start a worker for a toolchain; None: the pool is closed."""
-        with self._changed:  # `close` either sees the worker or prevents it
-            if self._closed:
-                return None
-            worker = WorkerProcess(toolchain, self._store, self._environ)
-            self._workers.add(worker)
-        return worker
-
     def _release(self, worker: WorkerProcess | None) -> None:
         if worker is not None:
             with self._changed:
@@ -306,11 +290,7 @@ def _available_bytes() -> int:
         directory = Path("/sys/fs/cgroup", group.lstrip("/"))
         limit = int((directory / "memory.max").read_text())
         used = int((directory / "memory.current").read_text())
-        limits.append(limit - used + _cached_bytes(directory / "memory.stat"))
+        # Memory that holds files goes to whoever needs it.
+        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+        limits.append(limit - used + int(stat["active_file"]) + int(stat["inactive_file"]))
     return max(0, min(limits))
-
-
-def _cached_bytes(stat: Path) -> int:
-    """Return the memory of a control group that holds files, which the kernel gives to whoever needs it."""
-    fields = dict(line.split() for line in stat.read_text().splitlines())
-    return int(fields["active_file"]) + int(fields["inactive_file"])

@@ -133,7 +133,10 @@ class WorkerProcess:
             ) from error
 
     def _flags(self, toolchain: Toolchain) -> str:
-        return toolchain.worker_flags(self._environ, _stored_results(toolchain, self._store))
+        results = None
+        if (tuned := toolchain.tuned) is not None:
+            results = self._store.blob_path(self._store.put_blob(tuned.results))
+        return toolchain.worker_flags(self._environ, results)
 
     def _ask(self, request: Mapping[str, Any], seconds: float) -> Any:
         """Send a request and return the result in its answer.
@@ -147,9 +150,7 @@ class WorkerProcess:
         if "result" in answer:
             return answer["result"]
         if "error" in answer:
-            error = answer["error"]
-            kind = StoreError if error["code"] == StoreError.code else BuildError
-            raise kind(error["message"], hint=error["hint"])
+            raise error_of(answer["error"])
         # Without an answer the process itself is gone, not only its fork that did the job.
         code = answer["exit"] if "exit" in answer else self._child.exit_code(_ANSWER_SECONDS)
         late = self._child.late
@@ -176,18 +177,17 @@ class WorkerProcess:
         self.release()
 
 
+def error_of(body: Mapping[str, Any]) -> PrejitError:
+    """Return the error that a worker or a node of a cluster answers: a StoreError or a BuildError."""
+    kind = StoreError if body["code"] == StoreError.code else BuildError
+    return kind(body["message"], hint=body["hint"])
+
+
 def _last_lines(output: str) -> tuple[str, ...]:
     words, fatal, stack = output.partition(_FATAL)
     texts = (words, (fatal + stack).partition("\nExtension modules: ")[0])
     said, trace = ([line.rstrip() for line in t.splitlines() if line.strip()] for t in texts)
     return (*said[-_LAST_LINES:], *trace[:_LAST_LINES])
-
-
-def _stored_results(toolchain: Toolchain, store: Store) -> Path | None:
-    """Store the results of `prejit tune`, and return their file; None: the target has none."""
-    if toolchain.tuned is None:
-        return None
-    return store.blob_path(store.put_blob(toolchain.tuned.results))
 
 
 def _ended(code: int) -> tuple[str, str]:

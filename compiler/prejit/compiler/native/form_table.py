@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.base.suggestions import did_you_mean, shown
-from prejit.compiler.native.library import SOURCES, KernelLibrary
+from prejit.compiler.native.kernel_library import SOURCES, KernelLibrary
 from prejit.compiler.native.products import Product
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.written_files import locking, write_file
@@ -98,17 +98,19 @@ class FormTable:
     @cached_property
     def by_level(self) -> Mapping[tuple[str, Product], Measured]:
         """The latest entry for each level and product."""
-        oldest_first = sorted(self.entries, key=lambda each: (each.date, each.conditions))
-        return {(each.conditions.level, each.product): each for each in oldest_first}
+        return {(each.conditions.level, each.product): each for each in self._oldest_first}
 
     @cached_property
     def by_jaxlib(self) -> Mapping[tuple[str, str, Product], Measured]:
         """The latest entry for each level, version of jaxlib and product."""
-        oldest_first = sorted(self.entries, key=lambda each: (each.date, each.conditions))
         return {
             (each.conditions.level, each.conditions.jaxlib, each.product): each
-            for each in oldest_first
+            for each in self._oldest_first
         }
+
+    @cached_property
+    def _oldest_first(self) -> list[Measured]:
+        return sorted(self.entries, key=lambda each: (each.date, each.conditions))
 
     def merged(self, newer: FormTable) -> FormTable:
         """Return the entries of both tables; for the same product and conditions, the newer one."""
@@ -343,11 +345,8 @@ class KnownForms:
         """
         at = (conditions.level, product)
         found = self.given.by_jaxlib.get((conditions.level, conditions.jaxlib, product))
-        found = (
-            found
-            or self.given.by_level.get(at)
-            or self.own.by_conditions.get((conditions, product))
-        )
+        found = found or self.given.by_level.get(at)
+        found = found or self.own.by_conditions.get((conditions, product))
         return found or (None if fresh else self.recorded.by_level.get(at))
 
     def missing(
@@ -417,9 +416,5 @@ def fastest_form(measured: Measured, product: Product) -> str | None:
 
 def _distance(one: Product, other: Product) -> float:
     """Return how different two products are: 1 for each size that is e times the other's."""
-    sizes = (
-        (one.rows, other.rows),
-        (one.inputs, other.inputs),
-        (one.outputs, other.outputs),
-    )
-    return sum(abs(math.log(a / b)) for a, b in sizes)
+    names = ("rows", "inputs", "outputs")
+    return sum(abs(math.log(getattr(one, name) / getattr(other, name))) for name in names)

@@ -13,7 +13,7 @@ from typing import final
 from prejit.compiler.compile.executor import Executor, collect, find_compiled
 from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.native.library import KernelLibrary
+from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.pipeline.plan import Lowered, Plan, PlannedProgram
 from prejit.compiler.pipeline.reuse import TargetTools, UnknownError, known_job, why_made
 from prejit.compiler.progress import Progress

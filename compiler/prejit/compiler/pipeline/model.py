@@ -14,7 +14,7 @@ from typing import Any
 from prejit.compiler.checkpoint.checkpoint import Checkpoint, open_checkpoint, open_encoder
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
-from prejit.compiler.native.library import KERNELS_ARCHITECTURE
+from prejit.compiler.native.kernel_library import KERNELS_ARCHITECTURE
 from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.machine.kept_files import Receipts
 

@@ -32,7 +32,7 @@ from prejit.compiler.native.form_table import (
     read_recorded,
     read_table,
 )
-from prejit.compiler.native.library import KernelLibrary
+from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.libraries import ReadLibrary, handlers_of, read_libraries
 from prejit.compiler.pipeline.model import ModelFiles, find_model, stores_out_in, uses_kernels

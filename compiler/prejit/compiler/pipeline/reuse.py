@@ -14,7 +14,7 @@ from itertools import product
 from prejit.compiler.compile.jobs import CompileJob, Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.native.library import KernelLibrary, find_kernels
+from prejit.compiler.native.kernel_library import KernelLibrary, find_kernels
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.libraries import bind_libraries
 from prejit.compiler.pipeline.model import uses_kernels

@@ -17,7 +17,7 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.form_table import Conditions, FormTable, Measured, to_text
-from prejit.compiler.native.library import NoKernels, level_of
+from prejit.compiler.native.kernel_library import NoKernels, level_of
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.pack.user_sources import Base, digest_now
 from prejit.compiler.pipeline.program_keys import versions

@@ -154,11 +154,10 @@ class _Behind:
 
     def send_missing(self, key: Key, result: Mapping[str, Any]) -> None:
         """Send a result of this machine with its contents, unless it is there."""
-        if self.traffic.down:
-            return
         there = True
-        with self.asking(key):
-            there = self.tier.remote.has(self.tier.path_of(key))
+        if not self.traffic.down:
+            with self.asking(key):
+                there = self.tier.remote.has(self.tier.path_of(key))
         if not there and (blobs := self._local.blobs_of(key)) is not None:
             self.send(key, result, blobs)
 
@@ -190,7 +189,7 @@ class LayeredStore:
             _Behind(tier, local, note, leases is not None and tier is leases.tier) for tier in tiers
         ]
         self.traffic = tuple(each.traffic for each in self._behind)
-        self.fetched: dict[str, str] = {}
+        self.fetched = dict[str, str]()
         """The name of the shared store that each result came from, by the digest of its key."""
         self._local, self._note = local, note
         self.root, self.namespace = local.root, local.namespace
@@ -233,11 +232,10 @@ class LayeredStore:
         """See `Store.put`."""
         needed = tuple(blobs)
         self._local.put(key, result, blobs=needed)
-        if _stays_here(key):
-            return
-        with self._lock:
-            self._offered.add(key.digest)
-        self._send_soon(key, lambda each: each.send(key, result, needed))
+        if not _stays_here(key):
+            with self._lock:
+                self._offered.add(key.digest)
+            self._send_soon(key, lambda each: each.send(key, result, needed))
 
     @contextmanager
     def making(self, key: Key, *, give_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
@@ -251,7 +249,10 @@ class LayeredStore:
                 yield held
                 return
             lease: Lease | None = None
-            while not self._fetch_anew(key) and (lease := self._take_lease(key)) is None:
+            while True:
+                self._absent.discard(key.digest)
+                if self.get(key) is not None or (lease := self._take_lease(key)) is not None:
+                    break
                 if give_up():
                     yield False
                     return
@@ -304,11 +305,6 @@ class LayeredStore:
         self.fetched[key.digest] = label
         _log.info("%s %s: fetched from %s", key.kind, key.name, label)
         return True
-
-    def _fetch_anew(self, key: Key) -> bool:
-        """Return whether this machine or a shared store has a result now."""
-        self._absent.discard(key.digest)
-        return self.get(key) is not None
 
     def _last(self, kind: str, name: str) -> Iterator[tuple[_Behind, Key]]:
         """Yield the last key of a name in each shared store that has one."""

@@ -146,13 +146,9 @@ class Patient:
     """
 
     def __init__(self, remote: Remote) -> None:
-        """Wrap a remote store."""
+        """Wrap a remote store. Its files are listed once."""
         self._remote = remote
-
-    @property
-    def name(self) -> str:
-        """See `Remote.name`."""
-        return self._remote.name
+        self.name, self.listed = remote.name, remote.listed
 
     def read(self, path: str, most: int) -> bytes | None:
         """See `Remote.read`."""
@@ -198,10 +194,6 @@ class Patient:
     def remove(self, path: str) -> bool:
         """See `Remote.remove`."""
         return again(lambda: self._remote.remove(path), PAUSES_SECONDS)
-
-    def listed(self) -> Iterator[RemoteFile]:
-        """See `Remote.listed`. It is tried once."""
-        return self._remote.listed()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 from prejit.compiler.sharing.remote import Remote
 from prejit.compiler.sharing.shared_result import Tier
-from prejit.compiler.signing.private_key import PASSWORD_VARIABLE, PrivateKey, read_private_key
+from prejit.compiler.signing.private_key import PrivateKey, read_private_key
 from prejit.runtime.errors import PrejitError, StoreError, UsageError
 from prejit.runtime.trust.public_keys import MAX_KEY_BYTES, PublicKey, read_key
 
@@ -137,7 +137,7 @@ def _tiers(table: Any, where: str, directory: Path, own: str) -> Sequence[Tier]:
     if "sign" in table:
         if not writes:
             raise UsageError(f"{where}: sign: expected write = true beside it, found none")
-        signer = read_private_key(directory / table["sign"], os.environ.get(PASSWORD_VARIABLE))
+        signer = read_private_key(directory / table["sign"])
     if writes and own not in namespaces:
         namespaces = [*namespaces, own]
     remote = _remote(table["url"])

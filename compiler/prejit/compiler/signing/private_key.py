@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,12 +26,7 @@ _MAKE = "make one: openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
 
 @dataclass(frozen=True)
 class PrivateKey:
-    """A private key.
-
-    Attributes:
-        public: its public key.
-        private: what signs.
-    """
+    """A private key, with its public key."""
 
     public: PublicKey
     private: EllipticCurvePrivateKey
@@ -70,8 +66,8 @@ class PrivateKey:
         return envelope.payload if signers(envelope, [self.public]) else None
 
 
-def read_private_key(path: Path, password: str | None = None) -> PrivateKey:
-    """Read a private key.
+def read_private_key(path: Path) -> PrivateKey:
+    """Read a private key; the environment has its password.
 
     Raises:
         StoreError: the file cannot be read.
@@ -91,11 +87,11 @@ def read_private_key(path: Path, password: str | None = None) -> PrivateKey:
             f"{path}: cannot read a key: {error.strerror}",
             hint="give a file that this user may read",
         ) from error
-    return parse_private_key(pem, str(path), password)
+    return parse_private_key(pem, str(path), os.environ.get(PASSWORD_VARIABLE) or None)
 
 
 def parse_private_key(pem: bytes, where: str, password: str | None = None) -> PrivateKey:
-    """Return the private key in PEM. Arguments and errors as of `read_private_key`."""
+    """Return the private key in PEM. Errors as of `read_private_key`."""
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization

@@ -1,6 +1,6 @@
 """Files of a directory store: each appears whole, by a rename, and is checked when it is read.
 
-`StoreBlobs` are contents named by their own digest; `Files.write_json` writes results.
+Blobs are contents named by their own digest; `Files.write_json` writes results.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Files:
         """Use a directory; nothing is created yet."""
         self.base = base
         self.temp = base / "temp"
+        self.blobs = base / "blobs" / "sha256"
 
     def new_temp(self) -> BufferedWriter:
         """Open a new temporary file. Its lock lasts until it is closed, so `remove_abandoned` spares it."""
@@ -114,17 +115,7 @@ class Files:
             if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                 path.unlink()
 
-
-@final
-class StoreBlobs:
-    """The blobs of one store."""
-
-    def __init__(self, files: Files) -> None:
-        """Use a directory; nothing is created yet."""
-        self._files = files
-        self.directory = files.base / "blobs" / "sha256"
-
-    def path(self, digest: str) -> Path:
+    def blob_path(self, digest: str) -> Path:
         """Return the path of a blob, whether it exists or not.
 
         Raises:
@@ -132,39 +123,35 @@ class StoreBlobs:
         """
         if not is_digest(digest):
             raise ValueError(f"expected a sha256 digest, found {digest!r}")
-        return self.directory / digest.removeprefix("sha256:")
+        return self.blobs / digest.removeprefix("sha256:")
 
-    def writer(self) -> BlobWriter:
-        """Return a context manager that writes one blob."""
-        return BlobWriter(self._files, self)
-
-    def read(self, digest: str) -> bytes | None:
+    def read_blob(self, digest: str) -> bytes | None:
         """Return the content of a blob; None: there is none, or it was damaged and is deleted now.
 
         Raises:
             StoreError: it cannot be read.
         """
-        path = self.path(digest)
+        path = self.blob_path(digest)
         with reading(path), opened(path) as file:
             if file is not None:
                 content = file.read()
                 if digest_of(content) == digest:
                     return content
-                self._files.remove_damaged(path, file)
+                self.remove_damaged(path, file)
         return None
 
-    def verify(self, digest: str) -> bool:
+    def verify_blob(self, digest: str) -> bool:
         """Return whether a blob exists undamaged. Reads it in pieces; deletes a damaged one.
 
         Raises:
             StoreError: it cannot be read.
         """
-        path = self.path(digest)
+        path = self.blob_path(digest)
         with reading(path), opened(path) as file:
             if file is not None:
                 if f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}" == digest:
                     return True
-                self._files.remove_damaged(path, file)
+                self.remove_damaged(path, file)
         return False
 
 
@@ -175,9 +162,8 @@ class BlobWriter:
     The blob is in the store when the block ends without an error, and not at all otherwise.
     """
 
-    def __init__(self, files: Files, blobs: StoreBlobs) -> None:
+    def __init__(self, files: Files) -> None:
         self._files = files
-        self._blobs = blobs
         self._hash = hashlib.sha256()
         self._file: BufferedWriter | None = None
         self.size = 0
@@ -213,7 +199,7 @@ class BlobWriter:
         file, self._file = self._file, None
         assert file is not None
         if kind is None:
-            self._files.commit(file, self._blobs.path(self.digest))
+            self._files.commit(file, self._files.blob_path(self.digest))
         else:
             discard(file)
 

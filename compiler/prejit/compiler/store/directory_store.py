@@ -31,7 +31,6 @@ from typing import Any, BinaryIO, Self, TypeVar
 from prejit.compiler.store.cached_files import (
     BlobWriter,
     Files,
-    StoreBlobs,
     discard,
     opened,
     parse_json,
@@ -53,7 +52,7 @@ LOCAL = "local"
 VERSION = "v1"
 """Rises when files of the last version can no longer be read. 1 (2026-11-20): the first."""
 ZIG = "zig"
-"""Directory below the root in which the compiler zig keeps its own cache (native/library.py)."""
+"""Directory below the root in which the compiler zig keeps its own cache (native/kernel_library.py)."""
 
 _SECRET_BYTES = 32
 """Size of the secret of `DirectoryStore.seal`."""
@@ -100,7 +99,6 @@ class DirectoryStore:
         self.namespace = namespace
         self._base = root / VERSION
         self._files = Files(self._base)
-        self._blobs = StoreBlobs(self._files)
 
     @classmethod
     def open(cls, root: Path | None = None, namespace: str = "") -> Self:
@@ -116,7 +114,7 @@ class DirectoryStore:
         store = cls((root or default_root()).absolute(), namespace)
         with writing(store.root):
             store._files.temp.mkdir(parents=True, exist_ok=True)
-            store._blobs.directory.mkdir(parents=True, exist_ok=True)
+            store._files.blobs.mkdir(parents=True, exist_ok=True)
             discard(store._files.new_temp())  # fail now rather than after the first compile
             store._files.sweep()
             in_use = lock_file(store._in_use, shared=True, mode=0o666)
@@ -162,22 +160,22 @@ class DirectoryStore:
 
     def put_blob(self, content: bytes) -> str:
         """See `Store.put_blob`."""
-        with self._blobs.writer() as blob:
+        with self.blob_writer() as blob:
             blob.write(content)
         return blob.digest
 
     def blob_writer(self) -> BlobWriter:
         """See `Store.blob_writer`."""
-        return self._blobs.writer()
+        return BlobWriter(self._files)
 
     def blob_path(self, digest: str) -> Path | None:
         """See `Store.blob_path`."""
-        path = self._blobs.path(digest)
+        path = self._files.blob_path(digest)
         return path if path.is_file() else None
 
     def read_blob(self, digest: str) -> bytes | None:
         """See `Store.read_blob`."""
-        return self._blobs.read(digest)
+        return self._files.read_blob(digest)
 
     def open_blob(self, digest: str) -> BinaryIO | None:
         """Open a blob to read, unchecked; None: there is none. A file that is deleted meanwhile stays whole.
@@ -185,14 +183,14 @@ class DirectoryStore:
         Raises:
             StoreError: it cannot be read.
         """
-        path = self._blobs.path(digest)
+        path = self._files.blob_path(digest)
         with reading(path), suppress(FileNotFoundError):
             return path.open("rb")
         return None
 
     def put(self, key: Key, result: Mapping[str, Any], *, blobs: Iterable[str] = ()) -> None:
         """See `Store.put`."""
-        sizes = {digest: size_of(self._blobs.path(digest)) for digest in blobs}
+        sizes = {digest: size_of(self._files.blob_path(digest)) for digest in blobs}
         if missing := sorted(digest for digest, size in sizes.items() if size is None):
             raise StoreError(
                 f"{self.root}: expected blob {missing[0]} in the build cache, found none",
@@ -214,9 +212,9 @@ class DirectoryStore:
             return None
         self._note_use(key, body["blobs"])  # first: `prejit gc` spares what was just used
         for digest, size in body["blobs"].items():
-            if size_of(self._blobs.path(digest)) != size:
+            if size_of(self._files.blob_path(digest)) != size:
                 return None
-            if verify and not self._blobs.verify(digest):
+            if verify and not self._files.verify_blob(digest):
                 return None
         result: dict[str, Any] = body["result"]
         return result
@@ -315,7 +313,8 @@ class DirectoryStore:
         with suppress(OSError):  # a store that we may only read, or a blob that is missing
             # A time in the future is of a clock that was wrong.
             if abs(time.time() - action.stat().st_mtime) > _NOTE_SECONDS:
-                for path in (action, *map(self._blobs.path, blobs), self._last(key.kind, key.name)):
+                named = map(self._files.blob_path, blobs)
+                for path in (action, *named, self._last(key.kind, key.name)):
                     os.utime(path)
 
     @property

@@ -102,8 +102,8 @@ TOKENIZER = ("prejit.compiler.checkpoint.tokenizer_check",)
 """The code that tries a tokenizer."""
 KERNELS = (
     "prejit.compiler.native.compilers:Compiler",
-    "prejit.compiler.native.library:_compile",
-    "prejit.compiler.native.library:_library",
+    "prejit.compiler.native.kernel_library:_compile",
+    "prejit.compiler.native.kernel_library:_library",
 )
 """The code that compiles the library of kernels. Flags and compilers are ingredients of their own."""
 
@@ -193,11 +193,6 @@ def reached(*roots: str) -> dict[str, set[Definition]]:
                 follow(*(at for _, at in _links(module, each)), *_inside(module, each))
         follow(*_module(module).imports.get(name, ()))  # a package passes it on
     return found
-
-
-def imported(*roots: str) -> tuple[str, ...]:
-    """Return the full names of the modules that hold the code of `reached`, sorted."""
-    return tuple(sorted(reached(*roots)))
 
 
 def _defining(module: str, name: str) -> Iterable[Definition]:

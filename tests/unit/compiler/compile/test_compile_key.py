@@ -12,35 +12,19 @@ from typing import Any
 import jax
 import pytest
 from jax import export
+from tests.unit.compiler.toolchains import HOST, L4, V3, for_gpu, new, old
 
 from prejit.compiler.compile import compile_key
 from prejit.compiler.compile.compile_key import executable_key
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.targets import cpu_count, toolchain
 from prejit.compiler.targets.build_host import host_cpu
-from prejit.compiler.targets.target_classes import Target, catalogue
+from prejit.compiler.targets.target_classes import catalogue
 from prejit.compiler.targets.target_table import target
-from prejit.compiler.targets.toolchain import Toolchain, Tuned, gpu_config, host_toolchain
+from prejit.compiler.targets.toolchain import Toolchain, Tuned, gpu_config
 from prejit.runtime.machine.fingerprint import Fingerprint
 
-V3 = target("cpu-x86-64-v3")
-HOST = target("cpu-host")
-L4 = target("cuda-l4")
 SOURCE = Source("sha256:0", ("cpu",))
-
-
-def old(on: Target) -> Toolchain:
-    """With a jaxlib that compiles for no described CPU."""
-    return host_toolchain(on, {"jax": "0.10.2", "jaxlib": "0.10.2"})
-
-
-def new(on: Target) -> Toolchain:
-    return host_toolchain(on, {"jax": "0.12.0", "jaxlib": "0.12.0"})
-
-
-def for_gpu(on: Target = L4) -> Toolchain:
-    versions = (("jax", "0.12.0"), ("jax-cuda13-pjrt", "0.12.0"), ("jaxlib", "0.12.0"))
-    return Toolchain(on, ("python",), versions, isolated=True)
 
 
 def ingredients(

@@ -13,7 +13,6 @@ from prejit.compiler.compile.executor import (
     WORKER_BYTES,
     collect,
     compile_once,
-    find_compiled,
     need_of,
     size_need,
 )
@@ -61,16 +60,6 @@ def job(program: str, source: str = "sha256:0") -> CompileJob:
 
 def key_of(program: str) -> Key:
     return Key("compile", program, (("program", program),))
-
-
-def test_a_result_is_compiled_once_and_then_comes_from_the_store(
-    store: DirectoryStore, compile_job: Compile
-) -> None:
-    first, is_new = once(store, job("a"), compile_job)
-    assert is_new
-    assert first == find_compiled(store, key_of("a"))
-    assert once(store, job("a"), lambda _: pytest.fail("compiled again")) == (first, False)
-    assert store.last_keys("compile", "a") == (key_of("a"),)
 
 
 def ended(outcome: Compiled | Exception) -> Future[Compiled]:

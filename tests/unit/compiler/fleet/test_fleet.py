@@ -496,29 +496,6 @@ def test_scripts_get_json_and_an_exit_status(
     assert beyond["machines"] == ["m6"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "status"),
-    [
-        (["fleet", "--fingerprint", "m.json"], 2),
-        (["none"], 6),
-        (["fleet", "--page", "none/p.html"], 6),
-    ],
-)
-def test_wrong_usage_says_so(
-    argv: list[str],
-    status: int,
-    small_fleet: Path,
-    fleet_bundle: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(small_fleet.parent)
-    assert run("fleet", fleet_bundle, *argv) == status
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error[")
-
-
 def test_one_bad_file_is_named_after_the_report_of_all_others(
     small_fleet: Path, fleet_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

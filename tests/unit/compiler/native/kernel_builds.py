@@ -15,7 +15,7 @@ import jax
 import pytest
 from tests.kernel_bundles import built_kernels
 
-from prejit.compiler.native.library import SOURCES, level_features
+from prejit.compiler.native.kernel_library import SOURCES, level_features
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 TESTS = Path(__file__).resolve().parents[3] / "kernels"

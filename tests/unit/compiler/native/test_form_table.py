@@ -160,16 +160,12 @@ def test_what_ships_is_not_measured_again_unless_asked() -> None:
     assert recorded.missing([LARGE], HERE, fresh=True) == (LARGE,)
 
 
-def test_small_matrices_are_measured_only_if_asked() -> None:
+def test_small_matrices_are_measured_only_if_asked_and_a_product_with_one_form_never() -> None:
     edge = Product("int8", 1, LEAST_BYTES // 64, 64, False)
     smaller = Product("int8", 1, LEAST_BYTES // 64 - 1, 64, False)
     assert KnownForms().missing([SMALL, LARGE, smaller, edge, LARGE], HERE) == (LARGE, edge)
-    assert KnownForms().missing([SMALL], HERE, fresh=True) == (SMALL,)
-
-
-def test_a_product_with_one_form_is_never_measured() -> None:
     only_dot = Product("float32", 1, 4096, 4096, True)
-    assert KnownForms().missing([only_dot], HERE, fresh=True) == ()
+    assert KnownForms().missing([SMALL, only_dot], HERE, fresh=True) == (SMALL,)
 
 
 def test_measuring_for_one_manifest_changes_no_choice_of_another() -> None:
@@ -294,18 +290,17 @@ def test_an_error_in_a_table_names_the_file_and_the_key(
     assert raised.value.hint is not None
 
 
-def test_text_that_is_no_json_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "given.json"
+def test_a_table_that_is_not_there_or_no_json_is_an_error_where_the_user_named_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "none.json"
+    with pytest.raises(StoreError, match="cannot read the table of forms: No such file"):
+        read_table(path)
+    assert read_own(path) == FormTable()
     for content in (b"", b"\xff", b"[" * 100_000, b'{"version": 1,}'):
         path.write_bytes(content)
         with pytest.raises(RejectError, match="expected a table of forms"):
             read_table(path)
-
-
-def test_a_table_that_is_not_there_is_an_error_where_the_user_named_it(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="cannot read the table of forms: No such file"):
-        read_table(tmp_path / "none.json")
-    assert read_own(tmp_path / "none.json") == FormTable()
 
 
 def test_the_table_that_ships_is_as_it_is_written() -> None:

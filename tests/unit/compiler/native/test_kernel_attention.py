@@ -18,10 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.compiler.models.families.sentence import attention as encoder_form
-from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.attention import attention as decoder_form
-
 from . import kernel_builds, kernel_frames
 from .kernel_builds import LEVELS, TESTS
 from .kernel_frames import KernelError
@@ -214,7 +210,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=examples(20, 60), deadline=None)
+@settings(max_examples=examples(12, 60), deadline=None)
 @given(cases)
 def test_attention_of_any_size_is_what_numpy_makes_of_it(kernels: ctypes.CDLL, case: Case) -> None:
     out, keys, values = run(case, kernels)
@@ -222,34 +218,6 @@ def test_attention_of_any_size_is_what_numpy_makes_of_it(kernels: ctypes.CDLL, c
     assert_close(out, expected)
     np.testing.assert_array_equal(keys, expected_keys)
     np.testing.assert_array_equal(values, expected_values)
-
-
-def test_attention_agrees_with_the_form_that_xla_compiles(kernels: ctypes.CDLL) -> None:
-    case = drawn(
-        0,
-        batch=2,
-        kv_heads=2,
-        group=2,
-        size=64,
-        slots=128,
-        tokens=32,
-        start=np.array([0, 90]),
-        length=np.array([32, 32]),
-        window=50,
-        softcap=4.0,
-    )
-
-    def form(query: Any, keys: Any, values: Any, start: Any, length: Any, cache: Any) -> Any:
-        new = NewTokens(start, length, 32)
-        layer = new.write(cache, keys, values)
-        return decoder_form(query, layer, new.positions, case.scale, window=50, cap=4.0)
-
-    # XLA's form multiplies what nobody sees by 0, and 3e38 * 64 is infinite.
-    keys, values = (np.where(np.abs(x) > 3, 0, x) for x in (case.keys, case.values))
-    new = (case.new_keys, case.new_values, case.start, case.length)
-    expected = jax.jit(form)(case.query, *new, (keys, values))
-    out, _, _ = run(case, kernels)
-    assert_close(out, np.asarray(expected).reshape(out.shape))
 
 
 def test_a_donated_cache_is_written_where_it_lies(in_xla: str) -> None:
@@ -260,17 +228,6 @@ def test_a_donated_cache_is_written_where_it_lies(in_xla: str) -> None:
     _, keys, values = call(*arrays)
     assert [keys.unsafe_buffer_pointer(), values.unsafe_buffer_pointer()] == before
     np.testing.assert_array_equal(keys, reference(case)[1])
-
-
-def test_a_cache_that_is_not_donated_stays_as_it_is(in_xla: str) -> None:
-    case = drawn(2, kv_heads=2, size=16, slots=64, tokens=3)
-    case = replace(case, start=np.array([5], np.int32), length=np.array([3], np.int32))
-    case = replace(case, query_start=case.start)
-    keys = jnp.asarray(case.keys)
-    call = jax.jit(kernel_in_xla(case, in_xla))
-    _, written, _ = call(*case.arrays[:6], keys, jnp.asarray(case.values))
-    np.testing.assert_array_equal(keys, case.keys)
-    np.testing.assert_array_equal(written, reference(case)[1])
 
 
 def test_without_an_alias_the_whole_cache_is_copied(kernels: ctypes.CDLL) -> None:
@@ -382,7 +339,7 @@ def test_calls_from_many_threads_get_each_its_own_result(kernels: ctypes.CDLL) -
     wrong: list[int] = []
 
     def work(i: int) -> None:
-        for _ in range(20):
+        for _ in range(8):
             out = run(works[i], kernels)[0]
             if np.abs(out - expected[i]).max() > TOLERANCE:
                 wrong.append(i)
@@ -424,7 +381,7 @@ def encode(
     return out
 
 
-@settings(max_examples=examples(12, 40), deadline=None)
+@settings(max_examples=examples(8, 40), deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 3),
@@ -450,18 +407,6 @@ def test_an_encoder_of_any_size_is_what_numpy_makes_of_it(
                     query[b, t, n], keys[b, :valid, n], values[b, :valid, n], 0.25
                 )
     assert_close(encode(kernels, query, keys, values, length, 0.25), expected)
-
-
-def test_an_encoder_agrees_with_the_form_that_xla_compiles(kernels: ctypes.CDLL) -> None:
-    rng = np.random.default_rng(9)
-    query, keys, values = rng.normal(size=(3, 2, 128, 12, 32)).astype(np.float32)
-    length = np.array([128, 77], np.int32)
-    form = jax.jit(encoder_form, static_argnums=4)
-    flat = (x.reshape(2, 128, 384) for x in (query, keys, values))
-    expected = np.asarray(form(*flat, length, 12)).reshape(query.shape)
-    found = encode(kernels, query, keys, values, length, 32**-0.5)
-    assert_close(found[0], expected[0])
-    assert_close(found[1, :77], expected[1, :77])
 
 
 @pytest.mark.parametrize(

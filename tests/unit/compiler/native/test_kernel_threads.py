@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prejit.compiler.native.library import SOURCES, KernelLibrary, build_kernels
+from prejit.compiler.native.kernel_library import SOURCES, KernelLibrary, build_kernels
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain

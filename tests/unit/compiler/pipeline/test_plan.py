@@ -22,7 +22,7 @@ from prejit.compiler.api import plan as plan_of_user
 from prejit.compiler.compile import jobs
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.native.library import KernelLibrary, build_kernels
+from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels
 from prejit.compiler.pipeline import program_keys
 from prejit.compiler.pipeline.lower.lowering import lower, source_of
 from prejit.compiler.pipeline.model import ModelSource, read_model

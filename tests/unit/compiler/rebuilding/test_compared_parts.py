@@ -59,6 +59,11 @@ def by_kind(parts: tuple[ComparedPart, ...]) -> dict[str, ComparedPart]:
 
 
 @pytest.fixture
+def old(kernel_recipe: Recipe, tmp_path: Path) -> Recorded:
+    return recorded(kernel_recipe, tmp_path / "old")
+
+
+@pytest.fixture
 def other_library(toy_library: tuple[Any, bytes]) -> bytes:
     """The toy kernels with another byte in their code."""
     content = bytearray(toy_library[1])
@@ -68,8 +73,9 @@ def other_library(toy_library: tuple[Any, bytes]) -> bytes:
     return bytes(content)
 
 
-def test_equal_kernels_are_equal_whatever_made_them(kernel_recipe: Recipe, tmp_path: Path) -> None:
-    old = recorded(kernel_recipe, tmp_path / "old")
+def test_equal_kernels_are_equal_whatever_made_them(
+    kernel_recipe: Recipe, old: Recorded, tmp_path: Path
+) -> None:
     new = recorded(kernel_recipe, tmp_path / "new", {**CONDITIONS, "flags": "-O2"})
     assert {each.verdict for each in compare(old, new)} == {"equal"}
 
@@ -92,9 +98,8 @@ DECIDED = [  # what decided the kernels, its value here, and how both are shown
 
 
 def test_other_kernels_are_a_finding_whatever_decided_them_and_explain_programs_that_call_them(
-    kernel_recipe: Recipe, other_library: bytes, tmp_path: Path
+    kernel_recipe: Recipe, old: Recorded, other_library: bytes, tmp_path: Path
 ) -> None:
-    old = recorded(kernel_recipe, tmp_path / "old")
     new = recorded(with_library(kernel_recipe, other_library), tmp_path / "new")
     found = by_kind(compare(old, new))
     kernels = found["kernels.so"]
@@ -130,7 +135,7 @@ def test_a_bundle_that_records_the_version_of_its_compiler_alone_names_that(
 
 
 def test_a_program_that_differs_beside_its_kernels_is_a_finding(
-    kernel_recipe: Recipe, other_library: bytes, tmp_path: Path
+    kernel_recipe: Recipe, old: Recorded, other_library: bytes, tmp_path: Path
 ) -> None:
     """Or whoever changes a kernel could change all programs that call it."""
     changed = with_library(kernel_recipe, other_library)
@@ -152,12 +157,12 @@ def test_a_program_that_differs_beside_its_kernels_is_a_finding(
         )
 
     changed = changed.configured(with_frame).with_content(EXECUTABLES_MEDIA_TYPE, frame)
-    old, new = recorded(kernel_recipe, tmp_path / "old"), recorded(changed, tmp_path / "new")
+    new = recorded(changed, tmp_path / "new")
     assert by_kind(compare(old, new))["executable"].verdict == "differs"
 
 
 def test_a_rebuild_without_kernels_says_what_made_them(
-    kernel_recipe: Recipe, tmp_path: Path
+    kernel_recipe: Recipe, old: Recorded, tmp_path: Path
 ) -> None:
     def without(config: Any) -> Any:
         [program] = config.programs
@@ -167,8 +172,7 @@ def test_a_rebuild_without_kernels_says_what_made_them(
     bare = kernel_recipe.configured(without).layered(
         lambda layers: tuple(each for each in layers if each.media_type != KERNELS_MEDIA_TYPE)
     )
-    old, new = recorded(kernel_recipe, tmp_path / "old"), recorded(bare, tmp_path / "new", {})
-    kernels = by_kind(compare(old, new))["kernels.so"]
+    kernels = by_kind(compare(old, recorded(bare, tmp_path / "new", {})))["kernels.so"]
     assert kernels.verdict == "differs"
     assert "the rebuild has none, which " in kernels.detail
     assert "no C++ compiler made them here" in kernels.detail

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.recipes import Recipe
@@ -62,14 +63,13 @@ def write_project(directory: Path) -> Path:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with its bundle in `out/again`. Who changes it puts it right again."""
     directory = write_project(tmp_path_factory.mktemp("project"))
-    prejit.compiler.build(
-        directory / "m.toml", directory / "out", cache=directory / "cache", quiet=True
-    )
+    options: dict[str, Any] = {"cache": directory / "cache", "workers": 1, "quiet": True}
+    prejit.compiler.build(directory / "m.toml", directory / "out", **options)
     return directory
 
 
 def again(project: Path) -> Rebuilt:
-    return rebuild(project / "out" / "again", project / "m.toml", progress=Quiet())
+    return rebuild(project / "out" / "again", project / "m.toml", progress=Quiet(), workers=1)
 
 
 def verdicts(found: Sequence[ComparedPart]) -> dict[tuple[str, str, str], str]:
@@ -86,7 +86,7 @@ def test_a_rebuild_is_equal_and_takes_nothing_from_the_cache(
         rebuild(bundle, None, progress=Quiet())
     assert "--manifest FILE" in str(caught.value.hint)
     monkeypatch.chdir(project)
-    assert run(["rebuild", "--verify", str(bundle), "--json"]) == 0
+    assert run(["rebuild", "--verify", str(bundle), "--json", "--jobs", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["digest"] == found["rebuilt"] == load(bundle).digest
     kinds = {(each["kind"], each["target"]) for each in found["parts"]}
@@ -126,7 +126,7 @@ def test_a_program_that_depends_on_what_nothing_records_is_a_finding(
     hidden = project / "functions" / "factor.txt"
     try:
         hidden.write_text("3")
-        arguments = ["rebuild", "--verify", str(project / "out" / "again")]
+        arguments = ["rebuild", "--jobs", "1", "--verify", str(project / "out" / "again")]
         assert run([*arguments, "--manifest", str(project / "m.toml")]) == 8
     finally:
         hidden.write_text("1")

@@ -97,6 +97,19 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass
 
+    def content(self) -> bytes:
+        """The body of the request."""
+        return self.rfile.read(int(self.headers.get("content-length", 0)))
+
+    def reply(self, status: int, content: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
 
 @contextmanager
 def _serving(handler: type[_Handler]) -> Iterator[str]:
@@ -127,19 +140,17 @@ def http_store(
         def do_PUT(self) -> None:
             seen.append(f"{self.path[:8]} {self.headers.get('content-type')}")
             time.sleep(upload_seconds)
-            content = self.rfile.read(int(self.headers["content-length"]))
+            content = self.content()
             if not is_down():
                 files[self.path] = content
             self.answer(True, b"")
 
         def answer(self, found: bool, content: bytes) -> None:
             seen.append(f"{self.command} {self.headers.get('authorization')}")
-            content = b"" if is_down() else content
-            self.send_response(503 if is_down() else 200 if found else 404)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
+            if is_down():
+                self.reply(503)
+            else:
+                self.reply(200 if found else 404, content)
 
     with _serving(Handler) as host:
         yield f"http://{host}"
@@ -165,17 +176,15 @@ def registry(
 
     class Handler(_Handler):
         def do_GET(self) -> None:
-            content = b"" if self.command == "HEAD" else files.get(self.path, b"")
-            self.answer(200 if self.path in files else 404, content)
+            self.answer(200 if self.path in files else 404, files.get(self.path, b""))
 
         do_HEAD = do_GET  # noqa: N815
 
         def do_POST(self) -> None:
-            self.answer(202, b"", {"location": f"{self.path}1?state=x"})
+            self.answer(202, location=f"{self.path}1?state=x")
 
         def do_PUT(self) -> None:
-            content = self.rfile.read(int(self.headers["content-length"]))
-            path = self.path
+            content, path = self.content(), self.path
             if "/uploads/" in path:
                 time.sleep(upload_seconds)
                 digest = path.partition("digest=")[2]
@@ -184,26 +193,20 @@ def registry(
             else:  # a registry takes no manifest whose blobs it lacks
                 base = path.partition("/manifests/")[0]
                 if left:
-                    self.answer(left.pop(), b"")
+                    self.answer(left.pop())
                     return
                 found = json.loads(content)
                 for each in (found["config"], *found["layers"]):
                     assert len(files[f"{base}/blobs/{each['digest']}"]) == each["size"]
             files[path] = content
-            self.answer(201, b"")
+            self.answer(201)
 
-        def answer(
-            self, status: int, content: bytes, headers: dict[str, str] | None = None
-        ) -> None:
+        def answer(self, status: int, content: bytes = b"", **headers: str) -> None:
             expected = user and f"Basic {base64.b64encode(user.encode()).decode()}"
             if expected and self.headers.get("authorization") != expected:
-                status, content = 401, b""
-                headers = {"www-authenticate": 'Basic realm="registry"'}
-            self.send_response(status)
-            for name, value in {"content-length": str(len(content)), **(headers or {})}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(content)
+                self.reply(401, www_authenticate='Basic realm="registry"')
+            else:
+                self.reply(status, content, **headers)
 
     with _serving(Handler) as host:
         yield host
@@ -234,10 +237,10 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
         do_HEAD = do_GET  # noqa: N815
 
         def do_PUT(self) -> None:
-            content = self.rfile.read(int(self.headers["content-length"]))
+            content = self.content()
             if "uploadId=" in self.path:
                 parts[int(parse_qs(self.path.partition("?")[2])["partNumber"][0])] = content
-                self.answer(200, b"")
+                self.answer(200)
                 return
             conditional = self.headers.get("if-none-match") == "*"
             if conditional and conditions == "refused":
@@ -247,11 +250,11 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
                 taken = conditional and conditions == "kept" and self.path in files
                 if not taken:
                     files[self.path] = (content, time.time())
-            self.answer(412 if taken else 200, b"")
+            self.answer(412 if taken else 200)
 
         def do_POST(self) -> None:
             path, _, query = self.path.partition("?")
-            found = self.rfile.read(int(self.headers.get("content-length", 0))).decode()
+            found = self.content().decode()
             if query.startswith("uploads"):
                 self.answer(200, b"<R><UploadId>1</UploadId></R>")
                 return
@@ -267,7 +270,7 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
 
         def do_DELETE(self) -> None:
             files.pop(self.path, None)
-            self.answer(204, b"")
+            self.answer(204)
 
         def listing(self, prefix: str) -> bytes:
             entries = ""
@@ -279,15 +282,9 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
                     entries += f"<LastModified>{date}</LastModified></Contents>"
             return f"<ListBucketResult>{entries}</ListBucketResult>".encode()
 
-        def answer(self, status: int, content: bytes) -> None:
-            self.send_response(status)
-            self.send_header("content-length", str(len(content)))
-            written = files.get(self.path, (b"", 0.0))[1]
-            self.send_header("last-modified", formatdate(written, usegmt=True))
-            self.send_header("etag", '"x"')
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
+        def answer(self, status: int, content: bytes = b"") -> None:
+            written = formatdate(files.get(self.path, (b"", 0.0))[1], usegmt=True)
+            self.reply(status, content, last_modified=written, etag='"x"')
 
     with _serving(Handler) as host:
         yield f"http://{host}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,7 +11,6 @@ from tests.unit.compiler.sharing.fixtures import Memory, private_key
 
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.leases import Leases
-from prejit.compiler.sharing.objects import Objects
 from prejit.compiler.sharing.remote import LEASES
 from prejit.compiler.sharing.shared_result import Tier
 from prejit.compiler.store.directory_store import LOCAL, DirectoryStore
@@ -352,21 +349,3 @@ def test_machines_that_cannot_agree_any_more_make_nothing_new(
         pass
     assert machine.notes == ["memory://: no route to host"]
     machine.store.abandon()
-
-
-def test_a_silent_store_is_asked_once_for_all_that_a_plan_wants(tmp_path: Path) -> None:
-    """It accepts connections and never answers: a second for each of the programs would be minutes."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        tier = Tier(Objects(f"http://127.0.0.1:{silent.getsockname()[1]}"))
-        machine = Machine(tmp_path, tier)
-        keys = [Key("compile", str(n), (("n", str(n)),)) for n in range(200)]
-        started = time.monotonic()
-
-        def ask(key: Key) -> None:
-            assert machine.store.where(key) is None
-            assert machine.store.last_keys(key.kind, key.name) == ()
-
-        list(machine.store.map(ask, keys))
-        machine.make()
-        assert time.monotonic() - started < 60  # a bound against one second for each
-    assert len(machine.notes) == 1

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.unit.compiler.sharing.fixtures import Memory, private_key
+from tests.waiting import wait_for
 
 from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.remote import RemoteError
@@ -37,13 +38,6 @@ def machine(place: Memory) -> Iterator[Machine]:
         each.close()
 
 
-def until(done: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_two_machines_never_hold_the_same_lease(place: Memory, machine: Machine) -> None:
     first, second = machine(), machine()
     lease = first.take(KEY)
@@ -64,7 +58,7 @@ def test_the_lease_of_a_machine_that_died_is_taken_over(place: Memory, machine: 
     assert dead.take(KEY) is not None  # it never writes it again within this test
     second = machine(SHORT)
     assert second.take(KEY) is None  # it may still live
-    until(lambda: second.take(KEY))
+    wait_for(lambda: second.take(KEY))
     assert machine(LONG).take(KEY) is None  # now it is the second one's
 
 
@@ -86,7 +80,7 @@ def test_one_that_awakes_takes_nothing_from_its_successor(
     lease = asleep.take(KEY)
     assert lease is not None
     second = machine(SHORT)
-    until(lambda: second.take(KEY))
+    wait_for(lambda: second.take(KEY))
     lease.written -= 2 * LONG
     before = set(place.files)
     asleep.release(lease)

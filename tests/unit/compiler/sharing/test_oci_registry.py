@@ -9,7 +9,6 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.store_servers import docker_registry
 from tests.unit.compiler.sharing.fixtures import registry
 
 from prejit.compiler.sharing.objects import ANSWER_SECONDS
@@ -63,17 +62,6 @@ def test_a_registry_that_is_not_there_is_an_error_at_once() -> None:
         taken.bind(("127.0.0.1", 0))  # nobody listens
         with pytest.raises(RemoteError, match="oci://127"):
             Repository(f"oci://127.0.0.1:{taken.getsockname()[1]}/x").read(AC, 1)
-
-
-def test_a_real_registry_holds_results_and_contents(tmp_path: Path) -> None:
-    server = docker_registry(tmp_path)
-    if server is None:
-        pytest.skip("docker-registry is not installed")
-    server.start()
-    try:
-        round_trip(Repository(server.url), tmp_path)
-    finally:
-        server.kill()
 
 
 def test_a_registry_may_take_time_for_a_blob_and_a_manifest_that_finds_half_of_it_is_sent_again(

@@ -10,14 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.unit.compiler.toolchains import HOST, L4, V3, for_gpu, new, old
 
-from prejit.compiler.targets.target_classes import Target, catalogue
+from prejit.compiler.targets.target_classes import catalogue
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import (
-    Toolchain,
     Tuned,
     gpu_config,
-    host_toolchain,
     read_tuning,
 )
 from prejit.runtime.device.tuning import Tuning, write
@@ -25,23 +24,6 @@ from prejit.runtime.errors import BuildError, RejectError, StoreError
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 OURS = "--xla_cpu_parallel_codegen_split_count=1"
-V3 = target("cpu-x86-64-v3")
-HOST = target("cpu-host")
-L4 = target("cuda-l4")
-
-
-def old(on: Target) -> Toolchain:
-    """With a jaxlib that compiles for no described CPU."""
-    return host_toolchain(on, {"jax": "0.10.2", "jaxlib": "0.10.2"})
-
-
-def new(on: Target) -> Toolchain:
-    return host_toolchain(on, {"jax": "0.12.0", "jaxlib": "0.12.0"})
-
-
-def for_gpu(on: Target = L4) -> Toolchain:
-    versions = (("jax", "0.12.0"), ("jax-cuda13-pjrt", "0.12.0"), ("jaxlib", "0.12.0"))
-    return Toolchain(on, ("python",), versions, isolated=True)
 
 
 def test_only_an_old_jaxlib_gets_the_limit_as_its_last_flag() -> None:

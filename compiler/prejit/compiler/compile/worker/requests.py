@@ -36,14 +36,13 @@ from typing import Any, BinaryIO
 from prejit.compiler.compile.jobs import Compiled
 from prejit.compiler.compile.worker.worker_compile import (
     Compile,
-    CompilerOutput,
     compile_program,
     compress,
     with_kernels,
     with_libraries,
 )
 from prejit.compiler.compile.worker.worker_timing import measure, measure_forms, require_blob
-from prejit.compiler.compile.worker.xla import CompileFor, import_compiler
+from prejit.compiler.compile.worker.xla import CompiledProgram, CompileFor, import_compiler
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets import cpu_count
 from prejit.runtime.base.child_process import end_with_parent, take_stdout, write_answer
@@ -154,7 +153,7 @@ def _compile(
 
 def _in_a_new_thread(
     compile_program: Compile, program: bytes, machine: CompileFor
-) -> CompilerOutput:
+) -> CompiledProgram:
     """Compile in a thread that has done nothing before, so that equal programs become equal executables.
 
     The order of some kernels' arguments follows a hash table, whose seed (Abseil's `NextSeed`) in jaxlib 0.12

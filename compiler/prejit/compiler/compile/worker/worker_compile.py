@@ -1,48 +1,36 @@
 """Compile one program in a worker: StableHLO in, the compressed frame of an executable out.
 
-The digest of this module and of all that it imports is in the key of every executable (keys.py). Code that
-decides an executable belongs here; code that starts, feeds or watches a compiler does not.
+The digest of this module and of all that it imports is in the key of every executable (compile_key.py). Code
+that decides an executable belongs here; code that starts, feeds or watches a compiler does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import zstandard
 
 from prejit.compiler.compile.worker.disassembly import in_order, narrowed, used_features
-from prejit.compiler.compile.worker.xla import CompileFor, compile_portable, stand_in_for_kernels
+from prejit.compiler.compile.worker.xla import (
+    CompiledProgram,
+    CompileFor,
+    compile_portable,
+    stand_in_for_kernels,
+)
 from prejit.compiler.native.products import with_library
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.device.portable import bind_calls, register_stand_ins
-from prejit.runtime.format.bundle_schema import Memory
 
 ZSTD_LEVEL = 9
 """Compression level of executables. A GPT-2 program of 776 kB, which compiles in 1.3 s, shrinks to 91 kB
 in 2 ms at level 3, to 80 kB in 13 ms at 9 and in 37 ms at 15, and to 71 kB in 256 ms at 19."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompilerOutput:
-    """The output of a compiler.
-
-    Attributes:
-        serialized: the executable.
-        cpu_features: CPU extensions that its instructions use, in LLVM's names; empty for other platforms.
-        memory: memory that it needs while it runs.
-    """
-
-    serialized: bytes
-    cpu_features: tuple[str, ...]
-    memory: Memory
-
-
-Compile = Callable[[bytes, CompileFor], CompilerOutput]
+Compile = Callable[[bytes, CompileFor], CompiledProgram]
 """The type of `compile_program`, which tests replace."""
 
 
-def compile_program(portable: bytes, machine: CompileFor) -> CompilerOutput:
+def compile_program(portable: bytes, machine: CompileFor) -> CompiledProgram:
     """Compile a portable program. A CPU executable records the extensions that its instructions use.
 
     Raises:
@@ -50,10 +38,10 @@ def compile_program(portable: bytes, machine: CompileFor) -> CompilerOutput:
     """
     program = compile_portable(portable, machine)
     if machine.platform != "cpu":
-        return CompilerOutput(program.serialized, (), program.memory)
+        return program
     features = used_features(program.serialized)
     serialized = in_order(narrowed(program.serialized, features))
-    return CompilerOutput(serialized, features, program.memory)
+    return CompiledProgram(serialized, program.memory, features)
 
 
 def with_kernels(program: bytes, library: bytes) -> bytes:

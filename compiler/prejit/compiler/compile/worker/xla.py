@@ -24,10 +24,12 @@ class CompiledProgram:
     Attributes:
         serialized: the executable, which `Device.load` reads.
         memory: memory that it needs on each device while it runs.
+        cpu_features: CPU extensions that its instructions use, in LLVM's names, once they were read.
     """
 
     serialized: bytes
     memory: Memory
+    cpu_features: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, final
 
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.native.library import KernelLibrary, find_kernels
+from prejit.compiler.native.kernel_library import KernelLibrary, find_kernels
 from prejit.compiler.pipeline.lower.lowerer_process import (
     Checked,
     Done,

@@ -33,7 +33,7 @@ from prejit.compiler.native.form_table import (
     own_path,
     read_own,
 )
-from prejit.compiler.native.library import KernelLibrary
+from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.native.products import KERNEL, Product
 from prejit.compiler.pipeline.build_interface import Services
 from prejit.compiler.pipeline.executables import CompiledTarget

@@ -52,7 +52,7 @@ from prejit.runtime.format.names import (
 from prejit.runtime.format.root import encode_index
 
 if TYPE_CHECKING:
-    from prejit.compiler.native.library import KernelLibrary
+    from prejit.compiler.native.kernel_library import KernelLibrary
     from prejit.compiler.pipeline.libraries import ReadLibrary
     from prejit.compiler.store.cached_files import BlobWriter
     from prejit.compiler.store.interface import Store

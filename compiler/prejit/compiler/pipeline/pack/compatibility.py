@@ -9,7 +9,7 @@ from datetime import date, timedelta
 
 from prejit.compiler.compile.jobs import Compiled
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.native.library import KernelLibrary, needed_glibc
+from prejit.compiler.native.kernel_library import KernelLibrary, needed_glibc
 from prejit.compiler.pipeline.libraries import ReadLibrary, allowed_features
 from prejit.compiler.targets.target_classes import CUDA
 from prejit.compiler.targets.toolchain import Toolchain

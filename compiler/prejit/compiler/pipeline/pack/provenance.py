@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.native.library import kernel_conditions
+from prejit.compiler.native.kernel_library import kernel_conditions
 from prejit.compiler.pipeline.executables import CompiledTarget
 from prejit.compiler.pipeline.pack.attaching import package_url
 from prejit.compiler.pipeline.pack.user_sources import SourceContent, manifest_sources

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import struct
 import subprocess
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -43,22 +39,6 @@ machine = CompileFor(cpu=level.cpu, cpu_features=level.cpu_features)
 compiled = compile_portable(Path(sys.argv[2]).read_bytes(), machine)
 Path(sys.argv[3]).write_bytes(compiled.serialized)
 """
-LEVELS = {
-    # target: what objdump must not show, and what it must (or the patterns look for the wrong thing).
-    "cpu-x86-64-v2": (r"%[yz]mm|%k[0-7]|\tv[a-z]", r"%xmm"),
-    "cpu-x86-64-v3": (r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])", r"%ymm"),
-}
-MNEMONICS = {
-    # extension: all of its instructions that LLVM may choose, as objdump writes them.
-    "bmi2": r"\t(bzhi|mulx|pdep|pext|rorx|sarx|shlx|shrx)[lq]? ",
-    "f16c": r"\tvcvt(ph2ps|ps2ph) ",
-    "fma": r"\tvfn?m(add|sub)\w+ ",
-    "gfni": r"\tv?gf2p8\w+ ",
-    "lzcnt": r"\tlzcnt[wlq]? ",
-    "movbe": r"\tmovbe[wlq]? ",
-    "popcnt": r"\tpopcnt[wlq]? ",
-    "ssse3": r"\t(pabs[bwd]|palignr|phadd\w+|phsub\w+|pmaddubsw|pmulhrsw|pshufb|psign[bwd]) ",
-}
 NEVER_COMPILED = set(
     # LLVM makes no use of these on its own account: of the kernel, of virtual machines, of transactions,
     # for an intrinsic that XLA never calls, or of processors that are not x86-64.
@@ -165,14 +145,6 @@ def code(*sections: bytes) -> bytes:
     return elf((EXECUTABLE, section) for section in sections)
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A program of many kernels, compiled for a level by this jaxlib, and what objdump makes of it."""
-
-    serialized: bytes
-    disassembled: str
-
-
 @pytest.fixture(scope="module")
 def portable() -> bytes:
     """Not with float16: jaxlib 0.10 to 0.12 cannot link it for a CPU without f16c."""
@@ -205,13 +177,13 @@ def portable() -> bytes:
     )
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=["cpu-x86-64-v2", "cpu-x86-64-v3"])
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def compiled(level: str, portable: bytes, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+def compiled(level: str, portable: bytes, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """In a process of its own: jaxlib 0.10 takes the level from XLA_FLAGS, and that once."""
     at = tmp_path_factory.mktemp(level)
     (at / "portable").write_bytes(portable)
@@ -223,8 +195,7 @@ def compiled(level: str, portable: bytes, tmp_path_factory: pytest.TempPathFacto
         env={**os.environ, "XLA_FLAGS": flags},
         check=True,
     )
-    serialized = (at / "serialized").read_bytes()
-    return Compiled(serialized, disassemble(object_files(serialized), at))
+    return (at / "serialized").read_bytes()
 
 
 def object_files(serialized: bytes) -> tuple[bytes, ...]:
@@ -232,86 +203,39 @@ def object_files(serialized: bytes) -> tuple[bytes, ...]:
     return disassembly._objects(disassembly._compilation_result(serialized))
 
 
-def disassemble(objects: Iterable[bytes], at: Path) -> str:
-    """What another disassembler shows, in AT&T's syntax; empty where none is installed."""
-    files = []
-    for place, contents in enumerate(objects):
-        files.append(at / f"{place}.o")
-        files[-1].write_bytes(contents)
-    program = shutil.which("objdump") or shutil.which("llvm-objdump")
-    if program is None:
-        return ""
-    command = [program, "-d", *map(str, files)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return str(done.stdout)
-
-
 # Real executables
 
 
-def test_no_object_is_missed(compiled: Compiled) -> None:
-    objects = object_files(compiled.serialized)
-    assert len(objects) == len(re.findall(rb"\x7fELF", compiled.serialized)) > 10
+def test_no_object_is_missed_and_nothing_above_the_level_is_used(
+    level: str, compiled: bytes
+) -> None:
+    objects = object_files(compiled)
+    assert len(objects) == compiled.count(b"\x7fELF") > 10
     for contents in objects:  # each is whole: LLVM writes the table of sections last
         (table,) = struct.unpack_from("<Q", contents, 40)
         size, count = struct.unpack_from("<HH", contents, 58)
         assert len(contents) == table + size * count
-
-
-def test_an_executable_uses_nothing_above_its_level(level: str, compiled: Compiled) -> None:
-    used = set(used_features(compiled.serialized))
-    declared = set(declared_features(compiled.serialized))
+    used, declared = set(used_features(compiled)), set(declared_features(compiled))
     assert {"64bit", "cmov"} < used < declared
     allowed = target(level).cpu_features
     assert allowed is not None
     if cross_compiles(jaxlib_version()):
         assert used <= set(allowed)
-    else:  # LLVM may use more: then the instructions are really there, see below
-        assert used - set(allowed) <= MNEMONICS.keys() | {"bmi"}
-
-
-def test_objdump_shows_what_is_used_and_no_register_above_the_level(
-    level: str, compiled: Compiled
-) -> None:
-    if not compiled.disassembled:
-        pytest.skip("no objdump is installed")
-    above, within = LEVELS[level]
-    assert re.search(within, compiled.disassembled)
-    assert not re.findall(above, compiled.disassembled)
-    used = used_features(compiled.serialized)
-    for extension, pattern in MNEMONICS.items():
-        shown = re.search(pattern, compiled.disassembled) is not None
-        assert shown == (extension in used), extension
-    # `rep bsf` of a v2 executable is not bmi. The program has it: else this shows nothing.
-    assert re.search(r"\t(repz bsf|tzcnt)", compiled.disassembled)
-    assert ("bmi" in used) == ("bmi" in declared_features(compiled.serialized))
-
-
-def test_a_program_without_kernels_needs_nothing() -> None:
-    import jax
-    from jax import export
-
-    shape = jax.ShapeDtypeStruct((3,), "float32")
-    same = export.export(jax.jit(lambda x: x), platforms=("cpu",))(shape)
-    serialized = compile_portable(bytes(same.mlir_module_serialized)).serialized
-    assert object_files(serialized) == ()
-    assert used_features(serialized) == ()
-    assert declared_features(serialized) != ()
 
 
 @pytest.mark.parametrize("level", ["cpu-x86-64-v3"], indirect=True, scope="module")
-def test_a_truncated_or_damaged_executable_is_refused_or_needs_no_less(compiled: Compiled) -> None:
-    used = set(used_features(compiled.serialized))
-    size = len(compiled.serialized)
+def test_a_truncated_or_damaged_executable_is_refused_or_needs_no_less(compiled: bytes) -> None:
+    used = set(used_features(compiled))
+    size = len(compiled)
     refused = 0
-    for end in (*range(0, 4000, 97), *range(4000, size, size // 100)):
+    for end in (*range(0, 4000, 97), *range(4000, size, size // 30)):
         try:
-            assert used <= set(used_features(compiled.serialized[:end]))
+            assert used <= set(used_features(compiled[:end]))
         except BuildError:
             refused += 1
-    assert refused > 100
-    for at in range(0, size, size // 100):
-        damaged = bytearray(compiled.serialized)
+    assert refused > 60
+    for at in range(0, size, size // 30):
+        damaged = bytearray(compiled)
         damaged[at] ^= 0xFF
         with suppress(BuildError):
             assert set(used_features(bytes(damaged))) <= CPU_FEATURES.keys()
@@ -331,6 +255,7 @@ def test_instructions_of_all_objects_and_sections_count_and_data_does_not() -> N
     serialized = executable(code(RET, by_name["avx"]), code(by_name["fma"]), code(RET))
     assert used_features(serialized) == ("64bit", "avx", "fma")
     assert used_features(executable(elf([(DATA, AVX512), (EXECUTABLE, RET)]))) == ("64bit",)
+    assert used_features(executable()) == ()
     # An extension that LLVM was not allowed counts all the same.
     assert used_features(executable(code(AVX512), declared="+sse2")) == ("avx512f",)
 
@@ -446,7 +371,6 @@ def test_what_is_narrowed_tells_of_what_it_uses_and_runs_the_same() -> None:
     import numpy as np
     from jax import export
 
-    from prejit.compiler.compile.worker.xla import compile_portable
     from prejit.runtime.device.device import Device
     from prejit.runtime.device.transfer import to_numpy
 

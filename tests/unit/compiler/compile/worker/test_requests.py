@@ -33,9 +33,8 @@ def _small_loop(bits: jax.Array, table: jax.Array, at: jax.Array, scale: jax.Arr
     return total + place + seen
 
 
-@pytest.mark.parametrize("level", ["cpu-x86-64-v3", "cpu-x86-64-v4"])
 def test_an_executable_does_not_depend_on_the_memory_of_its_worker(
-    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long paths and variables shift all that a process has in memory."""
     if jax.__version_info__ < (0, 12):
@@ -46,9 +45,9 @@ def test_an_executable_does_not_depend_on_the_memory_of_its_worker(
     shapes = [((1, 128), "uint32"), ((1, 128), "float32"), ((1,), "int32"), ((1,), "float32")]
     arguments = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
     portable = jax.export.export(jax.jit(_small_loop), platforms=["cpu"])(*arguments)
-    toolchain = host_toolchain(target(level), {"jaxlib": jaxlib_version()})
+    toolchain = host_toolchain(target("cpu-x86-64-v4"), {"jaxlib": jaxlib_version()})
     found = set[str]()
-    for length in (0, 30, 300, 3000, 30000):
+    for length in (0, 300, 30000):
         store = DirectoryStore.open(tmp_path / ("x" * (length % 200)) / "store")
         program = store.put_blob(portable.mlir_module_serialized)
         with WorkerProcess(toolchain, store, os.environ | {"PADDING": "x" * length}) as worker:

@@ -9,7 +9,7 @@ import pytest
 
 from prejit.compiler.compile.jobs import Compiled
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.native.library import KernelLibrary
+from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.pipeline.pack.compatibility import readable_until, requirement_of
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
