@@ -16,12 +16,13 @@ import pytest
 import uvicorn
 from tests.monitoring import DASHBOARDS, RULES, RULES_FILE, all_queries, panels, queries
 from tests.ports import free_port
-from tests.served import StandIn, models, served
+from tests.served import StandIn, served
 
 from prejit.runtime.programs.ready import ProgramReport
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
 from prejit.server.observe.monitoring_files import files
+from prejit.server.served.served import Models
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = pytest.mark.skipif(
@@ -41,7 +42,7 @@ class Scraped:
 
     def __init__(self, directory: Any) -> None:
         self.engines = StandIn(), StandIn()
-        of = models(served("demo", self.engines[0]), served("other", self.engines[1]))
+        of = Models(served("demo", self.engines[0]), served("other", self.engines[1]))
         self.port, target = free_port(), free_port()
         self.wrong_request = f"http://127.0.0.1:{target}/nothing"
         self.server = uvicorn.Server(
@@ -181,7 +182,7 @@ def test_metrics_that_no_test_can_scrape_are_written_by_the_collector(scraped):
     engine.state["device_memory_bytes"] = 5
     from prejit.server.telemetry.metrics_collector import EngineCollector
 
-    families = list(EngineCollector(models(served(engine=engine))).collect())
+    families = list(EngineCollector(Models(served(engine=engine))).collect())
     names = {family.name for family in families}
     assert {"prejit_device_memory_bytes", "prejit_fallbacks"} <= names
 
