@@ -47,7 +47,7 @@ def models(bundle: Bundle, encoder_dir: Path) -> Iterator[Models]:
 
 @pytest.fixture(scope="module")
 def server(models: Models) -> Iterator[Running]:
-    with running(models, Settings()) as found:
+    with running(models, Settings(max_tokens=250)) as found:
         yield found
 
 
@@ -343,75 +343,99 @@ def test_only_the_end_of_a_prompt_is_kept(post: Post, bundle: Bundle) -> None:
     assert post("/v1/chat/completions", chat).json()["usage"]["prompt_tokens"] == 3
 
 
-WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
-    # Limits that leave no token.
-    *(
-        ("/v1/completions", limits, None, "bad_words")
-        for limits in (
-            {"allowed_token_ids": [400, 401], "structured_outputs": {"json": {"type": "integer"}}},
-            {"bad_words": ["   "]},
-            {"allowed_token_ids": [400], "bad_words": ["do"]},
-        )
-    ),
-    # Constraints that no grammar follows.
-    *(
-        ("/v1/completions", {field: value}, field, f"{field}: ")
-        for field, value in (
-            ("guided_json", {"type": "array", "uniqueItems": True, "maxItems": 0}),
-            ("guided_json", {"properties": {"x": {"type": "nothing"}}}),
-            ("guided_regex", "(?=a)"),
-            ("guided_grammar", "start: ("),
-        )
-    ),
-    *(
+WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
+    "/v1/completions": [
+        # Limits that leave no token.
+        *(
+            (limits, None, "bad_words")
+            for limits in (
+                {"allowed_token_ids": [400], "structured_outputs": {"json": {"type": "integer"}}},
+                {"bad_words": ["   "]},
+                {"allowed_token_ids": [400], "bad_words": ["do"]},
+            )
+        ),
+        # Constraints that no grammar follows.
+        ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs.json", ": "),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", ": "),
+        ({"guided_json": {"properties": {"x": {"type": "nothing"}}}}, "guided_json", ": "),
+        # Prompts that are none, or too long, or cannot be scored.
+        *(({"prompt": prompt}, "prompt", "prompt") for prompt in ([], [1, "a"], None)),
+        *(
+            ({"prompt": prompt, "echo": True, "logprobs": 1}, None, "")
+            for prompt in ([1, 9999], [1] * 321, [5] * 1000)
+        ),
+        ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens", ""),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ""),
+        *(
+            ({name: value}, name, name)
+            for name, value in (
+                ("prompt_logprobs", 21),
+                ("model", None),
+                ("best_of", 3),
+                ("max_tokens", 0),
+                ("max_tokens", 251),
+                ("stream_options", {}),
+                ("temperature", "hot"),
+                ("logit_bias", {"x": 1}),
+                ("logit_bias", dict.fromkeys(range(5000), 1)),
+                ("stop", ["."] * 33),
+                ("stop", "." * 513),
+                ("stop_token_ids", [1] * 1025),
+            )
+        ),
+    ],
+    "/v1/chat/completions": [
+        ({"messages": []}, "messages", ""),
+        ({"max_completion_tokens": 2}, "max_tokens", "without max_completion_tokens"),
+        ({"tools": [ADD] * 129}, "tools", "tools"),
+        ({"tools": [ADD] * 2}, "tools", "each name once"),
+        ({"modalities": ["audio"]}, "modalities[...]", ""),
+        ({"top_logprobs": 2}, "top_logprobs", "expected logprobs"),
+        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools", "chat_template"),
         (
-            "/v1/completions",
-            {"structured_outputs": {name: value}},
-            f"structured_outputs.{name}",
-            ": ",
-        )
-        for name, value in (("json", {"type": "nothing"}), ("regex", "("))
-    ),
-    # Texts without an embedding.
-    *(
-        ("/v1/embeddings", {"input": given}, "input", f"at place {place}")
-        for given, place in (("", 0), (["a", ""], 1), ([[1], []], 1))
-    ),
-    ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "expected at most 2048, found 2049"),
-    ("/v1/embeddings", {"input": [1, "a"]}, "input", "token ids beside inputs"),
-    # Scores of prompts that cannot be had.
-    *(
-        ("/v1/completions", body, param, param or "")
-        for body, param in (
-            ({"max_tokens": 0}, "max_tokens"),
-            ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens"),
-            ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-            ({"prompt_logprobs": 21}, "prompt_logprobs"),
-            ({"prompt": [1, 9999], "echo": True, "logprobs": 1}, None),
-            ({"prompt": [1] * 321, "echo": True, "logprobs": 1}, None),
-        )
-    ),
-    ("/v1/responses", {"prompt_logprobs": 1}, "prompt_logprobs", ""),
-    # Similarities.
-    ("/v1/score", {"model": "stories"}, "model", "expected an encoder"),
-    ("/v1/rerank", {"model": "stories"}, "model", "expected an encoder"),
-    ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1", "found 2"),
-    ("/v1/score", {"text_2": []}, "text_2", ""),
-    ("/v1/rerank", {"documents": []}, "documents", ""),
-    ("/v1/rerank", {"max_tokens_per_doc": 5}, "max_tokens_per_doc", ""),
-    ("/v1/rerank", {"documents": ["a " * 70]}, None, "token"),
-    ("/v1/embeddings", {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", ""),
-]
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "",
+        ),
+    ],
+    "/v1/responses": [
+        ({"prompt_logprobs": 1}, "prompt_logprobs", ""),
+        ({"top_logprobs": 2}, "top_logprobs", "expected include"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "found 'f'"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", ""),
+    ],
+    "/v1/embeddings": [
+        *(
+            ({"input": given}, "input", f"at place {place}")
+            for given, place in (("", 0), (["a", ""], 1), ([[1], []], 1))
+        ),
+        ({"input": []}, "input", "an empty list"),
+        ({"input": ["a"] * 2049}, "input", "expected at most 2048, found 2049"),
+        ({"input": [1, "a"]}, "input", "token ids beside inputs"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", ""),
+    ],
+    "/v1/score": [
+        ({"model": "stories"}, "model", "expected an encoder"),
+        ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1", "found 2"),
+        ({"text_2": []}, "text_2", ""),
+    ],
+    "/v1/rerank": [
+        ({"model": "stories"}, "model", "expected an encoder"),
+        ({"documents": []}, "documents", ""),
+        ({"max_tokens_per_doc": 5}, "max_tokens_per_doc", ""),
+        ({"documents": ["a " * 70]}, None, "token"),
+    ],
+    "/tokenize": [({"prompt": None}, "prompt", "found neither")],
+}
 
 
-@pytest.mark.parametrize(("path", "body", "param", "named"), WRONG)
-def test_what_cannot_be_done_is_a_400_that_names_the_field(
-    path: str, body: dict[str, Any], param: str | None, named: str, post: Post
-) -> None:
-    found = post(path, {**SMALLEST[path], **body})
-    assert found.status_code == 400, found.text
-    assert found.json()["error"]["param"] == param
-    assert named in found.json()["error"]["message"]
+@pytest.mark.parametrize("path", WRONG)
+def test_what_cannot_be_done_is_a_400_that_names_the_field(path: str, post: Post) -> None:
+    for body, param, named in WRONG[path]:
+        found = post(path, {**SMALLEST[path], **body})
+        assert found.status_code == 400, (body, found.text)
+        error = found.json()["error"]
+        assert (error["param"], named in error["message"]) == (param, True), (body, error)
 
 
 def test_a_wrong_model_names_what_would_do(post: Post) -> None:
