@@ -76,22 +76,18 @@ class Tally:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answered(self, kind: str, status: int) -> None:
-        """Count an answer."""
         with self._lock:
             self.statuses[kind, status] += 1
 
     def left(self, kind: str) -> None:
-        """Count a request whose client went away."""
         with self._lock:
             self.abandoned[kind] += 1
 
     def fail(self, kind: str, problem: str) -> None:
-        """Record what should not have happened."""
         with self._lock:
             self.failures.append(f"{kind}: {problem}")
 
     def got(self, sample: Sample, new_tokens: int, generator: random.Random) -> None:
-        """Take a whole answer."""
         with self._lock:
             self.texts += len(sample.texts)
             self.new_tokens += new_tokens
@@ -125,7 +121,6 @@ class Client(threading.Thread):
             time.sleep(self.random.uniform(0, self._pause))
 
     def send(self, kind: str) -> None:
-        """Send a request of a kind, and check its answer."""
         self._kind = kind
         self._sent += 1
         try:
@@ -246,7 +241,6 @@ class Client(threading.Thread):
         self._refused(COMPLETIONS, b"", 405, method="GET")
 
     def looks(self) -> None:
-        """Asks for what a probe, a scraper or a page asks for."""
         paths = ("/metrics", "/health/ready", "/health/live", "/v1/models", "/openapi.json", "/")
         self._refused(self.random.choice(paths), b"", 200, method="GET")
 
@@ -271,7 +265,6 @@ class Client(threading.Thread):
             assert found == text, f"expected {text!r}, found {found!r}"
 
     def responds(self) -> None:
-        """Uses /v1/responses, whole or as a stream."""
         body = {"model": "decoder", "input": self._prompt(), "max_output_tokens": 12}
         is_streamed = self.random.random() < 0.5
         with self._asked(body | {"stream": is_streamed}, path="/v1/responses") as answer:
@@ -531,12 +524,10 @@ class Watcher(threading.Thread):
         self.looks: list[Look] = []
 
     def run(self) -> None:
-        """Look until `end`."""
         while not self._ends.wait(self._every):
             self.looks.append(self.look())
 
     def look(self) -> Look:
-        """Return what the process has now."""
         kept = self._kept_bytes()
         at = Path("/proc") / str(self._process)
         pages = int((at / "statm").read_text().split()[1])
@@ -545,7 +536,6 @@ class Watcher(threading.Thread):
         return Look(time.monotonic() - self._begun, resident, files, threads)
 
     def end(self) -> None:
-        """Stop looking."""
         self._ends.set()
         self.join()
 

@@ -175,7 +175,14 @@ async def embed(models: Models, settings: Settings, request: Request) -> Respons
     """Answer POST /v1/embeddings."""
     body = await read(request, _EMBED, settings)
     served = served_model(models, body.model)
-    _check_dimensions(body, served)
+    encoder = served.bundle.config.encoder
+    if encoder is not None and body.dimensions not in (None, encoder.width):
+        raise ApiError(
+            400,
+            f"dimensions: expected {encoder.width}, the width of this model, found {body.dimensions}",
+            param="dimensions",
+            code="unsupported_parameter",
+        )
     inputs = _inputs(body)
     vectors, usage = await _encoded(request, settings, served, body, inputs)
     return json_response(
@@ -237,17 +244,6 @@ async def _encoded(
     if key.meter is not None:
         key.meter.spend(tokens)
     return vectors, EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
-
-
-def _check_dimensions(body: EmbeddingRequest, served: Served) -> None:
-    encoder = served.bundle.config.encoder
-    if encoder is not None and body.dimensions not in (None, encoder.width):
-        raise ApiError(
-            400,
-            f"dimensions: expected {encoder.width}, the width of this model, found {body.dimensions}",
-            param="dimensions",
-            code="unsupported_parameter",
-        )
 
 
 def _inputs(body: EmbeddingRequest) -> list[str | list[int]]:

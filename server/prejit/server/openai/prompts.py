@@ -75,19 +75,6 @@ def need_text_model(served: Served) -> None:
     )
 
 
-def check_length(served: Served, prompt: Sequence[int]) -> None:
-    """Check that token ids are not certainly too many, before anything looks at each of them.
-
-    Raises:
-        ContextError: they are.
-    """
-    context = served.bundle.decoder.contexts[-1]
-    if len(prompt) > context:
-        raise ContextError(
-            f"prompt: expected at most {context} tokens (the longest context), found {len(prompt)}"
-        )
-
-
 def kept(served: Served, prompt: Sequence[int], keep: int | None) -> Sequence[int]:
     """Return the end of a prompt that a request keeps.
 
@@ -97,12 +84,15 @@ def kept(served: Served, prompt: Sequence[int], keep: int | None) -> Sequence[in
         keep: how many tokens, 0 and more; -1: as many as the longest context has; None: all.
 
     Raises:
-        ContextError: these are certainly too many.
+        ContextError: these are certainly too many, which is found before anything looks at each of them.
     """
+    context = served.bundle.decoder.contexts[-1]
     if keep is not None:
-        most = served.bundle.decoder.contexts[-1] if keep == -1 else keep
-        prompt = prompt[max(0, len(prompt) - most) :]
-    check_length(served, prompt)
+        prompt = prompt[max(0, len(prompt) - (context if keep == -1 else keep)) :]
+    if len(prompt) > context:
+        raise ContextError(
+            f"prompt: expected at most {context} tokens (the longest context), found {len(prompt)}"
+        )
     return prompt
 
 
