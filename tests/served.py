@@ -14,7 +14,7 @@ from prejit.runtime.verdict import Axis, Verdict
 from prejit.server.engine.engine_metrics import EngineMetrics
 from prejit.server.engine.fair_queue import Limits
 from prejit.server.engine.request_recorder import ENCODE, GENERATE, Cost, Recorder
-from prejit.server.served.served import Models, Served
+from prejit.server.served.served import Served
 
 DIGEST = "sha256:" + "5e" * 32
 
@@ -40,10 +40,27 @@ def stats(**changed: Any) -> Stats:
     return Stats(**{**values, **changed})
 
 
+def done(value: Any) -> Future[Any]:
+    """Return a future that has its result, or its error."""
+    future: Future[Any] = Future()
+    if isinstance(value, Exception):
+        future.set_exception(value)
+    else:
+        future.set_result(value)
+    return future
+
+
 class StandIn:
-    """An engine that answers at once, and whose recorder a test writes."""
+    """An engine that answers at once, and whose recorder a test writes.
+
+    Attributes:
+        options: of each generation that was submitted.
+        result: what functions return; None: their names.
+    """
 
     def __init__(self, slots: int = 8, queue: int = 256) -> None:
+        self.options: list[dict[str, Any]] = []
+        self.result: Any = None
         self.recorder = Recorder(slots, queue, (GENERATE, ENCODE))
         self.encodings = self.recorder.requests(*ENCODE)
         self.state: dict[str, Any] = {
@@ -80,65 +97,38 @@ class StandIn:
         self.encodings.finished(reason, seconds, seconds - 0.01)
 
     def submit(self, prompt: Any = None, **options: Any) -> Future[Result]:
-        future: Future[Result] = Future()
-        if "error" in options:
-            future.set_exception(options["error"])
-        else:
-            future.set_result(Result("abc", (1, 2, 3), "length", stats()))
-        return future
+        self.options.append(options)
+        return done(options.get("error", Result("abc", (1, 2, 3), "length", stats())))
 
     def stream(self, prompt: Any = None, **options: Any) -> Any:
         return StandInStream()
 
     def submit_encode(self, sentences: Any, **options: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(SimpleNamespace(embeddings=[[1.0]], stats=SimpleNamespace(tokens=7)))
-        return future
+        cost = SimpleNamespace(sentences=2, tokens=7)
+        return done(SimpleNamespace(embeddings=[[1.0] * 3] * 2, stats=cost))
 
     def submit_client_call(
         self, client: str, limits: Limits, name: str, /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(name)
-        return future
+        return done(name if self.result is None else self.result)
 
 
 class StandInStream:
-    """A stream of three tokens, for loops of both kinds."""
+    """A stream of three tokens."""
 
     def __init__(self) -> None:
-        self.pieces = [Piece(1, "a"), Piece(2, "b"), Piece(3, "c", "length", None, stats())]
+        self.pieces = iter([Piece(1, "a"), Piece(2, "b"), Piece(3, "c", "length", None, stats())])
         self.closed = False
-
-    def __iter__(self) -> StandInStream:
-        return self
-
-    def __next__(self) -> Piece:
-        if not self.pieces:
-            raise StopIteration
-        return self.pieces.pop(0)
 
     def __aiter__(self) -> StandInStream:
         return self
 
     async def __anext__(self) -> Piece:
-        if not self.pieces:
-            raise StopAsyncIteration
-        return self.pieces.pop(0)
+        for piece in self.pieces:
+            return piece
+        raise StopAsyncIteration
 
-    def __enter__(self) -> StandInStream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> StandInStream:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
+    async def aclose(self) -> None:
         self.closed = True
 
 
@@ -155,10 +145,4 @@ def served(name: str = "demo", engine: Any = None, **changed: Any) -> Served:
     )
     vars(bundle).update(changed)
     stand_in: Any = engine if engine is not None else StandIn()
-    bundle_like: Any = bundle
-    return Served(name, bundle_like, stand_in, 0)
-
-
-def models(*each: Served) -> Models:
-    """Return served bundles, ready."""
-    return Models(*each)
+    return Served(name, bundle, stand_in, 0)  # type: ignore[arg-type]

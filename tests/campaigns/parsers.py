@@ -468,6 +468,7 @@ def _request() -> Callable[[bytes], object]:
         completions,
         embeddings,
         models_and_tokens,
+        prompts,
         responses,
         responses_schema,
     )
@@ -485,7 +486,7 @@ def _request() -> Callable[[bytes], object]:
         ),
         (
             completions._DECODER,
-            [completions._check, lambda body: completions.as_prompts(body.prompt)],
+            [completions._check, lambda body: prompts.as_inputs("prompt", body.prompt)],
         ),
         (embeddings._DECODER, [embeddings._inputs]),
         (
@@ -611,7 +612,7 @@ PARSERS: dict[str, Parser] = {
     "inference request": Parser(("prejit.server",), _infer_request, _infer_requests),
     "server keys": Parser(
         ("prejit.server.gate.api_keys",),
-        _file_by("keys", "server.gate.api_keys:read_keys"),
+        _file_by("keys", "server.gate.api_keys:Keys"),
         lambda: [b"# a\nname: 0123456789abcdef\nfedcba9876543210\n"],
         "bytes",
     ),

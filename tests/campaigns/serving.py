@@ -23,6 +23,7 @@ ANSWER_SECONDS = 90.0
 SERVED = frozenset({200, 429, 504})
 """The statuses of a request that a busy server may refuse or end."""
 MIB = 1 << 20
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WORDS = ("abc ", "bc", "true", "null ", "12", "name", "é", "[1", "\n ", "ab", "  ", "false")
 SHARED = "".join(WORDS) * 4
 """What many prompts begin with."""
@@ -75,22 +76,18 @@ class Tally:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answered(self, kind: str, status: int) -> None:
-        """Count an answer."""
         with self._lock:
             self.statuses[kind, status] += 1
 
     def left(self, kind: str) -> None:
-        """Count a request whose client went away."""
         with self._lock:
             self.abandoned[kind] += 1
 
     def fail(self, kind: str, problem: str) -> None:
-        """Record what should not have happened."""
         with self._lock:
             self.failures.append(f"{kind}: {problem}")
 
     def got(self, sample: Sample, new_tokens: int, generator: random.Random) -> None:
-        """Take a whole answer."""
         with self._lock:
             self.texts += len(sample.texts)
             self.new_tokens += new_tokens
@@ -111,7 +108,7 @@ class Client(threading.Thread):
         self._tally = tally
         self._pause = pause
         self._number = number
-        self._random = random.Random(number)
+        self.random = random.Random(number)
         self._sent = 0
         self._kind = ""
 
@@ -119,99 +116,52 @@ class Client(threading.Thread):
         """Send requests, of kinds that are drawn by their weights."""
         kinds, weights = [*KINDS], [*KINDS.values()]
         while time.monotonic() < self._until:
-            [kind] = self._random.choices(kinds, weights)
+            [kind] = self.random.choices(kinds, weights)
             self.send(kind)
-            time.sleep(self._random.uniform(0, self._pause))
+            time.sleep(self.random.uniform(0, self._pause))
 
     def send(self, kind: str) -> None:
-        """Send a request of a kind, and check its answer."""
         self._kind = kind
         self._sent += 1
         try:
-            getattr(self, kind)()
+            if kind in TEXTS:
+                _, body = TEXTS[kind]
+                self._text(body(self))
+            elif kind in REFUSED:
+                _, path, status, content = REFUSED[kind]
+                given = content(self)
+                self._refused(
+                    path, given if isinstance(given, bytes) else json.dumps(given), status
+                )
+            else:
+                getattr(self, kind)()
         except TimeoutError:
             self._tally.fail(kind, f"no answer for {ANSWER_SECONDS:g} seconds")
         except Exception as error:
             self._tally.fail(kind, f"{type(error).__name__}: {error}")
 
-    # ------------------------------------------------------------------ texts
-
-    def whole(self) -> None:
-        """Asks for a completion as a whole."""
-        self._text("/v1/completions", self._completion())
-
-    def streamed(self) -> None:
-        """Reads a completion as a stream."""
-        self._text("/v1/completions", self._completion() | {"stream": True})
-
-    def chat(self) -> None:
-        """Asks for an answer of a chat as a whole."""
-        self._text("/v1/chat/completions", self._conversation())
-
-    def chat_streamed(self) -> None:
-        """Reads an answer of a chat as a stream."""
-        self._text("/v1/chat/completions", self._conversation() | {"stream": True})
-
-    def several(self) -> None:
-        """Asks for several texts at once."""
-        body = self._completion(12) | {"n": self._random.randint(2, 6)}
-        self._text("/v1/completions", body | {"stream": self._random.random() < 0.5})
-
-    def stops(self) -> None:
-        """Gives texts that end an answer."""
-        body = self._completion() | {"stop": ["a", "tr", '":'][: self._random.randint(1, 3)]}
-        self._text("/v1/completions", body | {"stream": self._random.random() < 0.5})
-
     def follows_a_schema(self) -> None:
-        """Asks for JSON of a schema."""
         schema = {"name": "answer", "schema": SCHEMA, "strict": True}
-        body = self._conversation() | {
-            "max_tokens": 60,
-            "response_format": {"type": "json_schema", "json_schema": schema},
-        }
-        answer = self._text("/v1/chat/completions", body, is_sample=False)
+        form = {"type": "json_schema", "json_schema": schema}
+        body = self.conversation() | {"max_tokens": 60, "response_format": form}
+        answer = self._text(body, is_sample=False)
         if answer is not None and answer.reasons == ("stop",):
             found = json.loads(answer.texts[0])
             assert found.keys() == {"name", "ok"}, found
             assert isinstance(found["ok"], bool), found
 
-    def long_prompt(self) -> None:
-        """Sends a prompt of some hundred tokens, often with a beginning that others have too."""
-        words = "".join(self._random.choices(WORDS, k=self._random.randint(30, 90)))
-        shared = SHARED if self._random.random() < 0.6 else ""
-        self._text("/v1/completions", self._completion(16) | {"prompt": shared + words})
-
-    def to_the_end_of_the_context(self) -> None:
-        """Wants more tokens than the context has room for."""
-        self._text("/v1/completions", self._completion() | {"max_tokens": 4000, "ignore_eos": True})
-
-    # ------------------------------------------------------------------ what is refused
-
-    def too_long(self) -> None:
-        """Sends a prompt beyond the context."""
-        body = self._completion() | {"prompt": "name " * self._random.randint(600, 3000)}
-        self._refused("/v1/completions", json.dumps(body).encode(), {400})
-
-    def large_text(self) -> None:
-        """Sends a prompt of 10 MB."""
-        body = self._completion() | {"prompt": "abc " * (10 * MIB // 4)}
-        self._refused("/v1/completions", json.dumps(body).encode(), {400})
-
-    def large_junk(self) -> None:
-        """Sends 10 MB of anything."""
-        self._refused("/v1/chat/completions", self._random.randbytes(10 * MIB), {400})
+    # ------------------------------------------------------------------ clients that go, or send too much
 
     def too_large(self) -> None:
-        """Sends a body beyond the limit, with its length or in chunks."""
         content = bytes(17 * MIB)
         with self._connected() as connection:
             chunks = (content[at : at + MIB] for at in range(0, len(content), MIB))
-            is_chunked = self._random.random() < 0.5
+            is_chunked = self.random.random() < 0.5
             # The server answers before it has read all, and then closes.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.request(
                     "POST",
-                    "/v1/completions",
+                    COMPLETIONS,
                     chunks if is_chunked else content,
                     self._headers(),
                     encode_chunked=is_chunked,
@@ -223,125 +173,43 @@ class Client(threading.Thread):
                     self._kind
                 )  # the answer was lost with the bytes that were not read
 
-    def no_utf8(self) -> None:
-        """Sends a text that is no UTF-8."""
-        body = b'{"model":"decoder","prompt":"a\xff\xfe\xc3"}'
-        self._refused("/v1/completions", body, {400})
-
-    def wrong_types(self) -> None:
-        """Sends fields of wrong types and values."""
-        wrong: list[dict[str, Any]] = [
-            {"prompt": 7},
-            {"prompt": []},
-            {"prompt": [1, "a"]},
-            {"prompt": [1_000_000]},
-            {"prompt": [-1]},
-            {"max_tokens": "many"},
-            {"max_tokens": -1},
-            {"temperature": -3},
-            {"top_p": 7},
-            {"n": 0},
-            {"stop": {"a": 1}},
-            {"seed": 2**70},
-            {"stream": "yes"},
-            {"logit_bias": {"a": 1}},
-            {"priority": 1 << 40},
-            {"model": 5},
-            {"suffix": "x"},
-        ]
-        body = self._completion() | self._random.choice(wrong)
-        self._refused("/v1/completions", json.dumps(body).encode(), {400})
-
-    def wrong_messages(self) -> None:
-        """Sends a chat with messages that are none."""
-        wrong: list[Any] = [
-            None,
-            3,
-            [],
-            [3],
-            [{"content": "a"}],
-            "a",
-            {"a": []},
-        ]
-        wrong += [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]]
-        body = self._conversation() | {"messages": self._random.choice(wrong)}
-        self._refused("/v1/chat/completions", json.dumps(body).encode(), {400})
-
-    def nested(self) -> None:
-        """Sends JSON that is nested very deeply, and no JSON."""
-        content = self._random.choice(
-            [b"[" * 100_000, b'{"prompt":' * 5000, b"", b"{", b"9" * 9000]
-        )
-        self._refused("/v1/completions", content, {400})
-
-    def unknown_model(self) -> None:
-        """Names a model that is not served."""
-        body = self._completion() | {"model": "none"}
-        self._refused("/v1/completions", json.dumps(body).encode(), {404})
-
-    def unknown_path(self) -> None:
-        """Asks for a path, or with a method, that is not there."""
-        if self._random.random() < 0.5:
-            self._refused("/v1/none", b"{}", {404})
-        else:
-            self._refused("/v1/completions", b"", {405}, method="GET")
-
-    def no_encoder(self) -> None:
-        """Wants embeddings of a model that has none."""
-        self._refused("/v1/embeddings", b'{"model":"decoder","input":"abc"}', {400})
-
-    def full_queue(self) -> None:
-        """Wants more texts than the whole queue takes."""
-        body = self._completion(30) | {"n": 100, "stream": self._random.random() < 0.5}
-        self._refused("/v1/completions", json.dumps(body).encode(), {400})
-
-    def too_slow(self) -> None:
-        """Wants so much that the time of a request may not be enough, behind all others."""
-        body = self._completion(450) | {"n": 10, "priority": 5, "ignore_eos": True}
-        self._text("/v1/completions", body)
-
-    # ------------------------------------------------------------------ clients that go
-
     def cancels(self) -> None:
-        """Goes in the middle of a stream."""
-        with self._asked(self._completion(450) | {"stream": True}) as answer:
+        with self._asked(self.completion(450) | {"stream": True}) as answer:
             self._expect(answer.status, SERVED)
-            for _ in range(self._random.randint(0, 40)):
+            for _ in range(self.random.randint(0, 40)):
                 if not answer.readline():
                     break
             self._tally.left(self._kind)
 
     def closes(self) -> None:
         """Goes while it waits for the whole answer, in order or with a reset."""
-        body = self._completion(450) | {"n": self._random.randint(1, 3)}
+        body = self.completion(450) | {"n": self.random.randint(1, 3)}
         with self._connected() as connection:
-            connection.request("POST", "/v1/completions", json.dumps(body), self._headers())
-            time.sleep(self._random.uniform(0, 0.2))
-            if self._random.random() < 0.5:
+            connection.request("POST", COMPLETIONS, json.dumps(body), self._headers())
+            time.sleep(self.random.uniform(0, 0.2))
+            if self.random.random() < 0.5:
                 lingering = struct.pack("ii", 1, 0)
                 connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, lingering)
             self._tally.left(self._kind)
 
     def half_a_body(self) -> None:
-        """Goes in the middle of its body."""
         with self._connected() as connection:
-            connection.putrequest("POST", "/v1/completions")
+            connection.putrequest("POST", COMPLETIONS)
             connection.putheader("Content-Length", "10000")
             connection.endheaders(b'{"model": "decoder", "prompt": "')
-            time.sleep(self._random.uniform(0, 0.1))
+            time.sleep(self.random.uniform(0, 0.1))
             self._tally.left(self._kind)
 
     def no_http(self) -> None:
-        """Sends what is no HTTP."""
         junk = [
-            self._random.randbytes(300),
+            self.random.randbytes(300),
             b"GET\r\n\r\n",
             b"POST / HTTP/9.9\r\n\r\n",
             b"\x16\x03\x01",
         ]
         address = "127.0.0.1", self._port
         with socket.create_connection(address, timeout=ANSWER_SECONDS) as plain:
-            plain.sendall(self._random.choice(junk))
+            plain.sendall(self.random.choice(junk))
             plain.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionResetError):
                 while plain.recv(4096):
@@ -350,17 +218,17 @@ class Client(threading.Thread):
 
     def reads_slowly(self) -> None:
         """Reads a large stream slowly, some of it or all."""
-        body = self._completion(200) | {"logprobs": 20, "n": 2, "stream": True, "ignore_eos": True}
+        body = self.completion(200) | {"logprobs": 20, "n": 2, "stream": True, "ignore_eos": True}
         with self._asked(body, receive_bytes=4096) as answer:
             self._expect(answer.status, SERVED)
-            end = time.monotonic() + self._random.uniform(0.5, 4)
+            end = time.monotonic() + self.random.uniform(0.5, 4)
             read = b""
             while time.monotonic() < end:
                 if not (piece := answer.read1(2048)):
                     return
                 read = read[-2048:] + piece
                 time.sleep(0.02)
-            if self._random.random() < 0.5:
+            if self.random.random() < 0.5:
                 read += answer.read()
                 if answer.status == 200 and not read.endswith(b"data: [DONE]\n\n"):
                     assert b'"error"' in read, f"a stream that ends with {read[-200:]!r}"
@@ -369,14 +237,15 @@ class Client(threading.Thread):
 
     # ------------------------------------------------------------------ other paths
 
+    def unknown_method(self) -> None:
+        self._refused(COMPLETIONS, b"", 405, method="GET")
+
     def looks(self) -> None:
-        """Asks for what a probe, a scraper or a page asks for."""
         paths = ("/metrics", "/health/ready", "/health/live", "/v1/models", "/openapi.json", "/")
-        self._refused(self._random.choice(paths), b"", {200}, method="GET")
+        self._refused(self.random.choice(paths), b"", 200, method="GET")
 
     def tokenizes(self) -> None:
-        """Turns texts into tokens and back."""
-        text = "".join(self._random.choices(WORDS, k=20))
+        text = "".join(self.random.choices(WORDS, k=20))
         with self._connected() as connection:
             connection.request(
                 "POST",
@@ -396,9 +265,8 @@ class Client(threading.Thread):
             assert found == text, f"expected {text!r}, found {found!r}"
 
     def responds(self) -> None:
-        """Uses /v1/responses, whole or as a stream."""
         body = {"model": "decoder", "input": self._prompt(), "max_output_tokens": 12}
-        is_streamed = self._random.random() < 0.5
+        is_streamed = self.random.random() < 0.5
         with self._asked(body | {"stream": is_streamed}, path="/v1/responses") as answer:
             content = answer.read()
             self._expect(answer.status, SERVED)
@@ -407,29 +275,37 @@ class Client(threading.Thread):
 
     # ------------------------------------------------------------------ requests
 
+    def maybe_stream(self) -> dict[str, Any]:
+        return {"stream": self.random.random() < 0.5}
+
+    def long_prompt(self) -> str:
+        """Some hundred tokens, often with a beginning that others have too."""
+        words = "".join(self.random.choices(WORDS, k=self.random.randint(30, 90)))
+        return (SHARED if self.random.random() < 0.6 else "") + words
+
     def _prompt(self) -> str:
-        words = "".join(self._random.choices(WORDS, k=self._random.randint(1, 12)))
-        return (SHARED if self._random.random() < 0.3 else "") + words
+        words = "".join(self.random.choices(WORDS, k=self.random.randint(1, 12)))
+        return (SHARED if self.random.random() < 0.3 else "") + words
 
     def _sampling(self, most_tokens: int) -> dict[str, Any]:
         options: dict[str, Any] = {
             "model": "decoder",
-            "max_tokens": self._random.randint(1, most_tokens),
-            "seed": self._random.getrandbits(32),
-            "temperature": self._random.choice([0, 0, 0.7, 1, 1.5]),
-            "priority": self._random.choice([0, 0, 0, 1, 2]),
-            "user": f"user {self._random.randrange(4)}",
+            "max_tokens": self.random.randint(1, most_tokens),
+            "seed": self.random.getrandbits(32),
+            "temperature": self.random.choice([0, 0, 0.7, 1, 1.5]),
+            "priority": self.random.choice([0, 0, 0, 1, 2]),
+            "user": f"user {self.random.randrange(4)}",
         }
-        if self._random.random() < 0.2:
+        if self.random.random() < 0.2:
             options["top_p"] = 0.9
-        if self._random.random() < 0.2:
+        if self.random.random() < 0.2:
             options["frequency_penalty"] = 0.5
         return options
 
-    def _completion(self, most_tokens: int = 40) -> dict[str, Any]:
+    def completion(self, most_tokens: int = 40) -> dict[str, Any]:
         return {**self._sampling(most_tokens), "prompt": self._prompt()}
 
-    def _conversation(self) -> dict[str, Any]:
+    def conversation(self) -> dict[str, Any]:
         return {**self._sampling(40), "messages": [{"role": "user", "content": self._prompt()}]}
 
     def _headers(self, more: str = "") -> dict[str, str]:
@@ -448,7 +324,7 @@ class Client(threading.Thread):
 
     @contextlib.contextmanager
     def _asked(
-        self, body: Mapping[str, Any], *, path: str = "/v1/completions", receive_bytes: int = 0
+        self, body: Mapping[str, Any], *, path: str = COMPLETIONS, receive_bytes: int = 0
     ) -> Iterator[http.client.HTTPResponse]:
         with self._connected() as connection:
             if receive_bytes:
@@ -467,21 +343,22 @@ class Client(threading.Thread):
             number = f"{self._number}-{self._sent}"
             self._tally.fail(self._kind, f"{number}: expected {sorted(expected)}, found {status}")
 
-    def _refused(self, path: str, body: bytes, expected: set[int], *, method: str = "POST") -> None:
+    def _refused(self, path: str, body: bytes | str, status: int, *, method: str = "POST") -> None:
         with self._connected() as connection:
             connection.request(method, path, body, self._headers())
             answer = connection.getresponse()
             content = answer.read()
-            self._expect(answer.status, expected)
+            self._expect(answer.status, {status})
             if answer.status >= 400:
                 message = json.loads(content)["error"]["message"]
                 assert message, "an error without a message"
 
-    def _text(self, path: str, body: dict[str, Any], *, is_sample: bool = True) -> Sample | None:
+    def _text(self, body: dict[str, Any], *, is_sample: bool = True) -> Sample | None:
         """Ask for texts; return them, or None if the server refused or ended the request."""
         is_streamed = body.get("stream", False)
         if is_streamed:
             body["stream_options"] = {"include_usage": True}
+        path = CHAT if "messages" in body else COMPLETIONS
         with self._asked(body, path=path) as answer:
             content = answer.read()
         self._expect(answer.status, SERVED)
@@ -494,36 +371,87 @@ class Client(threading.Thread):
         number = f"{self._number}-{self._sent}"
         sample = Sample(number, body, texts, reasons)
         if is_sample:
-            self._tally.got(sample, new_tokens, self._random)
+            self._tally.got(sample, new_tokens, self.random)
         return sample
 
 
 KEYS = ("first-key-0123456789", "second-key-0123456789", "third-key-0123456789")
 """The keys of the clients: each is a client of its own for fair shares."""
 
+STREAM: dict[str, Any] = {"stream": True}
+TEXTS: dict[str, tuple[float, Callable[[Client], dict[str, Any]]]] = {
+    "whole": (20, lambda c: c.completion()),
+    "streamed": (20, lambda c: c.completion() | STREAM),
+    "chat": (10, lambda c: c.conversation()),
+    "chat_streamed": (10, lambda c: c.conversation() | STREAM),
+    "several": (5, lambda c: c.completion(12) | {"n": c.random.randint(2, 6)} | c.maybe_stream()),
+    "stops": (
+        8,
+        lambda c: (
+            c.completion()
+            | {"stop": ["a", "tr", '":'][: c.random.randint(1, 3)]}
+            | c.maybe_stream()
+        ),
+    ),
+    "long_prompt": (6, lambda c: c.completion(16) | {"prompt": c.long_prompt()}),
+    "to_the_end_of_the_context": (
+        1,
+        lambda c: c.completion() | {"max_tokens": 4000, "ignore_eos": True},
+    ),
+    # The time of a request may not be enough for it, behind all others.
+    "too_slow": (0.5, lambda c: c.completion(450) | {"n": 10, "priority": 5, "ignore_eos": True}),
+}
+"""Requests for texts by their kind: how often a client sends one, relative to the others, and its body."""
+
+WRONG_FIELDS: list[dict[str, Any]] = [
+    *({"prompt": wrong} for wrong in (7, [], [1, "a"], [1_000_000], [-1])),
+    *({"max_tokens": wrong} for wrong in ("many", -1)),
+    *({"temperature": -3}, {"top_p": 7}, {"n": 0}, {"stop": {"a": 1}}, {"seed": 2**70}),
+    *({"stream": "yes"}, {"logit_bias": {"a": 1}}, {"priority": 1 << 40}, {"model": 5}),
+    {"suffix": "x"},
+]
+IMAGE = {"type": "image_url", "image_url": {"url": "a"}}
+WRONG_MESSAGES: list[Any] = [
+    *(None, 3, [], [3], [{"content": "a"}], "a", {"a": []}),
+    [{"role": "user", "content": [IMAGE]}],
+]
+NO_JSON = [b"[" * 100_000, b'{"prompt":' * 5000, b"", b"{", b"9" * 9000]
+
+REFUSED: dict[str, tuple[float, str, int, Callable[[Client], dict[str, Any] | bytes]]] = {
+    "too_long": (
+        2,
+        COMPLETIONS,
+        400,
+        lambda c: c.completion() | {"prompt": "name " * c.random.randint(600, 3000)},
+    ),
+    "large_text": (
+        0.03,
+        COMPLETIONS,
+        400,
+        lambda c: c.completion() | {"prompt": "abc " * (10 * MIB // 4)},
+    ),
+    "large_junk": (0.03, CHAT, 400, lambda c: c.random.randbytes(10 * MIB)),
+    "no_utf8": (2, COMPLETIONS, 400, lambda c: b'{"model":"decoder","prompt":"a\xff\xfe\xc3"}'),
+    "wrong_types": (5, COMPLETIONS, 400, lambda c: c.completion() | c.random.choice(WRONG_FIELDS)),
+    "wrong_messages": (
+        3,
+        CHAT,
+        400,
+        lambda c: c.conversation() | {"messages": c.random.choice(WRONG_MESSAGES)},
+    ),
+    "nested": (2, COMPLETIONS, 400, lambda c: c.random.choice(NO_JSON)),
+    "unknown_model": (2, COMPLETIONS, 404, lambda c: c.completion() | {"model": "none"}),
+    "unknown_path": (1, "/v1/none", 404, lambda c: b"{}"),
+    "no_encoder": (1, "/v1/embeddings", 400, lambda c: {"model": "decoder", "input": "abc"}),
+    "full_queue": (1, COMPLETIONS, 400, lambda c: c.completion(30) | {"n": 100} | c.maybe_stream()),
+}
+"""Requests that are refused by their kind: how often, the path, the status, and the body."""
+
 KINDS: dict[str, float] = {
-    Client.whole.__name__: 20,
-    Client.streamed.__name__: 20,
-    Client.chat.__name__: 10,
-    Client.chat_streamed.__name__: 10,
-    Client.several.__name__: 5,
-    Client.stops.__name__: 8,
+    **{kind: weight for kind, (weight, *_) in (TEXTS | REFUSED).items()},
     Client.follows_a_schema.__name__: 3,
-    Client.long_prompt.__name__: 6,
-    Client.to_the_end_of_the_context.__name__: 1,
-    Client.too_long.__name__: 2,
-    Client.large_text.__name__: 0.03,
-    Client.large_junk.__name__: 0.03,
     Client.too_large.__name__: 0.1,
-    Client.no_utf8.__name__: 2,
-    Client.wrong_types.__name__: 5,
-    Client.wrong_messages.__name__: 3,
-    Client.nested.__name__: 2,
-    Client.unknown_model.__name__: 2,
-    Client.unknown_path.__name__: 2,
-    Client.no_encoder.__name__: 1,
-    Client.full_queue.__name__: 1,
-    Client.too_slow.__name__: 0.5,
+    Client.unknown_method.__name__: 1,
     Client.cancels.__name__: 6,
     Client.closes.__name__: 4,
     Client.half_a_body.__name__: 3,
@@ -596,12 +524,10 @@ class Watcher(threading.Thread):
         self.looks: list[Look] = []
 
     def run(self) -> None:
-        """Look until `end`."""
         while not self._ends.wait(self._every):
             self.looks.append(self.look())
 
     def look(self) -> Look:
-        """Return what the process has now."""
         kept = self._kept_bytes()
         at = Path("/proc") / str(self._process)
         pages = int((at / "statm").read_text().split()[1])
@@ -610,7 +536,6 @@ class Watcher(threading.Thread):
         return Look(time.monotonic() - self._begun, resident, files, threads)
 
     def end(self) -> None:
-        """Stop looking."""
         self._ends.set()
         self.join()
 

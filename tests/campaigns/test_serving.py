@@ -66,9 +66,6 @@ def figures() -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------- an engine
-
-
 def test_an_engine_that_threads_use_and_leave_at_random(
     bundle: Bundle, figures: dict[str, Any]
 ) -> None:
@@ -79,12 +76,12 @@ def test_an_engine_that_threads_use_and_leave_at_random(
     ]
     options: list[dict[str, Any]] = [
         {
-            "max_new_tokens": 2 + number * 13 % 60,
-            "temperature": number % 3 / 2,
-            "seed": number,
+            "max_new_tokens": 2 + n * 13 % 60,
+            "temperature": n % 3 / 2,
+            "seed": n,
             "stop_token_ids": (),
         }
-        for number in range(24)
+        for n in range(24)
     ]
     expected = [
         bundle.generate(each, **chosen).token_ids
@@ -183,9 +180,6 @@ async def _leave(
     return "task"
 
 
-# ---------------------------------------------------------------------- a server
-
-
 def test_a_server_under_mixed_load(
     bundle: Bundle, lettered_dir: Path, tmp_path: Path, figures: dict[str, Any]
 ) -> None:
@@ -236,13 +230,7 @@ def test_a_server_under_mixed_load(
 
 def _load(server: Process) -> tuple[Tally, Watcher]:
     """Let clients send every kind of request at least once, and then at random until the time is over."""
-    tally = Tally(SAMPLES)
-    every = max(0.25, SECONDS / 400)
-    watcher = Watcher(
-        server.process.pid,
-        lambda: metric(_metrics(server), "prejit_prefix_cache_bytes"),
-        every,
-    )
+    tally, watcher = Tally(SAMPLES), _watcher(server, max(0.25, SECONDS / 400))
     until = time.monotonic() + SECONDS
     clients = [Client(server.port, n, until, tally, pause=0.05) for n in range(CLIENTS)]
     watcher.start()
@@ -257,6 +245,11 @@ def _load(server: Process) -> tuple[Tally, Watcher]:
     return tally, watcher
 
 
+def _watcher(server: Process, every: float) -> Watcher:
+    kept = "prejit_prefix_cache_bytes"
+    return Watcher(server.process.pid, lambda: metric(_metrics(server), kept), every)
+
+
 def _metrics(server: Process) -> str:
     return httpx.get(f"{server.url}/metrics", timeout=serving.ANSWER_SECONDS).text
 
@@ -269,10 +262,7 @@ def _rest(server: Process) -> Look:
         assert time.monotonic() < until, _metrics(server)
         time.sleep(0.1)
     time.sleep(0.5)  # connections are closed a moment later
-    look = Watcher(
-        server.process.pid, lambda: metric(_metrics(server), "prejit_prefix_cache_bytes"), 1.0
-    )
-    return look.look()
+    return _watcher(server, 1.0).look()
 
 
 def _of_the_process(watcher: Watcher, rested: Look) -> dict[str, Any]:
@@ -314,12 +304,8 @@ def _check_exact_figures(server: Process) -> None:
     headers = {"Authorization": f"Bearer {serving.KEYS[0]}"}
     for number in range(requests):
         body = {"model": "decoder", "prompt": "abc " * (1 + number), "max_tokens": 1 + 3 * number}
-        answer = httpx.post(
-            f"{server.url}/v1/completions",
-            json=body | {"seed": number},
-            headers=headers,
-            timeout=60,
-        )
+        url = f"{server.url}/v1/completions"
+        answer = httpx.post(url, json={**body, "seed": number}, headers=headers, timeout=60)
         assert answer.status_code == 200, answer.text
         found = answer.json()["usage"]
         usage["prompt"] += found["prompt_tokens"]
@@ -333,10 +319,13 @@ def _check_exact_figures(server: Process) -> None:
     assert more("vllm:prompt_tokens_total") == usage["prompt"]
     assert more("vllm:generation_tokens_total") == usage["new"]
     assert more("vllm:prefix_cache_hits_total") == usage["cached"]
-    assert more("prejit_requests_total") == requests
-    assert more("vllm:request_success_total") == requests
-    assert more("vllm:e2e_request_latency_seconds_count") == requests
-    assert more("vllm:time_to_first_token_seconds_count") == requests
+    for name in (
+        "prejit_requests_total",
+        "vllm:request_success_total",
+        "vllm:e2e_request_latency_seconds_count",
+        "vllm:time_to_first_token_seconds_count",
+    ):
+        assert more(name) == requests
 
 
 def _entries(log: Path) -> dict[str, dict[str, Any]]:

@@ -28,7 +28,6 @@ ABSENT = {
     *("prejit_prefix_cache_bytes", "prejit_prefix_cache_budget_bytes"),
     *("prejit_device_memory_bytes", "prejit_fallbacks_total"),
 }
-WRONG = {"model": "sentences", "input": []}
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +109,7 @@ def test_requests_to_an_encoder_are_observed(encoder: Watched) -> None:
     assert encoder.value("prejit_requests_total", kind="encode") == 0  # rates are defined
     good = {"input": ["a b", "c d e"]}
     tokens = encoder.client.post("/v1/embeddings", json=good).json()["usage"]["total_tokens"]
-    wrong = [WRONG, {"input": "a " * 600}, {"input": "a", "model": "other"}]
+    wrong = [{"input": []}, {"input": "a " * 600}, {"input": "a", "model": "other"}]
     assert encoder.statuses("/v1/embeddings", good, *wrong) == [200, 400, 400, 404]
     assert encoder.statuses("/v1/score", {"text_1": "a", "text_2": "b"}) == [200]
     assert encoder.statuses("/v1/rerank", {"query": "a", "documents": ["b", "c"]}) == [200]
@@ -156,6 +155,7 @@ def test_requests_to_an_encoder_are_observed(encoder: Watched) -> None:
     (calls,) = figures["calls"]
     assert (calls["program"], calls["finished"], calls["rows_per_run"]) == ("encode", 4, 9 / 4)
     assert 0 < calls["padding"] < 1
+    check_queries(encoder)
 
 
 def test_requests_to_a_function_are_observed(functions: Watched) -> None:
@@ -178,18 +178,11 @@ def test_requests_to_a_function_are_observed(functions: Watched) -> None:
     (calls,) = functions.figures()["calls"]
     assert (calls["program"], calls["finished"], calls["rows_per_run"]) == ("doubled", 2, 3)
     assert calls["padding"] == pytest.approx(3 / 12)
+    check_queries(functions)
 
 
-@pytest.mark.parametrize("kind", ["encoder", "functions"])
-def test_what_alerts_and_dashboards_query_is_there(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
-    server: Watched = request.getfixturevalue(kind)
-    if kind == "encoder":
-        assert server.statuses("/v1/embeddings", {"input": "a"}, WRONG) == [200, 400]
-    else:
-        assert server.statuses("/v2/models/doubled/infer", infer(3), infer(0)) == [200, 400]
-    wait_for(lambda: len(server.answers()) == 2)
+def check_queries(server: Watched) -> None:
+    """Check that what alerts and dashboards query is there."""
     used = {
         name
         for query in all_queries()
@@ -216,17 +209,13 @@ def test_an_embedding_that_is_no_number_is_seen(
     assert encoder.figures()["failed"] == 1
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_a_call_that_waits_for_a_compiler_is_seen(functions_dir: Path, together: bool) -> None:
+def test_a_call_that_waits_for_a_compiler_is_seen(functions_dir: Path) -> None:
     with pytest.warns(FallbackWarning):
         bundle = load(functions_dir, fingerprint=v2_machine())
     engine = Engine(bundle)
     x = np.ones((3, 8), np.float32)
-    for _ in range(2):
-        if together:
-            engine.submit_call("doubled", x=x).result(60)
-        else:
-            engine.call("doubled", x=x)
+    engine.submit_call("doubled", x=x).result(60)
+    engine.call("doubled", x=x)
     (found,) = engine.metrics().requests
     assert (found.succeeded, found.waited_for_compile) == (2, 1)
     engine.close()

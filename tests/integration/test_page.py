@@ -20,7 +20,7 @@ from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.generation.batch import Batch
 from prejit.server.engine.engine import Engine
-from prejit.server.gate.api_keys import read_keys
+from prejit.server.gate.api_keys import Keys
 from prejit.server.gate.server_settings import Settings
 from prejit.server.served.served import Models, Served
 
@@ -365,7 +365,7 @@ return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
 
 def test_a_server_with_keys_gets_one(shared: Browser, models: Models, tmp_path: Path) -> None:
     (tmp_path / "keys.txt").write_text("ann: opensesame\n")
-    with running(models, Settings(keys=read_keys(tmp_path / "keys.txt"))) as found:
+    with running(models, Settings(keys=Keys(tmp_path / "keys.txt"))) as found:
         shared.open(found.url)
         shared.wait(lambda: shared.visible("#chat"), "the page")
         shared.type("#chat-input", "ab")

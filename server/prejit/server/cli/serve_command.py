@@ -185,11 +185,11 @@ def serve(
 
         sources = [BundleSource(path, name) for name, path in named_paths(bundles)]
         if keys is not None:
-            from prejit.server.gate.api_keys import read_keys
+            from prejit.server.gate.api_keys import Keys
         if log is not None:
             from prejit.server.telemetry.requestlog import RequestLog
 
-        limits = Settings(keys=None if keys is None else read_keys(keys), **settings)
+        limits = Settings(keys=None if keys is None else Keys(keys), **settings)
         must_match = on_mismatch == "error"
         engines = EngineOptions(slots, queue, prefix_memory, must_match, share_prefixes)
         requests = None if log is None else RequestLog(log)

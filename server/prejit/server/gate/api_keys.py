@@ -95,11 +95,18 @@ ANYBODY = ApiKey()
 class Keys:
     """The keys of a server. It keeps their digests only. For one thread.
 
-    The file is read again when it has changed. A file that cannot be used changes nothing.
+    They are in a file: one in a line, `name: key` or a key alone, with limits behind it. Empty lines and `#`
+    lines are skipped. A key without a name gets the name `key-N` of its line. The file is read again when it
+    has changed. A file that cannot be used changes nothing then.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Read a file. Raises as `read_keys`."""
+        """Read a file.
+
+        Raises:
+            StoreError: the file cannot be read.
+            UsageError: it has no key, a line is no key, a limit is wrong, or a name or a key comes twice.
+        """
         self._path = Path(path)
         self._said = ""
         self._meters: dict[str, TokenMeter] = {}
@@ -157,18 +164,6 @@ class Keys:
         return stamp
 
 
-def read_keys(path: str | os.PathLike[str]) -> Keys:
-    """Read a file of keys: one in a line, `name: key` or a key alone, with limits behind it.
-
-    Empty lines and `#` lines are skipped. A key without a name gets the name `key-N` of its line.
-
-    Raises:
-        StoreError: the file cannot be read.
-        UsageError: it has no key, a line is no key, a limit is wrong, or a name or a key comes twice.
-    """
-    return Keys(path)
-
-
 def _content(path: Path) -> tuple[bytes, tuple[int, ...] | None]:
     """Return the content of a file of keys and its stamp; None: it may change without another one."""
     try:
@@ -196,7 +191,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 def _parse(
     content: bytes, path: str, meter: Callable[[str, int], TokenMeter]
 ) -> list[tuple[ApiKey, bytes]]:
-    """Return the keys of a file with the digests of their secrets. Raises as `read_keys`."""
+    """Return the keys of a file with the digests of their secrets. Raises as `Keys`."""
     found: list[tuple[ApiKey, bytes]] = []
     seen: set[str | bytes] = set()
     for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), 1):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -61,31 +60,17 @@ class ApiError(Exception):
         self.headers = headers or {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """How an error of prejit is reported.
-
-    Attributes:
-        status: the HTTP status.
-        type: OpenAI's kind of error.
-        code: a stable name; None: the code of the error's class.
-    """
-
-    status: int
-    type: str
-    code: str | None = None
-
-
-_KINDS: dict[type[PrejitError], _Kind] = {
-    ContextError: _Kind(400, "invalid_request_error", "context_length_exceeded"),
-    ModelNotFoundError: _Kind(404, "invalid_request_error", "model_not_found"),
-    UsageError: _Kind(400, "invalid_request_error"),
-    QueueFullError: _Kind(429, "rate_limit_error", "queue_full"),
-    ClosedError: _Kind(503, "server_error", "closed"),
-    DeadlineError: _Kind(504, "timeout_error", "deadline"),
-    NumbersError: _Kind(500, "server_error", "no_numbers"),
+_KINDS: dict[type[PrejitError], tuple[int, str, str]] = {
+    ContextError: (400, "invalid_request_error", "context_length_exceeded"),
+    ModelNotFoundError: (404, "invalid_request_error", "model_not_found"),
+    UsageError: (400, "invalid_request_error", ""),
+    QueueFullError: (429, "rate_limit_error", "queue_full"),
+    ClosedError: (503, "server_error", "closed"),
+    DeadlineError: (504, "timeout_error", "deadline"),
+    NumbersError: (500, "server_error", "no_numbers"),
 }
-"""The first class in the order of inheritance decides. All other errors are status 500."""
+"""The status of an error, OpenAI's kind of error, and a stable name; empty: the code of the error's class.
+The first class in the order of inheritance decides. All other errors are status 500."""
 
 _AT = re.compile(r" - at (?:`key` in )?`(?P<path>.*)`$", re.DOTALL)
 """How msgspec ends a message: with the path of the value, `$.messages[0].role`."""
@@ -121,8 +106,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, "body: expected values nested less deeply", code="invalid_json")
     if isinstance(error, PrejitError):
         for each in type(error).__mro__:
-            if (kind := _KINDS.get(each)) is not None:
-                return _of_prejit(error, kind)
+            if each in _KINDS:
+                return _of_prejit(error, *_KINDS[each])
         return ApiError(
             500,
             f"the bundle cannot be used: error[{error.code}]",
@@ -132,7 +117,7 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error", type="server_error", code="internal")
 
 
-def _of_prejit(error: PrejitError, kind: _Kind) -> ApiError:
+def _of_prejit(error: PrejitError, status: int, kind: str, code: str) -> ApiError:
     text = f"{error} ({error.hint})" if error.hint else str(error)
     headers = {}
     if isinstance(error, QueueFullError):
@@ -140,25 +125,34 @@ def _of_prejit(error: PrejitError, kind: _Kind) -> ApiError:
     elif isinstance(error, ClosedError):
         headers = {"Retry-After": str(RETRY_SECONDS)}
     param = "model" if isinstance(error, ModelNotFoundError) else None
-    return ApiError(
-        kind.status,
-        text,
-        type=kind.type,
-        param=param,
-        code=kind.code or error.code,
-        headers=headers,
-    )
+    return ApiError(status, text, type=kind, param=param, code=code or error.code, headers=headers)
 
 
-def error_json(error: ApiError) -> dict[str, Any]:
+class ErrorFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong.
+
+    Attributes:
+        message: one sentence with where, what was expected and what was found.
+        type: the kind of error.
+        param: the field at fault.
+        code: a stable name of the error.
+    """
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every response that is an error."""
+
+    error: ErrorFields
+
+
+def error_json(error: ApiError) -> ErrorBody:
     """Return the error object of OpenAI's API."""
-    fields = {
-        "message": error.message,
-        "type": error.type,
-        "param": error.param,
-        "code": error.code,
-    }
-    return {"error": fields}
+    return ErrorBody(error=msgspec.convert(error, ErrorFields, from_attributes=True))
 
 
 def response(error: ApiError, path: str) -> Response:

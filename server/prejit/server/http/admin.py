@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -28,7 +27,7 @@ _POLL_SECONDS = 0.05
 """How often a drain looks whether anything runs."""
 
 
-def make_admin(models: Models, settings: Settings, origins: Origins | None) -> Starlette:
+def make_admin(models: Models, settings: Settings, origins: Origins | None) -> ASGIApp:
     """Return the ASGI application of the admin address.
 
     Args:
@@ -48,14 +47,25 @@ def make_admin(models: Models, settings: Settings, origins: Origins | None) -> S
             )
         return json_response({"state": models.state})
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/drain", post_drain, methods=["POST"]),
             Route("/undrain", post_undrain, methods=["POST"]),
         ],
-        middleware=[] if origins is None else [Middleware(_Guard, origins=origins)],
         exception_handlers={HTTPException: http_errors.handle, ApiError: http_errors.handle},
     )
+    if origins is None:
+        return app
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            origins.check(scope["method"], dict(scope["headers"]))
+        except ApiError as error:
+            await http_errors.response(error, scope["path"])(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return guarded
 
 
 async def drain(models: Models, seconds: float, *, ends: bool = False) -> bool:
@@ -74,20 +84,3 @@ async def drain(models: Models, seconds: float, *, ends: bool = False) -> bool:
             return False
     _log.info("drained: %s", "nothing runs" if idle else "some requests still run")
     return idle
-
-
-@final
-class _Guard:
-    """The middleware that refuses foreign web pages."""
-
-    def __init__(self, app: ASGIApp, origins: Origins) -> None:
-        self._app = app
-        self._origins = origins
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            self._origins.check(scope["method"], dict(scope["headers"]))
-        except ApiError as error:
-            await http_errors.response(error, scope["path"])(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)

@@ -44,11 +44,7 @@ OPERATIONS = (*OF_OPENAI, *_OF_SERVER, *OF_INFERENCE)
 
 
 def operator_routes(models: Models) -> list[Route]:
-    """Return the routes for those who run servers. They answer while bundles load, too.
-
-    Args:
-        models: the served bundles.
-    """
+    """Return the routes for those who run servers. They answer while bundles load, too."""
 
     async def live(request: Request) -> Response:
         return json_response({"state": models.state})
@@ -86,12 +82,7 @@ def operator_routes(models: Models) -> list[Route]:
 
 
 def make_app(models: Models, settings: Settings) -> Starlette:
-    """Return the ASGI application of a server.
-
-    Args:
-        models: the served bundles; more may be added later.
-        settings: its limits.
-    """
+    """Return the ASGI application of a server. More bundles may be added to its models later."""
     middleware = [Middleware(Gate, models=models, settings=settings)]
     if settings.cors:
         cors = Middleware(

@@ -20,7 +20,8 @@ from prejit.server.gate.api_keys import ApiKey
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
 from prejit.server.served.served import Models, Served
-from prejit.server.telemetry.requestlog import Entry, RecordedCall, RecordedEngine, current
+from prejit.server.telemetry.requestlog import Entry, RecordedCall, current, record
+from prejit.server.telemetry.watched_engine import WatchedEngine
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
@@ -94,7 +95,7 @@ def replay(
     models = Models()
     for name, path in paths.items():
         bundle = load(path)
-        engine = cast("Engine", RecordedEngine(name, Engine(bundle, queue=_UNLIMITED)))
+        engine = cast("Engine", WatchedEngine(name, Engine(bundle, queue=_UNLIMITED), record))
         models.add(Served(name, bundle, engine, int(time.time())))
         if bundle.digest != logged[name]["digest"]:
             was = logged[name]["digest"]

@@ -26,6 +26,7 @@ from prejit.server.served.say import say
 from prejit.server.served.served import Models
 from prejit.server.served.served_loading import BundleSource, EngineOptions, Loading, Wrap
 from prejit.server.telemetry.otel_setup import start as start_telemetry
+from prejit.server.telemetry.watched_engine import WatchedEngine, Watcher
 
 if TYPE_CHECKING:
     from prejit.server.engine.engine import Engine
@@ -129,17 +130,16 @@ def _end_early(number: int, frame: FrameType | None) -> None:
 
 def _wrapper(log: RequestLog | None, telemetry: Telemetry | None) -> Wrap:
     """Return what wraps engines, so that the log and telemetry see what they give."""
+    watchers: list[Watcher] = []
+    if log is not None:
+        from prejit.server.telemetry.requestlog import record
 
-    def wrap(name: str, engine: Engine) -> Engine:
-        if telemetry is not None:
-            engine = telemetry.engine(name, engine)
-        if log is not None:
-            from prejit.server.telemetry.requestlog import RecordedEngine
-
-            engine = cast("Engine", RecordedEngine(name, engine))
-        return engine
-
-    return wrap
+        watchers.append(record)  # the first one: it may change the seed
+    if telemetry is not None:
+        watchers.append(telemetry.watch)
+    if not watchers:
+        return lambda name, engine: engine
+    return lambda name, engine: cast("Engine", WatchedEngine(name, engine, *watchers))
 
 
 def _bind(address: Address, option: str = "--port") -> socket.socket:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -155,9 +157,14 @@ def served_model(models: Models, name: str | None) -> Served:
     raise ApiError(400, f"model: expected one of {names}, found none", param="model")
 
 
-def fingerprint(served: Served) -> str:
-    """Return the name of a bundle's content, as `system_fingerprint`."""
-    return f"fp_{served.bundle.digest.removeprefix('sha256:')[:12]}"
+def identity(served: Served, prefix: str) -> dict[str, Any]:
+    """Return the fields that say which answer of which model this is; `prefix` begins its id."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": served.name,
+        "system_fingerprint": f"fp_{served.bundle.digest.removeprefix('sha256:')[:12]}",
+    }
 
 
 _UNKNOWN = "Object contains unknown field"
@@ -204,24 +211,20 @@ def decode(content: bytes, decoder: msgspec.json.Decoder[T], *, ignore_unknown: 
                 del stray.holder[stray.name]
             return decoder.decode(msgspec.json.encode(value))
         for stray in strays:
-            raise _unknown(stray) from error
+            near = nearest(stray.name, stray.known)
+            message = f"{stray.path}: expected fields that this endpoint knows, found another one"
+            raise ApiError(
+                400,
+                f"{message} (did you mean {near!r}?)" if near else message,
+                param=stray.path,
+                code="unknown_parameter",
+            ) from error
         raise
 
 
 @cache
 def _described(decoder: msgspec.json.Decoder[Any]) -> inspect.Type:
     return inspect.type_info(decoder.type)
-
-
-def _unknown(stray: _Stray) -> ApiError:
-    near = nearest(stray.name, stray.known)
-    message = f"{stray.path}: expected fields that this endpoint knows, found another one"
-    return ApiError(
-        400,
-        f"{message} (did you mean {near!r}?)" if near else message,
-        param=stray.path,
-        code="unknown_parameter",
-    )
 
 
 def _strays(value: Any, kind: inspect.Type, at: str) -> Iterator[_Stray]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -17,22 +15,14 @@ from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.sampling import Logprob
 from prejit.server.gate.http_errors import ApiError, json_response
 from prejit.server.gate.server_settings import Settings
-from prejit.server.openai import engine_calls, prompt_scores, prompts
-from prejit.server.openai.answer_bodies import (
-    Reader,
-    Tools,
-    allowed_functions,
-    chosen_tools,
-    conversation_call,
-)
+from prejit.server.openai import engine_calls, prompts
 from prejit.server.openai.bodies import (
     RequestFields,
     ResponseFields,
     check_only,
     encode,
-    fingerprint,
+    identity,
     read,
-    served_model,
 )
 from prejit.server.openai.chat_messages import (
     AllowedTools,
@@ -44,25 +34,28 @@ from prejit.server.openai.chat_messages import (
     for_template,
     plain_tools,
 )
-from prejit.server.openai.constraints import AnyConstraint, Constraint
-from prejit.server.openai.engine_calls import TextCall
-from prejit.server.openai.event_streams import DONE, EventStream
-from prejit.server.openai.fields import (
-    Logprobs,
-    Sampled,
-    Tokens,
-    TokenUsage,
-    check_fields,
-    new_tokens,
+from prejit.server.openai.constraints import (
+    OBJECT,
+    AnyConstraint,
+    Constraint,
+    Tools,
+    chosen_tools,
 )
+from prejit.server.openai.engine_calls import TextCall
+from prejit.server.openai.event_streams import EventStream, around_choices, ending
+from prejit.server.openai.fields import Logprobs, Sampled, Tokens, TokenUsage, check_fields
 from prejit.server.openai.logprobs import (
     ChoiceLogprobs,
+    PromptLogprobs,
     TokenLogprob,
+    as_vllm,
     for_chat,
+    scores_of_prompts,
     token_names,
 )
-from prejit.server.openai.prompt_scores import PromptLogprobs, as_vllm
-from prejit.server.openai.tool_calls import ToolCall
+from prejit.server.openai.token_masks import token_masks
+from prejit.server.openai.tool_calls import Reader, ToolCall
+from prejit.server.openai.tool_calls import read as read_parts
 from prejit.server.served.served import Models, Served
 
 Reason = Literal["stop", "length", "tool_calls"]
@@ -214,27 +207,17 @@ async def chat(models: Models, settings: Settings, request: Request) -> Response
     """Answer POST /v1/chat/completions."""
     body = await read(request, _DECODER, settings)
     _check(body)
-    served = served_model(models, body.model)
-    prompts.need_text_model(served)
-    tools = _tools(body)
-    options = body.options(served)
     most = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    options["max_new_tokens"] = new_tokens(getattr(body, most), served, settings, name=most)
-    if body.logprobs:
-        options["logprobs"] = body.top_logprobs or 0
-    wanted = await conversation_call(
-        request,
-        settings,
-        served,
-        body,
-        prompt=lambda: _prompt(body, served, tools),
-        tools=tools,
-        format_constraint=_constraint(body),
-        options=options,
-        choices=body.n or 1,
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    asked = engine_calls.asked(models, settings, request, body, most=most, logprobs=top)
+    tools = _tools(body)
+    prompt = await prompts.off_loop(
+        len(await request.body()), lambda: _prompt(body, asked.served, tools)
     )
-    [scores] = await prompt_scores.scores(request, served, [wanted], body.prompt_logprobs)
-    answer = _Answer(body, served, tools)
+    mask = await token_masks(asked, _constraint(body), tools)
+    wanted = engine_calls.text_call(asked, prompt, mask, choices=body.n or 1)
+    [scores] = await scores_of_prompts(asked, [wanted], body.prompt_logprobs)
+    answer = _Answer(body, asked.served, tools)
     if body.stream:
         return EventStream(answer.events(wanted))
     [found] = await engine_calls.results(request, [wanted])
@@ -250,9 +233,9 @@ def _tools(body: ChatRequest) -> Tools:
     if isinstance(choice, ChosenTool):
         return chosen_tools(functions, None, choice.function.name, parallel=parallel)
     if isinstance(choice, AllowedTools):
-        allowed = choice.allowed_tools
-        functions = allowed_functions(functions, [each.function.name for each in allowed.tools])
-        choice = allowed.mode
+        names = [each.function.name for each in choice.allowed_tools.tools]
+        mode = choice.allowed_tools.mode
+        return chosen_tools(functions, mode, None, allowed=names, parallel=parallel)
     return chosen_tools(functions, choice, None, parallel=parallel)
 
 
@@ -285,12 +268,10 @@ def _prompt(body: ChatRequest, served: Served, tools: Tools) -> list[int]:
 def _constraint(body: ChatRequest) -> AnyConstraint | None:
     wanted, found = body.response_format, None
     if isinstance(wanted, JsonObjectFormat):
-        found = Constraint({"type": "object"}, "response_format", strict=True)
+        found = Constraint(OBJECT, "response_format", strict=True)
     elif isinstance(wanted, JsonSchemaFormat):
         given = wanted.json_schema
-        found = Constraint(
-            given.schema or {"type": "object"}, "response_format", strict=bool(given.strict)
-        )
+        found = Constraint(given.schema or OBJECT, "response_format", strict=bool(given.strict))
     return body.constraint(found)
 
 
@@ -299,10 +280,8 @@ class _Answer:
 
     def __init__(self, body: ChatRequest, served: Served, tools: Tools) -> None:
         self._body = body
-        self._served = served
         self._tools = tools
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
+        self._identity = identity(served, "chatcmpl")
         named = bool(body.logprobs) or body.prompt_logprobs is not None
         self._names = token_names(served, wanted=named)
         last = body.messages[-1]
@@ -316,10 +295,7 @@ class _Answer:
         top = self._body.prompt_logprobs
         likely = None if top is None else as_vllm(prompt, scores, top, self._names)
         return ChatCompletion(
-            id=self._id,
-            created=self._created,
-            model=self._served.name,
-            system_fingerprint=fingerprint(self._served),
+            **self._identity,
             choices=[self._choice(index, result) for index, result in enumerate(found)],
             usage=engine_calls.usage([[result.stats for result in found]], were_cached=top is None),
             prompt_logprobs=msgspec.UNSET if likely is None else likely,
@@ -327,12 +303,8 @@ class _Answer:
 
     async def events(self, wanted: TextCall) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
-        options = self._body.stream_options
-        with_usage = options is not None and bool(options.include_usage)
-        # Everything around the choices is the same in all events, so it is encoded once.
-        empty = encode(self._chunk(None if with_usage else msgspec.UNSET))
-        head, _, tail = empty.partition(b'"choices":[]')
-        around = (b"data: " + head + b'"choices":[{"index":', b"}]" + tail + b"\n\n")
+        with_usage = self._body.wants_usage
+        around = around_choices(self._chunk(None if with_usage else msgspec.UNSET))
         choices = [
             _ChoiceEvents(index, around, self._tools.reader(), self._token, self._echo)
             for index in range(wanted.choices)
@@ -345,14 +317,10 @@ class _Answer:
                     stats.append(piece.stats)
                 if events := choices[index].take(piece):
                     yield events
-        last = b""
-        if with_usage:
-            last = b"data: " + encode(self._chunk(engine_calls.usage([stats]))) + b"\n\n"
-        yield last + DONE
+        yield ending(self._chunk(engine_calls.usage([stats])) if with_usage else None)
 
     def _choice(self, index: int, result: Result) -> ChatChoice:
-        reader = self._tools.reader()
-        parts = [*reader.push(result.text), *reader.finish()]
+        parts = read_parts(self._tools.reader(), result.text, ends=True)
         text = "".join(part for part in parts if isinstance(part, str))
         made = [part for part in parts if isinstance(part, ToolCall)]
         logprobs = None
@@ -374,15 +342,8 @@ class _Answer:
         return for_chat(found, self._names, self._body.top_logprobs or 0)
 
     def _chunk(self, usage: TokenUsage | msgspec.UnsetType | None) -> ChatChunk:
-        return ChatChunk(
-            id=self._id,
-            object="chat.completion.chunk",
-            created=self._created,
-            model=self._served.name,
-            system_fingerprint=fingerprint(self._served),
-            choices=[],
-            usage=usage,
-        )
+        kind = "chat.completion.chunk"
+        return ChatChunk(**self._identity, object=kind, choices=[], usage=usage)
 
 
 class _ChoiceEvents:
@@ -396,8 +357,9 @@ class _ChoiceEvents:
         token: Callable[[Any], TokenLogprob],
         echo: str,
     ) -> None:
-        head, self._tail = around
-        self._head = b'%b%d,"delta":' % (head, index)
+        head, tail = around
+        self._head = b'%b{"index":%d,"delta":' % (head, index)
+        self._tail = b"}" + tail
         self._end = b',"logprobs":null,"finish_reason":null' + self._tail
         self._reader = reader
         self._token = token
@@ -417,10 +379,8 @@ class _ChoiceEvents:
             )
         if piece.logprob is not None:
             self._logprobs.append(self._token(piece.logprob))
-        parts = self._reader.push(piece.text)
-        if piece.finish_reason is not None:
-            parts = [*parts, *self._reader.finish()]
-        for part in parts:
+        ends = piece.finish_reason is not None
+        for part in read_parts(self._reader, piece.text, ends=ends):
             if isinstance(part, str):
                 events.append(self._text(part))
             else:

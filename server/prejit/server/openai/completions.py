@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -17,38 +15,25 @@ from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.sampling import Logprob
 from prejit.server.gate.http_errors import ApiError, json_response
 from prejit.server.gate.server_settings import Settings
-from prejit.server.openai import engine_calls, prompt_scores, prompts
-from prejit.server.openai.bodies import (
-    ResponseFields,
-    encode,
-    fingerprint,
-    read,
-    served_model,
-)
-from prejit.server.openai.constraints import limited, mask_of
+from prejit.server.openai import engine_calls, prompts
+from prejit.server.openai.bodies import ResponseFields, encode, identity, read
 from prejit.server.openai.engine_calls import TextCall, text_call
-from prejit.server.openai.event_streams import DONE, EventStream
-from prejit.server.openai.fields import (
-    Logprobs,
-    Sampled,
-    TokenUsage,
-    check_fields,
-    new_tokens,
-)
+from prejit.server.openai.event_streams import EventStream, around_choices, ending
+from prejit.server.openai.fields import Logprobs, Sampled, TokenUsage, check_fields
 from prejit.server.openai.logprobs import (
     CompletionLogprobLists,
     CompletionLogprobs,
+    PromptLogprobs,
+    as_vllm,
+    scores_of_prompts,
     token_names,
 )
-from prejit.server.openai.prompt_scores import PromptLogprobs, as_vllm
+from prejit.server.openai.token_masks import token_masks
 from prejit.server.served.served import Models, Served
 
 _DEFAULT_TOKENS = 16
 """How many tokens OpenAI's API generates for a request that does not ask."""
 _MAX_PROMPTS = 256
-
-PromptField = str | list[int | str | list[int]]
-"""A text, a list of token ids, or a list of either."""
 
 
 class CompletionRequest(Sampled, frozen=True, kw_only=True):
@@ -65,7 +50,7 @@ class CompletionRequest(Sampled, frozen=True, kw_only=True):
         add_special_tokens: whether the tokenizer adds its own to a prompt. Default: true. As vLLM has it.
     """
 
-    prompt: PromptField
+    prompt: prompts.Inputs
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -94,7 +79,7 @@ class Completion(ResponseFields, frozen=True, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: TokenUsage | None
+    usage: TokenUsage | msgspec.UnsetType | None
 
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
@@ -104,69 +89,35 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
     """Answer POST /v1/completions."""
     body = await read(request, _DECODER, settings)
     _check(body)
-    served = served_model(models, body.model)
-    prompts.need_text_model(served)
-    options = body.options(served)
-    options["max_new_tokens"] = new_tokens(
-        body.max_tokens or None, served, settings, name="max_tokens", default=_DEFAULT_TOKENS
+    asked = engine_calls.asked(
+        models,
+        settings,
+        request,
+        body,
+        most="max_tokens",
+        default=_DEFAULT_TOKENS,
+        logprobs=body.logprobs,
     )
-    options["logprobs"] = body.logprobs
     constraint = body.constraint()
-    given = as_prompts(body.prompt)
+    given = prompts.as_inputs("prompt", body.prompt)
     if len(given) > _MAX_PROMPTS:
         raise ApiError(
             400,
             f"prompt: expected at most {_MAX_PROMPTS} prompts, found {len(given)}",
             param="prompt",
         )
+    served = asked.served
     token_ids = await _read_prompts(body, served, given)
-    mask = None
-    if constraint is not None:
-        mask = await mask_of(request, served, constraint, options["stop_token_ids"])
-    mask = await limited(
-        served, body.allowed_token_ids, body.bad_words or (), mask, options["stop_token_ids"]
-    )
-    wanted = [
-        text_call(
-            request,
-            settings,
-            served,
-            body,
-            prompt=each,
-            options=options,
-            choices=body.n or 1,
-            mask=mask,
-        )
-        for each in token_ids
-    ]
+    mask = await token_masks(asked, constraint)
+    wanted = [text_call(asked, each, mask, choices=body.n or 1) for each in token_ids]
     echoes = await _echoes(body, served, given, wanted)
-    scores = await prompt_scores.scores(request, served, wanted, _scored(body))
+    scores = await scores_of_prompts(asked, wanted, _scored(body))
     answer = _Answer(body, served, wanted, echoes, scores)
     if body.stream:
         return EventStream(answer.events())
     found = None if body.max_tokens == 0 else await engine_calls.results(request, wanted)
     listed = engine_calls.listed(found or (), scores)
     return await prompts.off_loop(listed, lambda: json_response(answer.completion(found)))
-
-
-def as_prompts(field: PromptField) -> list[str | list[int]]:
-    """Return the prompts of a field that holds one or several.
-
-    Raises:
-        ApiError: it is empty, or mixes token ids with prompts.
-    """
-    if isinstance(field, str):
-        return [field]
-    # In C: the list may have millions of items, and the event loop waits.
-    kinds = {*map(type, field)}
-    if not field or (int in kinds and len(kinds) > 1):
-        found = "an empty list" if not field else "token ids beside prompts"
-        raise ApiError(
-            400,
-            f"prompt: expected a text, token ids, or a list of either, found {found}",
-            param="prompt",
-        )
-    return cast("list[str | list[int]]", [field] if kinds == {int} else field)
 
 
 def _check(body: CompletionRequest) -> None:
@@ -240,12 +191,10 @@ class _Answer:
         scores: list[list[Logprob]],
     ) -> None:
         self._body = body
-        self._served = served
         self._wanted = wanted
         self._echoes = echoes
         self._scores = scores
-        self._id = f"cmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
+        self._identity = identity(served, "cmpl")
         self._choices = body.n or 1
         self._is_scored = _scored(body) is not None
         named = body.logprobs is not None or self._is_scored
@@ -262,7 +211,7 @@ class _Answer:
             usage = engine_calls.token_usage(sum(len(each.prompt) for each in self._wanted))
         else:
             usage = self._usage([[result.stats for result in results] for results in found])
-        return self._response(choices, usage)
+        return Completion(**self._identity, choices=choices, usage=usage)
 
     def _choice(self, prompt: int, place: int, result: Result | None) -> CompletionChoice:
         body, token_ids, scores = self._body, self._wanted[prompt].prompt, self._scores[prompt]
@@ -297,13 +246,9 @@ class _Answer:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
-        options = self._body.stream_options
-        with_usage = options is not None and bool(options.include_usage)
-        # Everything around the text of a chunk is the same for all of them, so it is encoded once.
-        marker = encode(self._response([], None))
-        head, _, rest = marker.partition(b'"choices":[]')
-        head = b"data: " + head + b'"choices":['
-        tail = (b"]" + rest if with_usage else b"]}") + b"\n\n"
+        with_usage = self._body.wants_usage
+        usage = None if with_usage else msgspec.UNSET
+        head, tail = around_choices(Completion(**self._identity, choices=[], usage=usage))
         count = len(self._wanted) * self._choices
         lists = [self._lists() for _ in range(count)]
         begun = [False] * count
@@ -326,24 +271,14 @@ class _Answer:
                     stats[index] = piece.stats
                 if text or piece.finish_reason is not None or new:
                     yield b"".join((head, _chunk(index, text, piece, logprobs), tail))
-        last = b""
+        last = None
         if with_usage:
             by_prompt = [
                 [stats[i] for i in range(p, p + self._choices)]
                 for p in range(0, count, self._choices)
             ]
-            last = b"data: " + encode(self._response([], self._usage(by_prompt))) + b"\n\n"
-        yield last + DONE
-
-    def _response(self, choices: list[CompletionChoice], usage: TokenUsage | None) -> Completion:
-        return Completion(
-            id=self._id,
-            created=self._created,
-            model=self._served.name,
-            system_fingerprint=fingerprint(self._served),
-            choices=choices,
-            usage=usage,
-        )
+            last = Completion(**self._identity, choices=[], usage=self._usage(by_prompt))
+        yield ending(last)
 
     def _lists(self) -> CompletionLogprobLists:
         return CompletionLogprobLists(self._names, self._body.logprobs or 0)

@@ -1,13 +1,16 @@
-"""POST /v1/embeddings: vectors of texts."""
+"""POST /v1/embeddings: vectors of texts; /v1/score and /v1/rerank: how alike texts are, as vLLM has them."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Any, Literal
+import time
+import uuid
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,13 +20,14 @@ from prejit.server.gate.http_errors import ApiError, json_response
 from prejit.server.gate.request_clients import check_tokens, unless_gone
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import (
+    RequestFields,
     ResponseFields,
     Unused,
     check_only,
     read,
     served_model,
 )
-from prejit.server.openai.prompts import off_loop
+from prejit.server.openai.prompts import Inputs, as_inputs, off_loop
 from prejit.server.served.served import Models, Served
 
 MAX_INPUTS = 2048
@@ -51,7 +55,7 @@ class EmbeddingRequest(EncodingRequest, frozen=True, kw_only=True):
         dimensions: the width of the model; no other is supported.
     """
 
-    input: str | list[int | str | list[int]]
+    input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
 
@@ -80,16 +84,107 @@ class EmbeddingList(ResponseFields, frozen=True, kw_only=True):
     usage: EmbeddingUsage
 
 
-_DECODER = msgspec.json.Decoder(EmbeddingRequest)
+Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+"""One text or several."""
+
+
+class ScoreRequest(EncodingRequest, frozen=True, kw_only=True):
+    """The body of POST /v1/score.
+
+    Attributes:
+        text_1: one text, or as many as `text_2` has.
+        text_2: the texts to compare with it.
+    """
+
+    text_1: Texts
+    text_2: Texts
+
+
+class Score(ResponseFields, frozen=True, kw_only=True):
+    """The similarity of two texts, -1 to 1."""
+
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreList(ResponseFields, frozen=True, kw_only=True):
+    """The response of POST /v1/score."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class Document(RequestFields, frozen=True, kw_only=True):
+    """A document that is an object."""
+
+    text: str
+
+
+class RerankRequest(EncodingRequest, frozen=True, kw_only=True):
+    """The body of POST /v1/rerank.
+
+    Attributes:
+        query: a text.
+        documents: the texts to put in order.
+        top_n: how many of the best come back; 0 and none: all.
+        return_documents: whether their texts come back. Default: true.
+        max_tokens_per_doc: not supported.
+    """
+
+    query: str
+    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)]
+    top_n: Annotated[int, Meta(ge=0)] | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: None = None
+
+
+class RankedDocument(ResponseFields, frozen=True, kw_only=True):
+    """The text of a document."""
+
+    text: str
+
+
+class RerankResult(ResponseFields, frozen=True, kw_only=True):
+    """A document and how relevant it is, -1 to 1."""
+
+    index: int
+    relevance_score: float
+    document: RankedDocument | msgspec.UnsetType = msgspec.UNSET
+
+
+class Reranked(ResponseFields, frozen=True, kw_only=True):
+    """The response of POST /v1/rerank, the most relevant document first."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: EmbeddingUsage
+
+
+_EMBED = msgspec.json.Decoder(EmbeddingRequest)
+_SCORE = msgspec.json.Decoder(ScoreRequest)
+_RERANK = msgspec.json.Decoder(RerankRequest)
 
 
 async def embed(models: Models, settings: Settings, request: Request) -> Response:
     """Answer POST /v1/embeddings."""
-    body = await read(request, _DECODER, settings)
+    body = await read(request, _EMBED, settings)
     served = served_model(models, body.model)
-    _check_dimensions(body, served)
+    encoder = served.bundle.config.encoder
+    if encoder is not None and body.dimensions not in (None, encoder.width):
+        raise ApiError(
+            400,
+            f"dimensions: expected {encoder.width}, the width of this model, found {body.dimensions}",
+            param="dimensions",
+            code="unsupported_parameter",
+        )
     inputs = _inputs(body)
-    vectors, tokens = await encoded(request, settings, served, body, inputs)
+    vectors, usage = await _encoded(request, settings, served, body, inputs)
     return json_response(
         EmbeddingList(
             data=[
@@ -97,19 +192,19 @@ async def embed(models: Models, settings: Settings, request: Request) -> Respons
                 for place, vector in enumerate(vectors)
             ],
             model=served.name,
-            usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens),
+            usage=usage,
         )
     )
 
 
-async def encoded(
+async def _encoded(
     request: Request,
     settings: Settings,
     served: Served,
     body: EncodingRequest,
     inputs: list[str | list[int]],
-) -> tuple[np.ndarray[Any, np.dtype[np.float32]], int]:
-    """Return the vectors of inputs, little-endian float32 [N, D], and how many tokens these have.
+) -> tuple[np.ndarray[Any, np.dtype[np.float32]], EmbeddingUsage]:
+    """Return the vectors of inputs, little-endian float32 [N, D], and the usage.
 
     Raises:
         ApiError: the model is no encoder, the request wants them shorter than the model does, or its key has
@@ -145,24 +240,18 @@ async def encoded(
     vectors = np.ascontiguousarray(found.embeddings, np.dtype("<f4"))
     if not np.isfinite(vectors).all():
         raise NumbersError("the model returned embeddings that are not numbers")
+    tokens = found.stats.tokens
     if key.meter is not None:
-        key.meter.spend(found.stats.tokens)
-    return vectors, found.stats.tokens
-
-
-def _check_dimensions(body: EmbeddingRequest, served: Served) -> None:
-    encoder = served.bundle.config.encoder
-    if encoder is not None and body.dimensions not in (None, encoder.width):
-        raise ApiError(
-            400,
-            f"dimensions: expected {encoder.width}, the width of this model, found {body.dimensions}",
-            param="dimensions",
-            code="unsupported_parameter",
-        )
+        key.meter.spend(tokens)
+    return vectors, EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
 
 
 def _inputs(body: EmbeddingRequest) -> list[str | list[int]]:
-    inputs = _listed(body)
+    inputs = as_inputs("input", body.input)
+    if len(inputs) > MAX_INPUTS:
+        raise ApiError(
+            400, f"input: expected at most {MAX_INPUTS}, found {len(inputs)}", param="input"
+        )
     for place, each in enumerate(inputs):
         if not each:
             raise ApiError(
@@ -171,27 +260,72 @@ def _inputs(body: EmbeddingRequest) -> list[str | list[int]]:
     return inputs
 
 
-def _listed(body: EmbeddingRequest) -> list[str | list[int]]:
-    if isinstance(body.input, str):
-        return [body.input]
-    ids = [each for each in body.input if isinstance(each, int)]
-    if not body.input or (ids and len(ids) < len(body.input)):
-        found = "an empty list" if not body.input else "token ids beside inputs"
-        raise ApiError(
-            400,
-            f"input: expected a text, token ids, or a list of either, found {found}",
-            param="input",
-        )
-    if ids:
-        return [ids]
-    if len(body.input) > MAX_INPUTS:
-        raise ApiError(
-            400, f"input: expected at most {MAX_INPUTS}, found {len(body.input)}", param="input"
-        )
-    return [each for each in body.input if not isinstance(each, int)]
-
-
 def _written(vector: np.ndarray[Any, Any], encoding: str | None) -> list[float] | str:
     if encoding == "base64":
         return base64.b64encode(vector.tobytes()).decode()
     return vector.tolist()  # type: ignore[no-any-return]
+
+
+async def score(models: Models, settings: Settings, request: Request) -> Response:
+    """Answer POST /v1/score."""
+    body = await read(request, _SCORE, settings)
+    served = served_model(models, body.model)
+    one, other = (
+        [texts] if isinstance(texts, str) else texts for texts in (body.text_1, body.text_2)
+    )
+    if len(one) not in (1, len(other)):
+        raise ApiError(
+            400,
+            f"text_1: expected one text, or {len(other)} as text_2 has, found {len(one)}",
+            param="text_1",
+        )
+    scores, usage = await _cosines(request, settings, served, body, one, other)
+    return json_response(
+        ScoreList(
+            id=f"score-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=served.name,
+            data=[Score(index=place, score=each) for place, each in enumerate(scores)],
+            usage=usage,
+        )
+    )
+
+
+async def rerank(models: Models, settings: Settings, request: Request) -> Response:
+    """Answer POST /v1/rerank."""
+    body = await read(request, _RERANK, settings)
+    served = served_model(models, body.model)
+    texts = [each if isinstance(each, str) else each.text for each in body.documents]
+    scores, usage = await _cosines(request, settings, served, body, [body.query], texts)
+    best = sorted(range(len(texts)), key=lambda place: -scores[place])[: body.top_n or None]
+    shown = body.return_documents is not False
+    return json_response(
+        Reranked(
+            id=f"rerank-{uuid.uuid4().hex}",
+            model=served.name,
+            results=[
+                RerankResult(
+                    index=place,
+                    relevance_score=scores[place],
+                    document=RankedDocument(text=texts[place]) if shown else msgspec.UNSET,
+                )
+                for place in best
+            ],
+            usage=usage,
+        )
+    )
+
+
+async def _cosines(
+    request: Request,
+    settings: Settings,
+    served: Served,
+    body: EncodingRequest,
+    one: list[str],
+    other: list[str],
+) -> tuple[list[float], EmbeddingUsage]:
+    """Return the cosine of each pair of texts, and the usage; `one` may be a single text."""
+    vectors, usage = await _encoded(request, settings, served, body, [*one, *other])
+    long: np.ndarray[Any, np.dtype[np.float64]] = vectors.astype(np.float64)
+    long /= np.maximum(np.linalg.norm(long, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    return (long[: len(one)] * long[len(one) :]).sum(1).tolist(), usage

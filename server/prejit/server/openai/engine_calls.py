@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from starlette.requests import Request
 
@@ -15,13 +15,13 @@ from prejit.runtime.errors import NumbersError
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.sampling import Logprob
-from prejit.server.gate import request_clients
 from prejit.server.gate.http_errors import ApiError
-from prejit.server.gate.request_clients import unless_gone
+from prejit.server.gate.request_clients import check_tokens, priority, unless_gone
 from prejit.server.gate.server_settings import Settings
-from prejit.server.openai.fields import PromptTokensDetails, Sampled, TokenUsage
-from prejit.server.openai.prompts import kept
-from prejit.server.served.served import Served
+from prejit.server.openai.bodies import served_model
+from prejit.server.openai.fields import PromptTokensDetails, Sampled, TokenUsage, new_tokens
+from prejit.server.openai.prompts import kept, need_text_model
+from prejit.server.served.served import Models, Served
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.options import TokenMask
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from prejit.server.engine.fair_queue import Limits
     from prejit.server.engine.stream import Stream
     from prejit.server.gate.api_keys import ApiKey
+
+_T = TypeVar("_T")
 
 Pieces = AsyncGenerator[tuple[int, Piece], None]
 """Pieces of several texts, each with the number of its text."""
@@ -49,6 +51,60 @@ _PLACE_CHARACTERS = 5
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for text, after its body was read and its model found.
+
+    Attributes:
+        request: has the key, and says when its client is gone.
+        settings: the limits of the server.
+        served: the model.
+        body: the fields.
+        options: those of the engine, `seed` included.
+    """
+
+    request: Request
+    settings: Settings
+    served: Served
+    body: Sampled
+    options: dict[str, Any]
+
+
+def asked(
+    models: Models,
+    settings: Settings,
+    request: Request,
+    body: Sampled,
+    *,
+    most: str,
+    default: int | None = None,
+    logprobs: int | None,
+) -> Asked:
+    """Return what a request asks for.
+
+    Args:
+        models: the served bundles.
+        settings: the limits of the server.
+        request: the request.
+        body: its fields.
+        most: the field with the largest number of new tokens; the value 0 is the endpoint's own.
+        default: the number of new tokens for a request that does not ask.
+        logprobs: how many alternatives of each token have log-probabilities; None: no token has.
+
+    Raises:
+        ModelNotFoundError, ApiError: there is no such model, it does not continue texts, or the request asks
+            for more tokens than the server's limit.
+    """
+    served = served_model(models, body.model)
+    need_text_model(served)
+    given: int | None = getattr(body, most) or None
+    options = body.options(served) | {
+        "max_new_tokens": new_tokens(given, served, settings, name=most, default=default),
+        "logprobs": logprobs,
+    }
+    return Asked(request, settings, served, body, options)
+
+
+@dataclass(frozen=True, slots=True)
 class TextCall:
     """One prompt for the engine, and how many continuations of it are wanted.
 
@@ -58,11 +114,7 @@ class TextCall:
         options: options of the engine, `seed` included. Each further continuation takes the next seed.
         choices: how many continuations.
         mask: returns a new token mask, one for each continuation; None: no tokens are masked.
-        priority: as `Engine.submit`.
-        client: as `Engine.submit`.
-        limits: as `Engine.submit`.
-        timeout: as `Engine.submit`.
-        cache_salt: as `Engine.submit`.
+        priority, client, limits, timeout, cache_salt: as `Engine.submit`.
     """
 
     engine: Engine
@@ -76,81 +128,45 @@ class TextCall:
     timeout: float | None
     cache_salt: str
 
-    def submit(self) -> list[Future[Result]]:
-        """Submit all continuations, or none: if one is refused, the others are cancelled.
-
-        Raises:
-            UsageError, ContextError, QueueFullError, ClosedError: as `Engine.submit`.
-        """
-        futures: list[Future[Result]] = []
-        try:
-            for choice in range(self.choices):
-                futures.append(self.engine.submit(self.prompt, **self._arguments(choice)))
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
-        return futures
-
-    def streams(self) -> list[Stream]:
-        """Open a stream for each continuation, or none: if one is refused, the others are closed.
-
-        Raises:
-            UsageError, ContextError, QueueFullError, ClosedError: as `Engine.stream`.
-        """
-        streams: list[Stream] = []
-        try:
-            for choice in range(self.choices):
-                streams.append(self.engine.stream(self.prompt, **self._arguments(choice)))
-        except BaseException:
-            for stream in streams:
-                stream.close()
-            raise
-        return streams
-
-    def _arguments(self, choice: int) -> dict[str, Any]:
-        return {
-            **self.options,
-            "seed": (self.options["seed"] + choice) % 2**64,
-            "token_mask": None if self.mask is None else self.mask(),
-            "priority": self.priority,
-            "client": self.client,
-            "limits": self.limits,
-            "timeout": self.timeout,
-            "cache_salt": self.cache_salt,
-        }
+    def begin(self, submit: Callable[..., _T]) -> Iterator[_T]:
+        """Submit the continuations, one after the other, by `Engine.submit` or `Engine.stream`."""
+        for choice in range(self.choices):
+            seed = (self.options["seed"] + choice) % 2**64
+            yield submit(
+                self.prompt,
+                **self.options | {"seed": seed},
+                token_mask=None if self.mask is None else self.mask(),
+                priority=self.priority,
+                client=self.client,
+                limits=self.limits,
+                timeout=self.timeout,
+                cache_salt=self.cache_salt,
+            )
 
 
 def text_call(
-    request: Request,
-    settings: Settings,
-    served: Served,
-    body: Sampled,
-    *,
+    asked: Asked,
     prompt: Sequence[int],
-    options: dict[str, Any],
-    choices: int = 1,
     mask: Callable[[], TokenMask] | None = None,
+    *,
+    choices: int = 1,
 ) -> TextCall:
     """Return what a request for text asks of the engine, within the limits that it has for its tokens.
 
     Args:
-        request: has its key.
-        settings: has the time that a request may take.
-        served: the model.
-        body: has the priority and the limits.
+        asked: the request.
         prompt: token ids. The request may keep only their end.
-        options: as of `TextCall`.
-        choices: as of `TextCall`.
         mask: as of `TextCall`.
+        choices: as of `TextCall`.
 
     Raises:
         ApiError: the key may not have its priority, or has no tokens left.
         ApiError, ContextError: the limits cannot be kept, or the prompt is certainly too long.
     """
-    key: ApiKey = request.state.key
-    request_clients.check_tokens(key)
-    most = options["max_new_tokens"]
+    body = asked.body
+    key: ApiKey = asked.request.state.key
+    check_tokens(key)
+    most = asked.options["max_new_tokens"]
     if most is not None and (body.min_tokens or 0) > most:
         raise ApiError(
             400,
@@ -158,15 +174,15 @@ def text_call(
             param="min_tokens",
         )
     return TextCall(
-        engine=served.engine,
-        prompt=kept(served, prompt, body.truncate_prompt_tokens),
-        options=options,
+        engine=asked.served.engine,
+        prompt=kept(asked.served, prompt, body.truncate_prompt_tokens),
+        options=asked.options,
         choices=choices,
         mask=mask,
-        priority=request_clients.priority(key, body.priority),
+        priority=priority(key, body.priority),
         client=key.name,
         limits=key.limits,
-        timeout=settings.timeout_seconds,
+        timeout=asked.settings.timeout_seconds,
         cache_salt=body.cache_salt or "",
     )
 
@@ -175,7 +191,8 @@ def text_call(
 async def pieces(calls: Sequence[TextCall]) -> AsyncGenerator[Pieces, None]:
     """Submit all continuations, and give their pieces as they come, each with its number: first call first.
 
-    The continuations end with the context. The iterator raises what happens after they were submitted.
+    The continuations end with the context, all of them if one is refused. The iterator raises what happens
+    after they were submitted.
 
     Raises:
         ApiError: they are more than may wait.
@@ -186,7 +203,8 @@ async def pieces(calls: Sequence[TextCall]) -> AsyncGenerator[Pieces, None]:
     streams: list[Stream] = []
     try:
         for call in calls:
-            streams += call.streams()
+            for stream in call.begin(call.engine.stream):
+                streams.append(stream)
         async with aclosing(_numbered(streams)) as numbered:
             yield numbered
     finally:
@@ -197,12 +215,12 @@ async def pieces(calls: Sequence[TextCall]) -> AsyncGenerator[Pieces, None]:
 async def _numbered(streams: Sequence[Stream]) -> Pieces:
     if len(streams) == 1:
         async for piece in streams[0]:
-            check_numbers(piece.finish_reason)
+            _check_numbers(piece.finish_reason)
             yield 0, piece
         return
     async with aclosing(_merged(streams)) as merged:
         async for place, piece in merged:
-            check_numbers(piece.finish_reason)
+            _check_numbers(piece.finish_reason)
             yield place, piece
 
 
@@ -234,26 +252,26 @@ async def results(request: Request, calls: Sequence[TextCall]) -> list[list[Resu
 
     Raises:
         ApiError: they are more than may wait.
-        ClientDisconnect: the client is gone. The calls are cancelled.
+        ClientDisconnect: the client is gone. The calls are cancelled, as they are if one is refused.
         UsageError, ContextError, QueueFullError, ClosedError, DeadlineError: as `Engine.generate`.
         NumbersError: the model returned no numbers.
     """
     _check_count(calls)
-    submitted: list[list[Future[Result]]] = []
+    submitted: list[Future[Result]] = []
     try:
         for call in calls:
-            submitted.append(call.submit())
-        flat = [asyncio.wrap_future(future) for futures in submitted for future in futures]
-        finished = iter(await unless_gone(request.receive, asyncio.gather(*flat)))
+            for future in call.begin(call.engine.submit):
+                submitted.append(future)
+        finished = await unless_gone(
+            request.receive, asyncio.gather(*map(asyncio.wrap_future, submitted))
+        )
     finally:
-        for futures in submitted:
-            for future in futures:
-                future.cancel()  # has no effect on those that are finished
-    found = [[next(finished) for _ in futures] for futures in submitted]
-    for each in found:
-        for result in each:
-            check_numbers(result.finish_reason)
-    return found
+        for future in submitted:
+            future.cancel()  # has no effect on those that are finished
+    for result in finished:
+        _check_numbers(result.finish_reason)
+    following = iter(finished)
+    return [[next(following) for _ in range(call.choices)] for call in calls]
 
 
 def listed(found: Sequence[Sequence[Result]], scores: Sequence[Sequence[Logprob]]) -> int:
@@ -267,7 +285,7 @@ def listed(found: Sequence[Sequence[Result]], scores: Sequence[Sequence[Logprob]
     return sum(_PLACE_CHARACTERS * (1 + len(each[0].top)) * len(each) for each in lists if each)
 
 
-def check_numbers(reason: str | None) -> None:
+def _check_numbers(reason: str | None) -> None:
     """Check that a generation did not end because its logits were not numbers.
 
     Raises:

@@ -13,16 +13,29 @@ from starlette.types import Receive, Scope, Send
 from prejit.runtime.errors import PrejitError
 from prejit.server.gate.http_errors import as_api_error, error_json
 from prejit.server.gate.request_clients import disconnected
-from prejit.server.openai.bodies import encode
+from prejit.server.openai.bodies import ResponseFields, encode
 
 COMMENT_SECONDS = 15.0
 """How long a request may wait in the queue without a byte on its connection."""
 _COMMENT = b": waiting\n\n"
 
-DONE = b"data: [DONE]\n\n"
+_DONE = b"data: [DONE]\n\n"
 """The last event of OpenAI's older streams."""
 
-Events = AsyncGenerator[bytes, None]
+
+def around_choices(empty: ResponseFields) -> tuple[bytes, bytes]:
+    """Return what stands in an event before and behind its choices: the same in all, so it is encoded once.
+
+    Args:
+        empty: an event without choices.
+    """
+    head, _, tail = encode(empty).partition(b'"choices":[]')
+    return b"data: " + head + b'"choices":[', b"]" + tail + b"\n\n"
+
+
+def ending(usage: ResponseFields | None) -> bytes:
+    """Return the last events: one with the usage, if there is one, and the mark."""
+    return (b"" if usage is None else b"data: " + encode(usage) + b"\n\n") + _DONE
 
 
 def error_event(error: Exception) -> bytes:
@@ -44,7 +57,9 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: Events, on_error: Callable[[Exception], bytes] = error_event
+        self,
+        events: AsyncGenerator[bytes, None],
+        on_error: Callable[[Exception], bytes] = error_event,
     ) -> None:
         """Make a response.
 

@@ -265,6 +265,11 @@ class Sampled(Structured, frozen=True, kw_only=True):
     kv_transfer_params: None = None
     vllm_xargs: None = None
 
+    @property
+    def wants_usage(self) -> bool:
+        """Return whether a stream ends with the usage of the request."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
     def chosen_temperature(self, served: Served) -> float:
         """Return the temperature: the request's, else the bundle's, else OpenAI's default."""
         if self.temperature is not None:

@@ -1,13 +1,25 @@
-"""Log-probabilities of tokens, in the form of the chat API and in that of the older completions API."""
+"""Log-probabilities of tokens in the forms of the chat API, of the older completions API, and of vLLM.
+
+Those of a prompt come from the decode programs that every bundle has: a request generates the prompt itself.
+It begins with the first token, and a token mask allows no other than the one that the prompt has next.
+Log-probabilities are of the model's own logits, before the mask.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from dataclasses import replace
+from typing import Any, final
 
+import numpy as np
+
+from prejit.runtime.base import arguments
+from prejit.runtime.errors import ContextError
 from prejit.runtime.generation.sampling import Logprob
 from prejit.runtime.text.vocabulary import TokenBytes
+from prejit.server.openai import engine_calls
 from prejit.server.openai.bodies import ResponseFields
+from prejit.server.openai.engine_calls import Asked, TextCall
 from prejit.server.served.served import Served
 
 LEAST = -9999.0
@@ -44,6 +56,24 @@ class CompletionLogprobs(ResponseFields, frozen=True, kw_only=True):
     token_logprobs: list[float | None]
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None] | None
+
+
+class PromptLogprob(ResponseFields, frozen=True, kw_only=True):
+    """The log-probability of a token at a place of a prompt.
+
+    Attributes:
+        logprob: of the token.
+        rank: 1 for the most likely token; None: it is not among those that were returned.
+        decoded_token: its text.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of a prompt, log-probabilities by token id; None for the first, which nothing precedes."""
 
 
 @final
@@ -90,16 +120,12 @@ def for_chat(found: Logprob, names: TokenNames, top: int) -> TokenLogprob:
 
 @final
 class CompletionLogprobLists:
-    """Makes the parallel lists of the older API, piece by piece.
+    """Makes the parallel lists of the older API, piece by piece."""
 
-    Attributes:
-        offset: the place of the next token in the text.
-    """
-
-    def __init__(self, names: TokenNames, top: int, offset: int = 0) -> None:
+    def __init__(self, names: TokenNames, top: int) -> None:
         self._names = names
         self._top = top
-        self.offset = offset
+        self._offset = 0  # of the next token in the text
 
     def take(self, tokens: Sequence[Logprob], prompt: Sequence[int] = ()) -> CompletionLogprobs:
         """Return the lists for the next tokens.
@@ -111,31 +137,96 @@ class CompletionLogprobLists:
         """
         texts: list[str] = []
         offsets: list[int] = []
-        tops: list[dict[str, float] | None] = []
-        for token_id in prompt[:1]:
-            text, _ = self._names.of(token_id)
-            texts.append(text)
-            offsets.append(self.offset)
-            self.offset += len(text)
-            tops.append(None)
-        for found in tokens:
-            text, _ = self._names.of(found.token_id)
-            texts.append(text)
-            offsets.append(self.offset)
-            self.offset += len(text)
-            # The chosen token is always among them, so there may be one more than asked for.
-            likely = {
-                self._names.of(token_id)[0]: max(logprob, LEAST)
-                for token_id, logprob in found.top[: self._top]
-            }
-            likely.setdefault(text, max(found.logprob, LEAST))
-            tops.append(likely)
+        for token_id in (*prompt[:1], *(found.token_id for found in tokens)):
+            texts.append(self._names.of(token_id)[0])
+            offsets.append(self._offset)
+            self._offset += len(texts[-1])
+        unknown = [None for _ in prompt[:1]]
         return CompletionLogprobs(
             text_offset=offsets,
-            token_logprobs=[
-                *(None for _ in prompt[:1]),
-                *(max(found.logprob, LEAST) for found in tokens),
-            ],
+            token_logprobs=[*unknown, *(max(found.logprob, LEAST) for found in tokens)],
             tokens=texts,
-            top_logprobs=tops if self._top else None,
+            top_logprobs=[*unknown, *map(self._likely, tokens)] if self._top else None,
         )
+
+    def _likely(self, found: Logprob) -> dict[str, float]:
+        # The chosen token is always among them, so there may be one more than asked for.
+        likely = {
+            self._names.of(token_id)[0]: max(logprob, LEAST)
+            for token_id, logprob in found.top[: self._top]
+        }
+        likely.setdefault(self._names.of(found.token_id)[0], max(found.logprob, LEAST))
+        return likely
+
+
+async def scores_of_prompts(
+    asked: Asked, wanted: Sequence[TextCall], top: int | None
+) -> list[list[Logprob]]:
+    """Return, for each call, the log-probabilities of the tokens of its prompt but the first.
+
+    Args:
+        asked: the request, which ends the work when its client is gone.
+        wanted: the calls.
+        top: how many of the most likely tokens; None: nothing is wanted, and the lists are empty.
+
+    Raises:
+        ContextError: a prompt is longer than the longest context that has memory.
+        UsageError: a token is not in the vocabulary.
+        ClientDisconnect, QueueFullError, ClosedError, DeadlineError, NumbersError: as `results`.
+    """
+    if top is None:
+        return [[] for _ in wanted]
+    scoring = [_scoring(asked.served, call, top) for call in wanted if len(call.prompt) > 1]
+    found = iter(await engine_calls.results(asked.request, scoring))
+    return [[*(next(found)[0].logprobs or ())] if len(call.prompt) > 1 else [] for call in wanted]
+
+
+def _scoring(served: Served, call: TextCall, top: int) -> TextCall:
+    prompt, size = call.prompt, served.bundle.decoder.decoder.vocab_size
+    arguments.check_vocabulary("prompt", prompt, size)
+    if len(prompt) > (context := served.engine.plan.context):
+        raise ContextError(f"prompt: expected at most {context} tokens, found {len(prompt)}")
+
+    def next_of_prompt(token_ids: Sequence[int]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        mask = np.zeros(size, np.bool_)
+        mask[prompt[len(token_ids) + 1]] = True
+        return mask
+
+    options = {
+        "temperature": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": 0,
+        "max_new_tokens": len(prompt) - 1,
+        "min_new_tokens": 0,
+        "stop_token_ids": (),
+        "logprobs": top,
+    }
+    return replace(call, prompt=prompt[:1], options=options, choices=1, mask=lambda: next_of_prompt)
+
+
+def as_vllm(
+    prompt: Sequence[int], found: Sequence[Logprob], top: int, names: TokenNames
+) -> PromptLogprobs:
+    """Return log-probabilities of a prompt in the form of vLLM.
+
+    Args:
+        prompt: token ids.
+        found: of each but the first.
+        top: how many of the most likely tokens.
+        names: texts of tokens.
+    """
+    lists: PromptLogprobs = [None for _ in prompt[:1]]
+    for each in found:
+        likely: dict[int, tuple[float, int | None]] = {
+            token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(each.top[:top], 1)
+        }
+        likely.setdefault(each.token_id, (each.logprob, None))
+        lists.append(
+            {
+                str(token_id): PromptLogprob(
+                    logprob=max(logprob, LEAST), rank=rank, decoded_token=names.of(token_id)[0]
+                )
+                for token_id, (logprob, rank) in likely.items()
+            }
+        )
+    return lists

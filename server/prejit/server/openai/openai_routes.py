@@ -12,7 +12,17 @@ from starlette.routing import Route
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.chat_completions import ChatCompletion, ChatRequest, chat
 from prejit.server.openai.completions import Completion, CompletionRequest, complete
-from prejit.server.openai.embeddings import EmbeddingList, EmbeddingRequest, embed
+from prejit.server.openai.embeddings import (
+    EmbeddingList,
+    EmbeddingRequest,
+    Reranked,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+    embed,
+    rerank,
+    score,
+)
 from prejit.server.openai.models_and_tokens import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -28,14 +38,6 @@ from prejit.server.openai.models_and_tokens import (
 from prejit.server.openai.openapi import Operation
 from prejit.server.openai.responses import respond
 from prejit.server.openai.responses_schema import ResponseObject, ResponseRequest
-from prejit.server.openai.similarity import (
-    Reranked,
-    RerankRequest,
-    ScoreList,
-    ScoreRequest,
-    rerank,
-    score,
-)
 from prejit.server.served.served import Models
 
 Handler = Callable[[Models, Settings, Request], Awaitable[Response]]
@@ -90,12 +92,7 @@ OPERATIONS = tuple(_HANDLERS)
 
 
 def routes(models: Models, settings: Settings) -> list[Route]:
-    """Return the routes.
-
-    Args:
-        models: the served bundles.
-        settings: the limits of the server.
-    """
+    """Return the routes."""
     return [
         Route(
             # A name of a model may have a slash.

@@ -15,30 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prejit.server.openai.bodies import ResponseFields, encode
-
-
-class ErrorFields(ResponseFields, frozen=True, kw_only=True):
-    """What went wrong.
-
-    Attributes:
-        message: one sentence with where, what was expected and what was found.
-        type: the kind of error.
-        param: the field at fault.
-        code: a stable name of the error.
-    """
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(ResponseFields, frozen=True, kw_only=True):
-    """The body of every response that is an error."""
-
-    error: ErrorFields
-
+from prejit.server.gate.http_errors import ErrorBody
+from prejit.server.openai.bodies import encode
 
 _ATTRIBUTES = "\n\nAttributes:\n"
 """Where a docstring begins to describe attributes."""
@@ -72,11 +50,7 @@ class Operation:
 
 
 def openapi_route(operations: Sequence[Operation]) -> Route:
-    """Return the route of /openapi.json.
-
-    Args:
-        operations: of all routes of the server.
-    """
+    """Return the route of /openapi.json, about the operations of all routes of the server."""
 
     @cache
     def content() -> bytes:

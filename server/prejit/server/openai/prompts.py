@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from prejit.runtime.errors import ContextError
 from prejit.server.gate.http_errors import ApiError
@@ -11,6 +11,9 @@ from prejit.server.served.served import Served
 from prejit.server.served.work_threads import TEXTS, in_thread
 
 T = TypeVar("T")
+
+Inputs = str | list[int | str | list[int]]
+"""A text, a list of token ids, or a list of either."""
 
 INLINE_CHARACTERS = 10_000
 """The texts of a request are tokenized on the event loop up to this length: that takes less time than a
@@ -28,6 +31,26 @@ async def off_loop(characters: int, function: Callable[[], T]) -> T:
     if characters > INLINE_CHARACTERS:
         return await in_thread(TEXTS, function)
     return function()
+
+
+def as_inputs(name: str, value: Inputs) -> list[str | list[int]]:
+    """Return the inputs in the field of that name, which holds one or several.
+
+    Raises:
+        ApiError: it is empty, or mixes token ids with inputs.
+    """
+    if isinstance(value, str):
+        return [value]
+    # In C: the list may have millions of items, and the event loop waits.
+    kinds = {*map(type, value)}
+    if not value or (int in kinds and len(kinds) > 1):
+        found = f"token ids beside {name}s" if value else "an empty list"
+        raise ApiError(
+            400,
+            f"{name}: expected a text, token ids, or a list of either, found {found}",
+            param=name,
+        )
+    return cast("list[str | list[int]]", [value] if kinds == {int} else value)
 
 
 def need_text_model(served: Served) -> None:
@@ -52,19 +75,6 @@ def need_text_model(served: Served) -> None:
     )
 
 
-def check_length(served: Served, prompt: Sequence[int]) -> None:
-    """Check that token ids are not certainly too many, before anything looks at each of them.
-
-    Raises:
-        ContextError: they are.
-    """
-    context = served.bundle.decoder.contexts[-1]
-    if len(prompt) > context:
-        raise ContextError(
-            f"prompt: expected at most {context} tokens (the longest context), found {len(prompt)}"
-        )
-
-
 def kept(served: Served, prompt: Sequence[int], keep: int | None) -> Sequence[int]:
     """Return the end of a prompt that a request keeps.
 
@@ -74,12 +84,15 @@ def kept(served: Served, prompt: Sequence[int], keep: int | None) -> Sequence[in
         keep: how many tokens, 0 and more; -1: as many as the longest context has; None: all.
 
     Raises:
-        ContextError: these are certainly too many.
+        ContextError: these are certainly too many, which is found before anything looks at each of them.
     """
+    context = served.bundle.decoder.contexts[-1]
     if keep is not None:
-        most = served.bundle.decoder.contexts[-1] if keep == -1 else keep
-        prompt = prompt[max(0, len(prompt) - most) :]
-    check_length(served, prompt)
+        prompt = prompt[max(0, len(prompt) - (context if keep == -1 else keep)) :]
+    if len(prompt) > context:
+        raise ContextError(
+            f"prompt: expected at most {context} tokens (the longest context), found {len(prompt)}"
+        )
     return prompt
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -18,24 +18,18 @@ from prejit.runtime.generation.sampling import Logprob
 from prejit.server.gate.http_errors import ApiError, as_api_error, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import engine_calls, prompts
-from prejit.server.openai.answer_bodies import (
+from prejit.server.openai.bodies import check_only, encode, read
+from prejit.server.openai.chat_messages import JsonObjectFormat, joined, plain_call, plain_tools
+from prejit.server.openai.constraints import (
+    OBJECT,
+    AnyConstraint,
+    Constraint,
     Tools,
-    allowed_functions,
     chosen_tools,
-    conversation_call,
 )
-from prejit.server.openai.bodies import check_only, encode, read, served_model
-from prejit.server.openai.chat_messages import (
-    Function,
-    JsonObjectFormat,
-    joined,
-    plain_call,
-    plain_tools,
-)
-from prejit.server.openai.constraints import AnyConstraint, Constraint
 from prejit.server.openai.engine_calls import TextCall
 from prejit.server.openai.event_streams import EventStream
-from prejit.server.openai.fields import check_fields, new_tokens
+from prejit.server.openai.fields import check_fields
 from prejit.server.openai.logprobs import TokenLogprob, for_chat, token_names
 from prejit.server.openai.responses_schema import (
     DECODER,
@@ -54,7 +48,9 @@ from prejit.server.openai.responses_schema import (
     ResponseSchemaFormat,
     ResponseUsage,
 )
+from prejit.server.openai.token_masks import token_masks
 from prejit.server.openai.tool_calls import Parts, ToolCall
+from prejit.server.openai.tool_calls import read as read_parts
 from prejit.server.served.served import Models, Served
 
 
@@ -69,26 +65,17 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
             "top_logprobs: expected include with 'message.output_text.logprobs' beside it",
             param="top_logprobs",
         )
-    served = served_model(models, body.model)
-    prompts.need_text_model(served)
+    top = (body.top_logprobs or 0) if body.include else None
+    asked = engine_calls.asked(
+        models, settings, request, body, most="max_output_tokens", logprobs=top
+    )
     tools = _tools(body)
-    options = body.options(served)
-    options["max_new_tokens"] = new_tokens(
-        body.max_output_tokens, served, settings, name="max_output_tokens"
+    prompt = await prompts.off_loop(
+        len(await request.body()), lambda: _prompt(body, asked.served, tools)
     )
-    if body.include:
-        options["logprobs"] = body.top_logprobs or 0
-    wanted = await conversation_call(
-        request,
-        settings,
-        served,
-        body,
-        prompt=lambda: _prompt(body, served, tools),
-        tools=tools,
-        format_constraint=_constraint(body),
-        options=options,
-    )
-    answer = _Answer(body, served, tools)
+    mask = await token_masks(asked, _constraint(body), tools)
+    wanted = engine_calls.text_call(asked, prompt, mask)
+    answer = _Answer(body, asked.served, tools)
     if body.stream:
         return EventStream(answer.events(wanted), answer.failed)
     [[result]] = await engine_calls.results(request, [wanted])
@@ -98,20 +85,19 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
 
 
 def _tools(body: ResponseRequest) -> Tools:
-    functions: Sequence[Function] = body.tools or ()
-    choice = body.tool_choice
+    functions, choice, parallel = body.tools or (), body.tool_choice, body.parallel_tool_calls
     if isinstance(choice, ChosenResponseTool):
-        return chosen_tools(functions, None, choice.name, parallel=body.parallel_tool_calls)
+        return chosen_tools(functions, None, choice.name, parallel=parallel)
     if isinstance(choice, AllowedResponseTools):
-        functions = allowed_functions(functions, [each.name for each in choice.tools])
-        choice = choice.mode
-    return chosen_tools(functions, choice, None, parallel=body.parallel_tool_calls)
+        names = [each.name for each in choice.tools]
+        return chosen_tools(functions, choice.mode, None, allowed=names, parallel=parallel)
+    return chosen_tools(functions, choice, None, parallel=parallel)
 
 
 def _constraint(body: ResponseRequest) -> AnyConstraint | None:
     wanted, found = None if body.text is None else body.text.format, None
     if isinstance(wanted, JsonObjectFormat):
-        found = Constraint({"type": "object"}, "text.format", strict=True)
+        found = Constraint(OBJECT, "text.format", strict=True)
     elif isinstance(wanted, ResponseSchemaFormat):
         found = Constraint(wanted.schema, "text.format", strict=bool(wanted.strict))
     return body.constraint(found)
@@ -210,7 +196,7 @@ class _Answer:
     def whole(self, result: Result) -> ResponseObject:
         """Return the whole response."""
         found = [self._token(each) for each in result.logprobs or ()]
-        self._take([*self._reader.push(result.text), *self._reader.finish()], found)
+        self._take(read_parts(self._reader, result.text, ends=True), found)
         self._output.finish(complete=_is_complete(result.finish_reason))
         return self._ended(result.finish_reason, result.stats)
 
@@ -228,10 +214,8 @@ class _Answer:
                 events = []
                 if piece.logprob is not None:
                     logprobs.append(self._token(piece.logprob))
-                parts = self._reader.push(piece.text)
-                if piece.finish_reason is not None:
-                    parts = [*parts, *self._reader.finish()]
-                events += self._take(parts, logprobs)
+                ends = piece.finish_reason is not None
+                events += self._take(read_parts(self._reader, piece.text, ends=ends), logprobs)
                 if piece.finish_reason is not None:
                     assert piece.stats is not None
                     events += output.finish(complete=_is_complete(piece.finish_reason))

@@ -161,6 +161,29 @@ class ForcedReader:
         return found if len(found) == len(calls) else [self._text]
 
 
+@final
+class TextReader:
+    """Passes everything: the answer is text."""
+
+    def push(self, text: str) -> Parts:
+        """Return the text."""
+        return [text] if text else []
+
+    def finish(self) -> Parts:
+        """Return nothing."""
+        return []
+
+
+Reader = ToolReader | ForcedReader | TextReader
+"""Separates calls of tools from the text of an answer."""
+
+
+def read(reader: Reader, text: str, *, ends: bool) -> Parts:
+    """Return what is settled with more text of an answer, which may be its last."""
+    parts = reader.push(text)
+    return [*parts, *reader.finish()] if ends else parts
+
+
 def alone(text: str, names: Collection[str]) -> Parts:
     """Return the calls of a text that is nothing but calls of these tools; none if it is something else."""
     content = text[_MARKS.match(text).end() :]  # type: ignore[union-attr] # it matches the empty text

@@ -44,11 +44,7 @@ _FIGURES = (
 
 
 def routes(models: Models) -> list[Route]:
-    """Return the routes of the page.
-
-    Args:
-        models: the served bundles; more may be added later.
-    """
+    """Return the routes of the page. More bundles may be added to the models later."""
 
     async def loaded(request: Request) -> Response:
         # In a thread, because a report waits while a program is being loaded.

@@ -2,6 +2,14 @@
 // Text of models and users enters the document as text only, never as HTML.
 
 const $ = (id) => document.getElementById(id);
+
+/** Return a new element with these properties and children; a child that is a string becomes text. */
+function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
 const FIGURES_EVERY_MS = 1000;
 const PROGRAMS_EVERY_MS = 10000;
 const SPARK_POINTS = 60;
@@ -161,14 +169,9 @@ async function sendChat(event) {
 }
 
 function addMessage(role, content) {
-  const item = document.createElement("li");
-  const text = document.createElement("p");
-  const note = document.createElement("p");
-  item.className = role;
-  text.className = "said";
-  note.className = "soft";
-  text.textContent = content;
-  item.append(text, note);
+  const text = element("p", { className: "said" }, content);
+  const note = element("p", { className: "soft" });
+  const item = element("li", { className: role }, text, note);
   $("messages").append(item);
   return { item, text, note };
 }
@@ -185,12 +188,8 @@ async function sendPrompt(event) {
   if (page.stream) return;
   calm();
   const prompt = $("prompt").value;
-  const given = document.createElement("span");
-  const made = document.createElement("span");
-  given.className = "given";
-  given.textContent = prompt;
-  made.className = "live";
-  $("completion").replaceChildren(given, made);
+  const made = element("span", { className: "live" });
+  $("completion").replaceChildren(element("span", { className: "given" }, prompt), made);
   $("completion-stats").textContent = "";
   $("completion-card").hidden = false;
   busy("complete", true);
@@ -233,27 +232,16 @@ function cosine(a, b) {
 
 function drawSimilarity(sentences, vectors) {
   const rows = sentences.map((sentence, i) => {
-    const row = document.createElement("tr");
-    const head = document.createElement("th");
-    head.scope = "row";
-    head.textContent = `${i + 1}. ${sentence}`;
-    head.title = sentence;
-    row.append(head, ...vectors.map((other) => {
-      const cell = document.createElement("td");
+    const head = element("th", { scope: "row", title: sentence }, `${i + 1}. ${sentence}`);
+    return element("tr", {}, head, ...vectors.map((other) => {
       const value = cosine(vectors[i], other);
-      cell.textContent = value.toFixed(2);
+      const cell = element("td", {}, value.toFixed(2));
       cell.style.backgroundColor = `color-mix(in srgb, var(--accent) ${Math.round(Math.max(0, value) * 45)}%, transparent)`;
       return cell;
     }));
-    return row;
   });
-  const top = document.createElement("tr");
-  top.append(document.createElement("td"), ...sentences.map((_, i) => {
-    const head = document.createElement("th");
-    head.scope = "col";
-    head.textContent = i + 1;
-    return head;
-  }));
+  const heads = sentences.map((_, i) => element("th", { scope: "col" }, String(i + 1)));
+  const top = element("tr", {}, element("td"), ...heads);
   $("similarity").replaceChildren(top, ...rows);
 }
 
@@ -267,25 +255,18 @@ async function describeFunction() {
   try {
     const described = await get(functionPath());
     const fixed = Object.entries(page.model.static[$("function").value]).map(([name, values]) => {
-      const label = document.createElement("label");
-      const choice = document.createElement("select");
-      choice.append(...values.map((value) => new Option(value, JSON.stringify(value))));
+      const choice = element("select", {}, ...values.map((value) => new Option(value, JSON.stringify(value))));
       choice.dataset.name = name;
-      label.append(`${name} `, choice);
-      return label;
+      return element("label", {}, `${name} `, choice);
     });
     $("inputs").replaceChildren(...fixed, ...described.inputs.map((input, i) => {
       const shape = input.shape.map((size) => (size < 1 ? 1 : size));
-      const label = document.createElement("label");
-      const area = document.createElement("textarea");
-      label.append(`${input.name} · ${input.datatype} [${input.shape.map((s) => (s < 1 ? "any" : s)).join(", ")}]`, area);
+      const value = JSON.stringify(filled(shape, input.datatype === "BOOL" ? true : 0)); // a mask is true
+      const area = element("textarea", { id: `input-${i}`, className: "mono", value });
       area.rows = 3;
-      area.id = `input-${i}`;
-      area.className = "mono";
-      area.dataset.name = input.name;
-      area.dataset.datatype = input.datatype;
-      area.value = JSON.stringify(filled(shape, input.datatype === "BOOL" ? true : 0)) /* a mask is true */;
-      return label;
+      Object.assign(area.dataset, { name: input.name, datatype: input.datatype });
+      const extents = input.shape.map((s) => (s < 1 ? "any" : s)).join(", ");
+      return element("label", {}, `${input.name} · ${input.datatype} [${extents}]`, area);
     }));
   } catch (error) {
     complain(error);
@@ -324,14 +305,10 @@ async function call(event) {
     const choices = [...$("inputs").querySelectorAll("select")];
     const parameters = Object.fromEntries(choices.map((each) => [each.dataset.name, JSON.parse(each.value)]));
     const answer = await (await request(`${functionPath()}/infer`, { inputs, parameters })).json();
-    $("results").replaceChildren(...answer.outputs.flatMap((output) => {
-      const label = document.createElement("p");
-      const pre = document.createElement("pre");
-      label.className = "soft";
-      label.textContent = `${output.name} · ${output.datatype} [${output.shape.join(", ")}]`;
-      pre.textContent = nested(output.data, output.shape);
-      return [label, pre];
-    }));
+    $("results").replaceChildren(...answer.outputs.flatMap((output) => [
+      element("p", { className: "soft" }, `${output.name} · ${output.datatype} [${output.shape.join(", ")}]`),
+      element("pre", {}, nested(output.data, output.shape)),
+    ]));
     $("call-stats").textContent = duration((performance.now() - started) / 1000);
     $("result-card").hidden = false;
   } catch (error) {
@@ -421,16 +398,10 @@ function showFigures(now) {
 function showCalls(calls) {
   $("calls-card").hidden = !calls.length;
   $("calls").replaceChildren(...calls.map((one) => {
-    const row = document.createElement("tr");
     const figures = [one.finished, one.failed, duration(one.whole_p50), duration(one.whole_p95), duration(one.queue_p95),
       one.rows_per_run?.toFixed(1) ?? "–", one.padding === null ? "–" : percent(one.padding)];
-    row.insertCell().textContent = one.program;
-    for (const text of figures) {
-      const cell = row.insertCell();
-      cell.textContent = text;
-      cell.className = "num";
-    }
-    return row;
+    const cells = figures.map((text) => element("td", { className: "num", textContent: text }));
+    return element("tr", {}, element("td", {}, one.program), ...cells);
   }));
 }
 
@@ -470,12 +441,8 @@ function showBundle(model) {
   for (const [id, text] of Object.entries(texts)) $(id).textContent = text;
   $("digest").title = model.digest;
   $("matched").className = `badge ${model.matched ? "good" : "bad"}`;
-  $("programs").replaceChildren(...model.programs.map((one) => {
-    const row = document.createElement("tr");
-    for (const text of [one.program, one.source, one.seconds.toFixed(3)]) row.insertCell().textContent = text;
-    row.lastElementChild.className = "num";
-    return row;
-  }));
+  $("programs").replaceChildren(...model.programs.map((one) => element("tr", {}, element("td", {}, one.program),
+    element("td", {}, one.source), element("td", { className: "num" }, one.seconds.toFixed(3)))));
 }
 
 function showTabs(model) {

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, final, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, final, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from prometheus_client.metrics_core import (
@@ -39,29 +40,33 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class _Value(NamedTuple, Generic[_T]):
-    """A metric with one value for each bundle, or each kind of its requests; the value None is left out."""
+@dataclass(frozen=True, slots=True)
+class _Metric(Generic[_T]):
+    """A metric with one value for each bundle, or for each kind of its requests.
 
+    Attributes:
+        name, help: as Prometheus shows them.
+        of: returns the value, or the values for one more label; None is left out.
+        label: that label; empty: there is none.
+    """
+
+    family: ClassVar[Any]
     name: str
     help: str
-    of: Callable[[_T], float | None]
+    of: Callable[[_T], HistogramValue | Mapping[str, float] | float | None]
+    label: str = ""
 
 
-class _Labelled(NamedTuple, Generic[_T]):
-    """A metric with values for one more label."""
-
-    name: str
-    help: str
-    label: str
-    of: Callable[[_T], Mapping[str, float]]
+class _Gauge(_Metric[_T]):
+    family = GaugeMetricFamily
 
 
-class _Distribution(NamedTuple, Generic[_T]):
-    """A histogram."""
+class _Counter(_Metric[_T]):
+    family = CounterMetricFamily
 
-    name: str
-    help: str
-    of: Callable[[_T], HistogramValue]
+
+class _Histogram(_Metric[_T]):
+    family = HistogramMetricFamily
 
 
 SOURCES = ("loaded", "compiled", "kept", "compiling", "unused")
@@ -83,194 +88,181 @@ def _vllm_finished(metrics: EngineMetrics) -> dict[str, float]:
     }
 
 
-_VLLM_GAUGES: tuple[_Value[EngineMetrics], ...] = (
-    _Value("vllm:num_requests_running", "Requests that run.", lambda m: m.running),
-    _Value("vllm:num_requests_waiting", "Requests in the queue.", lambda m: m.waiting),
-    _Value(
+_VLLM: tuple[_Metric[EngineMetrics], ...] = (
+    _Gauge("vllm:num_requests_running", "Requests that run.", lambda m: m.running),
+    _Gauge("vllm:num_requests_waiting", "Requests in the queue.", lambda m: m.waiting),
+    _Gauge(
         "vllm:kv_cache_usage_perc",
         "Share of the KV cache's positions that live requests use, 0 to 1.",
         lambda m: m.kv_cache_usage,
     ),
-    _Value(
+    _Gauge(
         "vllm:gpu_cache_usage_perc",
         "The same, by the name that dashboards and gateways of 2025 query.",
         lambda m: m.kv_cache_usage,
     ),
-)
-_VLLM_COUNTERS: tuple[_Value[EngineMetrics], ...] = (
-    _Value(
+    _Counter(
         "vllm:prompt_tokens",
         "Tokens of all prompts and sentences that were read, cached ones included.",
         lambda m: m.prompt_tokens + m.encoded_tokens,
     ),
-    _Value("vllm:generation_tokens", "New tokens.", lambda m: m.generation_tokens),
-    _Value(
+    _Counter("vllm:generation_tokens", "New tokens.", lambda m: m.generation_tokens),
+    _Counter(
         "vllm:prefix_cache_queries",
         "Tokens of prompts that were looked up in the caches.",
         lambda m: m.prompt_tokens,
     ),
-    _Value(
+    _Counter(
         "vllm:prefix_cache_hits",
         "Tokens of prompts that were in a cache already.",
         lambda m: m.cached_prompt_tokens,
     ),
-)
-_VLLM_LABELLED: tuple[_Labelled[EngineMetrics], ...] = (
-    _Labelled(
+    _Counter(
         "vllm:request_success",
         "Requests that ended, by vLLM's reasons.",
-        "finished_reason",
         _vllm_finished,
+        "finished_reason",
     ),
-)
-_VLLM_HISTOGRAMS: tuple[_Distribution[EngineMetrics], ...] = (
-    _Distribution(
+    _Histogram(
         "vllm:time_to_first_token_seconds",
         "Time from a request to its first token.",
         lambda m: m.first_token_seconds,
     ),
-    _Distribution(
+    _Histogram(
         "vllm:inter_token_latency_seconds",
         "Time from one token of a request to the next.",
         lambda m: m.inter_token_seconds,
     ),
-    _Distribution(
+    _Histogram(
         "vllm:time_per_output_token_seconds",
         "The same, by the name that dashboards of 2025 query.",
         lambda m: m.inter_token_seconds,
     ),
-    _Distribution(
+    _Histogram(
         "vllm:e2e_request_latency_seconds",
         "Time from a request to its last token, or to its result.",
         lambda m: m.whole_seconds,
     ),
-    _Distribution(
+    _Histogram(
         "vllm:request_queue_time_seconds",
         "Time from a request until it runs.",
         lambda m: m.queue_seconds,
     ),
-    _Distribution(
+    _Histogram(
         "vllm:request_prefill_time_seconds",
         "Time in which a prompt is computed.",
         lambda m: m.prefill_seconds,
     ),
-    _Distribution(
+    _Histogram(
         "vllm:request_decode_time_seconds",
         "Time of the decode calls of a request.",
         lambda m: m.decode_seconds,
     ),
-    _Distribution(
+    _Histogram(
         "vllm:request_prompt_tokens",
         "Tokens of a prompt, or of a sentence.",
         lambda m: m.prompt_length,
     ),
-    _Distribution(
+    _Histogram(
         "vllm:request_generation_tokens", "New tokens of a request.", lambda m: m.new_tokens
     ),
 )
-_GAUGES: tuple[_Value[EngineMetrics], ...] = (
-    _Value(
+_BUNDLES: tuple[_Metric[EngineMetrics], ...] = (
+    _Gauge(
         "prejit_slots",
         "Generations that can run at a time; absent without a decoder.",
         lambda m: m.slots,
     ),
-    _Value("prejit_kv_cache_bytes", "Memory of the KV caches.", lambda m: m.cache_bytes),
-    _Value(
+    _Gauge("prejit_kv_cache_bytes", "Memory of the KV caches.", lambda m: m.cache_bytes),
+    _Gauge(
         "prejit_kv_cache_budget_bytes",
         "The most memory that KV caches may use; absent without a limit.",
         lambda m: m.cache_budget_bytes,
     ),
-    _Value("prejit_prefix_cache_bytes", "Memory of cached prefixes.", lambda m: m.prefix_bytes),
-    _Value(
+    _Gauge("prejit_prefix_cache_bytes", "Memory of cached prefixes.", lambda m: m.prefix_bytes),
+    _Gauge(
         "prejit_prefix_cache_budget_bytes",
         "The most memory that cached prefixes may use.",
         lambda m: m.prefix_budget_bytes,
     ),
-    _Value(
+    _Gauge(
         "prejit_device_memory_bytes",
         "Peak memory in use on the bundle's accelerator; absent on a CPU.",
         lambda m: m.device_memory_bytes,
     ),
-)
-_COUNTERS: tuple[_Value[EngineMetrics], ...] = (
-    _Value(
+    _Counter(
         "prejit_compile_seconds",
         "Time that compiling took; 0 if every program was loaded.",
         lambda m: m.compile_seconds,
     ),
+    _Gauge(
+        "prejit_programs",
+        "Programs by how they became ready: loaded, compiled, kept, compiling, unused.",
+        lambda m: {source: m.programs.get(source, 0) for source in SOURCES},
+        "source",
+    ),
 )
-_PROGRAMS: _Labelled[EngineMetrics] = _Labelled(
-    "prejit_programs",
-    "Programs by how they became ready: loaded, compiled, kept, compiling, unused.",
-    "source",
-    lambda m: {source: m.programs.get(source, 0) for source in SOURCES},
-)
-_REQUEST_GAUGES: tuple[_Value[RequestMetrics], ...] = (
-    _Value("prejit_requests_running", "Requests that run.", lambda m: m.running),
-    _Value("prejit_requests_waiting", "Requests in the queue.", lambda m: m.waiting),
-    _Value("prejit_queue_size", "Requests that can wait at a time.", lambda m: m.queue_size),
-)
-_REQUEST_COUNTERS: tuple[_Value[RequestMetrics], ...] = (
-    _Value(
+_REQUESTS: tuple[_Metric[RequestMetrics], ...] = (
+    _Gauge("prejit_requests_running", "Requests that run.", lambda m: m.running),
+    _Gauge("prejit_requests_waiting", "Requests in the queue.", lambda m: m.waiting),
+    _Gauge("prejit_queue_size", "Requests that can wait at a time.", lambda m: m.queue_size),
+    _Counter(
         "prejit_requests_waited_for_compile",
         "Requests that ended and waited for the compilation of a program.",
         lambda m: m.waited_for_compile,
     ),
-    _Value(
+    _Counter(
         "prejit_device_busy_seconds",
         "Time in which a program ran for these requests.",
         lambda m: m.busy_seconds,
     ),
-    _Value(
+    _Counter(
         "prejit_runs",
         "Runs of the program, which requests share: the steps of a batch of generations.",
         lambda m: m.runs,
     ),
-    _Value(
+    _Counter(
         "prejit_rows",
         "Rows of requests, summed over the runs; 0 for a function without a batch axis.",
         lambda m: m.rows,
     ),
-    _Value(
+    _Counter(
         "prejit_padded_rows",
         "Rows that only filled the bucket, summed over the runs.",
         lambda m: m.padded_rows,
     ),
-    _Value(
+    _Counter(
         "prejit_useful_positions",
         "Positions of tokens that were computed for requests that ended; 0 for a function.",
         lambda m: m.useful_positions,
     ),
-    _Value(
+    _Counter(
         "prejit_computed_positions",
         "Positions that were computed for requests that ended, padding included.",
         lambda m: m.computed_positions,
     ),
-)
-_FINISHED: _Labelled[RequestMetrics] = _Labelled(
-    "prejit_requests", "Requests that ended, by the reason.", "reason", lambda m: m.finished
-)
-_REQUEST_HISTOGRAMS: tuple[_Distribution[RequestMetrics], ...] = (
-    _Distribution(
+    _Counter(
+        "prejit_requests",
+        "Requests that ended, by the reason.",
+        lambda m: m.finished,
+        "reason",
+    ),
+    _Histogram(
         "prejit_request_queue_seconds",
         "Time from a request until it runs.",
         lambda m: m.queue_seconds,
     ),
-    _Distribution(
+    _Histogram(
         "prejit_request_run_seconds",
         "Time in which a request is computed.",
         lambda m: m.run_seconds,
     ),
-    _Distribution(
+    _Histogram(
         "prejit_request_seconds",
         "Time from a request to its result.",
         lambda m: m.whole_seconds,
     ),
 )
-
-_LABELS = ("model_name",)
-_REQUEST_LABELS = ("model_name", "kind", "program")
-_VLLM_LABELS = ("model_name", "engine")
 
 
 @final
@@ -293,19 +285,9 @@ class EngineCollector(Collector):
             for name, metrics in each
             for one in metrics.requests
         ]
-        yield from _values(GaugeMetricFamily, _VLLM_GAUGES, _VLLM_LABELS, vllm)
-        yield from _values(CounterMetricFamily, _VLLM_COUNTERS, _VLLM_LABELS, vllm)
-        yield from _labelled(CounterMetricFamily, _VLLM_LABELLED, _VLLM_LABELS, vllm)
-        for distribution in _VLLM_HISTOGRAMS:
-            yield _histogram(distribution, _VLLM_LABELS, vllm)
-        yield from _values(GaugeMetricFamily, _GAUGES, _LABELS, ours)
-        yield from _values(CounterMetricFamily, _COUNTERS, _LABELS, ours)
-        yield from _labelled(GaugeMetricFamily, (_PROGRAMS,), _LABELS, ours)
-        yield from _values(GaugeMetricFamily, _REQUEST_GAUGES, _REQUEST_LABELS, requests)
-        yield from _values(CounterMetricFamily, _REQUEST_COUNTERS, _REQUEST_LABELS, requests)
-        yield from _labelled(CounterMetricFamily, (_FINISHED,), _REQUEST_LABELS, requests)
-        for measured in _REQUEST_HISTOGRAMS:
-            yield _histogram(measured, _REQUEST_LABELS, requests)
+        yield from _families(_VLLM, ("model_name", "engine"), vllm)
+        yield from _families(_BUNDLES, ("model_name",), ours)
+        yield from _families(_REQUESTS, ("model_name", "kind", "program"), requests)
         yield from self._http()
         yield from self._process()
         yield from self._bundles(served)
@@ -322,12 +304,13 @@ class EngineCollector(Collector):
         for (route, status), count in answers.items():
             counts.add_metric((route, str(status)), count)
         yield counts
-        times = _Distribution[HistogramValue](
+        times = [((route,), each) for route, each in seconds.items()]
+        measured = _Histogram[HistogramValue](
             "prejit_http_request_seconds",
             "Time from a request of a client to the end of its answer.",
             lambda value: value,
         )
-        yield _histogram(times, ("route",), [((route,), each) for route, each in seconds.items()])
+        yield from _families([measured], ("route",), times)
 
     def _process(self) -> Iterator[Metric]:
         """Yield what the bundles of a server share."""
@@ -363,7 +346,7 @@ class EngineCollector(Collector):
         matched = GaugeMetricFamily(
             "prejit_target_matched",
             "1 if this machine matches the target of the bundle, 0 if programs are compiled here.",
-            labels=_LABELS,
+            labels=("model_name",),
         )
         for one in served:
             build.add_metric((), _build(one))
@@ -389,41 +372,33 @@ class EngineCollector(Collector):
         return family
 
 
-_Each = Sequence[tuple[tuple[str, ...], _T]]
-"""The values of the first labels, and what has the values of each metric."""
-_Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
-
-
-def _values(
-    kind: _Family, metrics: Sequence[_Value[_T]], labels: tuple[str, ...], each: _Each[_T]
+def _families(
+    metrics: Sequence[_Metric[_T]],
+    labels: tuple[str, ...],
+    each: Sequence[tuple[tuple[str, ...], _T]],
 ) -> Iterator[Metric]:
+    """Yield the family of each metric.
+
+    Args:
+        metrics: the metrics.
+        labels: the first labels of each.
+        each: the values of these labels, and what has the values of each metric.
+    """
     for metric in metrics:
-        family = kind(metric.name, metric.help, labels=labels)
-        for names, found in each:
-            if (value := metric.of(found)) is not None:
-                family.add_metric(names, value)
+        names = (*labels, metric.label) if metric.label else labels
+        family = metric.family(metric.name, metric.help, labels=names)
+        for before, found in each:
+            value = metric.of(found)
+            if isinstance(value, HistogramValue):
+                bounds = (*map(floatToGoString, value.bounds), "+Inf")
+                buckets = list(zip(bounds, itertools.accumulate(value.counts), strict=True))
+                family.add_metric(before, buckets, value.sum)
+            elif isinstance(value, Mapping):
+                for label, one in value.items():
+                    family.add_metric((*before, label), one)
+            elif value is not None:
+                family.add_metric(before, value)
         yield family
-
-
-def _labelled(
-    kind: _Family, metrics: Sequence[_Labelled[_T]], labels: tuple[str, ...], each: _Each[_T]
-) -> Iterator[Metric]:
-    for metric in metrics:
-        family = kind(metric.name, metric.help, labels=(*labels, metric.label))
-        for names, found in each:
-            for label, value in metric.of(found).items():
-                family.add_metric((*names, label), value)
-        yield family
-
-
-def _histogram(distribution: _Distribution[_T], labels: tuple[str, ...], each: _Each[_T]) -> Metric:
-    family = HistogramMetricFamily(distribution.name, distribution.help, labels=labels)
-    for names, metrics in each:
-        value = distribution.of(metrics)
-        bounds = (*map(floatToGoString, value.bounds), "+Inf")
-        buckets = list(zip(bounds, itertools.accumulate(value.counts), strict=True))
-        family.add_metric(names, buckets, value.sum)
-    return family
 
 
 def _build(served: Served) -> dict[str, str]:

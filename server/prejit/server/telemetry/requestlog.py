@@ -10,8 +10,7 @@ A body that is no UTF-8 is `body_base64`. `calls` has what each call of an engin
     {"kind":"encode","model":"demo","sentences":2,"tokens":31,
      "arrays":{"embeddings":{"dtype":"float32","shape":[2,384],"digest":"...","norm":1.41}}}
 
-Handlers do not deal with it: each engine is wrapped in a `RecordedEngine`, which finds its request by a
-context variable.
+Handlers do not deal with it: `record` watches each engine, and finds its request by a context variable.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import numpy as np
 from prejit.runtime.errors import StoreError
 from prejit.runtime.generation.generate import Piece
 from prejit.server.served.say import say
-from prejit.server.telemetry.watched_engine import Watch, WatchedEngine
+from prejit.server.telemetry.watched_engine import Call, Watch
 
 if TYPE_CHECKING:
     from prejit.runtime.encoding.encoder import Encoded
@@ -251,19 +250,16 @@ def _open(path: str) -> int:
     return file
 
 
-@final
-class RecordedEngine(WatchedEngine):
-    """An engine that adds what it gives to the entry of the request that called it."""
-
-    def _watch(self, kind: str, program: str, options: dict[str, Any]) -> Watch | None:
-        if (entry := current.get()) is None:
-            return None
-        seeds, place = entry.seeds or (), len(entry.calls)
-        if kind == "generate" and place < len(seeds) and (seed := seeds[place]) is not None:
-            options["seed"] = seed  # of the log that is replayed
-        call = RecordedCall(kind, self._name, program or None, options.get("seed"))
-        entry.calls.append(call)
-        return partial(_TAKE[kind], call)
+def record(call: Call) -> Watch | None:
+    """Return what adds the results of a call to the entry of the request that makes it."""
+    if (entry := current.get()) is None:
+        return None
+    seeds, place = entry.seeds or (), len(entry.calls)
+    if call.kind == "generate" and place < len(seeds) and (seed := seeds[place]) is not None:
+        call.options["seed"] = seed  # of the log that is replayed
+    one = RecordedCall(call.kind, call.model, call.program or None, call.options.get("seed"))
+    entry.calls.append(one)
+    return partial(_TAKE[call.kind], one)
 
 
 def _take_generation(call: RecordedCall, found: Result | Piece) -> None:

@@ -4,33 +4,33 @@
       queue  prefill  decode        for each generation: `n` of them have the same parent
       encode  call                  for calls of an encoder and of functions
 
-The handlers of requests do not call it: an engine is wrapped in a `TracedEngine`, which finds the request
-by a context variable. The conventions: https://opentelemetry.io/docs/specs/semconv/gen-ai/.
+The handlers of requests do not call it: `Telemetry.watch` watches each engine, and finds the request by a
+context variable. The conventions: https://opentelemetry.io/docs/specs/semconv/gen-ai/.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, final
 
 from opentelemetry import propagate
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from prejit.server.engine.histograms import TOKEN_BOUNDS
-from prejit.server.telemetry.watched_engine import Watch, WatchedEngine
+from prejit.server.telemetry.watched_engine import Call, Watch
 
 if TYPE_CHECKING:
+    from opentelemetry.metrics import Histogram
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.util.types import AttributeValue
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from prejit.runtime.generation.finished_text import Stats
-    from prejit.server.engine.engine import Engine
 
 _OPERATIONS = (
     (re.compile(r"/v1/chat/completions|/v1/responses"), "chat"),
@@ -96,30 +96,22 @@ class Telemetry:
         self._providers = (tracers, meters)
         self._tracer = tracers.get_tracer("prejit")
         meter = meters.get_meter("prejit")
-        self._duration = meter.create_histogram(
-            "gen_ai.server.request.duration",
-            "s",
-            "Time from a request to the end of its response.",
-            explicit_bucket_boundaries_advisory=_DURATIONS,
+
+        def histogram(name: str, unit: str, text: str, bounds: Sequence[float]) -> Histogram:
+            return meter.create_histogram(
+                name, unit, text, explicit_bucket_boundaries_advisory=bounds
+            )
+
+        whole = "Time from a request to the end of its response."
+        self._duration = histogram("gen_ai.server.request.duration", "s", whole, _DURATIONS)
+        first = "Time from a request to its first token."
+        self._first_token = histogram(
+            "gen_ai.server.time_to_first_token", "s", first, _FIRST_TOKENS
         )
-        self._first_token = meter.create_histogram(
-            "gen_ai.server.time_to_first_token",
-            "s",
-            "Time from a request to its first token.",
-            explicit_bucket_boundaries_advisory=_FIRST_TOKENS,
-        )
-        self._token = meter.create_histogram(
-            "gen_ai.server.time_per_output_token",
-            "s",
-            "Time per token after the first.",
-            explicit_bucket_boundaries_advisory=_TOKENS,
-        )
-        self._usage = meter.create_histogram(
-            "gen_ai.client.token.usage",
-            "{token}",
-            "Tokens of prompts and new tokens.",
-            explicit_bucket_boundaries_advisory=_COUNTS,
-        )
+        each = "Time per token after the first."
+        self._token = histogram("gen_ai.server.time_per_output_token", "s", each, _TOKENS)
+        count = "Tokens of prompts and new tokens."
+        self._usage = histogram("gen_ai.client.token.usage", "{token}", count, _COUNTS)
 
     def app(self, app: Any) -> ASGIApp:
         """Return an application that opens a span for each request to a model.
@@ -137,14 +129,25 @@ class Telemetry:
 
         return traced
 
-    def engine(self, name: str, engine: Engine) -> Engine:
-        """Return an engine whose calls become spans of the request that makes them.
+    def watch(self, call: Call) -> Watch | None:
+        """Return what makes spans of a call of an engine, below that of the request that makes it."""
+        if (request := _current.get()) is None:
+            return None
+        request.model, submitted = call.model, time.time_ns()
+        if request.span.is_recording():
+            for name, attribute in _OPTIONS.items():
+                if isinstance(value := call.options.get(name), int | float):
+                    request.span.set_attribute(attribute, value)
 
-        Args:
-            name: the name that the bundle is served under.
-            engine: its engine.
-        """
-        return cast("Engine", TracedEngine(name, engine, self))
+        def watch(found: Any) -> None:
+            if call.kind == "encode":
+                self._ran(request, call.kind, submitted, found.stats.tokens)
+            elif call.kind == "call":
+                self._ran(request, f"call {call.program}", submitted, 0)
+            elif found.finish_reason is not None and found.stats is not None:
+                self._generated(request, submitted, found.finish_reason, found.stats)
+
+        return watch
 
     def close(self) -> None:
         """Export what is left, and end."""
@@ -229,17 +232,8 @@ class Telemetry:
             **named,
         }
 
-    # ------------------------------------------------------------------ calls of engines
-
-    def generated(self, request: _Request, submitted: int, reason: str, stats: Stats) -> None:
-        """Record a generation that has ended.
-
-        Args:
-            request: the request that made it.
-            submitted: when, in nanoseconds since 1970.
-            reason: why it ended.
-            stats: what it cost.
-        """
+    def _generated(self, request: _Request, submitted: int, reason: str, stats: Stats) -> None:
+        """Record a generation that has ended, and was submitted at a time in nanoseconds since 1970."""
         request.reasons.append(reason)
         request.input_tokens += stats.prompt_tokens
         request.cached_tokens += stats.reused_tokens
@@ -281,15 +275,8 @@ class Telemetry:
             },
         )
 
-    def ran(self, request: _Request, name: str, submitted: int, tokens: int) -> None:
-        """Record a call of an encoder or a function that has ended.
-
-        Args:
-            request: the request that made it.
-            name: the name of its span.
-            submitted: when it was made, in nanoseconds since 1970.
-            tokens: the tokens that it read.
-        """
+    def _ran(self, request: _Request, name: str, submitted: int, tokens: int) -> None:
+        """Record a call of an encoder or a function that has ended, and read so many tokens."""
         request.input_tokens += tokens
         if request.span.is_recording():
             self._child(request, name, submitted, time.time_ns(), {})
@@ -314,32 +301,3 @@ def _operation(scope: Scope) -> str | None:
         if pattern.fullmatch(scope["path"]):
             return operation
     return None
-
-
-@final
-class TracedEngine(WatchedEngine):
-    """An engine that records what it gives to the request that called it."""
-
-    def __init__(self, name: str, engine: Engine, telemetry: Telemetry) -> None:
-        """Wrap the engine of the bundle that is served under this name."""
-        super().__init__(name, engine)
-        self._telemetry = telemetry
-
-    def _watch(self, kind: str, program: str, options: dict[str, Any]) -> Watch | None:
-        if (request := _current.get()) is None:
-            return None
-        request.model, submitted = self._name, time.time_ns()
-        if request.span.is_recording():
-            for name, attribute in _OPTIONS.items():
-                if isinstance(value := options.get(name), int | float):
-                    request.span.set_attribute(attribute, value)
-
-        def watch(found: Any) -> None:
-            if kind == "encode":
-                self._telemetry.ran(request, kind, submitted, found.stats.tokens)
-            elif kind == "call":
-                self._telemetry.ran(request, f"call {program}", submitted, 0)
-            elif found.finish_reason is not None and found.stats is not None:
-                self._telemetry.generated(request, submitted, found.finish_reason, found.stats)
-
-        return watch

@@ -2,89 +2,88 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, final
-
-from prejit.server.engine.fair_queue import NO_LIMITS, Limits
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.finished_text import Result
     from prejit.runtime.generation.generate import Piece
     from prejit.server.engine.engine import Engine
+    from prejit.server.engine.fair_queue import Limits
 
 Watch = Callable[[Any], object]
 """Takes what a call gives: a `Result`, an `Encoded`, what a program returned, or each `Piece` of a stream."""
 
 
-class WatchedEngine(ABC):
-    """An engine around another one, which has all methods that are not here."""
+class Call(NamedTuple):
+    """A call of an engine that begins.
 
-    def __init__(self, name: str, engine: Engine) -> None:
-        """Wrap the engine of the bundle that is served under this name."""
+    Attributes:
+        model: the name that the bundle is served under.
+        kind: `generate`, `encode` or `call`.
+        program: that `call` runs; empty otherwise.
+        options: of a generation, which may be changed.
+    """
+
+    model: str
+    kind: str
+    program: str
+    options: dict[str, Any]
+
+
+Watcher = Callable[[Call], Watch | None]
+"""Returns what takes the results of a call; None: nothing does."""
+
+
+@final
+class WatchedEngine:
+    """An engine around another one, with the methods that handlers use; the other one has all others."""
+
+    def __init__(self, name: str, engine: Engine, *watchers: Watcher) -> None:
+        """Wrap the engine of the bundle that is served under this name. The watchers see calls in order."""
         self._name = name
         self._engine = engine
+        self._watchers = watchers
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    @abstractmethod
-    def _watch(self, kind: str, program: str, options: dict[str, Any]) -> Watch | None:
-        """Return what takes the results of a call; None: nothing does.
-
-        Args:
-            kind: `generate`, `encode` or `call`.
-            program: that `call` runs.
-            options: of a generation, which may be changed.
-        """
+    def _watches(self, kind: str, program: str, options: dict[str, Any]) -> list[Watch]:
+        call = Call(self._name, kind, program, options)
+        return [watch for each in self._watchers if (watch := each(call)) is not None]
 
     def submit(self, prompt: Any = None, **options: Any) -> Future[Result]:
         """Submit a request, as `Engine.submit`."""
-        watch = self._watch("generate", "", options)
-        return _watched(self._engine.submit(prompt, **options), watch)
+        watches = self._watches("generate", "", options)
+        return _watched(self._engine.submit(prompt, **options), watches)
 
     def stream(self, prompt: Any = None, **options: Any) -> Any:
         """Stream, as `Engine.stream`."""
-        watch = self._watch("generate", "", options)
+        watches = self._watches("generate", "", options)
         stream = self._engine.stream(prompt, **options)
-        return stream if watch is None else WatchedStream(stream, watch)
+        return stream if not watches else WatchedStream(stream, watches)
 
     def submit_encode(self, sentences: Any, **options: Any) -> Future[Any]:
         """Encode, as `Engine.submit_encode`."""
-        watch = self._watch("encode", "", {})
-        return _watched(self._engine.submit_encode(sentences, **options), watch)
+        watches = self._watches("encode", "", {})
+        return _watched(self._engine.submit_encode(sentences, **options), watches)
 
     def submit_client_call(
         self, client: str, limits: Limits, name: str, /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
         """Run a program, as `Engine.submit_client_call`."""
-        watch = self._watch("call", name, {})
+        watches = self._watches("call", name, {})
         return _watched(
-            self._engine.submit_client_call(client, limits, name, *args, **kwargs), watch
+            self._engine.submit_client_call(client, limits, name, *args, **kwargs), watches
         )
 
-    def generate(self, prompt: Any = None, **options: Any) -> Any:
-        """Generate, as `Engine.generate`."""
-        return self.submit(prompt, **options).result()
 
-    def encode(self, sentences: Any, **options: Any) -> Any:
-        """Encode, as `Engine.encode`."""
-        return self.submit_encode(sentences, **options).result()
-
-    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a program, as `Engine.submit_call`."""
-        return self.submit_client_call("", NO_LIMITS, name, *args, **kwargs)
-
-    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a program, as `Engine.call`."""
-        return self.submit_call(name, *args, **kwargs).result()
-
-
-def _watched(future: Future[Any], watch: Watch | None) -> Future[Any]:
+def _watched(future: Future[Any], watches: Sequence[Watch]) -> Future[Any]:
     def ended(done: Future[Any]) -> None:
-        if watch is not None and not done.cancelled() and done.exception() is None:
-            watch(done.result())
+        if not done.cancelled() and done.exception() is None:
+            for watch in watches:
+                watch(done.result())
 
     future.add_done_callback(ended)
     return future
@@ -92,42 +91,20 @@ def _watched(future: Future[Any], watch: Watch | None) -> Future[Any]:
 
 @final
 class WatchedStream:
-    """A stream that passes each piece to a function before its reader gets it."""
+    """A stream that passes each piece to functions before its reader gets it."""
 
-    def __init__(self, stream: Any, watch: Watch) -> None:
-        """Wrap a `Stream`, or a stream that wraps one."""
+    def __init__(self, stream: Any, watches: Sequence[Watch]) -> None:
         self._stream = stream
-        self._watch = watch
+        self._watches = watches
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        return self._watched(next(self._stream))
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self
 
     async def __anext__(self) -> Piece:
-        return self._watched(await anext(self._stream))
-
-    def __enter__(self) -> WatchedStream:
-        self._stream.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> Any:
-        return self._stream.__exit__(*error)
-
-    async def __aenter__(self) -> WatchedStream:
-        await self._stream.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: object) -> Any:
-        return await self._stream.__aexit__(*error)
-
-    def _watched(self, piece: Piece) -> Piece:
-        self._watch(piece)
+        piece: Piece = await anext(self._stream)
+        for watch in self._watches:
+            watch(piece)
         return piece

@@ -31,24 +31,27 @@ def test_a_bundle_may_have_another_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("option", "values"),
     [
-        *(["--port", "-1"], ["--port", "65536"], ["--port", "x"], ["--timeout", "nan"]),
-        *(["--timeout", "-1"], ["--drain-seconds", "inf"], ["--max-body", "0"]),
-        *(["--max-tokens", "0"], ["--clients", "0"], ["--queue", "0"], ["--slots", "1.5"]),
-        *(["--prefix-memory", "-1"], ["--prefix-memory", "1.5X"], ["--prefix-memory", "9" * 16]),
-        *(["--check-seconds", "often"], ["--admin", "8001"], ["--admin", "http://127.0.0.1:8001"]),
-        *(["--admin", "localhost:99999"], ["--admin", "localhost"], ["--slots", "0"]),
-        *(["--cors", "app.example"], ["--cors", "https://a.b/"]),
+        ("--port", ["-1", "65536", "x"]),
+        ("--timeout", ["nan", "-1"]),
+        ("--drain-seconds", ["inf"]),
+        *((name, ["0"]) for name in ("--max-body", "--max-tokens", "--clients", "--queue")),
+        ("--slots", ["1.5", "0"]),
+        ("--prefix-memory", ["-1", "1.5X", "9" * 16]),
+        ("--check-seconds", ["often"]),
+        ("--admin", ["8001", "http://127.0.0.1:8001", "localhost:99999", "localhost"]),
+        ("--cors", ["app.example", "https://a.b/"]),
     ],
 )
 def test_a_limit_that_is_none_is_refused(
-    options: list[str], capsys: pytest.CaptureFixture[str]
+    option: str, values: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert __main__.main(["serve", "artifacts/demo", *options]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error[usage]: Invalid value for '{options[0]}': ")
-    assert options[1] in error
+    for value in values:
+        assert __main__.main(["serve", "artifacts/demo", option, value]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error[usage]: Invalid value for '{option}': ")
+        assert value in error
 
 
 def test_every_option_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,3 +88,11 @@ def test_every_option_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> Non
         None,
         None,
     )
+
+
+def test_a_file_of_keys_or_a_log_that_cannot_be_opened_ends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option, message in (("--keys", "cannot read the keys"), ("--log", "cannot write the log")):
+        assert __main__.main(["serve", "x", option, str(tmp_path / "missing" / "file")]) == 6
+        assert message in capsys.readouterr().err

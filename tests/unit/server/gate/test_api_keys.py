@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prejit.runtime.errors import StoreError, UsageError
-from prejit.server.gate.api_keys import ANYBODY, Keys, read_keys
+from prejit.server.gate.api_keys import ANYBODY, Keys
 
 TEXT = (
     "# who may\n\nalice: 0123456789abcdef\n  fedcba9876543210  \nbob@example.org:  sk-0000000000\n"
@@ -27,29 +27,26 @@ def file(tmp_path: Path) -> Path:
 
 def test_each_key_has_the_name_of_its_owner(file: Path) -> None:
     file.write_text(TEXT)
-    keys = read_keys(file)
+    keys = Keys(file)
     assert len(keys) == 3
     assert found_name(keys, "Bearer 0123456789abcdef") == "alice"
     assert found_name(keys, "bearer  fedcba9876543210") == "key-4"
     assert found_name(keys, "Bearer sk-0000000000") == "bob@example.org"
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
+def test_no_other_header_is_taken_for_a_key(file: Path) -> None:
+    file.write_text(TEXT)
+    keys = Keys(file)
+    for header in (
         *("", "Bearer", "Bearer ", "0123456789abcdef", "Basic 0123456789abcdef"),
         *("Bearer 0123456789abcde", "Bearer 0123456789abcdef0", "Bearer alice", "Bearer \xff\xfe"),
         "Bearer " + "x" * 100_000,
-    ],
-)
-def test_no_other_header_is_taken_for_a_key(header: str, file: Path) -> None:
-    file.write_text(TEXT)
-    assert read_keys(file).find(header) is None
+    ):
+        assert keys.find(header) is None, header
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
+def test_a_file_without_usable_keys_is_an_error_that_shows_no_key(file: Path) -> None:
+    for content in (
         b"a: 0123456789 and more\n",
         b"a: 0123456789 limit=1\n",
         b"a: 0123456789 waiting=0\n",
@@ -62,36 +59,23 @@ def test_no_other_header_is_taken_for_a_key(header: str, file: Path) -> None:
         b"a: \xff\xfe\xfd0123456789\n",
         b"k" * 300,
         b"k" * (2 << 20),
-    ],
-)
-def test_a_file_without_usable_keys_is_an_error_that_shows_no_key(
-    content: bytes, file: Path
-) -> None:
-    file.write_bytes(content)
-    with pytest.raises(UsageError, match=r"keys\.txt") as caught:
-        read_keys(file)
-    assert "0123456789" not in caught.value.describe()
-
-
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
+    ):
+        file.write_bytes(content)
+        with pytest.raises(UsageError, match=r"keys\.txt") as caught:
+            Keys(file)
+        assert "0123456789" not in caught.value.describe()
+    for limits, expected in (
         ("waitng=4", "found another word\n\nhint: did you mean waiting=?"),
         ("running=2 running=3", "found running twice"),
         ("MTIz=0123456789", "found another word"),
-    ],
-)
-def test_an_error_about_a_limit_names_it(limits: str, expected: str, file: Path) -> None:
-    file.write_text(f"a: sk-000000 {limits}\n")
-    with pytest.raises(UsageError) as caught:
-        read_keys(file)
-    assert caught.value.describe().endswith(expected)
-
-
-def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing", tmp_path):
+    ):
+        file.write_text(f"a: sk-000000 {limits}\n")
+        with pytest.raises(UsageError) as caught:
+            Keys(file)
+        assert caught.value.describe().endswith(expected)
+    for path in (file.parent / "missing", file.parent):
         with pytest.raises(StoreError, match="cannot read the keys"):
-            read_keys(path)
+            Keys(path)
 
 
 def test_limits_stand_behind_a_key(file: Path) -> None:
@@ -100,7 +84,7 @@ def test_limits_stand_behind_a_key(file: Path) -> None:
         "sk-111111 priority=2..\n"
         "bob: sk-222222\n"
     )
-    keys = read_keys(file)
+    keys = Keys(file)
     alice, second, bob = (keys.find(f"Bearer sk-{n * 6}") for n in "012")
     assert alice
     assert second
@@ -126,7 +110,7 @@ def test_a_file_that_changes_is_read_again(
     monkeypatch.setattr("prejit.server.gate.api_keys._LOOK_SECONDS", 0.0)
     line = "alice: sk-000000 tokens_per_minute=600\n"
     file.write_text(line + "bob: sk-111111\n")
-    keys = read_keys(file)
+    keys = Keys(file)
     alice = keys.find("Bearer sk-000000")
     assert alice
     assert alice.meter
@@ -162,7 +146,7 @@ def test_a_file_that_does_not_change_is_not_read_again(
     file.write_text(TEXT)
     os.utime(file, (1_700_000_000, 1_700_000_000))
     monkeypatch.setattr("prejit.server.gate.api_keys._SETTLED_SECONDS", -1.0)  # its ctime is now
-    keys = read_keys(file)
+    keys = Keys(file)
     monkeypatch.setattr("prejit.server.gate.api_keys._content", None)
     for _ in range(3):
         assert found_name(keys, "Bearer sk-0000000000") == "bob@example.org"

@@ -75,13 +75,9 @@ async def stream(request: Request) -> Response:
     return StreamingResponse(parts())
 
 
-@pytest.fixture
-def settings() -> Settings:
-    return Settings(body_bytes=1 << 20, timeout_seconds=60)
-
-
-@pytest.fixture
-def server(settings: Settings) -> Iterator[Running]:
+@contextlib.contextmanager
+def serving(settings: Settings) -> Iterator[Running]:
+    """A server of the handlers above, behind a gate."""
     models = Models()
     models.change("loading", "ready")
     app = Starlette(
@@ -101,41 +97,49 @@ def server(settings: Settings) -> Iterator[Running]:
         wait_for(lambda: found.requests() == 0)
 
 
+@pytest.fixture
+def server() -> Iterator[Running]:
+    with serving(Settings(body_bytes=1 << 20, timeout_seconds=60)) as found:
+        yield found
+
+
+def exchange(server: Running, *sent: bytes) -> bytes:
+    """What a server answers to these bytes until it closes."""
+    with server.connect() as connection:
+        for part in sent:
+            connection.sendall(part)
+        return answer(connection)
+
+
 def check(server: Running) -> None:
     assert httpx.get(f"{server.url}/hello", timeout=60).text == "hello"
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS to a port without it
-        b"GET\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET /hello HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n",
-        b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-        b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
-        b"POST /size HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
-        b"\x00" * 4096,
-        os.urandom(4096),
-    ],
-)
-def test_garbage_is_400_or_nothing(sent: bytes, server: Running) -> None:
-    with server.connect() as connection:
-        connection.sendall(sent)
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_WR)
-        got = answer(connection)
-    assert b" 500 " not in got
-    assert got == b"" or got.startswith(b"HTTP/1.1 40"), got[:200]
+GARBAGE = [
+    b"\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS to a port without it
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /hello HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n",
+    b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+    b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+    b"POST /size HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+    b"\x00" * 4096,
+    os.urandom(4096),
+]
 
 
-def test_garbage_behind_requests_ends_the_connection_with_400(server: Running) -> None:
-    with server.connect() as connection:
-        connection.sendall(GET + GET + b"\x00garbage\r\n\r\n" + GET)
-        got = answer(connection)
+def test_garbage_is_400_or_nothing(server: Running) -> None:
+    for sent in GARBAGE:
+        with server.connect() as connection:
+            connection.sendall(sent)
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+            got = answer(connection)
+        assert got == b"" or got.startswith(b"HTTP/1.1 40"), (sent, got[:200])
+    got = exchange(server, GET + GET + b"\x00garbage\r\n\r\n" + GET)
     assert b"HTTP/1.1 400" in got
     assert b" 500 " not in got
 
@@ -146,22 +150,20 @@ def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
         b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
         for body in bodies
     )
-    with server.connect() as connection:
-        connection.sendall(sent + GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
-        got = answer(connection)
+    got = exchange(server, sent + LAST)
     assert [
         int(part.partition(b"\r\n\r\n")[2].split(b"HTTP")[0])
         for part in got.split(b"HTTP/1.1 200 OK")[1:51]
     ] == list(range(50))
 
 
-@pytest.mark.parametrize("line", [b"GET /%s HTTP/1.1\r\n", b"GET /hello HTTP/1.1\r\nX: %s\r\n"])
-def test_a_head_without_end_is_refused(line: bytes, server: Running) -> None:
-    with server.connect() as connection:
-        with contextlib.suppress(OSError):
-            connection.sendall(line.replace(b"%s", b"a" * (4 << 20)))
-        got = answer(connection)
-    assert got == b"" or got.startswith(b"HTTP/1.1 400")
+def test_a_head_without_end_is_refused(server: Running) -> None:
+    for line in (b"GET /%s HTTP/1.1\r\n", b"GET /hello HTTP/1.1\r\nX: %s\r\n"):
+        with server.connect() as connection:
+            with contextlib.suppress(OSError):
+                connection.sendall(line.replace(b"%s", b"a" * (4 << 20)))
+            got = answer(connection)
+        assert got == b"" or got.startswith(b"HTTP/1.1 400")
 
 
 CHUNKED = b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -198,55 +200,36 @@ def test_nothing_that_a_client_sends_is_without_end(
     wait_for(lambda: not server.server.server_state.connections)
 
 
-@pytest.mark.parametrize(("count", "status"), [(256, 200), (257, 400)])
-def test_so_many_headers_and_no_more(count: int, status: int, server: Running) -> None:
-    with server.connect() as connection:
-        connection.sendall(GET[:-2] + b"X:\r\n" * (count - 2) + b"Connection: close\r\n\r\n")
-        got = answer(connection)
-    assert got.startswith(b"HTTP/1.1 %d" % status)
-    assert (b"at most 256 headers" in got) == (status == 400)
+def test_so_many_headers_and_no_more(server: Running) -> None:
+    for count, status in ((256, 200), (257, 400)):
+        got = exchange(server, GET[:-2] + b"X:\r\n" * (count - 2) + b"Connection: close\r\n\r\n")
+        assert got.startswith(b"HTTP/1.1 %d" % status)
+        assert (b"at most 256 headers" in got) == (status == 400)
 
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize(
-    "framed",
-    [
+def test_an_offer_of_another_protocol_is_ignored(server: Running) -> None:
+    """As Java's HttpClient makes it, with a body."""
+    for framed in (
         b"Content-Length: 5\r\n\r\nhello",
         b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
-    ],
-)
-def test_an_offer_of_another_protocol_is_ignored(
-    framed: bytes, at_once: bool, server: Running
-) -> None:
-    """As Java's HttpClient makes it, with a body."""
-    sent = 2 * (b"POST /size HTTP/1.1\r\nHost: x\r\n" + UPGRADE + framed) + LAST
-    with server.connect() as connection:
-        for part in [sent] if at_once else [sent[i : i + 7] for i in range(0, len(sent), 7)]:
-            connection.sendall(part)
-        found = answer(connection)
-    assert found.count(b"HTTP/1.1 200 OK") == 3
-    assert found.count(b"\r\n\r\n5") == 2
-
-
-@pytest.mark.parametrize(
-    "offer",
-    [
-        b"Connection: Upgrade\r\nUpgrade: websocket\r\n",
-        b"Connection: close, upgrade\r\nUpgrade: h2c\r\n",
-    ],
-)
-def test_an_offer_without_a_body_is_ignored(offer: bytes, server: Running) -> None:
-    with server.connect() as connection:
-        connection.sendall(GET[:-2] + offer + b"\r\n" + LAST)
-        found = answer(connection)
-    assert found.count(b"HTTP/1.1 200 OK") == (1 if b"close" in offer else 2)
-    assert found.endswith(b"hello")
-    with server.connect() as connection:
-        connection.sendall(b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\nxyz")
-        assert answer(connection).startswith(b"HTTP/1.1 4")
+    ):
+        sent = 2 * (b"POST /size HTTP/1.1\r\nHost: x\r\n" + UPGRADE + framed) + LAST
+        for width in (len(sent), 7):
+            found = exchange(server, *(sent[i : i + width] for i in range(0, len(sent), width)))
+            assert found.count(b"HTTP/1.1 200 OK") == 3
+            assert found.count(b"\r\n\r\n5") == 2
+    for offer, count in (
+        (b"Connection: Upgrade\r\nUpgrade: websocket\r\n", 2),
+        (b"Connection: close, upgrade\r\nUpgrade: h2c\r\n", 1),
+    ):
+        found = exchange(server, GET[:-2] + offer + b"\r\n" + LAST)
+        assert found.count(b"HTTP/1.1 200 OK") == count
+        assert found.endswith(b"hello")
+    found = exchange(server, b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\nxyz")
+    assert found.startswith(b"HTTP/1.1 4")
 
 
 def test_a_trailer_is_no_header(server: Running) -> None:
@@ -255,22 +238,25 @@ def test_a_trailer_is_no_header(server: Running) -> None:
         connection.sendall(b"POST /slow_headers" + CHUNKED + b"1\r\na\r\n0\r\n")
         connection.sendall(b"Authorization: Bearer late\r\n\r\n")
         assert connection.recv(1000).endswith(b"authorization: none")
-
-
-def test_small_chunks_are_a_body_as_any(server: Running) -> None:
-    with server.connect() as connection:
         connection.sendall(b"POST /size" + CHUNKED + b"1\r\na\r\n" * 4095 + b"0\r\n\r\n")
-        assert connection.recv(1000).endswith(b"4095")
+        assert connection.recv(1000).endswith(b"4095")  # small chunks are a body as any
 
 
-@pytest.mark.parametrize("part", [b"X: a\r\n", b"a"])
-def test_slow_trailers_end_with_the_time_of_a_head(
-    part: bytes, monkeypatch: pytest.MonkeyPatch, server: Running
+@pytest.mark.parametrize(
+    ("begin", "part"),
+    [
+        (b"GET /hello" + CHUNKED + b"0\r\n", b"X: a\r\n"),
+        (b"GET /hello" + CHUNKED + b"0\r\n", b"a"),
+        (b"GET /hello HTTP/1.1\r\nX-Long: ", b"a"),
+    ],
+)
+def test_slow_heads_and_trailers_end_with_the_time_of_a_head(
+    begin: bytes, part: bytes, monkeypatch: pytest.MonkeyPatch, server: Running
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
     sent = 0
     with server.connect() as connection, contextlib.suppress(OSError):
-        connection.sendall(b"GET /hello" + CHUNKED + b"0\r\n")
+        connection.sendall(begin)
         while sent < 3000:
             connection.sendall(part)
             sent += 1
@@ -282,7 +268,7 @@ def test_an_answer_that_nobody_reads_is_dropped_in_time(
     monkeypatch: pytest.MonkeyPatch, server: Running
 ) -> None:
     """Even where the connection is to be closed behind it."""
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
     with server.connect() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -292,10 +278,11 @@ def test_an_answer_that_nobody_reads_is_dropped_in_time(
 
 def test_a_client_that_goes_ends_all_its_requests(server: Running) -> None:
     """Not only the last one that it sent."""
-    with server.connect() as connection:
-        connection.sendall(GET.replace(b"/hello", b"/stream") + GET)
-        assert connection.recv(1000)
-    wait_for(lambda: Streams.closed == Streams.begun == 1)
+    for _ in range(5):
+        with server.connect() as connection:
+            connection.sendall(GET.replace(b"/hello", b"/stream") + GET)
+            assert connection.recv(1000)
+    wait_for(lambda: Streams.closed == Streams.begun == 5)
 
 
 def test_a_reset_connection_is_freed(server: Running) -> None:
@@ -321,7 +308,7 @@ def test_a_refused_body_is_freed(server: Running) -> None:
 def test_a_client_that_sends_nothing_is_closed(
     monkeypatch: pytest.MonkeyPatch, server: Running
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
     for sent in (b"", b"GET /hel", GET):
         with server.connect() as connection:
             connection.sendall(sent)
@@ -330,26 +317,9 @@ def test_a_client_that_sends_nothing_is_closed(
             assert got.count(b"HTTP/1.1 200") == (sent == GET)
 
 
-def test_a_head_that_comes_letter_by_letter_is_closed(
-    monkeypatch: pytest.MonkeyPatch, server: Running
-) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
-    with server.connect() as connection:
-        connection.sendall(b"GET /hello HTTP/1.1\r\nX-Long: ")
-        sent = 0
-        with contextlib.suppress(OSError):
-            while sent < 200:
-                connection.sendall(b"a")
-                sent += 1
-                time.sleep(0.02)
-    assert sent < 200
-
-
 def test_a_body_that_stops_coming_is_408(monkeypatch: pytest.MonkeyPatch, server: Running) -> None:
     monkeypatch.setattr(gate, "BODY_SECONDS", 0.2)
-    with server.connect() as connection:
-        connection.sendall(b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
-        got = answer(connection)
+    got = exchange(server, b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
     assert got.startswith(b"HTTP/1.1 408")
 
 
@@ -364,24 +334,13 @@ def test_10_mb_are_413_for_a_client_that_sends_them_all(chunked: bool, server: R
     )
 
 
-def test_a_client_that_goes_closes_its_stream(server: Running) -> None:
-    for _ in range(20):
-        with server.connect() as connection:
-            connection.sendall(GET.replace(b"/hello", b"/stream"))
-            assert connection.recv(1000)
-    wait_for(lambda: Streams.closed == Streams.begun == 20)
-
-
 def test_a_slow_reader_holds_no_memory_and_nobody_up(server: Running) -> None:
     with server.connect() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.sendall(GET.replace(b"/hello", b"/stream"))
         wait_for(lambda: Streams.begun == 1)
-        time.sleep(0.3)
-        started = time.monotonic()
         for _ in range(20):
             check(server)
-        assert time.monotonic() - started < 60
         written = max(
             each.transport.get_write_buffer_size()
             for each in server.server.server_state.connections
@@ -394,21 +353,12 @@ def test_a_reader_that_never_reads_is_cut_after_the_time_of_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gate, "GRACE_SECONDS", 0.0)
-    settings = Settings(timeout_seconds=0.5)
-    models = Models()
-    models.change("loading", "ready")
-    app = Starlette(
-        routes=[Route("/hello", hello), Route("/stream", stream)],
-        middleware=[Middleware(Gate, models=models, settings=settings)],
-    )
-    Streams.begun = Streams.closed = 0
-    with running(models, settings, app) as server, server.connect() as slow:
+    with serving(Settings(timeout_seconds=0.5)) as server, server.connect() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.sendall(GET.replace(b"/hello", b"/stream"))
         wait_for(lambda: Streams.begun == 1)
         wait_for(lambda: not server.server.server_state.connections)
         assert server.requests() == 0
-        check(server)
 
 
 def test_500_connections_are_all_served(server: Running) -> None:

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from prejit.runtime.errors import StoreError, UsageError
-from prejit.server.http.log_replay import Report, _compare, _lines, _paths
+from prejit.server.http.log_replay import Report, _compare, _known, _lines, _paths
 from prejit.server.telemetry.requestlog import Entry, RecordedCall, describe_array
 
 ARRAY = np.linspace(0, 1, 12, dtype=np.float32)
@@ -108,10 +109,6 @@ def test_a_bundle_takes_the_place_of_the_one_with_its_name() -> None:
 
 
 def test_calls_of_a_log_are_read_as_they_were_written() -> None:
-    import msgspec
-
-    from prejit.server.http.log_replay import _known
-
     for call in (tokens(1, 2), arrays(x=ARRAY), RecordedCall("generate", "demo", seed=5)):
         call.stats = {}
         line = json.loads(json.dumps(call.described() | {"prompt_tokens": 3}))

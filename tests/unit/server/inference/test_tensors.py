@@ -55,40 +55,25 @@ def test_dtypes_that_the_protocol_does_not_have_are_refused_by_name() -> None:
         tensors.dtype_of("FP8", "x")
 
 
-@pytest.mark.parametrize(
-    ("data", "datatype", "shape"),
-    [
-        (None, "FP32", (1,)),
-        ("1", "FP32", (1,)),
-        ([1, 2], "FP32", (3,)),
-        ([[1, 2], [3, 4]], "FP32", (4, 1)),
-        ([[1, 2], [3]], "FP32", (3,)),
-        ([[1, 2], 3], "FP32", (3,)),
-        (["1"], "FP32", (1,)),
-        ([None], "FP32", (1,)),
-        ([{}], "FP32", (1,)),
-        ([True], "FP32", (1,)),
-        ([1.0], "INT32", (1,)),
-        ([1.5], "INT32", (1,)),
-        ([True], "INT32", (1,)),
-        ([1], "BOOL", (1,)),
-        ([128], "INT8", (1,)),
-        ([-1], "UINT8", (1,)),
-        ([2**31], "INT32", (1,)),
-        ([2**63], "INT64", (1,)),
-        ([2**64], "UINT64", (1,)),
-        ([1e300], "FP32", (1,)),
-        ([0, 70000], "FP16", (2,)),
-        ([10**30], "INT64", (1,)),
-        ([1], "FP32", (-1,)),
-        ([1], "FP32", (2**40, 2**40)),
-    ],
-)
-def test_numbers_that_are_not_such_a_tensor_are_refused(
-    data: Any, datatype: str, shape: tuple[int, ...]
-) -> None:
-    with pytest.raises(UsageError, match=r"^x: "):
-        tensors.from_json(data, tensors.dtype_of(datatype, "x"), shape, "x")
+WRONG: list[tuple[Any, str, tuple[int, ...]]] = [
+    *((data, "FP32", (1,)) for data in (None, "1", ["1"], [None], [{}], [True], [1e300])),
+    *((data, "FP32", (3,)) for data in ([1, 2], [[1, 2], [3]], [[1, 2], 3])),
+    ([[1, 2], [3, 4]], "FP32", (4, 1)),
+    *((data, "INT32", (1,)) for data in ([1.0], [1.5], [True], [2**31])),
+    *(([1], "BOOL", (1,)), ([128], "INT8", (1,)), ([-1], "UINT8", (1,))),
+    *(([2**63], "INT64", (1,)), ([10**30], "INT64", (1,)), ([2**64], "UINT64", (1,))),
+    ([0, 70000], "FP16", (2,)),
+    *(([1], "FP32", (-1,)), ([1], "FP32", (2**40, 2**40))),
+]
+
+
+def test_numbers_and_bytes_that_are_not_such_a_tensor_are_refused() -> None:
+    for data, datatype, shape in WRONG:
+        with pytest.raises(UsageError, match=r"^x: "):
+            tensors.from_json(data, tensors.dtype_of(datatype, "x"), shape, "x")
+    for content, datatype in ((b"123", "FP32"), (b"12345", "FP32"), (b"", "INT8"), (b"\2", "BOOL")):
+        with pytest.raises(UsageError, match=r"^x: expected"):
+            tensors.from_bytes(memoryview(content), tensors.dtype_of(datatype, "x"), (1,), "x")
 
 
 def test_the_limits_of_integers_are_kept_exactly() -> None:
@@ -99,17 +84,6 @@ def test_the_limits_of_integers_are_kept_exactly() -> None:
             for each in limits:
                 found = tensors.from_json([each], dtype, (1,), "x")
                 assert int(found[0]) == each
-
-
-@pytest.mark.parametrize(
-    ("content", "datatype", "shape"),
-    [(b"123", "FP32", (1,)), (b"12345", "FP32", (1,)), (b"", "INT8", (1,)), (b"\2", "BOOL", (1,))],
-)
-def test_bytes_that_are_not_such_a_tensor_are_refused(
-    content: bytes, datatype: str, shape: tuple[int, ...]
-) -> None:
-    with pytest.raises(UsageError, match=r"^x: expected"):
-        tensors.from_bytes(memoryview(content), tensors.dtype_of(datatype, "x"), shape, "x")
 
 
 def test_tensors_without_elements_are_tensors() -> None:

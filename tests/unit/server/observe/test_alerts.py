@@ -79,20 +79,19 @@ CASES = (
     Case("PrejitDown", True, "5m", {f"up{{{SERVER}}}": "0x10"}),
     Case("PrejitDown", False, "5m", {f"up{{{SERVER}}}": "1 0 1x10"}),  # one scrape was lost
     Case("PrejitDown", False, "5m", {'up{job="node",instance="a"}': "0x10"}),
-    Case(
-        "PrejitNotReady", True, "6m", {f'prejit_server_state{{{SERVER},state="loading"}}': "1x10"}
-    ),
-    Case(
-        "PrejitNotReady", True, "6m", {f'prejit_server_state{{{SERVER},state="compiling"}}': "1x9"}
-    ),
-    Case(
-        "PrejitNotReady", False, "6m", {f'prejit_server_state{{{SERVER},state="draining"}}': "1x9"}
-    ),
-    Case(
-        "PrejitNotReady",
-        False,
-        "6m",
-        {f'prejit_server_state{{{SERVER},state="loading"}}': "1x3 0x10"},
+    *(
+        Case(
+            "PrejitNotReady",
+            fires,
+            "6m",
+            {f'prejit_server_state{{{SERVER},state="{state}"}}': each},
+        )
+        for state, each, fires in (
+            ("loading", "1x10", True),
+            ("compiling", "1x9", True),
+            ("draining", "1x9", False),
+            ("loading", "1x3 0x10", False),
+        )
     ),
     Case(FAST, True, "60m", requests(60, error=2, stop=98)),
     Case(FAST, True, "60m", requests(60, refused=20, length=980)),
@@ -127,32 +126,21 @@ CASES = (
         )
         for running, ended, fires in ((1, "9x20", True), (1, "9+1x20", False), (0, "9x20", False))
     ),
-    Case(
-        "PrejitTokensStopped",
-        True,
-        "15m",
-        {
-            f"prejit_requests_running{{{MODEL},{GENERATE}}}": "1x20",
-            f"vllm:generation_tokens_total{{{MODEL}}}": "100x20",
-        },
-    ),
-    Case(
-        "PrejitTokensStopped",
-        False,
-        "15m",
-        {
-            f"prejit_requests_running{{{MODEL},{GENERATE}}}": "1x20",
-            f"vllm:generation_tokens_total{{{MODEL}}}": "100+1x20",
-        },
-    ),
-    Case(
-        "PrejitTokensStopped",
-        False,
-        "15m",
-        {
-            f"prejit_requests_running{{{MODEL},{GENERATE}}}": "0x20",
-            f"vllm:generation_tokens_total{{{MODEL}}}": "100x20",
-        },
+    *(
+        Case(
+            "PrejitTokensStopped",
+            fires,
+            "15m",
+            {
+                f"prejit_requests_running{{{MODEL},{GENERATE}}}": f"{running}x20",
+                f"vllm:generation_tokens_total{{{MODEL}}}": tokens,
+            },
+        )
+        for running, tokens, fires in (
+            (1, "100x20", True),
+            (1, "100+1x20", False),
+            (0, "100x20", False),
+        )
     ),
     *(
         Case(
@@ -200,30 +188,28 @@ CASES = (
         )
         for seconds, fires in ((90, True), (20, False))
     ),
-    Case(
-        "PrejitFallback", True, "1m", {f'prejit_fallbacks_total{{{SERVER},axis="jaxlib"}}': "1x5"}
+    *(
+        Case(
+            "PrejitFallback",
+            fires,
+            "1m",
+            {f'prejit_fallbacks_total{{{SERVER},axis="jaxlib"}}': each},
+        )
+        for each, fires in (("1x5", True), ("0x5", False))
     ),
-    Case(
-        "PrejitFallback", False, "1m", {f'prejit_fallbacks_total{{{SERVER},axis="jaxlib"}}': "0x5"}
+    *(
+        Case(
+            "PrejitNaN",
+            fires,
+            at,
+            {f'prejit_requests_total{{{MODEL},{ENCODE},reason="nan"}}': each},
+        )
+        for each, at, fires in (
+            ("0x5 1x10", "8m", True),
+            ("0x15", "8m", False),
+            ("0 1x50", "40m", False),  # long ago
+        )
     ),
-    Case(
-        "PrejitNaN",
-        True,
-        "8m",
-        {f'prejit_requests_total{{{MODEL},{ENCODE},reason="nan"}}': "0x5 1x10"},
-    ),
-    Case(
-        "PrejitNaN",
-        False,
-        "8m",
-        {f'prejit_requests_total{{{MODEL},{ENCODE},reason="nan"}}': "0x15"},
-    ),
-    Case(
-        "PrejitNaN",
-        False,
-        "40m",
-        {f'prejit_requests_total{{{MODEL},{ENCODE},reason="nan"}}': "0 1x50"},
-    ),  # long ago
     *(
         Case(
             "PrejitPrefixCacheMisses",

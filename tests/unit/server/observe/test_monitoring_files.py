@@ -42,7 +42,8 @@ def test_runbooks_that_no_browser_finds_are_refused(given, hint, tmp_path, capsy
 
 
 def test_an_edited_file_is_kept_and_named(tmp_path):
-    write(tmp_path, runbooks="runbooks", force=False)
+    written = write(tmp_path, runbooks="runbooks", force=False)
+    assert write(tmp_path, runbooks="runbooks", force=False) == written  # the same is no conflict
     edited = tmp_path / "prometheus" / "prejit.rules.yml"
     edited.write_text("mine")
     (tmp_path / "README.md").unlink()
@@ -53,15 +54,6 @@ def test_an_edited_file_is_kept_and_named(tmp_path):
     assert not (tmp_path / "README.md").exists()  # nothing at all is written
     write(tmp_path, runbooks="runbooks", force=True)
     assert edited.read_text() != "mine"
-
-
-def test_writing_the_same_again_is_no_conflict(tmp_path):
-    assert write(tmp_path, runbooks="runbooks", force=False) == write(
-        tmp_path, runbooks="runbooks", force=False
-    )
-
-
-def test_a_file_in_the_place_of_a_directory_is_an_error_of_prejit(tmp_path):
     (tmp_path / "watch").write_text("")
     with pytest.raises(StoreError, match="watch"):
         write(tmp_path / "watch", runbooks="runbooks", force=False)
@@ -88,25 +80,17 @@ def test_every_runbook_has_an_alert_and_says_what_to_do():
             assert part in page, (name, part)
 
 
-def test_links_between_runbooks_lead_to_one():
+def test_pages_name_runbooks_panels_commands_and_options_that_exist():
+    titles = {panel["title"] for name in DASHBOARDS for panel in panels(name)}
+    names = {dashboard["title"] for dashboard in DASHBOARDS.values()}
+    options = {name for parameter in serve.params for name in parameter.opts}
     for path, text in FILES.items():
         if path.endswith(".md"):
             for link in re.findall(r"\]\(([^)]+)\)", text):
                 assert f"runbooks/{link}" in FILES, (path, link)
-
-
-def test_runbooks_name_panels_that_exist():
-    titles = {panel["title"] for name in DASHBOARDS for panel in panels(name)}
-    names = {dashboard["title"] for dashboard in DASHBOARDS.values()}
-    for path, text in FILES.items():
         if path.startswith("runbooks/"):
             for name in re.findall(r"(?<!\*)\*([^*\n]+)\*(?!\*)", text):
                 assert name in titles | names, (path, name)
-
-
-def test_runbooks_name_commands_and_options_that_exist():
-    options = {name for parameter in serve.params for name in parameter.opts}
-    for path, text in FILES.items():
         for command in re.findall(r"`prejit ([a-z-]+)", text):
             assert command in commands.commands, (path, command)
         for option in re.findall(r"`prejit serve (--[a-z-]+)", text):
@@ -114,7 +98,7 @@ def test_runbooks_name_commands_and_options_that_exist():
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS)
-def test_panels_have_their_own_place_and_number(dashboard):
+def test_panels_have_their_own_place_and_say_what_to_look_for(dashboard):
     found = DASHBOARDS[dashboard]["panels"]
     assert len({panel["id"] for panel in found}) == len(found)
     taken = set()
@@ -128,10 +112,6 @@ def test_panels_have_their_own_place_and_number(dashboard):
         }
         assert not cells & taken, panel["title"]
         taken |= cells
-
-
-@pytest.mark.parametrize("dashboard", DASHBOARDS)
-def test_every_panel_says_what_to_look_for_and_keeps_to_the_chosen_jobs(dashboard):
     for panel in panels(dashboard):
         assert panel["description"].endswith(".")
         for query in queries(panel):

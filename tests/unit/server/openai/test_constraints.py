@@ -8,9 +8,8 @@ import jsonschema
 import pytest
 
 from prejit.server.gate.http_errors import ApiError
-from prejit.server.openai.answer_bodies import chosen_tools
 from prejit.server.openai.chat_messages import Function
-from prejit.server.openai.constraints import Tool, forced_calls
+from prejit.server.openai.constraints import chosen_tools, forced_calls
 
 POINT: dict[str, Any] = {
     "type": "object",
@@ -20,7 +19,7 @@ POINT: dict[str, Any] = {
 
 
 def test_definitions_of_tools_stay_where_their_references_look() -> None:
-    tools = [Tool("move", POINT), Tool("stop", {"type": "object"})]
+    tools = [Function(name="move", parameters=POINT), Function(name="stop")]
     schema = forced_calls(tools, only_one=False).schema
     assert schema is not None
     jsonschema.validate([{"name": "move", "arguments": {"at": [1]}}], schema)
@@ -33,33 +32,32 @@ def test_definitions_of_tools_stay_where_their_references_look() -> None:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
     assert "$defs" in POINT  # the request's own schema is unchanged
-
-
-def test_one_call_is_the_most_without_parallel_calls() -> None:
-    schema = forced_calls([Tool("stop", {"type": "object"})], only_one=True).schema
-    assert schema is not None
+    one = forced_calls([Function(name="stop")], only_one=True).schema
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate([{"name": "stop", "arguments": {}}] * 2, schema)
+        jsonschema.validate([{"name": "stop", "arguments": {}}] * 2, one)
 
 
 def test_two_definitions_of_one_name_are_refused() -> None:
     other = {"type": "object", "$defs": {"Point": {"type": "string"}}}
     with pytest.raises(ApiError, match="one definition of 'Point'"):
-        forced_calls([Tool("a", POINT), Tool("b", other)], only_one=False)
+        forced_calls(
+            [Function(name="a", parameters=POINT), Function(name="b", parameters=other)],
+            only_one=False,
+        )
 
 
-@pytest.mark.parametrize(
-    ("choice", "name", "param"),
-    [("required", None, "tool_choice"), (None, "missing", "tool_choice")],
-)
-def test_a_call_of_a_tool_that_is_not_there_is_refused(
-    choice: str | None, name: str | None, param: str
-) -> None:
-    functions = [] if choice else [Function(name="there")]
-    with pytest.raises(ApiError) as raised:
-        chosen_tools(functions, choice, name, parallel=None)
-    assert raised.value.param == param
+def test_a_call_of_a_tool_that_is_not_there_is_refused() -> None:
+    there = [Function(name="there")]
+    for functions, choice, name in (([], "required", None), (there, None, "missing")):
+        with pytest.raises(ApiError) as raised:
+            chosen_tools(functions, choice, name, parallel=None)
+        assert raised.value.param == "tool_choice"
+    with pytest.raises(ApiError, match="expected one of 'there', found 'missing'"):
+        chosen_tools(there, "auto", None, allowed=["there", "missing"], parallel=None)
 
 
-def test_none_hides_the_tools() -> None:
-    assert chosen_tools([Function(name="f")], "none", None, parallel=None).functions == ()
+def test_only_the_allowed_tools_are_shown() -> None:
+    functions = [Function(name="f"), Function(name="g")]
+    assert chosen_tools(functions, "none", None, parallel=None).functions == ()
+    some = chosen_tools(functions, "auto", None, allowed=["g"], parallel=None)
+    assert [each.name for each in some.functions] == ["g"]

@@ -88,21 +88,17 @@ def test_streams_are_closed_when_a_later_one_is_refused() -> None:
     assert second.closed
 
 
-def test_more_texts_than_the_queue_takes_are_refused_for_ever() -> None:
+def test_more_texts_than_may_wait_are_refused_for_ever() -> None:
     """QueueFullError would say to try again."""
-    engine = Engine(*(Stream([]) for _ in range(5)))
-    with pytest.raises(ApiError, match=r"n: expected at most 4 .*, found 5") as error:
-        asyncio.run(take([call(engine, 2), call(engine, 3)], 1))
-    assert error.value.status == 400
-    assert engine.seeds == []
-
-
-def test_more_texts_than_a_key_may_have_waiting_are_refused_for_ever() -> None:
-    engine = Engine(*(Stream([]) for _ in range(3)))
-    with pytest.raises(ApiError, match=r"at most 2 .* requests of this key .*, found 3") as error:
-        asyncio.run(take([call(engine, 3, Limits(waiting=2))], 1))
-    assert error.value.status == 400
-    assert engine.seeds == []
+    for choices, limits, message in (
+        ((2, 3), NO_LIMITS, r"n: expected at most 4 .*, found 5"),
+        ((3,), Limits(waiting=2), r"at most 2 .* requests of this key .*, found 3"),
+    ):
+        engine = Engine(*(Stream([]) for _ in range(5)))
+        with pytest.raises(ApiError, match=message) as error:
+            asyncio.run(take([call(engine, count, limits) for count in choices], 1))
+        assert error.value.status == 400
+        assert engine.seeds == []
 
 
 @pytest.mark.parametrize("choices", [1, 2])

@@ -91,11 +91,11 @@ def test_a_request_that_waits_has_a_head_and_comments(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("error", "is_suspected"), [(NumbersError("not numbers"), True), (DeadlineError("late"), False)]
 )
-def test_an_error_behind_the_first_event_makes_the_server_look(
+def test_an_error_behind_the_first_event_is_an_event_and_makes_the_server_look(
     error: Exception, is_suspected: bool
 ) -> None:
     async def events() -> AsyncGenerator[bytes, None]:
-        yield b"one"
+        yield b"data: 1\n\n"
         raise error
 
     suspected = threading.Event()
@@ -104,7 +104,9 @@ def test_an_error_behind_the_first_event_makes_the_server_look(
         client = Client()
         scope = {"type": "http", "state": {"suspected": suspected}}
         await EventStream(events())(scope, client.receive, client.send)
-        assert b'"error"' in client.body
+        assert client.body.startswith(b'data: 1\n\ndata: {"error":{"message":"')
+        last = {"type": "http.response.body", "body": b"", "more_body": False}
+        assert client.sent[-1] == last
 
     asyncio.run(main())
     assert suspected.is_set() == is_suspected
@@ -124,26 +126,10 @@ def test_an_error_before_the_first_event_has_its_own_status() -> None:
     asyncio.run(main())
 
 
-def test_an_error_after_it_is_an_event_of_its_own() -> None:
-    async def events() -> AsyncGenerator[bytes, None]:
-        yield b"data: 1\n\n"
-        raise DeadlineError("too late")
-
-    async def main() -> None:
-        client = Client()
-        await stream(client, events())
-        assert client.body.startswith(b'data: 1\n\ndata: {"error":{"message":"too late"')
-        assert client.sent[-1] == {
-            "type": "http.response.body",
-            "body": b"",
-            "more_body": False,
-        }
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("after", [0, 1])
-def test_events_are_closed_when_the_client_leaves(after: int) -> None:
+@pytest.mark.parametrize(("after", "leaves"), [(0, True), (1, True), (1, False)])
+def test_events_are_closed_when_the_client_leaves_or_the_request_is_cancelled(
+    after: int, leaves: bool
+) -> None:
     async def main() -> None:
         client, closed = Client(), asyncio.Event()
 
@@ -158,29 +144,13 @@ def test_events_are_closed_when_the_client_leaves(after: int) -> None:
 
         task = asyncio.ensure_future(stream(client, events()))
         await asyncio.sleep(0.01)
-        client.leave()
-        await asyncio.wait_for(task, 10)
-        assert closed.is_set()
-
-    asyncio.run(main())
-
-
-def test_events_are_closed_when_the_request_is_cancelled() -> None:
-    async def main() -> None:
-        client, closed = Client(), asyncio.Event()
-
-        async def events() -> AsyncGenerator[bytes, None]:
-            try:
-                yield b"one"
-                await asyncio.sleep(60)
-            finally:
-                closed.set()
-
-        task = asyncio.ensure_future(stream(client, events()))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        if leaves:
+            client.leave()
+            await asyncio.wait_for(task, 10)
+        else:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
         assert closed.is_set()
 
     asyncio.run(main())

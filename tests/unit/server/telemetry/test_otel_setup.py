@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -24,8 +25,10 @@ from starlette.testclient import TestClient
 from tests.served import StandIn
 
 from prejit.runtime.errors import UsageError
+from prejit.server.engine.fair_queue import NO_LIMITS
 from prejit.server.telemetry import otel_setup
 from prejit.server.telemetry.spans import Telemetry
+from prejit.server.telemetry.watched_engine import WatchedEngine
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -40,7 +43,7 @@ class Recorded:
         tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
         self.telemetry = Telemetry(tracers, MeterProvider([self.reader]))
         stand_in: Any = StandIn()
-        engine = self.telemetry.engine("demo", stand_in)
+        engine = WatchedEngine("demo", stand_in, self.telemetry.watch)
 
         async def handle(request: Request) -> Any:
             return await handler(engine, request)
@@ -76,9 +79,8 @@ async def generate(engine: Any, request: Request) -> Any:
 
 async def stream(engine: Any, request: Request) -> Any:
     async def pieces() -> Any:
-        async with engine.stream("hello") as found:
-            async for piece in found:
-                yield piece.text
+        async for piece in engine.stream("hello"):
+            yield piece.text
 
     return StreamingResponse(pieces())
 
@@ -113,18 +115,27 @@ def test_a_request_is_one_span_below_that_of_its_client_with_three_parts():
         "url.path": "/v1/chat/completions",
     }
     assert whole.status.status_code is StatusCode.UNSET
-
-
-def test_the_parts_follow_each_other_and_last_as_long_as_the_statistics_say():
-    recorded = Recorded(generate)
-    recorded.post()
-    queue, prefill, decode = (recorded.spans()[name] for name in ("queue", "prefill", "decode"))
+    queue, prefill, decode = (spans[name] for name in ("queue", "prefill", "decode"))
     assert queue.end_time - queue.start_time == 100_000_000
     assert prefill.start_time == queue.end_time
     assert prefill.end_time - prefill.start_time == 20_000_000
     assert decode.start_time == prefill.end_time
     assert decode.end_time >= decode.start_time
     assert decode.attributes["prejit.programs"] == ("prefill_8x16", "decode_8x128")
+    points = recorded.points()
+    first = points["gen_ai.server.time_to_first_token"][0]
+    assert first.sum == pytest.approx(0.12)
+    assert dict(first.attributes)["gen_ai.request.model"] == "demo"
+    assert points["gen_ai.server.time_per_output_token"][0].sum == pytest.approx(0.02)
+    [duration] = points["gen_ai.server.request.duration"]
+    assert duration.count == 1
+    assert duration.sum > 0
+    assert duration.explicit_bounds[:3] == (0.01, 0.02, 0.04)
+    usage = {
+        dict(point.attributes)["gen_ai.token.type"]: point.sum
+        for point in points["gen_ai.client.token.usage"]
+    }
+    assert usage == {"input": 5, "output": 3}
 
 
 def test_a_stream_is_traced_to_its_last_piece():
@@ -133,25 +144,6 @@ def test_a_stream_is_traced_to_its_last_piece():
     whole = recorded.spans()["text_completion demo"]
     assert whole.attributes["gen_ai.usage.output_tokens"] == 3
     assert "decode" in recorded.spans()
-
-
-def test_metrics_have_the_names_units_and_values_of_the_conventions():
-    recorded = Recorded(generate)
-    recorded.post()
-    points = recorded.points()
-    first = points["gen_ai.server.time_to_first_token"][0]
-    assert first.sum == pytest.approx(0.12)
-    assert dict(first.attributes)["gen_ai.request.model"] == "demo"
-    assert points["gen_ai.server.time_per_output_token"][0].sum == pytest.approx(0.02)
-    whole = points["gen_ai.server.request.duration"][0]
-    assert whole.count == 1
-    assert whole.sum > 0
-    assert whole.explicit_bounds[:3] == (0.01, 0.02, 0.04)
-    usage = {
-        dict(point.attributes)["gen_ai.token.type"]: point.sum
-        for point in points["gen_ai.client.token.usage"]
-    }
-    assert usage == {"input": 5, "output": 3}
 
 
 def test_several_generations_of_a_request_add_up():
@@ -175,7 +167,8 @@ def test_encoders_and_functions_have_a_span_of_their_own():
         return PlainTextResponse("")
 
     async def call(engine: Any, request: Request) -> Any:
-        return PlainTextResponse(await asyncio.wrap_future(engine.submit_call("score", 1)))
+        future = engine.submit_client_call("", NO_LIMITS, "score", 1)
+        return PlainTextResponse(await asyncio.wrap_future(future))
 
     recorded = Recorded(encode)
     recorded.post("/v1/embeddings")
@@ -220,16 +213,12 @@ def test_a_response_that_breaks_off_is_an_error():
         return StreamingResponse(pieces())
 
     recorded = Recorded(broken)
+    recorded.client = TestClient(recorded.client.app)
     with pytest.raises(Exception, match="broken"):
-        raise_from(recorded)
+        recorded.post()
     whole = recorded.spans()["chat"]
     assert whole.status.status_code is StatusCode.ERROR
     assert whole.attributes["error.type"] == "incomplete"
-
-
-def raise_from(recorded: Recorded) -> None:
-    recorded.client = TestClient(recorded.client.app)
-    recorded.post()
 
 
 def test_probes_and_metrics_are_not_traced():
@@ -243,10 +232,8 @@ def test_probes_and_metrics_are_not_traced():
 def test_a_call_outside_of_a_request_is_not_traced():
     recorded = Recorded(generate)
     stand_in: Any = StandIn()
-    engine = recorded.telemetry.engine("demo", stand_in)
-    future: Future[Any] = engine.submit("hello")
-    assert future.result().text == "abc"
-    assert [piece.text for piece in engine.stream("hello")] == ["a", "b", "c"]
+    engine = WatchedEngine("demo", stand_in, recorded.telemetry.watch)
+    assert engine.submit("hello").result().text == "abc"
     assert engine.metrics().slots == 8  # the rest of the engine is reached through it
     assert recorded.exporter.get_finished_spans() == ()
 
@@ -256,52 +243,43 @@ def test_a_call_outside_of_a_request_is_not_traced():
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    import os
-
     for name in list(os.environ):
         if name.startswith("OTEL_"):
             monkeypatch.delenv(name)
 
 
-def test_without_variables_nothing_is_imported():
+ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+
+
+def test_without_variables_that_ask_for_it_nothing_is_imported():
     script = (
-        "import sys; from prejit.server.telemetry import otel_setup; assert otel_setup.start() is None; "
+        "import os, sys; from prejit.server.telemetry import otel_setup\n"
+        "for each in json.loads(sys.argv[1]):\n"
+        "    os.environ.update(each); assert otel_setup.start() is None\n"
+        "    for name in each: del os.environ[name]\n"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"},
-        {
-            "OTEL_TRACES_EXPORTER": "none",
-            "OTEL_METRICS_EXPORTER": "none",
-            "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9",
-        },
+    quiet = [
+        {},
+        {"OTEL_SDK_DISABLED": "true", **ENDPOINT},
+        {"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none", **ENDPOINT},
         {"OTEL_SERVICE_NAME": "web"},
-    ],
-)
-def test_these_variables_ask_for_nothing(variables, monkeypatch):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert otel_setup.start() is None
+    ]
+    command = [sys.executable, "-c", f"import json; {script}", json.dumps(quiet)]
+    assert subprocess.run(command).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
+def test_what_is_not_supported_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    for name, value, expected in (
         ("OTEL_TRACES_EXPORTER", "zipkin", "otlp, console, none"),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "http/protobuf"),
-    ],
-)
-def test_what_is_not_supported_is_refused_at_the_start(name, value, expected, monkeypatch):
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=expected) as caught:
-        otel_setup.start()
-    assert name in str(caught.value)
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with pytest.raises(UsageError, match=expected) as caught:
+                otel_setup.start()
+            assert name in str(caught.value)
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch):
