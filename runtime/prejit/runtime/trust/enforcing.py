@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from prejit.runtime.errors import RejectError, UntrustedError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
-from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME, SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, match, read_manifests
@@ -191,11 +190,9 @@ def _signature(layout: Layout, referrer: Referrer) -> Attached:
             f"expected at most {MAX_ENVELOPE_BYTES} bytes, found {at.size}",
         )
     try:
-        content = layout.read_blob(at.digest, at.size)
-        check_digest(content, at.digest, layout.blob_path(at.digest))
+        return layout.read_blob(at)
     except RejectError as error:
         return Reason("referrer-damaged", "integrity", str(error))
-    return content
 
 
 def _releases(policy: Policy, bundle: str, now: float) -> dict[str, Outcome | Reason]:
