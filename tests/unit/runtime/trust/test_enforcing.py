@@ -475,20 +475,18 @@ def test_verify_says_who_signed_the_release(bundle_dir: Path, tmp_path: Path, ra
 
 
 def test_the_command_line_ends_with_status_5(
-    bundle_dir: Path, policy: Path, tmp_path: Path, ran: Any, monkeypatch: pytest.MonkeyPatch
+    bundle_dir: Path, policy: Path, tmp_path: Path, prejit: Any, ran: Any
 ) -> None:
     np.save(tmp_path / "x.npy", X)
     call = ("call", bundle_dir, "score", "--arg", f"x={tmp_path / 'x.npy'}", "-o", tmp_path / "out")
-    said = ran(*call, "--trust", policy, status=5).err
+    said = prejit(*call, "--trust", policy, status=5).stderr
     assert "error[untrusted]" in said
     assert "does not let target" in said
-    assert "error[policy]" in ran(*call, "--trust", tmp_path / "gone", status=5).err
+    prejit(*call, env={"PREJIT_TRUST": str(policy)}, status=5)
+    assert "error[policy]" in ran("verify", bundle_dir, "--trust", tmp_path / "gone", status=5).err
     ran("verify", bundle_dir, "--trust", policy, status=5)
-    with monkeypatch.context() as patch:
-        patch.setenv("PREJIT_TRUST", str(policy))
-        ran(*call, status=5)
     sign(bundle_dir, signer("a"))
-    ran(*call, "--trust", policy)
+    prejit(*call, "--trust", policy)
     found = json.loads(ran("verify", bundle_dir, "--trust", policy, "--json").out)
     assert [each["signers"] for each in found["policy"]] == [["a"], ["a"]]
     assert "lets it run, signed by a" in ran("verify", bundle_dir, "--trust", policy).out
