@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import random
 import shutil
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import zstandard
+from tests.extent import examples
 from tests.layouts import index_file, index_of, write_index
 
 from prejit.runtime import __main__, load
@@ -131,7 +133,8 @@ def test_a_changed_byte_of_a_golden_bundle_is_rejected(golden: Path, tmp_path: P
     # `load` reads one target, and no recorded files.
     whole = golden.name != "recorded" and len(index_of(golden)["manifests"]) == 1
     read = load if whole else audited
-    for file in [path for path in copy.rglob("*") if path.is_file()]:
+    files = sorted(path for path in copy.rglob("*") if path.is_file())
+    for file in random.Random(golden.name).sample(files, min(len(files), examples(5, 100))):
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(RejectError, match=file.name):
@@ -248,20 +251,6 @@ def test_weights_lie_in_chunks() -> None:
     assert (chunks["size"], len(chunks["digests"])) == (65_536, 3)
 
 
-@pytest.mark.parametrize("place", [0, 65_535, 65_536, 131_072, -1])
-def test_damage_is_found_in_its_chunk(place: int, tmp_path: Path) -> None:
-    """A part of less than 1 MB is verified before `load` returns."""
-    copy = Path(shutil.copytree(HERE / "chunks", tmp_path / "copy"))
-    file = max((copy / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1
-    file.write_bytes(content)
-    start = place % len(content) // 65_536 * 65_536
-    with pytest.raises(RejectError, match=f"bytes {start} to .*: expected blake3 ") as caught:
-        load(copy)
-    assert caught.value.path == str(file)
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -309,7 +298,7 @@ def recorded() -> tuple[second_reader.Target, ImageManifest, dict[str, bytes]]:
     with Layout(path) as layout:
         manifest = read_manifests(layout, [opened])[target.name]
         [at] = manifest.layers
-        layers = {"recorded.v1+zstd": layout.read_blob(at.digest, at.size)}
+        layers = {"recorded.v1+zstd": layout.read_blob(at)}
     return target, manifest, layers
 
 

@@ -142,7 +142,7 @@ def test_signing_signs_the_provenance_too(demo: Path, tmp_path: Path) -> None:
     with Layout(bundle) as layout:
         root = read_root(layout)
         found = [
-            layout.read_blob(each.layers[0].digest, each.layers[0].size)
+            layout.read_blob(each.layers[0])
             for each in referrers(layout, root, root.digest)
             if each.artifact_type == SIGNATURE_MEDIA_TYPE
             and each.annotations["dev.sigstore.bundle.predicateType"] == PROVENANCE_PREDICATE

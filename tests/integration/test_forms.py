@@ -159,7 +159,7 @@ def linear_calls(bundle: Path) -> dict[str, int]:
     with Layout(bundle) as layout:
         contents = read_contents(layout, match(read_root(layout), Fingerprint.current())[0])
         layer = contents.manifest.layer(EXECUTABLES_MEDIA_TYPE)
-        packed = layout.read_blob(layer.digest, layer.size)
+        packed = layout.read_blob(layer)
     unpack: Callable[[bytes], bytes] = zstandard.ZstdDecompressor().decompress
     return {
         program.name: unpack(packed[at.offset : at.offset + at.size]).count(b"prejit_linear.")

@@ -365,7 +365,7 @@ def contents_of(bundle: Path) -> tuple[Contents, dict[str, bytes]]:
     with Layout(bundle) as layout:
         [target] = match(read_root(layout), Fingerprint.current())
         contents = read_contents(layout, target)
-        layers = {x.digest: layout.read_blob(x.digest, x.size) for x in contents.manifest.layers}
+        layers = {x.digest: layout.read_blob(x) for x in contents.manifest.layers}
         return contents, layers
 
 

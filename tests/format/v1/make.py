@@ -319,9 +319,7 @@ def without_executables(path: Path) -> PackedTarget:
         layers = [
             layer(
                 kept.mediaType,
-                frame
-                if kept.mediaType == EXECUTABLES_MEDIA_TYPE
-                else layout.read_blob(kept.digest, kept.size),
+                frame if kept.mediaType == EXECUTABLES_MEDIA_TYPE else layout.read_blob(kept),
                 (kept.annotations or {})[TITLE],
             )
             for kept in contents.manifest.layers

@@ -17,7 +17,6 @@ from prejit.compiler.pipeline.pack.provenance import (
 from prejit.compiler.pipeline.pack.user_sources import SourceContent
 from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.format.blobs import read_whole
-from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import STATEMENT_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents, match, read_contents
@@ -77,9 +76,7 @@ def read_recorded(path: Path) -> Recorded:
                 continue
             [at] = each.layers
             if at.size <= MAX_ENVELOPE_BYTES:
-                content = layout.read_blob(at.digest, at.size)
-                check_digest(content, at.digest, layout.blob_path(at.digest))
-                statements.append(content)
+                statements.append(layout.read_blob(at))
         return root.digest, contents, [target.name for target in targets], statements
 
     digest, contents, names, statements = read_whole(path, read)

@@ -20,7 +20,6 @@ from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Descriptor
-from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     BUNDLE_NAME,
@@ -235,8 +234,7 @@ def _described(layout: Layout, root: Root) -> Iterable[tuple[str, bytes]]:
         for at in each.layers:
             if at.size > _MAX_DESCRIPTION_BYTES:
                 continue
-            content = layout.read_blob(at.digest, at.size)
-            check_digest(content, at.digest, layout.blob_path(at.digest))
+            content = layout.read_blob(at)
             if each.artifact_type == PARTS_MEDIA_TYPE:
                 subject = SignedSubject(root.digest, root.bundle.annotations[BUNDLE_NAME])
                 statement = Statement(PARTS_PREDICATE, (subject,), json.loads(content))
@@ -256,7 +254,7 @@ def _signed_by(layout: Layout, root: Root, signer: Signer) -> Iterable[bytes]:
         if at.size > MAX_ENVELOPE_BYTES:
             continue
         try:
-            payload = signer.signed(layout.read_blob(at.digest, at.size))
+            payload = signer.signed(layout.read_blob(at))
         except RejectError:
             continue
         if payload is not None:

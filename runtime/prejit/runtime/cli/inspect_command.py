@@ -18,7 +18,6 @@ from prejit.runtime.cli.golden_commands import quarantined
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Config, RecordedProgram
-from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     GENERATION_MEDIA_TYPE,
@@ -147,9 +146,7 @@ def _defaults(layout: Layout, content: Contents) -> Defaults | None:
 
         return Defaults()
     at = manifest.layer(GENERATION_MEDIA_TYPE)
-    read, path = layout.read_blob(at.digest, at.size), layout.blob_path(at.digest)
-    check_digest(read, at.digest, path)
-    return check_generation(read, path)
+    return check_generation(layout.read_blob(at), layout.blob_path(at.digest))
 
 
 def _layer_name(media_type: str) -> str:

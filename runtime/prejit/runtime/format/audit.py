@@ -18,9 +18,10 @@ from prejit.runtime.format import limits
 from prejit.runtime.format.blobs import Blobs, read_whole
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor, ImageManifest, Index, Segment
 from prejit.runtime.format.checks.call_programs import check_programs
-from prejit.runtime.format.checks.layers import check_chat, check_weights, unpack
-from prejit.runtime.format.checks.oci import check_digest, check_layout_file
+from prejit.runtime.format.checks.layers import check_chat, check_kernels, check_weights, unpack
+from prejit.runtime.format.checks.oci import check_layout_file
 from prejit.runtime.format.checks.program_table import check_weight_sets, segments_of
+from prejit.runtime.format.checks.seldom_parts import check_library
 from prejit.runtime.format.layout import Layout, locked
 from prejit.runtime.format.names import (
     ATTACHED_TYPES,
@@ -32,13 +33,7 @@ from prejit.runtime.format.names import (
     STATEMENT_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import (
-    Contents,
-    check_libraries,
-    match,
-    read_contents,
-    read_kernels,
-)
+from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.referrers import Referrer, reached, referrers, unattached
 from prejit.runtime.format.root import Root, encode_root, is_ours
 from prejit.runtime.format.verifying import check_blob
@@ -79,15 +74,15 @@ def audit(path: str | os.PathLike[str], check_generation: CheckGeneration) -> Au
         for content in contents:
             _check_frames(layout, content, unpacked)
             check_programs(content.config, layout.blob_path(content.manifest.config.digest))
-            read_kernels(layout, content.config, content.manifest)
-            check_libraries(layout, content.config, content.manifest)
+            _check_libraries(layout, content)
             _check_weights(layout, content)
             _check_texts(layout, content, check_generation)
         attached = check_attached(layout, root, [content.manifest for content in contents])
         check_index_file(layout, root, attached)
         _check_files(layout, root)
         programs = sum(len(c.config.programs or c.config.recorded or ()) for c in contents)
-        hashed = blobs.hashed_bytes + sum(_attached_bytes(attached))
+        parts = (at for each in attached for at in (each.descriptor, each.config, *each.layers))
+        hashed = blobs.hashed_bytes + sum(at.size for at in parts)
         return Audit(root.digest, len(targets), programs, len(attached), hashed)
 
     return read_whole(path, read)
@@ -114,6 +109,17 @@ def _check_frames(layout: Layout, content: Contents, unpacked: set[tuple[str, Se
                 unpacked.add((path, segment))
 
 
+def _check_libraries(layout: Layout, content: Contents) -> None:
+    config, layers = content.config, {at.digest: at for at in content.manifest.layers}
+    if (kernels := config.kernels) is not None:
+        check_kernels(
+            layout.read_blob(layers[kernels.digest]), kernels, layout.blob_path(kernels.digest)
+        )
+    for library in config.libraries or ():
+        read, path = layout.read_blob(layers[library.digest]), layout.blob_path(library.digest)
+        check_library(read, library, config.requirement.architecture, path)
+
+
 def _check_weights(layout: Layout, content: Contents) -> None:
     manifest, config = content.manifest, content.config
     shapes: dict[str, tuple[int, ...]] = {}
@@ -134,9 +140,7 @@ def _check_texts(layout: Layout, content: Contents, check_generation: CheckGener
         check_chat(bytes(layout.map_blob(at.digest, at.size)), layout.blob_path(at.digest))
     if config.decoder is not None and manifest.has_layer(GENERATION_MEDIA_TYPE):
         at = manifest.layer(GENERATION_MEDIA_TYPE)
-        read, path = layout.read_blob(at.digest, at.size), layout.blob_path(at.digest)
-        check_digest(read, at.digest, path)
-        check_generation(read, path)
+        check_generation(layout.read_blob(at), layout.blob_path(at.digest))
 
 
 def check_attached(
@@ -153,8 +157,7 @@ def check_attached(
     targets = root.bundle.manifests
     is_whole = root.subject is not None and root.subject.mediaType == INDEX_MEDIA_TYPE
     if root.subject is not None and is_whole:  # a pull of some targets keeps the index
-        content = layout.read_blob(root.digest, root.subject.size)
-        targets = from_json(Index, content, root.path).manifests
+        targets = from_json(Index, layout.read_blob(root.subject), root.path).manifests
     known = {at.digest: at for at in (*targets, *(each.descriptor for each in attached))}
     if root.subject is not None:
         known[root.digest] = root.subject
@@ -164,9 +167,8 @@ def check_attached(
             check_subject(each.subject, known, path)
         for at in (each.config, *each.layers):
             check_blob(layout, at)
-            if is_described(at.mediaType) and at.size <= limits.MAX_CONFIG_BYTES:
-                content = layout.read_blob(at.digest, at.size)
-                check_content(content, at.mediaType, layout.blob_path(at.digest))
+            if at.mediaType in _SAYS and at.size <= limits.MAX_CONFIG_BYTES:
+                check_content(layout.read_blob(at), at.mediaType, layout.blob_path(at.digest))
     if is_whole:
         types = {each.artifact_type for each in attached if each.subject.digest == root.digest}
         check_types(manifests, types, str(layout.path / "index.json"))
@@ -184,7 +186,7 @@ def check_index_file(layout: Layout, root: Root, attached: Sequence[Referrer]) -
     if is_ours(content):
         if root.subject is None or root.subject.mediaType != INDEX_MEDIA_TYPE:
             raise RejectError(path, f"expected an entry of {INDEX_MEDIA_TYPE}, found none")
-        index = layout.read_blob(root.digest, root.subject.size)
+        index = layout.read_blob(root.subject)
         entries = [at.entry for at in sorted(attached, key=lambda at: at.descriptor.digest)]
         check_root(content, encode_root(root.bundle, index, entries), path)
         version = layout.read("oci-layout", limits.MAX_OCI_LAYOUT_BYTES)
@@ -200,22 +202,12 @@ def _check_files(layout: Layout, root: Root) -> None:
     check_names(found, known, str(layout.path))
 
 
-def _attached_bytes(attached: Sequence[Referrer]) -> Iterator[int]:
-    for each in attached:
-        yield from (at.size for at in (each.descriptor, each.config, *each.layers))
-
-
 _SAYS = {
     PARTS_MEDIA_TYPE: ("bomFormat", "CycloneDX"),
     STATEMENT_MEDIA_TYPE: ("_type", "https://in-toto.io/Statement/"),
     SIGNATURE_MEDIA_TYPE: ("mediaType", SIGNATURE_MEDIA_TYPE),
 }
 """The key that names the kind of a JSON document, and the beginning of its value, by media type."""
-
-
-def is_described(media_type: str) -> bool:
-    """Return whether `check_content` reads the content of a media type."""
-    return media_type in _SAYS
 
 
 def check_content(content: bytes, media_type: str, path: str) -> None:

@@ -150,21 +150,11 @@ class Blobs:
             from prejit.runtime.format import verifying  # starts with receipts have no job
 
             if table is None:
-                jobs.append(
-                    verifying.Job(
-                        digest, 0, size, partial(verifying.check_whole, file, digest, None)
-                    )
-                )
-            else:
-                jobs += [
-                    verifying.Job(
-                        digest,
-                        start,
-                        end,
-                        partial(verifying.check_chunk, file, start, end, expected),
-                    )
-                    for start, end, expected in table.places(size)
-                ]
+                run = partial(verifying.check_whole, file, digest, None)
+                jobs.append(verifying.Job(digest, 0, size, run))
+            for start, end, expected in () if table is None else table.places(size):
+                run = partial(verifying.check_chunk, file, start, end, expected)
+                jobs.append(verifying.Job(digest, start, end, run))
             # What chunks say of a file holds for these chunks, and not for the file's sha256.
             names.append((digest if table is None else table.name, file.identity))
         # Whoever waits is one more thread.

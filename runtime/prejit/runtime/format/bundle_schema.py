@@ -21,9 +21,7 @@ from dataclasses import dataclass
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.arrays import Golden, Mesh
 from prejit.runtime.format.limits import MAX_SIZE
-from prejit.runtime.format.names import (
-    handler_target,
-)
+from prejit.runtime.format.names import handler_target
 from prejit.runtime.machine.fingerprint import Requirement
 
 CACHE_DTYPES = ("float32", "bfloat16")

@@ -112,11 +112,11 @@ def described(value: object) -> EncodedConstant:
     """Return any object as JSON, also one that JSON has a value for."""
     walk = _Walk()
     try:
-        text = _dumps(found := _plain(value, (), walk))
+        text = dumps(found := _plain(value, (), walk))
         if len(text) > _MAX_CHARACTERS and not EncodedConstant(text).is_unknown:
-            text = _dumps(_digest(type(value), [found]))
+            text = dumps(_digest(type(value), [found]))
     except Exception:  # whatever the code of an object raises that describes it
-        return EncodedConstant(_dumps(["unknown", _name_of(type(value))]))
+        return EncodedConstant(dumps(["unknown", _name_of(type(value))]))
     if not walk.has_cycle:  # or the digest of a function depends on where the walk began
         for function, digest in walk.outer.items():
             _functions.setdefault(function, digest)
@@ -157,10 +157,11 @@ def parse_described(plain: Any) -> EncodedConstant:
     """Return what `described` gave from its JSON. Raises ValueError as `parse`."""
     if not _is_valid(plain):
         raise ValueError(f"expected a constant, found {plain!r:.80}")
-    return EncodedConstant(_dumps(plain))
+    return EncodedConstant(dumps(plain))
 
 
-def _dumps(plain: Any) -> str:
+def dumps(plain: Any) -> str:
+    """Return the only text of a tree or a constant."""
     return json.dumps(plain, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
@@ -235,7 +236,7 @@ def _name_of(value: Any) -> str:
 
 
 def _digest(of: Any, parts: Any) -> list[Any]:
-    return ["digest", _name_of(of), digest_of(_dumps(parts).encode())]
+    return ["digest", _name_of(of), digest_of(dumps(parts).encode())]
 
 
 def _plain(value: Any, inside: tuple[int, ...], walk: _Walk) -> Any:
@@ -262,7 +263,7 @@ def _plain(value: Any, inside: tuple[int, ...], walk: _Walk) -> Any:
     if kind in (tuple, list):
         return [kind.__name__, [_plain(each, inside, walk) for each in value]]
     if kind in (set, frozenset):
-        return [kind.__name__, sorted((_plain(each, inside, walk) for each in value), key=_dumps)]
+        return [kind.__name__, sorted((_plain(each, inside, walk) for each in value), key=dumps)]
     if kind is dict:
         return ["dict", [[_plain(each, inside, walk) for each in pair] for pair in value.items()]]
     if isinstance(value, enum.Enum) and imported(_name_of(kind)) is kind and value.name:
@@ -277,7 +278,7 @@ def _plain(value: Any, inside: tuple[int, ...], walk: _Walk) -> Any:
     walk.depth += not is_by_value
     parts = [_plain(part, inside, walk) for part in _parts(value)]
     walk.depth -= not is_by_value
-    if '["unknown",' in _dumps(parts):
+    if '["unknown",' in dumps(parts):
         return ["unknown", _name_of(kind)]
     if not isinstance(value, types.FunctionType):
         return _digest(kind, parts)

@@ -13,14 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Self, final
 
-from prejit.runtime.base.files import (
-    STORE_ERRORS,
-    Content,
-    Identity,
-    map_file,
-    read_all,
-)
+from prejit.runtime.base.files import STORE_ERRORS, Content, Identity, map_file, read_all
 from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.format.bundle_schema import Descriptor
+from prejit.runtime.format.checks.oci import check_digest
 
 ATTEMPTS = 20
 """How often a bundle may be replaced while it is read. Opening all files takes milliseconds, a build takes
@@ -169,11 +165,13 @@ class Layout:
                 )
             return read_all(descriptor, status.st_size, path)
 
-    def read_blob(self, digest: str, size: int) -> bytes:
-        """Return a blob's bytes, whose digest the caller must check. Raises RejectError as `open_blob`."""
-        path = self.blob_path(digest)
-        with self.open_blob(digest, size) as (descriptor, _):
-            return read_all(descriptor, size, path)
+    def read_blob(self, at: Descriptor) -> bytes:
+        """Return a blob's bytes, which have its digest. Raises RejectError as `open_blob`."""
+        path = self.blob_path(at.digest)
+        with self.open_blob(at.digest, at.size) as (descriptor, _):
+            content = read_all(descriptor, at.size, path)
+        check_digest(content, at.digest, path)
+        return content
 
     @contextlib.contextmanager
     def open_blob(self, digest: str, size: int) -> Iterator[tuple[int, Identity]]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format.bundle_schema import Config, Descriptor, ImageManifest
-from prejit.runtime.format.checks.layers import check_kernels
 from prejit.runtime.format.checks.oci import check_digest, check_manifest, target_of
 from prejit.runtime.format.checks.program_table import (
     check_chunks_layers,
@@ -18,7 +17,6 @@ from prejit.runtime.format.checks.program_table import (
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     BUNDLE_NAME,
-    KERNELS_MEDIA_TYPE,
     LIBRARY_MEDIA_TYPE,
     RECORDED_MEDIA_TYPE,
 )
@@ -58,9 +56,7 @@ def match(root: Root, machine: Fingerprint) -> tuple[OpenTarget, ...]:
 def read_manifest(layout: Layout, target: OpenTarget) -> ImageManifest:
     """Read and check a target's manifest: checks 5 and 6."""
     at = target.descriptor
-    content = layout.read_blob(at.digest, at.size)
-    check_digest(content, at.digest, layout.blob_path(at.digest))
-    return check_manifest(content, layout.blob_path(at.digest))
+    return check_manifest(layout.read_blob(at), layout.blob_path(at.digest))
 
 
 def read_manifests(layout: Layout, targets: Sequence[OpenTarget]) -> dict[str, ImageManifest]:
@@ -109,27 +105,5 @@ class Contents:
 def read_contents(layout: Layout, target: OpenTarget) -> Contents:
     """Read and check a target's manifest and config: checks 5 to 7."""
     manifest = read_manifest(layout, target)
-    at = manifest.config
-    content = layout.read_blob(at.digest, at.size)
+    content = layout.read_blob(manifest.config)
     return Contents(manifest, check_config_blob(layout, target, manifest, content))
-
-
-def read_kernels(layout: Layout, config: Config, manifest: ImageManifest) -> bytes | None:
-    """Read and check a target's library of kernels, for check 9; None: the target has none."""
-    if config.kernels is None:
-        return None
-    at = manifest.layer(KERNELS_MEDIA_TYPE)
-    content = layout.read_blob(at.digest, at.size)
-    check_kernels(content, config.kernels, layout.blob_path(at.digest))
-    return content
-
-
-def check_libraries(layout: Layout, config: Config, manifest: ImageManifest) -> None:
-    """Read and check a target's libraries of the user, for check 9."""
-    sizes = {at.digest: at.size for at in manifest.layers}
-    for library in config.libraries or ():
-        from prejit.runtime.format.checks.seldom_parts import check_library  # few bundles have one
-
-        content = layout.read_blob(library.digest, sizes[library.digest])
-        path = layout.blob_path(library.digest)
-        check_library(content, library, config.requirement.architecture, path)

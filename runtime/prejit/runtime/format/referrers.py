@@ -15,10 +15,10 @@ from prejit.runtime.base.typed_json import shown
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor
-from prejit.runtime.format.checks.oci import check_digest, check_manifest
+from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import MANIFEST_MEDIA_TYPE, REF_NAME
-from prejit.runtime.format.root import Root, read_descriptor
+from prejit.runtime.format.root import Root, check_texts, read_descriptor
 
 ATTACHED = "attached-"
 """The names of what is attached begin so, in `index.json`. The first digits of its digest follow."""
@@ -84,10 +84,8 @@ def _manifests(layout: Layout, root: Root) -> Iterator[tuple[Descriptor, dict[st
         if at.mediaType != MANIFEST_MEDIA_TYPE or at.size > limits.MAX_MANIFEST_BYTES:
             continue
         path = layout.blob_path(at.digest)
-        content = layout.read_blob(at.digest, at.size)
-        check_digest(content, at.digest, path)
         try:
-            plain: Any = json.loads(content)
+            plain: Any = json.loads(layout.read_blob(at))
         except (ValueError, RecursionError) as error:
             raise RejectError(path, f"expected JSON: {error}") from error
         if not isinstance(plain, dict):
@@ -101,10 +99,7 @@ def reached(layout: Layout, root: Root) -> set[str]:
     if root.subject is not None:
         found.add(root.digest)
     for at in root.bundle.manifests:
-        path = layout.blob_path(at.digest)
-        content = layout.read_blob(at.digest, at.size)
-        check_digest(content, at.digest, path)
-        manifest = check_manifest(content, path)
+        manifest = check_manifest(layout.read_blob(at), layout.blob_path(at.digest))
         found |= {each.digest for each in (manifest.config, *manifest.layers)}
     for referrer in referrers(layout, root):
         found |= {each.digest for each in (referrer.config, *referrer.layers)}
@@ -118,10 +113,7 @@ def _referrer(at: Descriptor, plain: dict[str, Any], path: str) -> Referrer:
     artifact_type = plain.get("artifactType") or config.mediaType
     if type(layers) is not list or not isinstance(artifact_type, str):
         raise RejectError(path, f"expected a manifest with layers, found {shown(plain)}")
-    if not isinstance(annotations, dict) or not all(
-        isinstance(value, str) for value in annotations.values()
-    ):
-        raise RejectError(path, f"expected annotations as text, found {shown(annotations)}")
+    check_texts(annotations, path)
     return Referrer(
         at,
         subject,

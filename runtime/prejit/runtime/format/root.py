@@ -23,7 +23,6 @@ from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Config, Descriptor, Index
 from prejit.runtime.format.checks.oci import (
     check_descriptor,
-    check_digest,
     check_index,
     check_layout_version,
     check_manifest,
@@ -148,11 +147,7 @@ def _parsed(content: bytes) -> dict[str, Any]:
 
 def is_ours(content: bytes) -> bool:
     """Return whether prejit wrote an `index.json`: its keys are sorted, and other tools begin otherwise."""
-    try:
-        found: Any = json.loads(content)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and next(iter(found), "") == "manifests"
+    return next(iter(_parsed(content)), "") == "manifests"
 
 
 def _entries(plain: dict[str, Any], path: str) -> tuple[Descriptor, ...]:
@@ -198,12 +193,17 @@ def read_descriptor(plain: Any, path: str) -> Descriptor:
         raise RejectError(
             path, f"expected media type, sha256 digest and size, found {shown(plain)}"
         )
-    if annotations is not None and not (
-        isinstance(annotations, dict)
-        and all(isinstance(value, str) for value in annotations.values())
+    if annotations is not None:
+        check_texts(annotations, path)
+    return Descriptor(media_type, digest, size, artifact_type, annotations=annotations or None)
+
+
+def check_texts(annotations: Any, path: str) -> None:
+    """Check that annotations are text by name. Raise RejectError where they are not."""
+    if not isinstance(annotations, dict) or not all(
+        isinstance(value, str) for value in annotations.values()
     ):
         raise RejectError(path, f"expected annotations as text, found {shown(annotations)}")
-    return Descriptor(media_type, digest, size, artifact_type, annotations=annotations or None)
 
 
 def _split(
@@ -247,8 +247,7 @@ def _read(layout: Layout, at: Descriptor) -> bytes:
     """Return an index or a manifest, whose size and digest are checked."""
     path = layout.blob_path(at.digest)
     check_descriptor(at, at.mediaType, _cap(at), path)
-    content = layout.read_blob(at.digest, at.size)
-    check_digest(content, at.digest, path)
+    content = layout.read_blob(at)
     check_amount(content, (b":",), (b"[", b"{"), path)
     return content
 
@@ -271,13 +270,8 @@ def index_of_copy(layout: Layout, manifests: Sequence[Descriptor]) -> bytes:
     descriptors, found = [], set[tuple[str, int]]()
     for at in manifests:
         check_descriptor(at, MANIFEST_MEDIA_TYPE, limits.MAX_MANIFEST_BYTES, where)
-        read = layout.read_blob(at.digest, at.size)
-        check_digest(read, at.digest, layout.blob_path(at.digest))
-        table = check_manifest(read, layout.blob_path(at.digest)).config
-        path = layout.blob_path(table.digest)
-        content = layout.read_blob(table.digest, table.size)
-        check_digest(content, table.digest, path)
-        config = from_json(Config, content, path)
+        table = check_manifest(layout.read_blob(at), layout.blob_path(at.digest)).config
+        config = from_json(Config, layout.read_blob(table), layout.blob_path(table.digest))
         found.add((config.bundle, config.format))
         annotations = {
             REF_NAME: config.target,

@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar
 
 from prejit.runtime.format import constants
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.constants import Constant, EncodedConstant
+from prejit.runtime.format.constants import Constant, EncodedConstant, dumps
 from prejit.runtime.format.limits import MAX_DEPTH
 
 Key = str | int
@@ -87,7 +87,7 @@ def leaves(tree: Tree) -> Iterator[Leaf]:
 
 def to_text(tree: Tree) -> str:
     """Return the text of a tree."""
-    return _dumps(_plain(tree))
+    return dumps(_plain(tree))
 
 
 def parse(text: str) -> Tree:
@@ -99,16 +99,12 @@ def parse(text: str) -> Tree:
     try:
         plain = json.loads(text)
         tree = _tree(plain, 0)
-        canonical = _dumps(plain) == text
+        canonical = dumps(plain) == text
     except (TypeError, RecursionError) as error:
         raise ValueError(f"expected a tree, found {text!r:.80}") from error
     if not canonical:  # a tree has only one spelling
         raise ValueError(f"expected a tree as canonical JSON, found {text!r:.80}")
     return tree
-
-
-def _dumps(plain: Any) -> str:
-    return json.dumps(plain, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def _plain(tree: Tree) -> Any:

@@ -10,7 +10,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,6 @@ class Accelerator:
     cuda: str | None = None
     compute_capability: str | None = None
     topology: str | None = None
-
-    def described(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

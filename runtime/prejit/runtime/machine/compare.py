@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.verdict import Axis, Verdict
@@ -39,44 +41,14 @@ def compare(target: str, needs: Requirement, machine: Fingerprint) -> Verdict:
 
     An axis without a value in the requirement is left out.
     """
-    rows = [
-        _equal("platform", needs.platform, machine.platform),
-        _equal("architecture", needs.architecture, machine.architecture),
-        _subset("cpu_features", needs.cpu_features, machine.cpu_features),
-        _equal("jaxlib", needs.jaxlib, machine.jaxlib),
-    ]
-    if needs.plugin is not None:
-        rows.append(_equal("plugin", needs.plugin, machine.plugin))
-    if needs.cuda is not None:
-        rows.append(_at_least_version("cuda", needs.cuda, machine.cuda, same_major=True))
-    if needs.driver is not None:
-        rows.append(_at_least_version("driver", needs.driver, machine.driver))
-    if needs.device_kind is not None:
-        rule = "equal" if needs.platform == "tpu" else "information"
-        row = _equal("device_kind", needs.device_kind, machine.device_kind)
-        rows.append(row if rule == "equal" else replace(row, rule=rule, matches=True))
-    if needs.compute_capability is not None:
-        rows.append(
-            _equal("compute_capability", needs.compute_capability, machine.compute_capability)
-        )
-    if needs.device_count is not None:
-        virtual = needs.platform == "cpu"
-        found = machine.device_count or 0
-        matches = virtual or found >= needs.device_count
-        shown = "virtual devices" if virtual else str(found or "none")
-        rows.append(Axis("device_count", "at least", str(needs.device_count), shown, matches))
-    if needs.topology is not None:
-        rows.append(_equal("topology", needs.topology, machine.topology))
-    if needs.device_memory_bytes is not None:
-        rows.append(
-            _at_least_bytes("device_memory", needs.device_memory_bytes, machine.device_memory_bytes)
-        )
-    if needs.glibc is not None:
-        rows.append(_at_least_version("glibc", needs.glibc, machine.glibc))
-    if needs.xla_flags is not None:
-        rows.append(_same("xla_flags", needs.xla_flags, machine.xla_flags))
-    if needs.environment is not None:
-        rows.append(_same("environment", needs.environment, machine.environment))
+    rows = []
+    for field, rule in _RULES.items():
+        if (needed := getattr(needs, field)) is not None:
+            rows.append(rule(field.removesuffix("_bytes"), needed, getattr(machine, field)))
+            if field == "device_kind" and needs.platform != "tpu":
+                rows[-1] = replace(rows[-1], rule="information", matches=True)
+            if field == "device_count" and needs.platform == "cpu":
+                rows[-1] = replace(rows[-1], found="virtual devices", matches=True)
     return Verdict(target, tuple(rows))
 
 
@@ -99,14 +71,9 @@ def _vector_bits(feature: str) -> int:
     return 256 if feature.startswith(("avx", "fma", "f16c")) else 128
 
 
-def _equal(name: str, needed: str, found: str | None) -> Axis:
-    return Axis(name, "equal", needed or "none", found or "none", needed == (found or ""))
-
-
-def _same(name: str, needed: tuple[str, ...], found: tuple[str, ...]) -> Axis:
-    return Axis(
-        name, "equal", " ".join(needed) or "none", " ".join(found) or "none", needed == found
-    )
+def _equal(name: str, needed: str | tuple[str, ...], found: str | tuple[str, ...] | None) -> Axis:
+    texts = [side if isinstance(side, str) else " ".join(side or ()) for side in (needed, found)]
+    return Axis(name, "equal", texts[0] or "none", texts[1] or "none", needed == found)
 
 
 def _subset(name: str, needed: tuple[str, ...], found: tuple[str, ...]) -> Axis:
@@ -120,15 +87,13 @@ def _subset(name: str, needed: tuple[str, ...], found: tuple[str, ...]) -> Axis:
     )
 
 
-def _at_least_version(
-    name: str, needed: str, found: str | None, *, same_major: bool = False
-) -> Axis:
-    rule = "at least, same major" if same_major else "at least"
+def _at_least_version(name: str, needed: str, found: str | None) -> Axis:
+    rule = "at least, same major" if name == "cuda" else "at least"
     if found is None:
         return Axis(name, rule, needed, "none", False)
     needs, has = (version_key(text) for text in (needed, found))
     has += version_key("0") * (len(needs) - len(has))  # 13 is 13.0
-    return Axis(name, rule, needed, found, has >= needs and (not same_major or has[0] == needs[0]))
+    return Axis(name, rule, needed, found, has >= needs and (name != "cuda" or has[0] == needs[0]))
 
 
 def version_key(text: str) -> list[tuple[int, str]]:
@@ -144,3 +109,27 @@ def _at_least_bytes(name: str, needed: int, found: int | None) -> Axis:
     if shown[0] == shown[1] and needed > found:  # the two texts must differ
         shown = [f"{size} bytes" for size in (needed, found)]
     return Axis(name, "at least", shown[0], shown[1], found >= needed)
+
+
+def _at_least_count(name: str, needed: int, found: int | None) -> Axis:
+    return Axis(name, "at least", str(needed), str(found or "none"), (found or 0) >= needed)
+
+
+_RULES: dict[str, Callable[[str, Any, Any], Axis]] = {
+    "platform": _equal,
+    "architecture": _equal,
+    "cpu_features": _subset,
+    "jaxlib": _equal,
+    "plugin": _equal,
+    "cuda": _at_least_version,
+    "driver": _at_least_version,
+    "device_kind": _equal,
+    "compute_capability": _equal,
+    "device_count": _at_least_count,
+    "topology": _equal,
+    "device_memory_bytes": _at_least_bytes,
+    "glibc": _at_least_version,
+    "xla_flags": _equal,
+    "environment": _equal,
+}
+"""The rule of each axis, by its field, in the order of a verdict. `compare` makes the two exceptions."""

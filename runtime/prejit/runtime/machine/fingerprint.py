@@ -10,7 +10,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -271,7 +271,7 @@ def _accelerator() -> dict[str, Any]:
     from prejit.runtime.machine.accelerator import find_accelerator  # few machines have one
 
     found = find_accelerator(os.environ)
-    return {} if found is None else found.described()
+    return {} if found is None else asdict(found)
 
 
 def _glibc() -> str | None:

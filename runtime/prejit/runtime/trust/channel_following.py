@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from prejit.runtime.base.written_files import lock_file, write_file
 from prejit.runtime.errors import PolicyError, StoreError
@@ -215,45 +215,38 @@ def _damaged(path: Path, reason: str) -> PolicyError:
     )
 
 
-def _read(content: bytes, path: Path) -> Accepted:
-    """Return what was accepted. Raise PolicyError where the content is damaged."""
+def _fields(content: bytes, path: Path, **kinds: type) -> dict[str, Any]:
+    """Return the values of a state, of these types. Raise PolicyError where the content is damaged."""
     try:
-        return _parsed(content, str(path))
+        found = read_object(content, _MAX_BYTES, "state", str(path))
+        for name, kind in kinds.items():
+            field(found, name, kind, "state", str(path))
     except RefusedError as error:
         raise _damaged(path, str(error)) from error
+    return found
+
+
+def _read(content: bytes, path: Path) -> Accepted:
+    """Return what was accepted. Errors as of `_fields`."""
+    numbers = ("keys_version", "threshold", "version", "release_keys_version")
+    found = _fields(content, path, keys=list, release=str, began=str, **dict.fromkeys(numbers, int))
+    try:
+        keys = tuple(read_key(str(pem).encode("utf-8"), str(path)) for pem in found["keys"])
+    except (PolicyError, UnicodeEncodeError) as error:
+        raise _damaged(path, str(error)) from error
+    expires, threshold = found.get("expires"), found["threshold"]
+    if not isinstance(expires, int | float | None) or isinstance(expires, bool):
+        raise _damaged(path, f"{path}: expires: expected a number or null")
+    if not 1 <= threshold <= len(keys):
+        raise _damaged(path, f"{path}: threshold: expected 1 to the number of keys")
+    return Accepted(
+        KeySet(found["keys_version"], keys, threshold, expires),
+        *(found[name] for name in ("version", "release_keys_version", "release", "began")),
+    )
 
 
 def _read_mark(content: bytes, path: Path) -> KeyMark:
-    """Return the mark of a key. Errors as of `_read`."""
-    try:
-        found = read_object(content, _MAX_BYTES, "state", str(path))
-        return KeyMark(
-            **{
-                name: field(found, name, type(value), "state", str(path))
-                for name, value in KeyMark()._asdict().items()
-            }
-        )
-    except RefusedError as error:
-        raise _damaged(path, str(error)) from error
-
-
-def _parsed(content: bytes, path: str) -> Accepted:
-    found = read_object(content, _MAX_BYTES, "state", path)
-    pems = field(found, "keys", list, "state", path)
-    try:
-        keys = tuple(read_key(str(pem).encode("utf-8"), path) for pem in pems)
-    except (PolicyError, UnicodeEncodeError) as error:
-        raise RefusedError("state", str(error)) from error
-    expires = found.get("expires")
-    if not isinstance(expires, int | float | None) or isinstance(expires, bool):
-        raise RefusedError("state", f"{path}: expires: expected a number or null")
-    threshold = field(found, "threshold", int, "state", path)
-    if not 1 <= threshold <= len(keys):
-        raise RefusedError("state", f"{path}: threshold: expected 1 to the number of keys")
-    return Accepted(
-        KeySet(field(found, "keys_version", int, "state", path), keys, threshold, expires),
-        field(found, "version", int, "state", path),
-        field(found, "release_keys_version", int, "state", path),
-        field(found, "release", str, "state", path),
-        field(found, "began", str, "state", path),
-    )
+    """Return the mark of a key. Errors as of `_fields`."""
+    kinds = {name: type(value) for name, value in KeyMark()._asdict().items()}
+    found = _fields(content, path, **kinds)
+    return KeyMark(**{name: found[name] for name in kinds})

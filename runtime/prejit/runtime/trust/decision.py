@@ -83,17 +83,12 @@ class Decision(NamedTuple):
     signers: tuple[str, ...] = ()
     release: CurrentRelease | None = None
 
-    @property
-    def is_allowed(self) -> bool:
-        """True if the bundle may run."""
-        return self.refusal is None
-
 
 def decide(
     policy: Policy,
     target: TrustTarget,
     attached: Sequence[Attached],
-    releases: Mapping[str, Outcome | Reason],
+    current: Outcome | Reason | None,
     now: float,
 ) -> Decision:
     """Return whether a policy lets a target of a bundle run.
@@ -102,7 +97,7 @@ def decide(
         policy: the policy.
         target: the target.
         attached: the signatures that are attached to the bundle's index and to the target's manifest.
-        releases: the current release of each channel of the policy by its name, or why there is none.
+        current: the current release of the channel that the rule names, or why there is none.
         now: seconds since the epoch.
     """
     rule = policy.rule_for(target.bundle)
@@ -130,11 +125,11 @@ def decide(
             reasons += missing_descriptions(rule, counted.descriptions, signers)
     release = None
     if rule.channel is not None:
-        found = releases[rule.channel.name]
-        against = list(_channel_reasons(found, target))
+        assert current is not None
+        against = list(_channel_reasons(current, target))
         reasons += against
-        if not isinstance(found, Reason) and all(why.kind == "expiry" for why in against):
-            release = _current(rule.channel, found)
+        if not isinstance(current, Reason) and all(why.kind == "expiry" for why in against):
+            release = _current(rule.channel, current)
     enforced = [reason for reason in reasons if enforces(rule.level, reason.kind)]
     names = tuple(sorted(key.name for key in signers.values()))
     return Decision(
@@ -188,10 +183,12 @@ def _count(
                     f"expected signatures that {MAX_VERIFICATIONS} verifications decide, found more",
                 )
             signers = _signers(each, envelope, rule)
-            if (rule.provenance or rule.sbom) and _is_description(
-                counted, envelope, target, signers
-            ):
-                continue
+            if rule.provenance or rule.sbom:
+                described = description_of(envelope.payload, (target.digest, target.manifest))
+                if described is not None:
+                    ids = frozenset(signer.id for signer in signers)
+                    counted.descriptions.append(Description(described, ids))
+                    continue
             bundle = _subject_of(envelope, target).annotations.get(BUNDLE_ANNOTATION)
         except RefusedError as error:
             faults.append(error.reason)
@@ -199,18 +196,6 @@ def _count(
         for signer in signers:
             _sort(counted, signer, bundle if bundle in policy.revoked_digests else None, now)
     return counted, faults
-
-
-def _is_description(
-    counted: _Counted, envelope: Envelope, target: TrustTarget, signers: Iterable[TrustedSigner]
-) -> bool:
-    """Return whether an envelope has a description of the bundle, which is kept then."""
-    statement = description_of(envelope.payload, (target.digest, target.manifest))
-    if statement is None:
-        return False
-    ids = frozenset(each.id for each in signers)
-    counted.descriptions.append(Description(statement, ids))
-    return True
 
 
 def _signers(content: bytes, envelope: Envelope, rule: Rule) -> Sequence[TrustedSigner]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from prejit.runtime.errors import RejectError, UntrustedError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
-from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME, SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, match, read_manifests
@@ -19,7 +18,7 @@ from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.trust.decision import Attached, Decision, TrustTarget, decide
-from prejit.runtime.trust.policy import ChannelRule, FirstLoadMode, Policy, read_policy
+from prejit.runtime.trust.policy import FirstLoadMode, Policy, Rule, read_policy
 from prejit.runtime.trust.reasons import Reason
 from prejit.runtime.trust.signed_statements import MAX_ENVELOPE_BYTES
 
@@ -129,9 +128,9 @@ def verdicts(
         about = TrustTarget(target.bundle, root.digest, target.descriptor.digest)
         signatures = list(_signatures(layout, attached, about))
         for policy in policies:
-            releases = _releases(policy, target.bundle, now)
-            decision = decide(policy, about, signatures, releases, now)
             rule = policy.rule_for(target.bundle)
+            current = None if rule is None else _current_release(policy, rule, now)
+            decision = decide(policy, about, signatures, current, now)
             first_load = "direct" if rule is None else rule.first_load
             found.append(PolicyVerdict(policy.path, target.name, decision, first_load))
             _log_verdict(found[-1], len(signatures))
@@ -191,23 +190,16 @@ def _signature(layout: Layout, referrer: Referrer) -> Attached:
             f"expected at most {MAX_ENVELOPE_BYTES} bytes, found {at.size}",
         )
     try:
-        content = layout.read_blob(at.digest, at.size)
-        check_digest(content, at.digest, layout.blob_path(at.digest))
+        return layout.read_blob(at)
     except RejectError as error:
         return Reason("referrer-damaged", "integrity", str(error))
-    return content
 
 
-def _releases(policy: Policy, bundle: str, now: float) -> dict[str, Outcome | Reason]:
-    """Return the release of the channel that a bundle's rule names, if it names one."""
-    rule = policy.rule_for(bundle)
-    if rule is None or rule.channel is None:
-        return {}
-    return {rule.channel.name: _release(policy, rule.channel, now)}
-
-
-def _release(policy: Policy, rule: ChannelRule, now: float) -> Outcome | Reason:
+def _current_release(policy: Policy, rule: Rule, now: float) -> Outcome | Reason | None:
+    """Return the release of the channel that a rule names; None: it names none."""
+    if rule.channel is None:
+        return None
     # Most policies have no channel, and a start pays for each import.
     from prejit.runtime.trust.channel_following import current_release
 
-    return current_release(policy, rule, now)
+    return current_release(policy, rule.channel, now)

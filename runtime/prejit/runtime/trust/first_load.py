@@ -109,8 +109,9 @@ def check_first_load(wanted: FirstLoad, machine: Fingerprint, policy: str) -> No
             outcome = _tried(wanted, manifests, policy, limited=number < _TRIES - 1)
             if outcome == LOADED:
                 break
-        assert outcome is not None
-        remember_first_load(key, outcome, manifests)
+        kept = {"key": key, "outcome": outcome, "manifests": manifests}
+        # Without a place to keep it, the next load tries again.
+        write_own(first_load_file(key), json.dumps(kept).encode())
     if outcome != LOADED:
         path = os.fspath(wanted.path)
         raise UntrustedError(
@@ -201,8 +202,6 @@ def _judge(path: str, manifests: list[str], answer: bytes, status: int, policy: 
         raise RejectError(path, "expected the same bundle in the child process, found another")
 
 
-_MAX_BYTES = 1 << 16
-
 LOADED = "loaded"
 """The outcome of a first load that went well; another outcome says how the child process ended."""
 
@@ -214,12 +213,6 @@ def first_load_outcome(key: str) -> str | None:
     """
     outcome = _kept(first_load_file(key)).get("outcome")
     return outcome if isinstance(outcome, str) and outcome else None
-
-
-def remember_first_load(key: str, outcome: str, manifests: Sequence[str]) -> None:
-    """Keep the outcome of a first load. Without a place to keep it, the next load tries again."""
-    kept = {"key": key, "outcome": outcome, "manifests": list(manifests)}
-    write_own(first_load_file(key), json.dumps(kept).encode())
 
 
 def forget_failed_loads(manifests: Collection[str]) -> list[Path]:
@@ -252,7 +245,7 @@ def _directory() -> Path:
 def _kept(file: Path) -> dict[str, Any]:
     """Return the content of a file; an empty one if it is missing, damaged or another's."""
     with contextlib.suppress(ValueError, RecursionError):
-        found: Any = json.loads(read_own(file, _MAX_BYTES) or b"")
+        found: Any = json.loads(read_own(file, _MAX_ANSWER_BYTES) or b"")
         if isinstance(found, dict) and found.get("key") == f"sha256:{file.stem}":
             return found
     return {}

@@ -322,8 +322,7 @@ def _rule(
         raise table.error(
             "expected names of bundles, such as `demo` or `team-*`, found none", "names"
         )
-    levels: tuple[Level, ...] = ("strict", "permissive", "audit", "skip")
-    level = table.choice("level", levels, "strict")
+    level = table.choice("level", tuple(_ENFORCED), "strict")
     chosen = _chosen(table, "keys", keys)
     people = _chosen(table, "identities", identities)
     count = len(chosen) + len(people)

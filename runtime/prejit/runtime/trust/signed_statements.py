@@ -61,14 +61,16 @@ def field(found: dict[str, Any], name: str, kind: type[_T], case: str, what: str
         RefusedError: the key is missing, or its value has another type.
     """
     value: Any = found.get(name)
-    if type(value) is not kind or (kind is int and not _is_small(value)):
+    if type(value) is not kind or (kind is int and abs(value) > MAX_INTEGER):
         raise RefusedError(case, f"{what}: {name}: expected {_NAMES[kind]}, found {shown(value)}")
     checked: _T = value
     return checked
 
 
-def _is_small(value: Any) -> bool:
-    return bool(-MAX_INTEGER <= value <= MAX_INTEGER)
+def _check_text(found: dict[str, Any], name: str, expected: str, case: str, what: str) -> None:
+    """Check that a value of an object is this text. Errors as of `field`."""
+    if (text := field(found, name, str, case, what)) != expected:
+        raise RefusedError(case, f"{what}: expected {expected}, found {text!r:.80}")
 
 
 def _no_number(text: str) -> NoReturn:
@@ -123,13 +125,9 @@ def read_bundle(content: bytes) -> Envelope:
     """
     what = "sigstore bundle"
     found = read_object(content, MAX_ENVELOPE_BYTES, "bundle-json", what)
-    kind = field(found, "mediaType", str, "bundle-type", what)
-    if kind != SIGNATURE_MEDIA_TYPE:
-        raise RefusedError(
-            "bundle-type", f"{what}: expected {SIGNATURE_MEDIA_TYPE}, found {kind!r:.80}"
-        )
+    _check_text(found, "mediaType", SIGNATURE_MEDIA_TYPE, "bundle-type", what)
     material = field(found, "verificationMaterial", dict, "bundle-material", what)
-    envelope = _envelope(field(found, "dsseEnvelope", dict, "bundle-envelope", what), "")
+    envelope = envelope_of(field(found, "dsseEnvelope", dict, "bundle-envelope", what))
     if "certificate" in material and "publicKey" not in material:
         return envelope._replace(is_keyless=True)
     if "certificate" in material:
@@ -143,18 +141,10 @@ def read_bundle(content: bytes) -> Envelope:
 
 def envelope_of(found: Any) -> Envelope:
     """Return a DSSE envelope from parsed JSON. Raises RefusedError as `read_bundle`."""
-    if type(found) is not dict:
-        raise RefusedError("envelope", "DSSE envelope: expected an object, found none")
-    return _envelope(found, "")
-
-
-def _envelope(found: dict[str, Any], hint: str) -> Envelope:
     what = "DSSE envelope"
-    kind = field(found, "payloadType", str, "payload-type", what)
-    if kind != STATEMENT_MEDIA_TYPE:
-        raise RefusedError(
-            "payload-type", f"{what}: expected {STATEMENT_MEDIA_TYPE}, found {kind!r:.80}"
-        )
+    if type(found) is not dict:
+        raise RefusedError("envelope", f"{what}: expected an object, found none")
+    _check_text(found, "payloadType", STATEMENT_MEDIA_TYPE, "payload-type", what)
     payload = _decoded(field(found, "payload", str, "payload", what), "payload")
     listed = field(found, "signatures", list, "signatures", what)
     if not 1 <= len(listed) <= MAX_SIGNATURES:
@@ -174,7 +164,7 @@ def _envelope(found: dict[str, Any], hint: str) -> Envelope:
                 f"found {len(signature)}",
             )
         signatures.append(signature)
-    return Envelope(payload, tuple(signatures), hint)
+    return Envelope(payload, tuple(signatures))
 
 
 def _decoded(text: str, case: str) -> bytes:
@@ -262,16 +252,10 @@ def read_statement(payload: bytes, predicate_type: str) -> Statement:
     """
     what = "in-toto statement"
     found = read_object(payload, MAX_ENVELOPE_BYTES, "statement-json", what)
-    kind = field(found, "_type", str, "statement-type", what)
-    if kind != STATEMENT_TYPE:
+    _check_text(found, "_type", STATEMENT_TYPE, "statement-type", what)
+    if (kind := field(found, "predicateType", str, "predicate-type", what)) != predicate_type:
         raise RefusedError(
-            "statement-type", f"{what}: expected {STATEMENT_TYPE}, found {kind!r:.80}"
-        )
-    predicate_found = field(found, "predicateType", str, "predicate-type", what)
-    if predicate_found != predicate_type:
-        raise RefusedError(
-            "predicate-type",
-            f"{what}: expected the predicate {predicate_type}, found {predicate_found!r:.80}",
+            "predicate-type", f"{what}: expected the predicate {predicate_type}, found {kind!r:.80}"
         )
     listed = field(found, "subject", list, "subjects", what)
     if not listed:
@@ -285,7 +269,7 @@ def read_statement(payload: bytes, predicate_type: str) -> Statement:
     predicate = found.get("predicate", {})
     if type(predicate) is not dict:
         raise RefusedError("predicate", f"{what}: predicate: expected an object")
-    return Statement(predicate_found, subjects, predicate)
+    return Statement(predicate_type, subjects, predicate)
 
 
 def _subject(found: Any) -> SignedSubject:

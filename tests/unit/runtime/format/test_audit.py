@@ -90,8 +90,9 @@ def test_a_sound_bundle_with_all_that_refers_to_it_is_refused(bundle: Path) -> N
     assert main(["verify", str(bundle)]) == 0
 
 
-@pytest.mark.parametrize("kind", [PARTS, STATEMENT, SIGNATURE])
-@pytest.mark.parametrize("part", ["layer", "manifest", "config"])
+@pytest.mark.parametrize(
+    ("kind", "part"), [(PARTS, "layer"), (STATEMENT, "config"), (SIGNATURE, "manifest")]
+)
 def test_a_damaged_file_that_refers_to_the_bundle_passes(
     kind: str, part: str, bundle: Path, tmp_path: Path
 ) -> None:
@@ -101,13 +102,9 @@ def test_a_damaged_file_that_refers_to_the_bundle_passes(
     content = file.read_bytes()
     (tmp_path / "elsewhere").write_bytes(content)
     file.unlink()
-    with pytest.raises(RejectError) as deleted:
-        audited(bundle)
-    assert deleted.value.path == str(file)
+    rejected(bundle, file)
     file.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RejectError) as linked:
-        audited(bundle)
-    assert linked.value.path == str(file)
+    rejected(bundle, file)
     file.unlink()
     for damaged in (content[:-1], content[:-1] + bytes([content[-1] ^ 1])):
         file.write_bytes(damaged)
@@ -137,16 +134,11 @@ def test_a_file_that_nothing_leads_to_passes(bundle: Path) -> None:
     "change",
     [
         lambda root: entry(root, PARTS).update(artifactType="application/json"),
-        lambda root: entry(root, PARTS).pop("artifactType"),
         lambda root: entry(root, STATEMENT).update(platform={"architecture": "x", "os": "linux"}),
         lambda root: entry(root, SIGNATURE)["annotations"].update(note="x"),
-        lambda root: entry(root, SIGNATURE).update(annotations={}),
         lambda root: entry(root, SIGNATURE).update(size=1),
         lambda root: root["manifests"][0].update(annotations={}),
-        lambda root: root["manifests"][0].update(mediaType="text/plain"),
         lambda root: root["manifests"][1]["platform"].update(architecture="arm64"),
-        lambda root: root["manifests"].append(root["manifests"][1]),
-        lambda root: root["manifests"].pop(),
         lambda root: root.update(mediaType="text/plain"),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import random
@@ -19,7 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.campaigns.fuzz import edited, encoded
-from tests.layouts import index_of, write_files
+from tests.extent import examples
+from tests.layouts import write_files
 
 from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import from_json, to_json
@@ -27,11 +29,10 @@ from prejit.runtime.base.wording import size
 from prejit.runtime.cli.accuracy_tables import accuracy_table, forms_table
 from prejit.runtime.errors import PrejitError, RejectError
 from prejit.runtime.format import audit, limits
-from prejit.runtime.format.bundle_schema import Config, Index
+from prejit.runtime.format.bundle_schema import Config, Descriptor, ImageManifest
 from prejit.runtime.format.checks.call_programs import check_arrays
 from prejit.runtime.format.checks.elf import read_shared_library
-from prejit.runtime.format.checks.layers import check_weights
-from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
+from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.checks.program_table import (
     _check_decoder,
     check_config,
@@ -39,6 +40,13 @@ from prejit.runtime.format.checks.program_table import (
 )
 from prejit.runtime.format.checks.seldom_parts import _check_encoder
 from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import (
+    ARTIFACT_TYPE,
+    CHAT_MEDIA_TYPE,
+    CONFIG_MEDIA_TYPE,
+    MANIFEST_MEDIA_TYPE,
+    TOKENIZER_MEDIA_TYPE,
+)
 from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
@@ -88,7 +96,6 @@ LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "keys": ("Config", lambda: config_of('{"' + '":"","'.join(names(1600000)) + '":""}', "{}")),
     "some keys": ("Config", lambda: config_of('{"' + '":"","'.join(names(500000)) + '":""}', "{}")),
     "sets": ("Config", lambda: config_of("{}", '{"' + '":[],"'.join(names(500000)) + '":[]}')),
-    "too large": ("descriptor", lambda: b""),
     "index": ("Index", lambda: b"[" + b",".join([b"{}"] * (limits.MAX_INDEX_BYTES // 3)) + b"]"),
     "tensors": (
         "weights",
@@ -106,55 +113,57 @@ LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "nesting": ("weights", lambda: header_of('{"a":' + "[" * (15 << 20))),
 }
 READ = """
-import sys
+import os, sys
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.format import bundle_schema as schema, names
 from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.checks.layers import check_weights
 from prejit.runtime.errors import RejectError
 
-kind, path = sys.argv[1:]
-content = open(path, "rb").read()
-try:
+def read(kind, path):
+    content = open(path, "rb").read()
     if kind == "weights":
         check_weights(memoryview(content), path)
-    elif kind == "descriptor":
-        for media_type, cap in (("tokenizer.v1+json", 128 << 20), ("chat.v1+json", 4 << 20)):
-            layer = f"application/vnd.prejit.{media_type}"
-            manifest = schema.ImageManifest(
-                2,
-                names.MANIFEST_MEDIA_TYPE,
-                names.ARTIFACT_TYPE,
-                schema.Descriptor(names.CONFIG_MEDIA_TYPE, "sha256:" + "0" * 64, 16 << 20),
-                (schema.Descriptor(layer, "sha256:" + "0" * 64, cap + 1),),
-                {},
-            )
-            try:
-                check_manifest(to_json(manifest), path)
-            except RejectError as error:
-                assert f"at most {cap} bytes" in str(error)
-            else:
-                raise AssertionError(layer)
     else:
         from_json(getattr(schema, kind), content, path)
-    print("read", end=" ")
-except RejectError:
-    print("rejected", end=" ")
-[peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")]
-print(int(peak) >> 10)
+
+for kind, path in zip(*[iter(sys.argv[1:])] * 2):
+    sys.stdout.flush()
+    if os.fork() == 0:  # a process of its own, whose peak is its own
+        try:
+            read(kind, path)
+            print("read", end=" ")
+        except RejectError:
+            print("rejected", end=" ")
+        [peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")]
+        print(int(peak) >> 10, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 
 
-@pytest.mark.parametrize("name", LARGE)
 def test_nothing_takes_more_memory_than_this_before_it_is_refused(
-    name: str, tmp_path: Path, run_python: Any
+    tmp_path: Path, run_python: Any
 ) -> None:
-    kind, make = LARGE[name]
-    (tmp_path / "content").write_bytes(make())
-    said, megabytes = run_python(READ, kind, tmp_path / "content", timeout=60).stdout.split()
-    assert said in ("read", "rejected")
-    limit = MEGABYTES + ((tmp_path / "content").stat().st_size >> 20) * (name == "long header")
-    assert int(megabytes) < limit
+    arguments = []
+    for name, (kind, make) in LARGE.items():
+        (tmp_path / name).write_bytes(make())
+        arguments += [kind, tmp_path / name]
+    found = run_python(READ, *arguments, timeout=300).stdout.splitlines()
+    for name, line in zip(LARGE, found, strict=True):
+        said, megabytes = line.split()
+        assert said in ("read", "rejected")
+        held = (tmp_path / name).stat().st_size >> 20
+        assert int(megabytes) < MEGABYTES + held * (name == "long header"), name
+
+
+def test_a_layer_that_is_read_whole_has_a_cap() -> None:
+    at = Descriptor(CONFIG_MEDIA_TYPE, "sha256:" + "0" * 64, 16 << 20)
+    for media_type, cap in ((TOKENIZER_MEDIA_TYPE, 128 << 20), (CHAT_MEDIA_TYPE, 4 << 20)):
+        layer = Descriptor(media_type, at.digest, cap + 1)
+        manifest = ImageManifest(2, MANIFEST_MEDIA_TYPE, ARTIFACT_TYPE, at, (layer,), {})
+        with pytest.raises(RejectError, match=f"at most {cap} bytes"):
+            check_manifest(to_json(manifest), PATH)
 
 
 GENERATE = """
@@ -176,12 +185,10 @@ def test_a_cache_that_no_program_takes_is_never_made(tmp_path: Path, run_python:
     """Of a context of 2**26: its cache would have 4.3 GB, before XLA says that the program takes another."""
     from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
 
+    [contents] = contents_of("decoder")
     with Layout(GOLDEN / "decoder") as layout:
-        root = read_root(layout)
-        [target] = match(root, Fingerprint.current())
-        contents = read_contents(layout, target)
         layers = tuple(
-            layer(kept.mediaType, layout.read_blob(kept.digest, kept.size), "title")
+            layer(kept.mediaType, layout.read_blob(kept), "title")
             for kept in contents.manifest.layers
         )
     text = to_json(contents.config).decode()
@@ -235,12 +242,16 @@ LIBRARIES = {
 }
 
 
+def in_no_time(read: Callable[[], object]) -> None:
+    started = time.thread_time()
+    with contextlib.suppress(ValueError, RejectError):
+        read()
+    assert time.thread_time() - started < SECONDS
+
+
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_library_is_read_in_no_time_or_not(name: str) -> None:
-    started = time.thread_time()
-    with contextlib.suppress(ValueError):
-        read_shared_library(LIBRARIES[name])
-    assert time.thread_time() - started < SECONDS
+    in_no_time(lambda: read_shared_library(LIBRARIES[name]))
 
 
 VERSIONS = ["1" + ".1" * 20000 + "!", "1." * 20000 + "!", "1" * 40000 + "!", "1" + ".a+" * 9000]
@@ -248,13 +259,12 @@ VERSIONS = ["1" + ".1" * 20000 + "!", "1." * 20000 + "!", "1" * 40000 + "!", "1"
 
 @pytest.mark.parametrize("text", VERSIONS)
 def test_a_version_is_read_in_no_time(text: str) -> None:
-    started = time.thread_time()
     for axis in ("jaxlib", "cuda", "driver"):
         plain = {"architecture": "x86_64", "cpu_features": [], "platform": "cpu", "jaxlib": "1"}
         needs = to_json({**plain, axis: text})
+        in_no_time(lambda needs=needs: from_json(Requirement, needs, PATH))
         with pytest.raises(RejectError, match=f"{axis}: expected the form"):
             from_json(Requirement, needs, PATH)
-    assert time.thread_time() - started < SECONDS
 
 
 def contents_of(name: str) -> list[Contents]:
@@ -264,10 +274,10 @@ def contents_of(name: str) -> list[Contents]:
         return [read_contents(layout, target) for target in targets]
 
 
+@functools.cache
 def configs() -> list[Config]:
     found = ("decoder", "mesh", "encoder", "kernels")
-    kept = [name for name in found if (GOLDEN / name / "index.json").exists()]
-    return [contents.config for name in kept for contents in contents_of(name)]
+    return [contents.config for name in found for contents in contents_of(name)]
 
 
 def check(config: Config, content: bytes) -> Config:
@@ -278,23 +288,17 @@ def test_a_forged_grid_of_programs_is_refused_in_no_time() -> None:
     """10,000 batches and 10,000 contexts, a program each: of their grid nothing may be made."""
     config = next(one for one in configs() if one.decoder is not None)
     decode = next(program for program in config.programs if program.kind == "decode")
-    programs = []
-    for place in range(10_000):
-        for batch, context in ((place + 1, 1), (1, place + 2)):
-            texts = [
-                tuple(text.replace("[1,", f"[{batch},") for text in given)
-                for given in (decode.arguments, decode.results)
-            ]
-            bucket = {"batch": batch, "context": context}
-            programs.append(
-                dataclasses.replace(
-                    decode,
-                    name=f"{batch}-{context}",
-                    bucket=bucket,
-                    arguments=texts[0],
-                    results=texts[1],
-                )
-            )
+    sizes = [size for n in range(1, 10_001) for size in ((n, 1), (1, n + 1))]
+    programs = [
+        dataclasses.replace(
+            decode,
+            name=f"{batch}-{context}",
+            bucket={"batch": batch, "context": context},
+            arguments=tuple(text.replace("[1,", f"[{batch},") for text in decode.arguments),
+            results=tuple(text.replace("[1,", f"[{batch},") for text in decode.results),
+        )
+        for batch, context in sizes
+    ]
     started = time.thread_time()
     with pytest.raises(ValueError, match="expected one"):
         _check_decoder(dataclasses.replace(config, programs=tuple(programs)))
@@ -334,13 +338,15 @@ def use(config: Config) -> None:
     check_weight_sets(config, {}, PATH)
 
 
-def test_3000_mutated_tables_are_right_or_rejected() -> None:
+def test_mutated_tables_are_right_or_rejected() -> None:
+    """`make fuzz` asks more of them, and of every other parser."""
     generator = random.Random(16)
     machine = Fingerprint.current()
     sources = configs()
     plains = [json.loads(to_json(config)) for config in sources]
     rejected = longest = 0
-    for number in range(3000):
+    count = examples(400, 3000)
+    for number in range(count):
         config, plain = sources[number % len(sources)], plains[number % len(sources)]
         content = encoded(edited(plain, generator))
         started = time.thread_time()
@@ -351,66 +357,12 @@ def test_3000_mutated_tables_are_right_or_rejected() -> None:
             rejected += 1
         assert time.thread_time() - started < SECONDS, content[:1000]
         needs = encoded(edited(plain["requirement"], generator))
-        try:
+        with contextlib.suppress(RejectError):
             read = from_json(Requirement, needs, PATH)
             compare("target", read, machine).reason()
             preference(read, machine)
-        except RejectError:
-            pass
-    assert rejected > 2000
+    assert rejected > count / 2
     assert longest < 2000, "an error that shows all of what it found"
-
-
-def test_mutated_indexes_manifests_and_headers_are_right_or_rejected() -> None:
-    generator = random.Random(17)
-    plain_index = index_of(GOLDEN / "kernels")
-    manifest = json.loads(to_json(contents_of("kernels")[0].manifest))
-    header = {
-        "a": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]},
-        "b": {"dtype": "BF16", "shape": [2, 16], "data_offsets": [64, 128]},
-        ".gap": {"dtype": "U8", "shape": [0], "data_offsets": [128, 128]},
-        "__metadata__": {"format": "pt"},
-    }
-    for _ in range(500):
-        index = edited(plain_index, generator)
-        text = json.dumps(edited(header, generator)).encode()
-        text += b" " * (-(8 + len(text)) % 64)
-        for read in (
-            lambda index=index: [
-                target_of(at, PATH) for at in check_index(encoded(index), PATH).manifests
-            ],
-            lambda: check_manifest(encoded(edited(manifest, generator)), PATH),
-            lambda text=text: check_weights(
-                memoryview(len(text).to_bytes(8, "little") + text + bytes(128)), PATH
-            ),
-        ):
-            started = time.thread_time()
-            with contextlib.suppress(RejectError):
-                read()
-            assert time.thread_time() - started < SECONDS
-    assert from_json(Index, encoded(plain_index), PATH)
-
-
-def test_mutated_libraries_are_read_or_refused() -> None:
-    generator = random.Random(18)
-    kernels = next(c for c in contents_of("kernels") if c.config.kernels is not None)
-    assert kernels.config.kernels is not None
-    name = kernels.config.kernels.digest.removeprefix("sha256:")
-    whole = (GOLDEN / "kernels" / "blobs" / "sha256" / name).read_bytes()
-    (start,) = struct.unpack_from("<Q", whole, 40)
-    for _ in range(500):
-        content = bytearray(whole)
-        for _ in range(
-            generator.randrange(1, 5)
-        ):  # in the header, the section headers, and the tables
-            low = generator.choice([0, start, 0])
-            high = generator.choice([64, len(content), len(content) // 2])
-            at = generator.randrange(low, max(high, low + 64)) % (len(content) - 8)
-            content[at : at + 8] = generator.choice([b"\xff" * 8, bytes(8), generator.randbytes(8)])
-        started = time.thread_time()
-        with contextlib.suppress(ValueError):
-            read_shared_library(bytes(content))
-        assert time.thread_time() - started < SECONDS
 
 
 def test_mutated_bundles_run_or_raise_errors_of_ours(recipe: Any, tmp_path: Path) -> None:
@@ -422,7 +374,7 @@ def test_mutated_bundles_run_or_raise_errors_of_ours(recipe: Any, tmp_path: Path
     x = np.ones((2, 16), np.float32)
     expected = load(host.write(tmp_path / "whole")).call("score", x=x)
     outcomes = {"ran": 0, "rejected": 0}
-    for number in range(150):
+    for number in range(examples(60, 150)):
         changed = {**plain, "programs": edited(plain["programs"], generator)}
         try:
             forged = from_json(Config, encoded(changed), PATH)
@@ -438,7 +390,7 @@ def test_mutated_bundles_run_or_raise_errors_of_ours(recipe: Any, tmp_path: Path
             continue
         np.testing.assert_array_equal(result, expected)
         outcomes["ran"] += 1
-    assert min(outcomes.values()) > 5
+    assert min(outcomes.values()) > 2
 
 
 def test_verify_unpacks_each_frame_once(bundle_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
+from tests.extent import examples
 from tests.layouts import index_file, index_of
 
 from prejit.compiler.pipeline.pack.chunks import VerityHash
@@ -70,6 +71,10 @@ def content(recipe: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def chunks_recipe(recipe: Any, content: bytes) -> Any:
+    return recipe_of_chunks(recipe, content)
+
+
+def recipe_of_chunks(recipe: Any, content: bytes) -> Any:
     """The recipe of most tests with 3 MB of weights, in chunks of 64 KB."""
     chunks = {WEIGHTS_MEDIA_TYPE: chunked(content)}
     return recipe.with_content(WEIGHTS_MEDIA_TYPE, content).configured(
@@ -103,7 +108,8 @@ def test_a_bundle_with_chunks_gives_the_results_of_one_without(
 def test_damage_in_every_chunk_is_found_with_file_and_place(path: Path, content: bytes) -> None:
     file = weights_of(path)
     generator = random.Random(0)
-    for start in range(0, len(content), CHUNK):
+    starts = range(0, len(content), CHUNK)
+    for start in {*starts[:2], *generator.sample(starts, examples(3, 49)), starts[-1]}:
         place = min(start + generator.randrange(CHUNK), len(content) - 1)
         flip(file, place)
         with pytest.raises(RejectError) as caught:
@@ -193,39 +199,20 @@ def with_chunks(recipe: Any, change: Callable[[Chunks], Chunks]) -> Any:
     return recipe.configured(changed)
 
 
-CHANGES: dict[str, tuple[Callable[[Chunks], Chunks], str]] = {
-    "another hash": (
-        lambda c: dataclasses.replace(c, algorithm="md5"),
-        "expected blake3, found 'md5'",
-    ),
-    "too small": (lambda c: dataclasses.replace(c, size=1), "expected a size of 65536 to"),
-    "too large": (lambda c: dataclasses.replace(c, size=1 << 30), "expected a size of 65536 to"),
-    "negative": (lambda c: dataclasses.replace(c, size=-CHUNK), "expected a size of 65536 to"),
-    "one too few": (lambda c: dataclasses.replace(c, digests=c.digests[:-1]), "expected 49 for "),
-    "one too many": (
-        lambda c: dataclasses.replace(c, digests=(*c.digests, "0" * 64)),
-        "expected 49 for ",
-    ),
-    "no digest": (
-        lambda c: dataclasses.replace(c, digests=("0" * 63 + "g", *c.digests[1:])),
-        "expected digests of 64 hexadecimal digits",
-    ),
-}
-
-
-@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("read", [load, lambda path: audit(path, lambda *_: None)])
 def test_7_chunks_that_do_not_cover_their_layer_are_rejected(
-    chunks_recipe: Any, tmp_path: Path, change: Callable[[Chunks], Chunks], message: str
+    read: Callable[[Path], object], chunks_recipe: Any, tmp_path: Path
 ) -> None:
-    forged = with_chunks(chunks_recipe, change).write(tmp_path / "forged")
-    for read in (load, lambda path: audit(path, lambda *_: None)):
-        with pytest.raises(RejectError) as caught:
-            read(forged)
-        assert message in str(caught.value)
+    """Of each other kind: tests/format/test_golden.py."""
+    forged = with_chunks(
+        chunks_recipe, lambda c: dataclasses.replace(c, digests=c.digests[:-1])
+    ).write(tmp_path / "forged")
+    with pytest.raises(RejectError, match="expected 49 for "):
+        read(forged)
 
 
-def test_7_chunks_of_no_layer_and_of_an_older_format_are_rejected(
-    chunks_recipe: Any, recipe: Any, content: bytes, tmp_path: Path
+def test_7_chunks_of_no_layer_are_rejected(
+    chunks_recipe: Any, content: bytes, tmp_path: Path
 ) -> None:
     chunks = {"application/x": chunked(content)}
     forged = chunks_recipe.configured(lambda c: dataclasses.replace(c, chunks=chunks))
@@ -319,24 +306,6 @@ def test_a_rejected_bundle_closes_its_files(path: Path, content: bytes) -> None:
         assert len(os.listdir("/proc/self/fd")) <= before + 5 * maps
     finally:
         gc.enable()
-
-
-def test_random_damage_is_never_served(path: Path, content: bytes) -> None:
-    """More of it: `make damage`."""
-    file, generator = weights_of(path), random.Random(1)
-    expected = load(path).call("score", x=X)
-    gc.freeze()  # what was there before: each collection would look through a million objects
-    try:
-        for _ in range(60):
-            place, bit = generator.randrange(len(content)), 1 << generator.randrange(8)
-            flip(file, place, bit)
-            with pytest.raises(RejectError):
-                load(path).call("score", x=X)
-            flip(file, place, bit)
-            gc.collect()  # each bundle has a client of XLA with threads
-    finally:
-        gc.unfreeze()
-    np.testing.assert_array_equal(load(path).call("score", x=X), expected)
 
 
 def test_a_load_reads_no_file_of_a_target_that_it_does_not_serve(

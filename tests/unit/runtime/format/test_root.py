@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.extent import examples
 from tests.layouts import INDEX, blob, index_file, index_of, write_root
 
 from prejit.runtime.base.files import digest_of
@@ -175,17 +176,14 @@ def test_a_target_that_is_not_here_is_damage_where_index_json_lists_it(bundle_di
         (lambda root: root.update(manifests=[]), "expected 1 to 2048 entries, found 0"),
         (lambda root: root.update(manifests=[[]]), r"expected media type, .*, found \[\]"),
         (lambda root: root["manifests"][0].update(digest="sha512:0"), "sha256 digest"),
-        (lambda root: root["manifests"][0].update(digest=None), "sha256 digest"),
         (lambda root: root["manifests"][0].update(size=-1), "and size"),
         (lambda root: root["manifests"][0].update(size=True), "and size"),
-        (lambda root: root["manifests"][0].update(size=1 << 63), "and size"),
         (lambda root: root["manifests"][0].update(size=5), "expected 5 bytes, found"),
         (lambda root: root["manifests"][0].update(size=1 << 62), "expected at most 4194304 bytes"),
         (lambda root: root["manifests"][0].update(digest=ZEROS), "expected a file, found"),
         (lambda root: root["manifests"][0].pop("mediaType"), "expected media type"),
         (lambda root: root["manifests"][0].update(mediaType="text/plain"), "expected media type"),
         (lambda root: root["manifests"][0].update(artifactType=5), "expected media type"),
-        (lambda root: root["manifests"][0].update(annotations=[]), "expected annotations as text"),
         (lambda root: root["manifests"][0].update(annotations={"a": 1}), "expected annotations"),
         (lambda root: root["manifests"][1].update(size=5), "media type and size of the bundle"),
         (lambda root: root["manifests"][1].update(mediaType=INDEX), "expected one bundle, found 2"),
@@ -244,7 +242,7 @@ def test_a_changed_byte_of_index_json_changes_no_bundle(bundle_dir: Path) -> Non
     content = file.read_bytes()
     generator = random.Random(1)
     harmless = 0
-    for at in range(len(content)):
+    for at in range(0, len(content), examples(3, 1)):
         for changed in {content[at] ^ 1 << generator.randrange(8), generator.randrange(256)}:
             file.write_bytes(content[:at] + bytes([changed]) + content[at + 1 :])
             with contextlib.suppress(RejectError):

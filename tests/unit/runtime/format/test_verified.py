@@ -63,9 +63,9 @@ def test_a_load_waits_for_small_jobs_alone() -> None:
     assert ran == ["small0", "small1", "small2"]
 
 
-@pytest.mark.parametrize("threads", [0, 1, 3])
 @pytest.mark.parametrize(
-    "error", [RejectError("/b", "damaged"), StoreError("EIO"), KeyError("bug")]
+    ("threads", "error"),
+    [(0, RejectError("/b", "damaged")), (1, StoreError("EIO")), (3, KeyError("bug"))],
 )
 def test_a_failure_is_raised_to_everyone_and_ends_the_work(threads: int, error: Exception) -> None:
     ran, finished = list[str](), threading.Event()

@@ -6,6 +6,7 @@ What is forged here has right digests everywhere, as whoever builds bundles coul
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -23,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 from tests.format import second_reader
-from tests.layouts import index_file, index_of, write_files
+from tests.layouts import blob, index_file, index_of, write_files
 
 from prejit.runtime import __main__
 from prejit.runtime.base.files import digest_of
@@ -57,10 +58,8 @@ from prejit.runtime.format.names import (
     CHAT_MEDIA_TYPE,
     EXECUTABLES_MEDIA_TYPE,
     FORMAT_VERSION,
-    GENERATION_MEDIA_TYPE,
     INDEX_MEDIA_TYPE,
     KERNEL_LEVELS,
-    KERNELS_MEDIA_TYPE,
     LAYER_MEDIA_TYPES,
     LIBRARY_MEDIA_TYPE,
     LICENSE_MEDIA_TYPE,
@@ -69,7 +68,6 @@ from prejit.runtime.format.names import (
     RECORDED_MEDIA_TYPE,
     REF_NAME,
     REQUIREMENT,
-    TOKENIZER_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.format.opening import match, read_contents
@@ -124,7 +122,7 @@ def with_manifest(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b"[" * 4000, b"1" * 4096, b"\0" * 30],
+    [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b"[" * 4000, b"1" * 4096],
 )
 def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) -> None:
     (bundle_dir / "oci-layout").write_bytes(content)
@@ -134,9 +132,8 @@ def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) 
 @pytest.mark.parametrize(
     ("written", "newer"),
     [
-        *((NEXT, True), ("10", True), ("999999999", True)),
-        *(("0", False), ("", False), ("-2", False), ("one", False), ("01", False), ("1.0", False)),
-        *(("²", False), ("٢", False), ("9" * 5000, False)),
+        *((NEXT, True), ("999999999", True), ("0", False), ("", False), ("-2", False)),
+        *(("01", False), ("1.0", False), ("²", False), ("٢", False), ("9" * 5000, False)),
     ],
 )
 def test_2_another_format_says_which_side_is_older(written: str, newer: bool, recipe: Any) -> None:
@@ -163,6 +160,10 @@ def _annotated(plain: dict[str, Any], name: str, value: Any) -> None:
     plain["annotations"] |= {} if value is None else {name: value}
 
 
+def updated(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda plain: plain.update(changes)
+
+
 def endless(index: dict[str, Any]) -> None:
     [first, *_] = index["manifests"]
     index["manifests"] = [
@@ -180,23 +181,20 @@ def at_first(**changes: Any) -> Callable[[dict[str, Any]], object]:
     [
         (annotated(BUNDLE_NAME, None), f"expected {BUNDLE_NAME}"),
         (annotated(BUNDLE_NAME, ""), f"expected {BUNDLE_NAME}"),
-        *(
-            (annotated(BUNDLE_FORMAT, value), "dev.prejit.format.*found")
-            for value in (None, 2, True)
-        ),
+        (annotated(BUNDLE_FORMAT, None), "dev.prejit.format.*found"),
+        (annotated(BUNDLE_FORMAT, 2), "dev.prejit.format.*found"),
         (endless, f"at most {limits.MAX_TARGETS}, found {limits.MAX_TARGETS + 1}"),
-        (lambda i: i.update(manifests=[]), "at least one target"),
-        (lambda i: i.update(schemaVersion=1), "OCI image index"),
-        (lambda i: i.update(mediaType=MANIFEST_MEDIA_TYPE), "OCI image index"),
-        (lambda i: i.update(artifactType="application/other"), "OCI image index"),
-        (lambda i: i.update(extra="key"), "unknown key 'extra'"),
+        (updated(manifests=[]), "at least one target"),
+        (updated(schemaVersion=1), "OCI image index"),
+        (updated(mediaType=MANIFEST_MEDIA_TYPE), "OCI image index"),
+        (updated(artifactType="application/other"), "OCI image index"),
+        (updated(extra="key"), "unknown key 'extra'"),
         (at_first(urls=["http://elsewhere"]), "unknown key 'urls'"),
         (lambda i: i["manifests"].append(i["manifests"][0]), "each target once"),
         # 3. A target without name or requirement.
         (of_target(REF_NAME, None), "on each target"),
         (of_target(REF_NAME, ""), "on each target"),
         (of_target(REQUIREMENT, None), "on each target"),
-        (of_target(REQUIREMENT, ""), "expected JSON"),
         (of_target(REQUIREMENT, "{}"), "missing"),
         (of_target(REQUIREMENT, "\udc80"), "expected JSON"),
         (of_target(REQUIREMENT, '{"jaxlib":"é"}'), "missing|canonical"),
@@ -204,9 +202,7 @@ def at_first(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (at_first(mediaType="text/plain"), "expected media type"),
         (at_first(digest="sha512:" + "0" * 128), "expected a sha256 digest"),
         (at_first(digest="sha256:../../../../etc/passwd"), "expected a sha256 digest"),
-        (at_first(digest="sha256:" + "A" * 64), "expected a sha256 digest"),
         (at_first(size=limits.MAX_MANIFEST_BYTES + 1), "expected at most 65536 bytes"),
-        (at_first(size=-1), "expected at most"),
     ],
 )
 def test_2_to_4_an_index_that_is_not_one_is_rejected(
@@ -296,31 +292,24 @@ def layer_of(manifest: dict[str, Any], media_type: str) -> dict[str, Any]:
     return next(layer for layer in manifest["layers"] if layer["mediaType"] == media_type)
 
 
+LARGE_CHAT = {"mediaType": CHAT_MEDIA_TYPE, "size": limits.MAX_CHAT_BYTES + 1}
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda m: m.update(schemaVersion=1), "OCI image manifest"),
-        (lambda m: m.update(mediaType=INDEX_MEDIA_TYPE), "OCI image manifest"),
-        (lambda m: m.update(artifactType="application/other"), "OCI image manifest"),
-        (lambda m: m.update(subject={}), "unknown key 'subject'"),
+        (updated(schemaVersion=1), "OCI image manifest"),
+        (updated(mediaType=INDEX_MEDIA_TYPE), "OCI image manifest"),
+        (updated(artifactType="application/other"), "OCI image manifest"),
+        (updated(subject={}), "unknown key 'subject'"),
         (lambda m: m["config"].update(mediaType="text/plain"), "expected media type"),
         (lambda m: m["config"].update(size=limits.MAX_CONFIG_BYTES + 1), "expected at most"),
         (lambda m: m["layers"][0].update(mediaType="application/x-sh"), "unexpected layer"),
         (lambda m: m["layers"].append(m["layers"][0]), "unexpected layer"),
-        (lambda m: m["layers"].reverse() or m["layers"].pop(), "programs|expected a layer"),
-        (lambda m: m.update(layers=[]), "expected a layer .*executables"),
-        (
-            lambda m: m["layers"].remove(layer_of(m, PORTABLE_MEDIA_TYPE)),
-            "expected a layer .*stablehlo",
-        ),
+        (updated(layers=[]), "expected a layer .*executables"),
+        (lambda m: m["layers"].remove(layer_of(m, PORTABLE_MEDIA_TYPE)), "layer .*stablehlo"),
         (lambda m: m["layers"][1].update(digest="sha256:x"), "expected a sha256 digest"),
-        (lambda m: m["layers"][1].update(size=-5), "expected at most"),
-        (
-            lambda m: m["layers"][0].update(
-                mediaType=CHAT_MEDIA_TYPE, size=limits.MAX_CHAT_BYTES + 1
-            ),
-            "expected at most 4194304 bytes, found 4194305",
-        ),
+        (lambda m: m["layers"][0].update(LARGE_CHAT), "at most 4194304 bytes, found 4194305"),
     ],
 )
 def test_6_a_manifest_with_other_layers_is_rejected(
@@ -341,178 +330,36 @@ def test_6_what_a_bundle_may_do_without_it_may_do_without(recipe: Any, tmp_path:
 
 # 7. configs
 
-
-def one_program(config: Any, **changes: Any) -> Any:
-    first, *others = config.programs
-    return dataclasses.replace(config, programs=(dataclasses.replace(first, **changes), *others))
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (lambda c: dataclasses.replace(c, format=2), "format 1, as the index, found 2"),
-        (
-            lambda c: dataclasses.replace(c, programs=(*c.programs, c.programs[0])),
-            "each program once",
-        ),
-        (lambda c: one_program(c, weights="other"), "score/b2: unknown weight set 'other'"),
-        (lambda c: one_program(c, memory=(1, 2)), "expected an object"),
-        (lambda c: one_program(c, bucket={"b": True}), "expected int, found True"),
-        (lambda c: one_program(c, platforms=()), "score/b2: expected platforms of cpu, cuda, tpu"),
-        (lambda c: one_program(c, platforms=("cpu", "gpu")), "each once; found .'cpu', 'gpu'"),
-        (lambda c: one_program(c, platforms=("cpu", "cpu")), "each once; found .'cpu', 'cpu'"),
-        (lambda c: one_program(c, platforms="cpu"), "expected a list, found 'cpu'"),
-        (lambda c: dataclasses.replace(c, mesh={"data": 0, "tensor": 2}), "sizes of 1 or more"),
-        (lambda c: dataclasses.replace(c, mesh={"data": 1, "tensor": -2}), "sizes of 1 or more"),
-        (lambda c: dataclasses.replace(c, mesh={"data": 2}), "missing .*'tensor'"),
-        (lambda c: dataclasses.replace(c, mesh=Mesh(1, 4097)), "at most 4096 devices, found 4097"),
-        (
-            lambda c: dataclasses.replace(c, mesh=Mesh(1 << 40, 1 << 40)),
-            "at most 4096 devices, found 1208925819614629174706176",
-        ),
-        (
-            lambda c: dataclasses.replace(c, weight_shardings={"score:bias": "tensor"}),
-            "expected a mesh for weight_shardings, found none",
-        ),
-    ],
-)
-def test_7_a_program_table_that_is_not_one_is_rejected(
-    change: Any, complaint: str, recipe: Any, tmp_path: Path
-) -> None:
-    path = recipe.configured(change).write(tmp_path / "b")
-    assert "blobs/sha256/" in reject(path, complaint).path
-
-
-@pytest.mark.parametrize(
-    ("platform", "mesh", "device_count", "complaint"),
-    [
-        ("cpu", None, None, None),
-        ("cpu", Mesh(1, 2), None, None),
-        ("cpu", Mesh(1, 2), 2, None),
-        ("cuda", None, None, None),
-        ("cuda", None, 1, None),
-        ("cuda", Mesh(2, 2), 4, None),
-        ("cpu", Mesh(1, 2), 1, "expected device_count 2, the size of the mesh; found 1"),
-        ("tpu", None, 4, "expected device_count 1, the size of the mesh; found 4"),
-        ("cuda", Mesh(2, 2), 2, "expected device_count 4, the size of the mesh; found 2"),
-        ("cuda", Mesh(2, 2), 8, "expected device_count 4, the size of the mesh; found 8"),
-        # It would match a machine with one device, and not run there.
-        ("tpu", Mesh(1, 2), None, "expected device_count 2, the size of the mesh; found None"),
-    ],
-)
-def test_7_a_requirement_counts_the_devices_of_the_mesh(
-    platform: str, mesh: Mesh | None, device_count: int | None, complaint: str | None, recipe: Any
-) -> None:
-    config = recipe.targets[0].config
-    needs = dataclasses.replace(config.requirement, platform=platform, device_count=device_count)
-    config = dataclasses.replace(config, requirement=needs, mesh=mesh)
-    content = to_json(config)
-    if complaint is None:
-        assert check_config(content, config.target, needs, PATH) == config
-    else:
-        with pytest.raises(RejectError, match=complaint) as caught:
-            check_config(content, config.target, needs, PATH)
-        assert caught.value.path == PATH
-
-
-@pytest.mark.parametrize(
-    ("until", "is_date"),
-    [
-        *((None, True), ("2027-02-28", True), ("2028-02-29", True)),
-        *(("", False), ("soon", False), ("2027-02-29", False), ("20270228", False)),
-        *(("2027-W08-7", False), ("2027-2-28", False), ("2027-02-28T00:00", False)),
-    ],
-)
-def test_7_a_window_that_ends_on_no_date_is_rejected(
-    until: str | None, is_date: bool, recipe: Any
-) -> None:
-    """Or the loader, which compares it with today, would end in a ValueError."""
-    config = recipe.targets[0].config
-    config = dataclasses.replace(config, portable=Portable("0.12.0.1", "1.17.0", until))
-    arguments = (to_json(config), config.target, config.requirement, PATH)
-    if is_date:
-        assert check_config(*arguments) == config
-    else:
-        with pytest.raises(RejectError, match="readable_until: expected YYYY-MM-DD, found"):
-            check_config(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("text", "mesh", "complaint"),
-    [
-        ("[] float32[4,6] @data,tensor", Mesh(2, 3), None),
-        ("[] float32[4,6] @,tensor", Mesh(7, 2), None),
-        ("[] float32[4,6]", None, None),
-        ("[] float32[4,6] @data,tensor", None, "'data' divides 4, found no mesh"),
-        ("[] float32[4,6] @data,tensor", Mesh(3, 3), "'data' divides 4, found 3"),
-        ("[] float32[4,6] @data,tensor", Mesh(2, 4), "'tensor' divides 6, found 4"),
-        ("[] float32[4,6] @tensor", Mesh(2, 3), r"expected '\[path\] dtype\[shape\]'"),
-    ],
-)
-def test_7_an_array_that_its_mesh_does_not_split_evenly_is_rejected(
-    text: str, mesh: Mesh | None, complaint: str | None
-) -> None:
-    if complaint is None:
-        assert str(check_array(text, mesh, PATH)) == text
-    else:
-        with pytest.raises(RejectError, match=complaint) as caught:
-            check_array(text, mesh, PATH)
-        assert caught.value.path == PATH
-
-
-def test_7_a_split_that_is_not_even_is_rejected_before_the_program_runs(
-    recipe: Any, tmp_path: Path
-) -> None:
-    path = recipe.configured(
-        lambda c: one_program(
-            dataclasses.replace(c, mesh=Mesh(1, 3)), arguments=('["x"] float32[2,16] @,tensor',)
-        )
-    ).write(tmp_path / "b")
-    loaded = load(path)
-    with pytest.raises(RejectError, match="score/b2: expected a mesh whose 'tensor' divides 16"):
-        loaded.call("score", x=np.zeros((2, 16), np.float32))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda c: one_program(c, results=("[ ] float32[2,4]",)),
-        lambda c: dataclasses.replace(c, weight_sets={"score": ("score:nothing",)}),
-        lambda c: dataclasses.replace(
-            c, mesh=Mesh(1, 2), weight_shardings={"score:bias": "tensor,"}
-        ),
-    ],
-)
-def test_7_and_10_prejit_verify_reads_what_load_puts_off(
-    change: Any, recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of every target, also of those that this machine does not run."""
-    kept, changed = (target.config.target for target in recipe.targets)
-    path = recipe.configured(lambda c: change(c) if c.target == changed else c).write(
-        tmp_path / "b"
-    )
-    assert __main__.main(["verify", str(path)]) == RejectError.exit_code
-    assert "error[" in capsys.readouterr().err
-    assert __main__.main(["verify", str(recipe.only(kept).write(tmp_path / "good"))]) == 0
-
-
-# 7. programs of a model
-
-
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+Change = Callable[[Any], Any]
 
 
+@functools.cache
 def golden_config(name: str, wanted: str | None = None) -> Any:
-    """Of a target of a golden bundle; None: of its only one."""
+    """Of a target of a golden bundle; None: of its only one, or of the first that fits."""
     with Layout(GOLDEN / name) as layout:
         root = read_root(layout)
-        targets = match(root, Fingerprint.current())
-        [target] = [target for target in targets if wanted in (None, target.name)]
+        target, *_ = (t for t in match(root, Fingerprint.current()) if wanted in (None, t.name))
         return read_contents(layout, target).config
 
 
-def check(config: Any) -> Any:
-    return check_config(to_json(config), config.target, config.requirement, PATH)
+second_target = functools.cache(lambda name: second_reader.read(GOLDEN / name)[0])
+
+
+def check(changed: Any, like: Any = None) -> Any:
+    """Check a config, or its JSON, as that of the target and the requirement of another one."""
+    like = like or changed
+    return check_config(to_json(changed), like.target, like.requirement, PATH)
+
+
+def rejected(config: Any, change: Change, complaint: str) -> None:
+    with pytest.raises(RejectError, match=complaint) as caught:
+        check(change(config), config)
+    assert caught.value.path == PATH
+
+
+def replaced(**changes: Any) -> Change:
+    return lambda config: dataclasses.replace(config, **changes)
 
 
 def changed(config: Any, name: str, /, **changes: Any) -> Any:
@@ -525,325 +372,44 @@ def changed(config: Any, name: str, /, **changes: Any) -> Any:
     return dataclasses.replace(config, programs=tuple(programs))
 
 
-def without(config: Any, *names: str) -> Any:
-    assert set(names) <= {program.name for program in config.programs}
-    kept = tuple(program for program in config.programs if program.name not in names)
-    return dataclasses.replace(config, programs=kept)
+def program(name: str, /, **changes: Any) -> Change:
+    return lambda config: changed(config, name, **changes)
+
+
+def without(*names: str) -> Change:
+    """Without programs of these names or kinds."""
+
+    def change(config: Any) -> Any:
+        kept = tuple(p for p in config.programs if not {p.name, p.kind} & {*names})
+        assert len(kept) < len(config.programs)
+        return dataclasses.replace(config, programs=kept)
+
+    return change
 
 
 def program_of(config: Any, name: str) -> Any:
     return next(program for program in config.programs if program.name == name)
 
 
-def without_argument(config: Any, name: str, argument: str) -> Any:
-    """Of a program that lacks one argument."""
-    arguments = program_of(config, name).arguments
-    kept = tuple(text for text in arguments if not text.startswith(f'["{argument}"]'))
-    assert len(kept) == len(arguments) - 1
-    return changed(config, name, arguments=kept)
+def lacking(name: str, argument: str) -> Change:
+    """A program that lacks one argument."""
+
+    def change(config: Any) -> Any:
+        arguments = program_of(config, name).arguments
+        kept = tuple(text for text in arguments if not text.startswith(f'["{argument}"]'))
+        assert len(kept) == len(arguments) - 1
+        return changed(config, name, arguments=kept)
+
+    return change
 
 
-def doubled(config: Any, name: str) -> Any:
+def with_programs(config: Any, *programs: Any) -> Any:
+    return dataclasses.replace(config, programs=(*config.programs, *programs))
+
+
+def doubled(name: str) -> Change:
     """With a second program for the same bucket."""
-    copy = dataclasses.replace(program_of(config, name), name="another")
-    return dataclasses.replace(config, programs=(*config.programs, copy))
-
-
-DECODE, PREFILL, VERIFY = "decode/b2-c32", "prefill/b2-t8-c32", "verify/b2-k2-c32"
-
-
-@pytest.mark.parametrize("name", ["decoder", "stored", "mesh", "encoder", "reader"])
-def test_7_the_programs_of_golden_bundles_are_right(name: str) -> None:
-    config = golden_config(name)
-    assert check(config) == config
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (lambda c: changed(c, DECODE, kind="sing"), f"{DECODE}: kind: expected .*'sing'"),
-        (
-            lambda c: changed(c, DECODE, kind="call"),
-            "decode of batch 2 and context 32: expected one",
-        ),
-        (lambda c: dataclasses.replace(c, decoder=None), "expected 'decoder' in the config"),
-        (lambda c: changed(c, DECODE, kind="layer"), "expected 'encoder' in the config"),
-        (
-            lambda c: changed(c, DECODE, bucket={"batch": 2}),
-            f"{DECODE}: bucket: expected batch, context; found batch",
-        ),
-        (
-            lambda c: changed(c, DECODE, bucket={"batch": 2, "context": 32, "prompt": 1}),
-            f"{DECODE}: bucket: expected batch, context; found batch, context, prompt",
-        ),
-        (lambda c: changed(c, DECODE, bucket={}), "found nothing"),
-        (
-            lambda c: changed(c, DECODE, bucket={"batch": 0, "context": 32}),
-            f"{DECODE}: batch: expected 1 to 65536, found 0",
-        ),
-        (
-            lambda c: changed(c, DECODE, bucket={"batch": 2, "context": 1 << 31}),
-            f"{DECODE}: context: expected 1 to 2147483647, found 2147483648",
-        ),
-        (lambda c: changed(c, DECODE, cost_microseconds=-1), "cost_microseconds: expected 0 or"),
-        (lambda c: changed(c, DECODE, weights=None), f"{DECODE}: expected 'weights'"),
-        (lambda c: doubled(c, DECODE), "another: expected one decode program of its bucket"),
-        (
-            lambda c: without_argument(c, DECODE, "steps"),
-            rf"""{DECODE}: arguments\[3\]: expected '\["steps"\] int32\[\]', found""",
-        ),
-        (lambda c: without_argument(c, DECODE, "min_p"), rf"{DECODE}: arguments\[.*min_p"),
-        (lambda c: without_argument(c, PREFILL, "start"), rf"{PREFILL}: arguments\[1\].*start"),
-        (lambda c: without_argument(c, VERIFY, "history"), rf"{VERIFY}: arguments.*history"),
-        (
-            lambda c: changed(c, DECODE, arguments=(*program_of(c, DECODE).arguments, "[] bool[]")),
-            "expected nothing, found",
-        ),
-        (lambda c: changed(c, DECODE, results=()), rf"{DECODE}: results\[0\].* found nothing"),
-        (
-            lambda c: changed(
-                c,
-                DECODE,
-                results=tuple(
-                    text.replace('["tokens"] int32[16,', '["tokens"] int32[0,')
-                    for text in program_of(c, DECODE).results
-                ),
-            ),
-            rf"{DECODE}: results\[2\]: expected .* found",
-        ),
-        (lambda c: dataclasses.replace(c, mesh=Mesh(1, 2)), "expected .*@data,tensor,,"),
-        (lambda c: without(c, DECODE), "decode of batch 2 and context 32: expected one"),
-        (
-            lambda c: without(c, *(p.name for p in c.programs if p.kind == "decode")),
-            "expected a decode program for the decoder, found none",
-        ),
-        (lambda c: dataclasses.replace(c, programs=()), "expected a decode program"),
-        (
-            lambda c: without(c, PREFILL, "prefill/b2-t4-c32"),
-            "prefill of batch 2 and context 32: expected one",
-        ),
-        (
-            lambda c: changed(
-                c,
-                PREFILL,
-                bucket={"batch": 2, "context": 32, "prompt": 33},
-                arguments=tuple(
-                    text.replace("int32[2,8]", "int32[2,33]")
-                    for text in program_of(c, PREFILL).arguments
-                ),
-            ),
-            f"{PREFILL}: prompt: expected at most its context",
-        ),
-        (lambda c: without(c, VERIFY), "verify of batch 2 and context 32: expected one"),
-        (
-            lambda c: without(c, "copy/b1-c16-to-b2-c16"),
-            "copies caches of 1 x 16 to 2 x 16, found none",
-        ),
-        (
-            lambda c: without(c, "copy/b2-c16-to-b2-c32"),
-            "copies caches of 2 x 16 to 2 x 32, found none",
-        ),
-        (
-            lambda c: without(c, *(p.name for p in c.programs if p.kind == "copy")),
-            "copies caches of 1 x 16 to 1 x 16, found none",
-        ),
-    ],
-)
-def test_7_a_decoder_that_the_engine_would_trip_over_is_rejected(
-    change: Any, complaint: str
-) -> None:
-    with pytest.raises(RejectError, match=complaint) as caught:
-        check(change(golden_config("decoder")))
-    assert caught.value.path == PATH
-
-
-@pytest.mark.parametrize(
-    "kept", [lambda p: p.kind != "verify", lambda p: p.bucket.get("prompt") != 4]
-)
-def test_7_what_a_decoder_may_do_without_it_may_do_without(kept: Any) -> None:
-    config = golden_config("decoder")
-    fewer = dataclasses.replace(config, programs=tuple(filter(kept, config.programs)))
-    assert len(fewer.programs) < len(config.programs)
-    assert check(fewer) == fewer
-
-
-def decoder_of(name: str, **changes: Any) -> tuple[dict[str, Any], Any]:
-    """The config of a golden bundle whose decoder says something else, as JSON; and as it was."""
-    config = golden_config(name)
-    plain = json.loads(to_json(config))
-    plain["decoder"].update(changes)
-    plain["decoder"] = {key: value for key, value in plain["decoder"].items() if value is not None}
-    return plain, config
-
-
-def rejected_decoder(name: str, complaint: str, **changes: Any) -> None:
-    """A decoder that two readers refuse, whose programs are right."""
-    pytest.importorskip("safetensors")
-    plain, config = decoder_of(name, **changes)
-    with pytest.raises(RejectError, match=complaint) as caught:
-        check_config(to_json(plain), config.target, config.requirement, PATH)
-    assert caught.value.path == PATH
-    [target] = second_reader.read(GOLDEN / name)
-    with pytest.raises((AssertionError, TypeError, ValueError, RecursionError)):
-        second_reader.check_programs(plain, target.programs)
-
-
-KEYS, VALUES = (f'["cache",0,{place}] float32[1,2,1,4] ~batch,,context,' for place in (0, 1))
-
-
-@pytest.mark.parametrize(
-    ("values", "complaint"),
-    [
-        (KEYS, "each path once, found .* again"),
-        ('["weights",0,1] float32[1,2,1,4] ~batch,,context,', r"'\[\"cache\", ...\] .*weights"),
-        ("[] float32[1,2,1,4] ~batch,,context,", r"'\[\"cache\", ...\] dtype"),
-        ('["cache",0,1] float32[1,2,1,4] ~,,context,', "~batch, ...', found"),
-        ('["cache",0,1] float32[2,1,1,4] ~,batch,context,', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,2,1,4]', "~batch, ...', found"),
-        ('["cache",0,1] float32[]', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,1,1,4] ~batch,context,context,', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,1,1,4] ~batch,batch,context,', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,2,1,4] ~batch,,source,', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,2,1,4] ~batch,,rows,', "~batch, ...', found"),
-        ('["cache",0,1] float32[2,2,1,4] ~batch,,context,', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,2,16,4] ~batch,,context,', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,2,1,0] ~batch,,context,', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,0,1,4] ~batch,,context,', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,2,1,4] donated ~batch,,context,', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,2,1,4] @data,tensor,, ~batch,,context,', "~batch, ...', found"),
-        (f'["cache"{",0" * 256}] float32[1,2,1,4] ~batch,,context,', "~batch, ...', found"),
-        ('["cache",0,1] float99[1,2,1,4] ~batch,,context,', r"cache: expected '\[path\] dtype"),
-        (f"{VALUES} ", r"cache: expected '\[path\] dtype"),
-        ("", r"cache: expected '\[path\] dtype"),
-        ("[" * 4_000, r"cache: expected '\[path\] dtype"),
-        (f'["cache",0,1] float32[1{",1" * 64}] ~batch{"," * 64}', r"cache: expected '\[path\]"),
-        ('["cache",0,1] float32[1,2147483648,1,4] ~batch,,context,', r"cache: expected '\[path\]"),
-        ('["cache",0,1] float32[1,2147483647,1,4] ~batch,,context,', r"c16: arguments\[16\]: exp"),
-        (
-            '["cache",0,1] float32[1,2147483647,1,2147483647] ~batch,,context,',
-            r"c16: arguments\[16\]: expected '\[\"cache\",0,1\] float32\[1,2147483647,16,2147483647",
-        ),
-        (
-            '["cache",0,1] bfloat16[1,2,1,4] ~batch,,context,',
-            r"c16: arguments\[16\]: expected .*bf",
-        ),
-        ('["cache",0,1] float32[1,2,1,4] ~batch,,,', r"c16: arguments\[16\]: expected .*2,1,4"),
-        ('["cache",0,"1"] float32[1,2,1,4] ~batch,,context,', r"c16: arguments\[16\]: expected"),
-        ('["cache"] float32[1,2,1,4] ~batch,,context,', r"c16: arguments\[16\]: expected"),
-    ],
-)
-def test_7_a_forged_array_of_a_cache_is_rejected(values: str, complaint: str) -> None:
-    """The engine would allocate, split and donate what the list says."""
-    rejected_decoder("decoder", complaint, cache=[KEYS, values])
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"cache": []}, "decoder: cache: expected 1 to 16384 arrays, found 0"),
-        ({"cache": [KEYS]}, r"c16: arguments\[16\]: expected nothing, found"),
-        ({"cache": [VALUES, KEYS]}, r"c16: arguments\[15\]: expected .*0,1"),
-        ({"cache": [KEYS, VALUES, KEYS.replace(",0]", ",2]")]}, "expected .*0,2.* found nothing"),
-        ({"cache": KEYS}, "decoder.cache: expected a list"),
-        ({"cache": [0]}, "expected str, found 0"),
-        ({"cache": None}, "missing .*'cache'"),
-    ],
-)
-def test_7_a_decoder_lists_its_cache(changes: dict[str, Any], complaint: str) -> None:
-    rejected_decoder("decoder", complaint, **changes)
-
-
-def test_7_an_endless_cache_is_rejected_before_its_arrays_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A config holds 250,000 of them, which would take 13 seconds."""
-    endless = [
-        f'["cache",{place}] float32[1] ~batch' for place in range(limits.MAX_CACHE_ARRAYS + 1)
-    ]
-    plain, config = decoder_of("decoder", cache=endless)
-    monkeypatch.setattr(Array, "parse", lambda text: pytest.fail("expected no array to be read"))
-    with pytest.raises(RejectError, match="cache: expected 1 to 16384 arrays, found 16385"):
-        check_config(to_json(plain), config.target, config.requirement, PATH)
-
-
-SOURCE = '["source"] int32[1,1] ~batch,source'
-
-
-@pytest.mark.parametrize(
-    ("source", "complaint"),
-    [
-        (None, "encode/b1-n4-c8: expected 'source' in the decoder, found none"),
-        ("", r"source: expected '\[path\] dtype"),
-        ('["cache"] int32[1,1] ~batch,source', r"source: expected '\[\"source\""),
-        ('["source",0] int32[1,1] ~batch,source', "one axis that follows 'source'"),
-        ('["source"] int32[1,1] ~batch,', "one axis that follows 'source'"),
-        ('["source"] int32[1,1,1] ~batch,source,source', r"source: expected '\[\"source\""),
-        ('["source"] int32[1,1] ~batch,context', r"source: expected '\[\"source\""),
-        ('["source"] int32[1,1] ~source,batch', r"source: expected '\[\"source\""),
-        ('["source"] int32[1,1]', r"source: expected '\[\"source\""),
-        ('["source"] int32[1,4] ~batch,source', r"source: expected '\[\"source\""),
-        ('["source"] int32[1,1,0] ~batch,source,', r"source: expected '\[\"source\""),
-        ('["source"] int32[1,1] donated ~batch,source', r"source: expected '\[\"source\""),
-        ('["source"] int32[1,1] @data, ~batch,source', r"source: expected '\[\"source\""),
-        ('["source"] float32[1,1] ~batch,source', r"n4-c8: arguments\[0\]: expected .*float32"),
-        ('["source"] int32[1,7,1] ~batch,,source', r"n4-c8: arguments\[0\]: expected .*1,7,4"),
-        (
-            '["source"] int32[1,1,2147483647,2147483647] ~batch,source,,',
-            r"n4-c8: arguments\[0\]: expected .*2147483647,2147483647",
-        ),
-    ],
-)
-def test_7_a_forged_source_is_rejected(source: str | None, complaint: str) -> None:
-    rejected_decoder("reader", complaint, source=source)
-
-
-def test_7_a_decoder_that_reads_nothing_has_no_source() -> None:
-    rejected_decoder("decoder", "expected encode programs for the source", source=SOURCE)
-
-
-@pytest.mark.parametrize(
-    ("name", "ids", "complaint"),
-    [
-        ("reader", [18], "start_token_ids: expected token ids of 0 to 17, found 18"),
-        ("reader", [0, -1], "start_token_ids: expected token ids of 0 to 17, found -1"),
-        ("reader", [1 << 62], "start_token_ids: expected token ids of 0 to 17, found 46116860"),
-        ("reader", [], "start_token_ids: expected token ids of 0 to 17, found none"),
-        ("decoder", [38], "start_token_ids: expected token ids of 0 to 37, found 38"),
-        ("reader", [1 << 64], "expected an integer of 64 bits"),
-        ("reader", [True], "expected int, found True"),
-        ("reader", 0, "expected a list"),
-    ],
-)
-def test_7_texts_begin_with_tokens_of_the_vocabulary(name: str, ids: Any, complaint: str) -> None:
-    """Or each call without a prompt would be refused for a prompt that nobody gave."""
-    plain, config = decoder_of(name, start_token_ids=ids)
-    with pytest.raises(RejectError, match=complaint):
-        check_config(to_json(plain), config.target, config.requirement, PATH)
-
-
-def test_7_ends_outside_the_vocabulary_are_ends_that_never_come() -> None:
-    """A model's files may name such tokens, and no program gives one. -1 is no token either."""
-    plain, config = decoder_of("decoder", eos_token_ids=[-1, 10**9])
-    found = check_config(to_json(plain), config.target, config.requirement, PATH)
-    assert found.decoder is not None
-    assert found.decoder.eos_token_ids == (-1, 10**9)
-
-
-@pytest.mark.parametrize(
-    ("name", "complaint"),
-    [
-        ("decoder", r"c16: arguments\[15\]: expected '.* donated @data,tensor,,', found"),
-        ("reader", "cache: expected arrays of four axes on a mesh"),
-    ],
-)
-def test_7_a_mesh_splits_caches_of_four_axes_alone(name: str, complaint: str) -> None:
-    config = dataclasses.replace(golden_config(name), mesh=Mesh(1, 2))
-    with pytest.raises(RejectError, match=complaint):
-        check(config)
-    three = tuple(text.replace("[1,2,1,4]", "[1,2,1]")[:-1] for text in (KEYS, VALUES))
-    decoder = dataclasses.replace(config.decoder, cache=three, source=None)
-    with pytest.raises(RejectError, match="cache: expected arrays of four axes on a mesh"):
-        check(dataclasses.replace(config, decoder=decoder))
+    return lambda c: with_programs(c, dataclasses.replace(program_of(c, name), name="another"))
 
 
 def resized(config: Any, name: str, /, **sizes: int) -> Any:
@@ -858,65 +424,384 @@ def resized(config: Any, name: str, /, **sizes: int) -> Any:
     return dataclasses.replace(program, arguments=arguments, results=results)
 
 
-def with_programs(config: Any, *programs: Any) -> Any:
-    return dataclasses.replace(config, programs=(*config.programs, *programs))
+def also(name: str, /, **sizes: int) -> Change:
+    return lambda config: with_programs(config, resized(config, name, **sizes))
+
+
+def model(kind: str, **changes: Any) -> Change:
+    """JSON of a decoder or encoder that says something else; None: it does not say it."""
+
+    def change(config: Any) -> Any:
+        plain = json.loads(to_json(config))
+        plain[kind] = {k: v for k, v in {**plain[kind], **changes}.items() if v is not None}
+        return plain
+
+    return change
+
+
+SCORE, LONG = "score/b2", {"batch": 2, "context": 32, "prompt": 33}
+DECODE, PREFILL, VERIFY = "decode/b2-c32", "prefill/b2-t8-c32", "verify/b2-k2-c32"
+READ, POOL, EMBED = "encode/b1-n4-c8", "encode/b1-t8/pool", "encode/b1-t8/embed"
+WRONG: dict[str, list[tuple[Change, str]]] = {
+    "call": [
+        (replaced(format=2), "format 1, as the index, found 2"),
+        (lambda c: with_programs(c, c.programs[0]), "each program once"),
+        (program(SCORE, weights="other"), f"{SCORE}: unknown weight set 'other'"),
+        (program(SCORE, memory=(1, 2)), "expected an object"),
+        (program(SCORE, bucket={"b": True}), "expected int, found True"),
+        (program(SCORE, platforms=()), f"{SCORE}: expected platforms of cpu, cuda, tpu"),
+        (program(SCORE, platforms=("cpu", "gpu")), "each once; found .'cpu', 'gpu'"),
+        (program(SCORE, platforms=("cpu", "cpu")), "each once; found .'cpu', 'cpu'"),
+        (replaced(mesh={"data": 0, "tensor": 2}), "sizes of 1 or more"),
+        (replaced(mesh={"data": 1, "tensor": -2}), "sizes of 1 or more"),
+        (replaced(mesh={"data": 2}), "missing .*'tensor'"),
+        (replaced(mesh=Mesh(1, 4097)), "at most 4096 devices, found 4097"),
+        (replaced(mesh=Mesh(1 << 40, 1 << 40)), "at most 4096 devices, found 12089258196146291747"),
+        (replaced(weight_shardings={"a": "tensor"}), "a mesh for weight_shardings, found none"),
+    ],
+    "decoder": [
+        (program(DECODE, kind="sing"), f"{DECODE}: kind: expected .*'sing'"),
+        (program(DECODE, kind="call"), "decode of batch 2 and context 32: expected one"),
+        (replaced(decoder=None), "expected 'decoder' in the config"),
+        (program(DECODE, kind="layer"), "expected 'encoder' in the config"),
+        (program(DECODE, bucket={"batch": 2}), "bucket: expected batch, context; found batch"),
+        (program(DECODE, bucket=LONG), "bucket: expected batch, context; found batch, context, pr"),
+        (program(DECODE, bucket={}), f"{DECODE}: bucket: .* found nothing"),
+        (
+            program(DECODE, bucket={"batch": 0, "context": 32}),
+            "batch: expected 1 to 65536, found 0",
+        ),
+        (
+            program(DECODE, bucket={"batch": 2, "context": 1 << 31}),
+            f"{DECODE}: context: expected 1 to 2147483647, found 2147483648",
+        ),
+        (program(DECODE, cost_microseconds=-1), "cost_microseconds: expected 0 or"),
+        (program(DECODE, weights=None), f"{DECODE}: expected 'weights'"),
+        (doubled(DECODE), "another: expected one decode program of its bucket"),
+        (
+            lacking(DECODE, "steps"),
+            rf"""{DECODE}: arguments\[3\]: expected '\["steps"\] int32\[\]'""",
+        ),
+        (lacking(DECODE, "min_p"), rf"{DECODE}: arguments\[.*min_p"),
+        (lacking(PREFILL, "start"), rf"{PREFILL}: arguments\[1\].*start"),
+        (lacking(VERIFY, "history"), rf"{VERIFY}: arguments.*history"),
+        (
+            lambda c: changed(c, DECODE, arguments=(*program_of(c, DECODE).arguments, "[] bool[]")),
+            "expected nothing, found",
+        ),
+        (program(DECODE, results=()), rf"{DECODE}: results\[0\].* found nothing"),
+        (
+            lambda c: retold(c, DECODE, "results", '["tokens"] int32[16,', '["tokens"] int32[0,'),
+            rf"{DECODE}: results\[2\]: expected .* found",
+        ),
+        (replaced(mesh=Mesh(1, 2)), r"c16: arguments\[15\]: expected '.* donated @data,tensor,,'"),
+        (without(DECODE), "decode of batch 2 and context 32: expected one"),
+        (without("decode"), "expected a decode program for the decoder, found none"),
+        (replaced(programs=()), "expected a decode program"),
+        (without(PREFILL, "prefill/b2-t4-c32"), "prefill of batch 2 and context 32: expected one"),
+        (
+            lambda c: retold(
+                changed(c, PREFILL, bucket=LONG), PREFILL, "arguments", "int32[2,8]", "int32[2,33]"
+            ),
+            f"{PREFILL}: prompt: expected at most its context",
+        ),
+        (without(VERIFY), "verify of batch 2 and context 32: expected one"),
+        (also(VERIFY, draft=3), "one draft of all verify programs"),
+        (without("copy/b1-c16-to-b2-c16"), "copies caches of 1 x 16 to 2 x 16, found none"),
+        (without("copy/b2-c16-to-b2-c32"), "copies caches of 2 x 16 to 2 x 32, found none"),
+        (without("copy"), "copies caches of 1 x 16 to 1 x 16, found none"),
+        (model("decoder", vocab_size=0), "decoder: vocab_size: expected 1 to .*, found 0"),
+        (model("decoder", vocab_size=1 << 31), "decoder: vocab_size: .*, found 2147483648"),
+        (model("decoder", max_positions=0), "decoder: max_positions: expected .*, found 0"),
+        (model("decoder", cache_dtype="int8"), "cache_dtype: expected .*, found 'int8'"),
+    ],
+    "reader": [
+        (without("encode/b1-n4-c16"), "encode of batch 1, context 16 and source 4: expected one"),
+        (
+            without("encode/b1-n4-c16", "encode/b1-n8-c16"),
+            "encode of batch 1, context 16 and source 4: expected one",
+        ),
+        (
+            without(READ, "encode/b1-n8-c16"),
+            "encode of batch 1, context 8 and source 4: expected one",
+        ),
+        (without("encode"), "expected encode programs for the source of the decoder, found none"),
+        (also(READ, source=6), "encode of batch 1, context 16 and source 6: expected one"),
+        (also(READ, batch=2), "encode of batch 2, context 8 and source 4: .*none but for batch 1"),
+        (also(READ, context=9), "batch 1, context 9 and source 4: expected none but for batch 1"),
+        (also(READ, source=0), "encode/0: source: expected 1 to 2147483647, found 0"),
+        (program(READ, weights=None), f"{READ}: expected 'weights'"),
+        (doubled(READ), "another: expected one encode program of its"),
+        (lacking(READ, "length"), r"n4-c8: arguments\[1\]"),
+        (lacking(READ, "source"), r"n4-c8: arguments\[0\]"),
+        (program(READ, results=()), r"n4-c8: results\[0\]"),
+        (replaced(mesh=Mesh(1, 2)), "cache: expected arrays of four axes on a mesh"),
+        # Else each call without a prompt would be refused for a prompt that nobody gave.
+        (model("decoder", start_token_ids=[18]), "token ids of 0 to 17, found 18"),
+        (model("decoder", start_token_ids=[0, -1]), "token ids of 0 to 17, found -1"),
+        (model("decoder", start_token_ids=[]), "start_token_ids: .* of 0 to 17, found none"),
+        (model("decoder", start_token_ids=[True]), "expected int, found True"),
+    ],
+    "encoder": [
+        (model("encoder", vocab_size=0), "encoder: vocab_size: expected 1 to"),
+        (model("encoder", width=-5), "encoder: width: expected 1 to"),
+        (model("encoder", max_tokens=1 << 40), "encoder: max_tokens: expected 1 to"),
+        (model("encoder", layers=[]), "encoder: layers: expected at least one weight set"),
+        (model("encoder", layers=["model:layer0", "model:no"]), "unknown weight set 'model:no'"),
+        (model("encoder", layers=["model:layer0", "model:pool"]), "of as many tensors each"),
+        (model("encoder", layers=["model:pool"]), "layer: expected a weight set of encoder.layers"),
+        (model("encoder", width=7), r"pool: results\[0\]: expected .*float32\[1,7\]"),
+        (replaced(encoder=None), "embed: expected 'encoder' in the config, found none"),
+        (without(POOL), f"expected {POOL}, found none"),
+        (without(EMBED), f"expected {EMBED}, found none"),
+        (without("encode/b2-t16/layer"), "expected encode/b2-t16/layer, found none"),
+        (replaced(programs=()), "expected programs for the encoder"),
+        (program(POOL, name="p"), "'p': expected the name 'encode/b1"),
+        (program(EMBED, weights=None), "embed: expected 'weights'"),
+        (lacking("encode/b1-t8/layer", "length"), r"arguments\[0\]"),
+        (program(EMBED, results=('["hidden"] float32[1,8,9]',)), "expected .*float32.*, found"),
+        (program(EMBED, results=()), "found nothing"),
+    ],
+}
+
+
+def retold(config: Any, name: str, which: str, old: str, new: str) -> Any:
+    texts = (text.replace(old, new) for text in getattr(program_of(config, name), which))
+    return changed(config, name, **{which: tuple(texts)})
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("name", "change", "complaint"),
+    [(name, *row) for name, rows in WRONG.items() for row in rows],
+)
+def test_7_a_table_that_its_reader_would_trip_over_is_rejected(
+    name: str, change: Change, complaint: str
+) -> None:
+    rejected(golden_config(name), change, complaint)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
     [
-        (
-            lambda c: without(c, "encode/b1-n4-c16"),
-            "encode of batch 1, context 16 and source 4: expected one",
-        ),
-        (
-            lambda c: without(c, "encode/b1-n4-c16", "encode/b1-n8-c16"),
-            "encode of batch 1, context 16 and source 4: expected one",
-        ),
-        (
-            lambda c: without(c, "encode/b1-n4-c8", "encode/b1-n8-c16"),
-            "encode of batch 1, context 8 and source 4: expected one",
-        ),
-        (
-            lambda c: without(c, *(p.name for p in c.programs if p.kind == "encode")),
-            "expected encode programs for the source of the decoder, found none",
-        ),
-        (
-            lambda c: with_programs(c, resized(c, "encode/b1-n4-c8", source=6)),
-            "encode of batch 1, context 16 and source 6: expected one",
-        ),
-        (
-            lambda c: with_programs(c, resized(c, "encode/b1-n4-c8", batch=2)),
-            "encode of batch 2, context 8 and source 4: expected none but for batch 1",
-        ),
-        (
-            lambda c: with_programs(c, resized(c, "encode/b1-n4-c8", context=9)),
-            "encode of batch 1, context 9 and source 4: expected none but for batch 1",
-        ),
-        (
-            lambda c: with_programs(c, resized(c, "encode/b1-n4-c8", source=0)),
-            "encode/0: source: expected 1 to 2147483647, found 0",
-        ),
-        (lambda c: changed(c, "encode/b1-n4-c8", weights=None), "encode/b1-n4-c8: expected 'weig"),
-        (lambda c: doubled(c, "encode/b1-n4-c8"), "another: expected one encode program of its"),
-        (lambda c: without_argument(c, "encode/b1-n4-c8", "length"), r"n4-c8: arguments\[1\]"),
-        (lambda c: without_argument(c, "encode/b1-n4-c8", "source"), r"n4-c8: arguments\[0\]"),
-        (lambda c: changed(c, "encode/b1-n4-c8", results=()), r"n4-c8: results\[0\]"),
+        *((name, replaced()) for name in ("decoder", "stored", "mesh", "encoder", "reader")),
+        ("decoder", without("verify")),
+        ("decoder", without(*(f"prefill/b{b}-t4-c{c}" for b in (1, 2) for c in (16, 32)))),
+        ("reader", without(READ, "encode/b1-n4-c16")),
+        ("encoder", program(POOL, weights=None)),  # as those do that have no dense layer
     ],
 )
-def test_7_an_encoder_decoder_reads_the_same_sources_for_each_context(
-    change: Any, complaint: str
-) -> None:
-    with pytest.raises(RejectError, match=complaint) as caught:
-        check(change(golden_config("reader")))
-    assert caught.value.path == PATH
-
-
-def test_7_an_encoder_decoder_may_do_with_one_source() -> None:
-    config = golden_config("reader")
-    fewer = without(config, "encode/b1-n4-c8", "encode/b1-n4-c16")
+def test_7_what_a_model_may_do_without_it_may_do_without(name: str, change: Change) -> None:
+    fewer = change(golden_config(name))
     assert check(fewer) == fewer
-    assert check(without(config, *(p.name for p in config.programs if p.kind == "verify")))
+
+
+@pytest.mark.parametrize(
+    ("platform", "mesh", "device_count", "expected"),
+    [
+        *(("cpu", None, None, None), ("cpu", Mesh(1, 2), None, None), ("cpu", Mesh(1, 2), 2, None)),
+        *(("cuda", None, None, None), ("cuda", None, 1, None), ("cuda", Mesh(2, 2), 4, None)),
+        *(("cpu", Mesh(1, 2), 1, 2), ("tpu", None, 4, 1), ("cuda", Mesh(2, 2), 8, 4)),
+        # It would match a machine with one device, and not run there.
+        ("tpu", Mesh(1, 2), None, 2),
+    ],
+)
+def test_7_a_requirement_counts_the_devices_of_the_mesh(
+    platform: str, mesh: Mesh | None, device_count: int | None, expected: int | None
+) -> None:
+    config = golden_config("call")
+    needs = dataclasses.replace(config.requirement, platform=platform, device_count=device_count)
+    config = dataclasses.replace(config, requirement=needs, mesh=mesh)
+    if expected is None:
+        assert check(config) == config
+    else:
+        said = f"device_count {expected}, the size of the mesh; found {device_count}"
+        rejected(config, replaced(), said)
+
+
+@pytest.mark.parametrize(
+    ("until", "is_date"),
+    [
+        *((None, True), ("2028-02-29", True), ("", False), ("2027-02-29", False)),
+        *(("20270228", False), ("2027-W08-7", False), ("2027-02-28T00:00", False)),
+    ],
+)
+def test_7_a_window_that_ends_on_no_date_is_rejected(until: str | None, is_date: bool) -> None:
+    """Or the loader, which compares it with today, would end in a ValueError."""
+    config = dataclasses.replace(
+        golden_config("call"), portable=Portable("0.12.0.1", "1.17.0", until)
+    )
+    if is_date:
+        assert check(config) == config
+    else:
+        rejected(config, replaced(), "readable_until: expected YYYY-MM-DD, found")
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh", "complaint"),
+    [
+        ("[] float32[4,6] @data,tensor", Mesh(2, 3), None),
+        ("[] float32[4,6] @,tensor", Mesh(7, 2), None),
+        ("[] float32[4,6]", None, None),
+        ('["x"] int8[2147483647,0]', None, None),
+        ("[] float32[4,6] @data,tensor", None, "'data' divides 4, found no mesh"),
+        ("[] float32[4,6] @data,tensor", Mesh(3, 3), "'data' divides 4, found 3"),
+        ("[] float32[4,6] @data,tensor", Mesh(2, 4), "'tensor' divides 6, found 4"),
+        ("[] float32[4,6] @tensor", Mesh(2, 3), r"expected '\[path\] dtype\[shape\]'"),
+        # No dtype of jax, or nothing could index it.
+        *((f"[] {name}[2]", None, "expected") for name in ("finfo", "object_", "int", "f4")),
+        *((f"[] int8[{n}]", None, "expected") for n in ("2147483648", "1" + "0" * 5000)),
+    ],
+)
+def test_7_an_array_that_its_mesh_does_not_split_evenly_or_that_is_none_is_rejected(
+    text: str, mesh: Mesh | None, complaint: str | None
+) -> None:
+    if complaint is None:
+        assert str(check_array(text, mesh, PATH)) == text
+    else:
+        with pytest.raises(RejectError, match=complaint) as caught:
+            check_array(text, mesh, PATH)
+        assert caught.value.path == PATH
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "complaint"),
+    [
+        ({"arguments": ('["x"] float32[2,16] @,tensor',)}, Mesh(1, 3), "whose 'tensor' divides 16"),
+        ({"arguments": ('["x"] float32[01,16]',)}, None, r"'\[path\] dtype\[shape\]'"),
+        ({"results": ("",)}, None, r"'\[path\] dtype\[shape\]'"),
+    ],
+)
+def test_7_an_argument_that_is_no_argument_is_rejected_before_the_program_runs(
+    changes: dict[str, Any], mesh: Mesh | None, complaint: str, recipe: Any, tmp_path: Path
+) -> None:
+    path = recipe.configured(
+        lambda c: changed(dataclasses.replace(c, mesh=mesh), SCORE, **changes)
+    ).write(tmp_path / "b")
+    loaded = load(path)
+    with pytest.raises(RejectError, match=f"{SCORE}: expected .*{complaint}"):
+        loaded.call("score", x=np.zeros((2, 16), np.float32))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        program(SCORE, results=("[ ] float32[2,4]",)),
+        replaced(weight_sets={"score": ("score:nothing",)}),
+        replaced(mesh=Mesh(1, 2), weight_shardings={"score:bias": "tensor,"}),
+    ],
+)
+def test_7_and_10_prejit_verify_reads_what_load_puts_off(
+    change: Change, recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of every target, also of those that this machine does not run."""
+    _, other = (target.config.target for target in recipe.targets)
+    forged = recipe.configured(lambda c: change(c) if c.target == other else c)
+    assert __main__.main(["verify", str(forged.write(tmp_path / "b"))]) == RejectError.exit_code
+    assert "error[" in capsys.readouterr().err
+
+
+# 7. programs of a model
+
+KEYS, VALUES = (f'["cache",0,{place}] float32[1,2,1,4] ~batch,,context,' for place in (0, 1))
+SOURCE = '["source"] int32[1,1] ~batch,source'
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        (KEYS, "each path once, found .* again"),
+        ('["weights",0,1] float32[1,2,1,4] ~batch,,context,', r"'\[\"cache\", ...\] .*weights"),
+        ('["cache",0,1] float32[1,2,1,4] ~,,context,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,2,1,4]', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,1,1,4] ~batch,context,context,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,1,1,4] ~batch,batch,context,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,2,1,4] ~batch,,rows,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,2,16,4] ~batch,,context,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,2,1,0] ~batch,,context,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,2,1,4] donated ~batch,,context,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,2,1,4] @data,tensor,, ~batch,,context,', "~batch, ...', found"),
+        (f'["cache"{",0" * 256}] float32[1,2,1,4] ~batch,,context,', "~batch, ...', found"),
+        ('["cache",0,1] float99[1,2,1,4] ~batch,,context,', r"cache: expected '\[path\] dtype"),
+        (f'["cache",0,1] float32[1{",1" * 64}] ~batch{"," * 64}', r"cache: expected '\[path\]"),
+        (
+            '["cache",0,1] float32[1,2147483647,1,2147483647] ~batch,,context,',
+            r"c16: arguments\[16\]: expected '\[\"cache\",0,1\] float32\[1,2147483647,16,2147483647",
+        ),
+        ('["cache",0,1] bfloat16[1,2,1,4] ~batch,,context,', r"c16: arguments\[16\]: exp.*bf"),
+        ('["cache",0,1] float32[1,2,1,4] ~batch,,,', r"c16: arguments\[16\]: expected .*2,1,4"),
+        ('["cache",0,"1"] float32[1,2,1,4] ~batch,,context,', r"c16: arguments\[16\]: expected"),
+    ],
+)
+def test_7_a_forged_array_of_a_cache_is_rejected(values: str, complaint: str) -> None:
+    """The engine would allocate, split and donate what the list says."""
+    rejected_by_two("decoder", complaint, cache=[KEYS, values])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "complaint"),
+    [
+        ("decoder", {"cache": []}, "decoder: cache: expected 1 to 16384 arrays, found 0"),
+        ("decoder", {"cache": [KEYS]}, r"c16: arguments\[16\]: expected nothing, found"),
+        ("decoder", {"cache": [VALUES, KEYS]}, r"c16: arguments\[15\]: expected .*0,1"),
+        (
+            "decoder",
+            {"cache": [KEYS, VALUES, KEYS.replace(",0]", ",2]")]},
+            "expected .*0,2.* found nothing",
+        ),
+        ("decoder", {"cache": KEYS}, "decoder.cache: expected a list"),
+        ("decoder", {"cache": None}, "missing .*'cache'"),
+        ("decoder", {"source": SOURCE}, "expected encode programs for the source"),
+        ("reader", {"source": None}, f"{READ}: expected 'source' in the decoder, found none"),
+        ("reader", {"source": SOURCE.replace("sou", "ca", 1)}, r"source: expected '\[\"source\""),
+        ("reader", {"source": SOURCE.replace('"]', '",0]')}, "one axis that follows 'source'"),
+        ("reader", {"source": '["source"] int32[1,1] ~batch,'}, "one axis that follows 'source'"),
+        (
+            "reader",
+            {"source": '["source"] int32[1,1] ~batch,context'},
+            r"source: expected '\[\"sou",
+        ),
+        ("reader", {"source": SOURCE.replace("int", "float")}, r"n4-c8: arguments\[0\]: .*float32"),
+        ("reader", {"source": '["source"] int32[1,7,1] ~batch,,source'}, r"arguments\[0\].*1,7,4"),
+    ],
+)
+def test_7_a_decoder_lists_its_cache_and_its_source(
+    name: str, changes: dict[str, Any], complaint: str
+) -> None:
+    rejected_by_two(name, complaint, **changes)
+
+
+def rejected_by_two(name: str, complaint: str, **changes: Any) -> None:
+    """A decoder that two readers refuse, whose programs are right."""
+    pytest.importorskip("safetensors")
+    rejected(golden_config(name), model("decoder", **changes), complaint)
+    plain = model("decoder", **changes)(golden_config(name))
+    with pytest.raises((AssertionError, TypeError, ValueError, RecursionError)):
+        second_reader.check_programs(plain, second_target(name).programs)
+
+
+def test_7_an_endless_cache_is_rejected_before_its_arrays_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A config holds 250,000 of them, which would take 13 seconds."""
+    endless = [f'["cache",{n}] float32[1] ~batch' for n in range(limits.MAX_CACHE_ARRAYS + 1)]
+    config = golden_config("decoder")
+    monkeypatch.setattr(Array, "parse", lambda text: pytest.fail("expected no array to be read"))
+    rejected(config, model("decoder", cache=endless), "cache: expected 1 to 16384 arrays, found 16")
+
+
+def test_7_ends_outside_the_vocabulary_are_ends_that_never_come() -> None:
+    """A model's files may name such tokens, and no program gives one. -1 is no token either."""
+    config = golden_config("decoder")
+    found = check(model("decoder", eos_token_ids=[-1, 10**9])(config), config)
+    assert found.decoder.eos_token_ids == (-1, 10**9)
+
+
+def test_7_a_mesh_splits_caches_of_four_axes_alone() -> None:
+    config = golden_config("decoder")
+    three = tuple(text.replace("[1,2,1,4]", "[1,2,1]")[:-1] for text in (KEYS, VALUES))
+    decoder = dataclasses.replace(config.decoder, cache=three)
+    change = replaced(mesh=Mesh(1, 2), decoder=decoder)
+    rejected(config, change, "cache: expected arrays of four axes on a mesh")
 
 
 def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs() -> None:
@@ -926,7 +811,7 @@ def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs() -> None:
     programs = [
         *(resized(config, "decode/b1-c8", context=size) for size in range(1, count + 1)),
         *(resized(config, "prefill/b1-t4-c8", prompt=1, context=c) for c in range(1, count + 1)),
-        *(resized(config, "encode/b1-n4-c8", context=1, source=n) for n in range(1, count + 1)),
+        *(resized(config, READ, context=1, source=n) for n in range(1, count + 1)),
     ]
     content = to_json(dataclasses.replace(config, programs=tuple(programs)))
     tracemalloc = pytest.importorskip("tracemalloc")
@@ -936,95 +821,6 @@ def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs() -> None:
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 40 << 20
-
-
-def test_7_an_encoder_may_pool_without_weights() -> None:
-    """As those do that have no dense layer; the other programs may not."""
-    config = changed(golden_config("encoder"), "encode/b1-t8/pool", weights=None)
-    assert check(config) == config
-
-
-def test_7_drafts_of_two_lengths_are_rejected() -> None:
-    """The engine drafts as many tokens as the longest verifies, whatever the bucket."""
-    config = golden_config("decoder")
-    longer = {**program_of(config, VERIFY).bucket, "draft": 3}
-
-    def resized(texts: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(
-            text.replace("int32[2,3]", "int32[2,4]").replace("32[3,2", "32[4,2") for text in texts
-        )
-
-    verified = program_of(config, VERIFY)
-    arguments, results = resized(verified.arguments), resized(verified.results)
-    config = changed(config, VERIFY, bucket=longer, arguments=arguments, results=results)
-    with pytest.raises(RejectError, match="one draft of all verify programs"):
-        check(config)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(("vocab_size", value) for value in (0, -1, 1 << 31)),
-        ("max_positions", 0),
-        *(("cache_dtype", value) for value in ("", "float64", "int8", "no such dtype")),
-    ],
-)
-def test_7_a_decoder_of_no_possible_size_is_rejected(field: str, value: Any) -> None:
-    plain = json.loads(to_json(golden_config("decoder")))
-    plain["decoder"][field] = value
-    with pytest.raises(RejectError, match=f"decoder: {field}: expected .*, found {value!r}"):
-        from_json(Config, to_json(plain), PATH)
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"vocab_size": 0}, "encoder: vocab_size: expected 1 to"),
-        ({"width": -5}, "encoder: width: expected 1 to"),
-        ({"max_tokens": 1 << 40}, "encoder: max_tokens: expected 1 to"),
-        ({"layers": []}, "encoder: layers: expected at least one weight set"),
-        ({"layers": ["model:layer0", "model:nothing"]}, "unknown weight set 'model:nothing'"),
-        ({"layers": ["model:layer0", "model:pool"]}, "weight sets of as many tensors each"),
-        ({"layers": ["model:pool"]}, "layer: expected a weight set of encoder.layers"),
-        ({"width": 7}, r"pool: results\[0\]: expected .*float32\[1,7\]"),
-        (None, "embed: expected 'encoder' in the config, found none"),
-    ],
-)
-def test_7_an_encoder_that_could_not_run_is_rejected(change: Any, complaint: str) -> None:
-    plain = json.loads(to_json(golden_config("encoder")))
-    if change is None:
-        del plain["encoder"]
-    else:
-        plain["encoder"].update(change)
-    target, needs = plain["target"], golden_config("encoder").requirement
-    with pytest.raises(RejectError, match=complaint):
-        check_config(to_json(plain), target, needs, PATH)
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (lambda c: without(c, "encode/b1-t8/pool"), "expected encode/b1-t8/pool, found none"),
-        (lambda c: without(c, "encode/b1-t8/embed"), "expected encode/b1-t8/embed, found none"),
-        (lambda c: without(c, "encode/b2-t16/layer"), "expected encode/b2-t16/layer, found none"),
-        (lambda c: dataclasses.replace(c, programs=()), "expected programs for the encoder"),
-        (lambda c: changed(c, "encode/b1-t8/pool", name="p"), "'p': expected the name 'encode/b1"),
-        (lambda c: changed(c, "encode/b1-t8/embed", weights=None), "embed: expected 'weights'"),
-        (lambda c: without_argument(c, "encode/b1-t8/layer", "length"), r"arguments\[0\]"),
-        (
-            lambda c: changed(c, "encode/b1-t8/embed", results=('["hidden"] float32[1,8,9]',)),
-            "expected .*float32.*, found",
-        ),
-        (lambda c: changed(c, "encode/b1-t8/embed", results=()), "found nothing"),
-    ],
-)
-def test_7_an_encoder_whose_programs_do_not_fit_together_is_rejected(
-    change: Any, complaint: str
-) -> None:
-    config = golden_config("encoder")
-    assert check(config) == config
-    with pytest.raises(RejectError, match=complaint):
-        check(change(config))
 
 
 CHANGES = st.sampled_from(
@@ -1173,11 +969,11 @@ def test_7_paths_that_are_no_tree_are_rejected(paths: list[str], recipe: Any) ->
         check_arrays([f"{path} int8[]"], "call", None, PATH)
 
 
-@pytest.mark.parametrize("level", ["x86-64-v9", "x86-64", "", "x86-64-v3 ", "\u0661"])
+@pytest.mark.parametrize("level", ["x86-64-v9", "", "x86-64-v3 "])
 def test_7_kernels_of_an_unknown_level_are_rejected(level: str) -> None:
     config = golden_config("kernels", "cpu-x86-64-v2")
-    with pytest.raises(RejectError, match="level: expected one of x86-64-v2"):
-        check(dataclasses.replace(config, kernels=dataclasses.replace(config.kernels, level=level)))
+    kernels = dataclasses.replace(config.kernels, level=level)
+    rejected(config, replaced(kernels=kernels), "level: expected one of x86-64-v2")
 
 
 @pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
@@ -1208,22 +1004,6 @@ def test_7_levels_have_the_features_of_the_catalogue() -> None:
     assert f"cpu-{max(KERNEL_LEVELS)}" == max(n for n in catalogue() if "x86" in n)
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        *(
-            f"{name}[2]"
-            for name in ("foo", "finfo", "generic", "object_", "int", "str", "i4", "f4")
-        ),
-        *(f"int8[{size}]" for size in ("2147483648", "99999999999", "1" + "0" * 5000)),
-    ],
-)
-def test_7_an_array_of_no_dtype_of_jax_or_that_nothing_could_index_is_rejected(array: str) -> None:
-    check_array('["x"] int8[2147483647,0]', None, PATH)
-    with pytest.raises(RejectError, match="expected"):
-        check_array(f'["x"] {array}', None, PATH)
-
-
 def forged_golden(path: Path, name: str, change: Callable[[Any], Any]) -> Path:
     """A golden bundle of another config, with right digests everywhere."""
     from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
@@ -1233,7 +1013,7 @@ def forged_golden(path: Path, name: str, change: Callable[[Any], Any]) -> Path:
         [target] = match(root, Fingerprint.current())
         contents = read_contents(layout, target)
         layers = tuple(
-            layer(kept.mediaType, layout.read_blob(kept.digest, kept.size), "title")
+            layer(kept.mediaType, layout.read_blob(kept), "title")
             for kept in contents.manifest.layers
         )
     config = change(contents.config)
@@ -1247,15 +1027,9 @@ def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
         decoder = dataclasses.replace(config.decoder, cache=(KEYS, KEYS))
         return dataclasses.replace(config, decoder=decoder)
 
-    for place, (change, complaint) in enumerate(
-        (
-            (
-                lambda config: without_argument(config, DECODE, "steps"),
-                rf"{DECODE}: arguments\[3\].*st",
-            ),
-            (same_arrays, "decoder: cache: expected each path once"),
-        )
-    ):
+    steps = (lacking(DECODE, "steps"), rf"{DECODE}: arguments\[3\].*st")
+    twice = (same_arrays, "decoder: cache: expected each path once")
+    for place, (change, complaint) in enumerate((steps, twice)):
         path = forged_golden(tmp_path / str(place), "decoder", change)
         assert "blobs/sha256/" in reject(path, complaint).path
 
@@ -1272,7 +1046,7 @@ def huge_sources(config: Any) -> Any:
         resized(config, f"encode/b1-n4-c{context}", context=context, source=limits.MAX_SIZE)
         for context in (8, 16)
     )
-    return with_programs(without(config, "encode/b1-n4-c8", "encode/b1-n4-c16"), *huge)
+    return with_programs(without(READ, "encode/b1-n4-c16")(config), *huge)
 
 
 def huge_vocabulary(config: Any) -> Any:
@@ -1288,7 +1062,6 @@ def huge_vocabulary(config: Any) -> Any:
     ("name", "change", "options", "complaint"),
     [
         ("decoder", huge_vocabulary, {"prompt": [1, 2, 3]}, "float32.*2147483647"),
-        ("decoder", huge_heads, {"prompt": [1, 2, 3]}, "float32.*2147483647"),
         ("reader", huge_heads, {"source": [3, 4]}, "float32.*2147483647"),
         ("reader", huge_sources, {"source": [3] * 9}, "int32.*1,2147483647"),
     ],
@@ -1327,54 +1100,29 @@ def test_7_a_config_cannot_ask_for_less_than_the_index_says(recipe: Any, tmp_pat
         reject(write(tmp_path / "b", (encoded, blobs)), "with the requirement of the index")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "x", "[] float32", '["x"] float32[01,16]', '"x" float32[2,16]']
-)
-@pytest.mark.parametrize("which", ["arguments", "results"])
-def test_7_an_argument_that_is_no_argument_is_rejected_before_the_program_runs(
-    which: str, text: str, recipe: Any, tmp_path: Path
-) -> None:
-    path = recipe.configured(lambda c: one_program(c, **{which: (text,)})).write(tmp_path / "b")
-    loaded = load(path)
-    with pytest.raises(RejectError, match=r"score/b2: expected '\[path\] dtype\[shape\]'"):
-        loaded.call("score", x=np.zeros((2, 16), np.float32))
-
-
 # 8. layers
 
 
-OF_MODELS = (TOKENIZER_MEDIA_TYPE, CHAT_MEDIA_TYPE, GENERATION_MEDIA_TYPE)
-
-
-@pytest.mark.parametrize(
-    "media_type",
-    # tests/integration/test_libraries.py tries the last one, which takes a C++ compiler.
-    [e for e in LAYER_MEDIA_TYPES if e not in (RECORDED_MEDIA_TYPE, LIBRARY_MEDIA_TYPE)],
-)
-def test_8_every_layer_of_the_target_is_hashed(
-    media_type: str, recipe: Any, tmp_path: Path
-) -> None:
+def test_8_every_layer_of_the_target_is_hashed(recipe: Any, tmp_path: Path) -> None:
     """Also those that are only used later."""
-    path = recipe.only("cpu-host").write(tmp_path / "b")
-    if media_type in (*OF_MODELS, KERNELS_MEDIA_TYPE):
-        path = tmp_path / "golden"
-        name = "decoder" if media_type in OF_MODELS else "kernels"
-        shutil.copytree(GOLDEN / name, path)
-    index = index_of(path)
-    blobs = path / "blobs" / "sha256"
-    seen = 0
-    for target in index["manifests"]:
-        manifest = json.loads((blobs / target["digest"].removeprefix("sha256:")).read_bytes())
-        for layer in manifest["layers"]:
-            if layer["mediaType"] == media_type:
-                seen += 1
-                file = blobs / layer["digest"].removeprefix("sha256:")
+    seen = set()
+    for name in ("recipe", "decoder", "kernels"):
+        path = tmp_path / name
+        if name == "recipe":
+            recipe.only("cpu-host").write(path)
+        else:
+            shutil.copytree(GOLDEN / name, path)
+        for target in index_of(path)["manifests"]:
+            for layer in json.loads(blob(path, target["digest"]).read_bytes())["layers"]:
+                file = blob(path, layer["digest"])
                 content = file.read_bytes()
                 file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
                 with pytest.raises(RejectError, match=file.name):
                     load(path)
                 file.write_bytes(content)
-    assert seen
+                seen.add(layer["mediaType"])
+    # tests/integration/test_libraries.py tries a library, which takes a C++ compiler.
+    assert seen == {*LAYER_MEDIA_TYPES} - {RECORDED_MEDIA_TYPE, LIBRARY_MEDIA_TYPE}
 
 
 # 9. frames
@@ -1398,12 +1146,6 @@ def test_9_a_right_frame_gives_the_bytes_that_were_verified() -> None:
         assert unpack(frame_of(raw), segment_of(frame_of(raw), raw), PATH) == raw
 
 
-def streamed(raw: bytes) -> bytes:
-    """A frame that does not say how long its content is."""
-    stream = zstandard.ZstdCompressor(write_checksum=True).compressobj()
-    return stream.compress(raw) + stream.flush()
-
-
 def lying(raw: bytes, said: int) -> bytes:
     """A frame that says that its content has another length, as a bomb would."""
     frame = bytearray(frame_of(raw))
@@ -1423,20 +1165,15 @@ def lying(raw: bytes, said: int) -> bytes:
         (frame_of(), {"digest": digest_of(b"")}, "expected sha256:e3b0"),
         (frame_of(), {"raw_digest": digest_of(b"")}, "expected sha256:e3b0"),
         (frame_of(), {"raw_size": len(RAW) - 1}, "content size"),
-        (frame_of(), {"raw_size": len(RAW) + 1}, "content size"),
         (frame_of(), {"raw_size": -1}, "expected at most 1073741824 bytes"),
         (frame_of(), {"raw_size": limits.MAX_PROGRAM_BYTES + 1}, "expected at most"),
         (frame_of(write_checksum=False), {}, "a checksum"),
         (frame_of(write_content_size=False), {}, "content size"),
-        (streamed(RAW), {}, "content size"),
         (frame_of() + b"\0", {}, "zstd frame"),
         (frame_of() + frame_of(), {}, "zstd frame"),
-        (frame_of() + frame_of(b""), {}, "zstd frame"),
         (b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + frame_of(), {}, "zstd frame"),
         (frame_of()[:-1], {}, "zstd frame"),
-        (frame_of()[:-4], {}, "zstd frame"),
         (frame_of()[:9], {}, "zstd frame"),
-        (b"", {}, "zstd frame"),
         (RAW, {}, "zstd frame"),
         (lying(RAW, len(RAW) - 100), {"raw_size": len(RAW) - 100}, "zstd frame"),
         (lying(RAW, len(RAW) + 100), {"raw_size": len(RAW) + 100}, "zstd frame"),
@@ -1466,9 +1203,7 @@ def test_9_a_bomb_is_rejected_before_it_takes_memory() -> None:
         unpack(bomb, honest_size, PATH)
 
 
-def test_9_any_changed_byte_of_a_frame_fails_even_without_its_digest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_9_any_changed_byte_of_a_frame_fails_even_without_its_digest() -> None:
     """The checksum alone would notice; the digest notices first."""
     raw = bytes(np.random.default_rng(0).integers(0, 8, 700, np.uint8))
     frame = frame_of(raw)
@@ -1500,34 +1235,16 @@ def test_9_frames_are_checked_again_when_a_program_is_wanted(bundle_dir: Path, r
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"offset": -10},
-        {"offset": 1 << 60},
-        {"offset": 1},
-        {"size": 0},
-        {"size": -1},
-        {"size": 1 << 60},
-        {"raw_size": 1 << 29},
-    ],
+    [{"offset": -10}, {"offset": 1}, {"size": 0}, {"size": 1 << 60}, {"raw_size": 1 << 29}],
 )
 def test_9_a_segment_that_points_elsewhere_is_rejected(
     changes: dict[str, int], recipe: Any, tmp_path: Path
 ) -> None:
-    path = recipe.configured(
-        lambda c: one_program(
-            c, executable=dataclasses.replace(c.programs[0].executable, **changes)
-        )
-    ).write(tmp_path / "b")
-    reject(path, "expected")
-
-
-def lying_about(name: str, **lies: Any) -> Callable[[Any], Any]:
-    """A program table in which one program is another than its executable; all digests are right."""
-
     def change(config: Any) -> Any:
-        return changed(config, name, **lies)
+        segment = dataclasses.replace(program_of(config, SCORE).executable, **changes)
+        return changed(config, SCORE, executable=segment)
 
-    return change
+    reject(recipe.configured(change).write(tmp_path / "b"), "expected")
 
 
 def other_weights(config: Any) -> Any:
@@ -1541,29 +1258,27 @@ def swapped(config: Any) -> Any:
     return changed(config, "tick", executable=one.executable, portable=one.portable)
 
 
-X, Y = '["x"] float32[2,16]', "[] float32[2,4]"
-LIES = {
-    "another shape": (lying_about("score/b2", arguments=('["x"] float32[2,17]',)), "2,17"),
-    "another rank": (lying_about("score/b2", arguments=('["x"] float32[32]',)), r"float32\[32\]"),
-    "another dtype": (lying_about("score/b2", arguments=('["x"] int32[2,16]',)), "int32"),
-    "one too many": (lying_about("score/b2", arguments=(X, '["y"] float32[]')), "expected 4"),
-    "one too few": (lying_about("score/b2", arguments=()), "expected 2"),
-    "a larger result": (lying_about("score/b2", results=("[] float32[2,4000]",)), "2,4000"),
-    "a result of another dtype": (lying_about("score/b2", results=("[] int64[2,4]",)), "int64"),
+X = '["x"] float32[2,16]'
+LIES: dict[str, tuple[Change, str]] = {
+    "another shape": (program(SCORE, arguments=('["x"] float32[2,17]',)), "2,17"),
+    "another dtype": (program(SCORE, arguments=('["x"] int32[2,16]',)), "int32"),
+    "one too few": (program(SCORE, arguments=()), "expected 2"),
+    "a larger result": (program(SCORE, results=("[] float32[2,4000]",)), "2,4000"),
     "a result too many": (
-        lying_about("score/b2", results=("[0] float32[2,4]", "[1] float32[2,4]")),
+        program(SCORE, results=("[0] float32[2,4]", "[1] float32[2,4]")),
         "expected 2",
     ),
-    "no result": (lying_about("score/b2", results=()), "expected 0"),
-    "no weights": (lying_about("score/b2", weights=None), "expected 1"),
-    "weights of another program": (lying_about("tick", weights="score"), "expected 2"),
+    "no weights": (program(SCORE, weights=None), "expected 1"),
+    "weights of another program": (program("tick", weights="score"), "expected 2"),
     "weights in another order": (other_weights, "expected float32"),
     "another program's executable": (swapped, "expected"),
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-@pytest.mark.parametrize("jaxlib", [None, "0.0.1"])
+@pytest.mark.parametrize(
+    ("lie", "jaxlib"),
+    [*((lie, None) for lie in LIES), ("another shape", "0.0.1"), ("a larger result", "0.0.1")],
+)
 def test_9_a_table_that_contradicts_its_executable_is_rejected(
     lie: str, jaxlib: str | None, recipe: Any, tmp_path: Path, no_warnings_of_fallback: None
 ) -> None:
@@ -1574,7 +1289,7 @@ def test_9_a_table_that_contradicts_its_executable_is_rejected(
     machine = dataclasses.replace(machine, jaxlib=jaxlib or machine.jaxlib)
     found = load(path, fingerprint=machine)
     assert found.matched == (jaxlib is None)
-    with pytest.raises(RejectError, match=rf"(score/b2|tick|nest): .*{complaint}"):
+    with pytest.raises(RejectError, match=rf"({SCORE}|tick|nest): .*{complaint}"):
         found.prepare()
 
 
@@ -1660,54 +1375,38 @@ def test_10_empty_tensors_may_share_a_place_in_any_order() -> None:
     ("header", "complaint"),
     [
         ({"a": entry(0, 128), "b": entry(64, 192)}, "b: its bytes are not"),
-        ({"a": entry(0, 128), "b": entry(0, 128)}, "its bytes are not"),
         ({"a": entry(0, 128), ".gap0": entry(100, 110)}, ".gap0: its bytes are not"),
         ({"a": entry(0, 257)}, "a: its bytes are not"),
-        ({"a": entry(1 << 62, (1 << 62) + 64)}, "a: its bytes are not"),
         ({"a": entry(-64, 0)}, "a: its bytes are not"),
-        ({"a": entry(-64, 64)}, "a: its bytes are not"),
         ({"a": entry(8, 72)}, "a: expected at a multiple of 64"),
-        ({"a": entry(0, 32), "b": entry(32, 64)}, "b: expected at a multiple of 64"),
         ({"a": entry(64, 0, [64])}, "data_offsets"),
-        ({"a": entry(0, 64, [65])}, "data_offsets"),
         ({"a": entry(0, 64, [64], "F32")}, "data_offsets"),
         ({"a": entry(0, 64, [-64])}, "shape"),
-        ({"a": entry(0, 64, [-8, -8])}, "shape"),
         ({"a": entry(0, 64, [64.0])}, "shape"),
         ({"a": entry(0, 1, [True])}, "shape"),
         ({"a": entry(0, 64, 64)}, "shape"),
-        ({"a": entry(0, 1, "")}, "shape"),
         ({"a": entry(0, 1, {})}, "shape"),
         ({"a": entry(0, 1, [1] * 65)}, "shape"),
         ({"a": entry(0, 0, [0, 1 << 62], "F32")}, "shape"),
-        ({"a": entry(0, 0, [1 << 64, 0])}, "shape"),
         ({"a": entry(0, 64, [1 << 32, 1 << 32])}, "shape"),
         ({"a": entry(0, 64, [64], "F128")}, "F128"),
         ({"a": entry(0, 64, [64], ["U8"])}, "header"),
-        ({"a": entry(0, 64, [64], None)}, "None"),
         ({"a": {"dtype": "U8", "shape": [64]}}, "data_offsets"),
         ({"a": {"dtype": "U8", "data_offsets": [0, 64]}}, "shape"),
         ({"a": {**entry(0, 64), "data_offsets": [0, 32, 64]}}, "header"),
         ({"a": {**entry(0, 64), "data_offsets": [0.0, 64.0]}}, "data_offsets"),
-        ({"a": {**entry(0, 64), "data_offsets": ["0", "64"]}}, "header"),
         ({"a": {**entry(0, 1, [1]), "data_offsets": [False, True]}}, "data_offsets"),
         ({"a": None}, "header"),
-        ({"a": []}, "header"),
-        ({"a": "U8"}, "header"),
         (b"[]", "header"),
-        (b"null", "header"),
-        (b"5", "header"),
         (b"{", "header"),
         (b"\xff", "header"),
         (b"[" * 4_000, "header"),
-        (b'{"a":' * 4_000, "header"),
         (b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}}', "header"),
         (
             b'{"a":{"dtype":"U8","shape":[64],"data_offsets":[0,64]},'
             b'"a":{"dtype":"U8","shape":[64],"data_offsets":[64,128]}}',
             "key 'a' comes twice",
         ),
-        (b'{"a":{"dtype":"U8","shape":[64],"shape":[64],"data_offsets":[0,64]}}', "comes twice"),
     ],
 )
 def test_10_a_header_that_lies_is_rejected(header: Any, complaint: str) -> None:
@@ -1720,10 +1419,8 @@ def test_10_a_header_that_lies_is_rejected(header: Any, complaint: str) -> None:
     "content",
     [
         b"",
-        b"\0" * 7,
         b"\0" * 64,
         struct.pack("<Q", 57) + b"{}".ljust(56),
-        struct.pack("<Q", 1 << 63) + b" " * 56,
         struct.pack("<Q", (1 << 64) - 1) + b"{}" + b" " * 54,
         struct.pack("<Q", MAX_WEIGHTS_HEADER_BYTES + 1) + b"{}",
     ],
@@ -1781,9 +1478,8 @@ def test_10_forged_weights_are_rejected_by_load(recipe: Any, tmp_path: Path) -> 
 def test_10_a_weight_set_of_tensors_that_are_not_there_is_rejected(
     recipe: Any, tmp_path: Path
 ) -> None:
-    path = recipe.configured(
-        lambda c: dataclasses.replace(c, weight_sets={"score": ("score:bias", "score:nothing")})
-    ).write(tmp_path / "b")
+    sets = replaced(weight_sets={"score": ("score:bias", "score:nothing")})
+    path = recipe.configured(sets).write(tmp_path / "b")
     weights = digest_of(recipe.content(WEIGHTS_MEDIA_TYPE))
     assert reject(path, "score:nothing").path.endswith(weights.removeprefix("sha256:"))
     path = recipe.layered(
@@ -1881,14 +1577,13 @@ def test_nothing_of_a_rejected_bundle_is_deserialized_or_compiled(
     monkeypatch.setattr(Device, "load", lambda *_: reached.append("load"))
     monkeypatch.setattr(Device, "compile", lambda *_: reached.append("compile"))
     path = recipe.only("cpu-host").write(tmp_path / "b")
-    for file in sorted(path.rglob("*")):
-        if file.is_file():
-            content = file.read_bytes()
-            file.write_bytes(content[:-1] + bytes([content[-1] ^ 2]))
-            for machine in (None, dataclasses.replace(Fingerprint.current(), jaxlib="0")):
-                with pytest.raises(RejectError):
-                    load(path, fingerprint=machine).prepare()
-            file.write_bytes(content)
+    machines = itertools.cycle((None, dataclasses.replace(Fingerprint.current(), jaxlib="0")))
+    for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 2]))
+        with pytest.raises(RejectError):
+            load(path, fingerprint=next(machines)).prepare()
+        file.write_bytes(content)
     assert reached == []
 
 

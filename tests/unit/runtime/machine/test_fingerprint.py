@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from tests.layouts import index_file, write_index
 
+from prejit.runtime.__main__ import main
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, StoreError
 from prejit.runtime.format.arrays import Mesh
@@ -46,17 +48,10 @@ NEEDS = Requirement("cpu", "x86_64", ("avx", "avx2"), "0.12.0")
 @pytest.mark.parametrize(
     ("axis", "needs", "machine"),
     [
-        ("platform", {"platform": "cuda"}, {}),
         ("platform", {}, {"platform": "tpu"}),
         ("architecture", {"architecture": "aarch64"}, {}),
-        ("architecture", {}, {"architecture": "aarch64"}),
-        ("cpu_features", {"cpu_features": ("avx512f",)}, {}),
         ("cpu_features", {}, {"cpu_features": ("avx", "sse2")}),
-        ("cpu_features", {}, {"cpu_features": ()}),
-        ("jaxlib", {"jaxlib": "0.11.2"}, {}),
-        ("jaxlib", {}, {"jaxlib": "0.12.0.1"}),
         ("jaxlib", {}, {"jaxlib": "0.12.0.dev20260101"}),
-        ("jaxlib", {}, {"jaxlib": "0.12"}),
     ],
 )
 def test_a_mismatch_names_its_axis_and_both_sides(
@@ -78,14 +73,9 @@ def test_a_mismatch_names_its_axis_and_both_sides(
 @pytest.mark.parametrize(
     ("needs", "machine"),
     [
-        ({}, {}),
-        ({"cpu_features": ()}, {}),
         ({"cpu_features": ("avx2", "avx")}, {}),
-        ({"cpu_features": ("avx", "avx2", "fma", "sse2")}, {}),
         ({}, {"cpu_features": ("amx-int8", "avx", "avx2", "avx512f")}),
-        ({}, {"cpu_model": "Another CPU"}),
-        ({}, {"cpu_count": 1}),
-        ({}, {"memory_bytes": 1}),
+        ({}, {"cpu_model": "Another CPU", "cpu_count": 1, "memory_bytes": 1}),
     ],
 )
 def test_what_does_not_matter_does_not_mismatch(
@@ -140,11 +130,21 @@ def test_this_machine_is_told_as_the_kernel_tells_it() -> None:
     assert machine.jaxlib == version.__version__
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
-def test_features_are_those_of_the_flags_line(tmp_path: Path, monkeypatch: Any) -> None:
-    import builtins
+@pytest.fixture
+def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What this process takes for /proc/cpuinfo; it is not there yet."""
+    real, path = builtins.open, tmp_path / "cpuinfo"
 
-    text = """processor\t: 0
+    def opened(name: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(path if name == "/proc/cpuinfo" else name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "open", opened)
+    return path
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
+def test_features_are_those_of_the_flags_line(cpuinfo: Path) -> None:
+    cpuinfo.write_text("""processor\t: 0
 vendor_id\t: AuthenticAMD
 model name\t: Some: CPU
 flags\t\t: fpu lm sse sse2 pni abm sse4_2 avx512_vnni unheard_of
@@ -152,14 +152,7 @@ flags\t\t: fpu lm sse sse2 pni abm sse4_2 avx512_vnni unheard_of
 processor\t: 1
 model name\t: Another
 flags\t\t: fpu avx2
-"""
-    (tmp_path / "cpuinfo").write_text(text)
-    real = builtins.open
-
-    def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
-        return real(tmp_path / "cpuinfo" if path == "/proc/cpuinfo" else path, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "open", opened)
+""")
     machine = Fingerprint.current()
     assert machine.cpu_features == (
         *("64bit", "avx512vnni", "crc32", "lzcnt", "sse", "sse2", "sse3", "sse4.2"),
@@ -167,15 +160,7 @@ flags\t\t: fpu avx2
     assert machine.cpu_model == "Some: CPU"
 
 
-def test_a_machine_without_proc_has_no_features(monkeypatch: Any, tmp_path: Path) -> None:
-    import builtins
-
-    real = builtins.open
-
-    def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
-        return real(tmp_path / "none" if path == "/proc/cpuinfo" else path, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "open", opened)
+def test_a_machine_without_proc_has_no_features(cpuinfo: Path) -> None:
     assert Fingerprint.current().cpu_features == ()
     assert not compare("t", NEEDS, Fingerprint.current()).matches
 
@@ -190,24 +175,18 @@ def test_no_two_features_share_a_flag_by_mistake() -> None:
         assert re.fullmatch(r"[a-z0-9_]+", flag)
 
 
-def test_a_saved_fingerprint_is_read_back(tmp_path: Path, prejit: Any) -> None:
-    for text in (
-        prejit("fingerprint").stdout,
-        to_json(MACHINE).decode(),
-        to_json(MACHINE).decode() + "\n\n",
-    ):
-        (tmp_path / "machine.json").write_text(text)
-        expected = MACHINE if "Some CPU" in text else Fingerprint.current()
-        assert Fingerprint.read(tmp_path / "machine.json") == expected
-
-
-def test_a_fingerprint_that_a_person_formatted_is_read(tmp_path: Path, prejit: Any) -> None:
-    """As jq, an editor or a form of one's own leave it: it is a person's file, and none of a bundle's."""
+def test_a_saved_fingerprint_is_read_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fingerprint"]) == 0
+    (tmp_path / "machine.json").write_text(capsys.readouterr().out)
+    assert Fingerprint.read(tmp_path / "machine.json") == Fingerprint.current()
+    # As jq, an editor or a form of one's own leave it: it is a person's file, and none of a bundle's.
     plain = json.loads(to_json(MACHINE))
     backwards = dict(reversed(plain.items()))
     backwards["cpu_features"] = plain["cpu_features"][::-1]
     for text in (
-        json.dumps(plain, indent=2),
+        to_json(MACHINE).decode() + "\n\n",
         json.dumps(plain, indent="\t").replace("\n", "\r\n"),
         f"\n {json.dumps(backwards)}\n\n",
         "\ufeff" + json.dumps(plain, ensure_ascii=False),

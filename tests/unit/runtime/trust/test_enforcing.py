@@ -21,6 +21,7 @@ from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.compiler.signing.channels import release_bundle, rotate_keys, sign_channel
 from prejit.runtime import load
+from prejit.runtime.__main__ import main
 from prejit.runtime.base import process_facts
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import PolicyError, RejectError, UntrustedError, UntrustedWarning
@@ -64,6 +65,17 @@ def runs(bundle: Path, policy: Path | None) -> None:
         assert loaded.call("score", x=X).shape == (2, 4)
 
 
+@pytest.fixture
+def ran(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command in this process. Gives what it wrote."""
+
+    def run(*argv: object, status: int = 0) -> Any:
+        assert main([str(each) for each in argv]) == status
+        return capsys.readouterr()
+
+    return run
+
+
 def entries(bundle: Path) -> list[Any]:
     found: list[Any] = json.loads((bundle / "index.json").read_bytes())["manifests"]
     return found
@@ -95,14 +107,6 @@ def test_an_unsigned_bundle_is_refused_before_a_layer_is_opened(
     assert case_of(bundle_dir, policy) == "unsigned"
     with pytest.raises(RejectError, match="expected a file"):  # they are really gone
         load(bundle_dir)
-
-
-def test_signing_again_attaches_nothing(bundle_dir: Path) -> None:
-    sign(bundle_dir, signer("a"))
-    before = (bundle_dir / "index.json").read_bytes()
-    assert sign(bundle_dir, signer("a")).added == 0
-    assert (bundle_dir / "index.json").read_bytes() == before
-    assert sign(bundle_dir, signer("b")).added == 3
 
 
 def test_two_people_reach_a_threshold_one_after_the_other(bundle_dir: Path, tmp_path: Path) -> None:
@@ -356,10 +360,8 @@ def channel_policy(path: Path, keys: str = '["a"]', more: str = "") -> Path:
 
 
 RENAMED = {
-    "renamed": ("c10.toml", '["a"]', ""),
-    "moved": ("moved/trust.toml", '["a"]', ""),
+    "moved": ("moved/c10.toml", '["a"]', ""),
     "edited": ("trust.toml", '["b", "a"]', ""),
-    "edited and renamed": ("c10.toml", '["b", "a"]', ""),
 }
 
 
@@ -460,12 +462,12 @@ def test_a_damaged_file_of_a_channel_is_named_with_its_own_hint(
     assert "get the channel's file again" in raised.value.hint
 
 
-def test_verify_says_who_signed_the_release(bundle_dir: Path, tmp_path: Path, prejit: Any) -> None:
+def test_verify_says_who_signed_the_release(bundle_dir: Path, tmp_path: Path, ran: Any) -> None:
     policy, file = channel_policy(tmp_path / "trust.toml"), tmp_path / "stable.json"
     release_bundle(file, bundle_dir, "stable", [signer("a")], 1)
-    said = prejit("verify", bundle_dir, "--trust", policy).stdout
+    said = ran("verify", bundle_dir, "--trust", policy).out
     assert "lets it run, as release 1 of channel stable, signed by a\n" in said
-    found = json.loads(prejit("verify", bundle_dir, "--trust", policy, "--json").stdout)
+    found = json.loads(ran("verify", bundle_dir, "--trust", policy, "--json").out)
     assert found["policy"][0]["release"] == {"channel": "stable", "version": 1, "signers": ["a"]}
 
 
@@ -473,34 +475,33 @@ def test_verify_says_who_signed_the_release(bundle_dir: Path, tmp_path: Path, pr
 
 
 def test_the_command_line_ends_with_status_5(
-    bundle_dir: Path, policy: Path, tmp_path: Path, prejit: Any
+    bundle_dir: Path, policy: Path, tmp_path: Path, prejit: Any, ran: Any
 ) -> None:
     np.save(tmp_path / "x.npy", X)
     call = ("call", bundle_dir, "score", "--arg", f"x={tmp_path / 'x.npy'}", "-o", tmp_path / "out")
-    done = prejit(*call, "--trust", policy, status=5)
-    assert "error[untrusted]" in done.stderr
-    assert "does not let target" in done.stderr
+    said = prejit(*call, "--trust", policy, status=5).stderr
+    assert "error[untrusted]" in said
+    assert "does not let target" in said
     prejit(*call, env={"PREJIT_TRUST": str(policy)}, status=5)
-    assert "error[policy]" in prejit(*call, "--trust", tmp_path / "gone", status=5).stderr
-    prejit("verify", bundle_dir, "--trust", policy, status=5)
+    assert "error[policy]" in ran("verify", bundle_dir, "--trust", tmp_path / "gone", status=5).err
+    ran("verify", bundle_dir, "--trust", policy, status=5)
     sign(bundle_dir, signer("a"))
     prejit(*call, "--trust", policy)
-    found = json.loads(prejit("verify", bundle_dir, "--trust", policy, "--json").stdout)
+    found = json.loads(ran("verify", bundle_dir, "--trust", policy, "--json").out)
     assert [each["signers"] for each in found["policy"]] == [["a"], ["a"]]
-    assert "lets it run, signed by a" in prejit("verify", bundle_dir, "--trust", policy).stdout
+    assert "lets it run, signed by a" in ran("verify", bundle_dir, "--trust", policy).out
 
 
 def test_verify_asks_every_policy_that_applies(
-    bundle_dir: Path, policy: Path, tmp_path: Path, prejit: Any
+    bundle_dir: Path, policy: Path, tmp_path: Path, ran: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = sign(bundle_dir, signer("a")).digest
     other = write_policy(tmp_path / "other.toml", KEYS, rule())
+    monkeypatch.setenv("PREJIT_TRUST", str(other))
     verify = ("verify", bundle_dir, "--trust", policy)
-    found = prejit(*verify, "--json", env={"PREJIT_TRUST": str(other)}).stdout
-    assert {each["policy"] for each in json.loads(found)["policy"]} == {str(policy), str(other)}
+    found = json.loads(ran(*verify, "--json").out)
+    assert {each["policy"] for each in found["policy"]} == {str(policy), str(other)}
     write_policy(other, KEYS, rule(), f'[revoked]\ndigests = ["{digest}"]')
-    refused = prejit(*verify, env={"PREJIT_TRUST": str(other)}, status=5).stderr
-    assert f"{other} does not let target" in refused
+    assert f"{other} does not let target" in ran(*verify, status=5).err
     other.unlink()
-    gone = prejit(*verify, env={"PREJIT_TRUST": str(other)}, status=5).stderr
-    assert "error[policy]" in gone
+    assert "error[policy]" in ran(*verify, status=5).err

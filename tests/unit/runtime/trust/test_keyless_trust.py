@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import subprocess
@@ -57,7 +58,7 @@ def policy(text: str = identity() + RULE, root: object = None) -> Policy:
 def decided(*signed: Any, by: Policy | None = None, now: float | None = None) -> Decision:
     target = TrustTarget("demo", INDEX, MANIFEST)
     attached = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in signed]
-    return decide(by or policy(), target, attached, {}, SIGSTORE.now if now is None else now)
+    return decide(by or policy(), target, attached, None, SIGSTORE.now if now is None else now)
 
 
 @pytest.fixture(autouse=True)
@@ -71,13 +72,13 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("subject", [INDEX, MANIFEST])
 def test_a_signature_of_the_bundle_or_the_target_lets_it_run(subject: str) -> None:
     decision = decided(SIGSTORE.sign(STATEMENTS[subject]))
-    assert decision.is_allowed, decision.refusal
+    assert decision.refusal is None
     assert decision.signers == ("ci",)
 
 
 def test_it_counts_long_after_the_certificate_has_expired() -> None:
     signed = SIGSTORE.sign(STATEMENTS[INDEX])
-    assert decided(signed, now=SIGSTORE.now + 1e8).is_allowed
+    assert decided(signed, now=SIGSTORE.now + 1e8).refusal is None
 
 
 def test_a_key_and_an_identity_are_two_signers() -> None:
@@ -100,8 +101,12 @@ def test_two_signatures_of_one_identity_are_one_signer() -> None:
     assert refusal.case == "threshold"
 
 
+def material(signed: Any) -> Any:
+    return signed["verificationMaterial"]
+
+
 def entry(signed: Any) -> Any:
-    return signed["verificationMaterial"]["tlogEntries"][0]
+    return material(signed)["tlogEntries"][0]
 
 
 def made(**options: Any) -> Any:
@@ -111,7 +116,7 @@ def made(**options: Any) -> Any:
 def swapped(key: str, payload: bytes = STATEMENTS[INDEX]) -> Any:
     """A signature with the material of another one."""
     signed, another = made(), SIGSTORE.sign(payload)
-    signed["verificationMaterial"][key] = another["verificationMaterial"][key]
+    material(signed)[key] = material(another)[key]
     return signed
 
 
@@ -130,7 +135,7 @@ OTHER_SUBJECT = encode_statement(
     signature_statements("sha256:" + "3" * 64, [])["sha256:" + "3" * 64]
 )
 PROVENANCE = encode_statement(Statement(PROVENANCE_PREDICATE, (SignedSubject(INDEX),)))
-REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
+MADE: dict[str, tuple[str, Callable[[], Any]]] = {
     "another identity": ("unknown-identity", lambda: made(identity="https://ci.example/evil")),
     "an identity that begins alike": ("unknown-identity", lambda: made(identity=IDENTITY + "x")),
     "another issuer": ("unknown-identity", lambda: made(issuer="https://evil.example")),
@@ -141,78 +146,38 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "another target": ("other-subject", lambda: SIGSTORE.sign(OTHER_SUBJECT)),
     "a provenance": ("predicate-type", lambda: SIGSTORE.sign(PROVENANCE)),
     "another type of payload": ("payload-type", lambda: made(payload_type="text/plain")),
-    "the log entry of another artifact": (
-        "keyless",
-        lambda: swapped("tlogEntries", STATEMENTS[MANIFEST]),
-    ),
+    "the entry of another": ("keyless", lambda: swapped("tlogEntries", STATEMENTS[MANIFEST])),
     "the certificate of another signature": ("keyless", lambda: swapped("certificate")),
-    "no log entry": (
-        "keyless",
-        lambda: edited(lambda s: s["verificationMaterial"].pop("tlogEntries")),
+}
+"""What is made in another way: the reason that must refuse it."""
+OLDER = "application/vnd.dev.sigstore.bundle+json;version=0.1"
+EDITED: dict[str, Callable[[Any], object]] = {
+    "no log entry": lambda s: material(s).pop("tlogEntries"),
+    "two log entries": lambda s: material(s).update(tlogEntries=[entry(s)] * 2),
+    "no inclusion proof": lambda s: entry(s).pop("inclusionProof"),
+    "no checkpoint": lambda s: entry(s)["inclusionProof"].pop("checkpoint"),
+    "no promise, so no time": lambda s: entry(s).pop("inclusionPromise"),
+    "no time": lambda s: entry(s).pop("integratedTime"),
+    "another time": lambda s: entry(s).update(integratedTime=str(int(SIGSTORE.now) + 60)),
+    "another root hash": lambda s: entry(s)["inclusionProof"].update(rootHash=b64(b"\0" * 32)),
+    "another sibling": lambda s: entry(s)["inclusionProof"].update(hashes=[b64(b"\0" * 32)]),
+    "another checkpoint": other_checkpoint,
+    "another payload": lambda s: s["dsseEnvelope"].update(payload=b64(STATEMENTS[MANIFEST])),
+    "another signature": lambda s: s["dsseEnvelope"].update(
+        signatures=made()["dsseEnvelope"]["signatures"]
     ),
-    "two log entries": (
-        "keyless",
-        lambda: edited(lambda s: s["verificationMaterial"].update(tlogEntries=[entry(s)] * 2)),
+    "a signature twice": lambda s: s["dsseEnvelope"].update(
+        signatures=s["dsseEnvelope"]["signatures"] * 2
     ),
-    "no inclusion proof": ("keyless", lambda: edited(lambda s: entry(s).pop("inclusionProof"))),
-    "no checkpoint": (
-        "keyless",
-        lambda: edited(lambda s: entry(s)["inclusionProof"].pop("checkpoint")),
-    ),
-    "no promise, so no time": (
-        "keyless",
-        lambda: edited(lambda s: entry(s).pop("inclusionPromise")),
-    ),
-    "no time": ("keyless", lambda: edited(lambda s: entry(s).pop("integratedTime"))),
-    "another time": (
-        "keyless",
-        lambda: edited(lambda s: entry(s).update(integratedTime=str(int(SIGSTORE.now) + 60))),
-    ),
-    "another root hash": (
-        "keyless",
-        lambda: edited(lambda s: entry(s)["inclusionProof"].update(rootHash=b64(b"\0" * 32))),
-    ),
-    "another sibling in the tree": (
-        "keyless",
-        lambda: edited(lambda s: entry(s)["inclusionProof"].update(hashes=[b64(b"\0" * 32)])),
-    ),
-    "another checkpoint": ("keyless", lambda: edited(other_checkpoint)),
-    "another payload": (
-        "keyless",
-        lambda: edited(lambda s: s["dsseEnvelope"].update(payload=b64(STATEMENTS[MANIFEST]))),
-    ),
-    "another signature": (
-        "keyless",
-        lambda: edited(
-            lambda s: s["dsseEnvelope"].update(signatures=made()["dsseEnvelope"]["signatures"])
-        ),
-    ),
-    "a signature twice": (
-        "keyless",
-        lambda: edited(
-            lambda s: s["dsseEnvelope"]["signatures"].extend(s["dsseEnvelope"]["signatures"])
-        ),
-    ),
-    "a key beside the certificate": (
-        "bundle-material",
-        lambda: edited(lambda s: s["verificationMaterial"].update(publicKey={"hint": "a"})),
-    ),
-    "an older form of the bundle": (
-        "bundle-type",
-        lambda: edited(
-            lambda s: s.update(mediaType="application/vnd.dev.sigstore.bundle+json;version=0.1")
-        ),
-    ),
-    "a certificate that is none": (
-        "keyless",
-        lambda: edited(
-            lambda s: s["verificationMaterial"].update(certificate={"rawBytes": b64(b"0")})
-        ),
-    ),
-    "a certificate that is text": (
-        "keyless",
-        lambda: edited(lambda s: s["verificationMaterial"].update(certificate="0")),
-    ),
+    "bundle-material": lambda s: material(s).update(publicKey={"hint": "a"}),
+    "bundle-type": lambda s: s.update(mediaType=OLDER),
+    "a certificate that is none": lambda s: material(s).update(certificate={"rawBytes": b64(b"0")}),
+    "a certificate that is text": lambda s: material(s).update(certificate="0"),
+}
+"""What is changed after it was signed; the name is the reason that must refuse it, or `keyless` is."""
+REFUSED = MADE | {
+    name: (name if name.startswith("bundle-") else "keyless", functools.partial(edited, change))
+    for name, change in EDITED.items()
 }
 
 
@@ -289,7 +254,7 @@ def test_the_package_is_imported_only_for_a_keyless_signature() -> None:
         "from prejit.runtime.trust.decision import TrustTarget, decide\n"
         f"text, root = {identity() + RULE!r}, {json.dumps(SIGSTORE.trusted_root()).encode()!r}\n"
         "policy = parse_policy(text.encode(), 'p', lambda *file: root, pathlib.Path())\n"
-        f"assert decide(policy, TrustTarget('demo', {INDEX!r}, {MANIFEST!r}), [], {{}}, 0.0).refusal\n"
+        f"assert decide(policy, TrustTarget('demo', {INDEX!r}, {MANIFEST!r}), [], None, 0.0).refusal\n"
         "assert not [name for name in sys.modules if name.startswith(('sigstore', 'pydantic'))]\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)

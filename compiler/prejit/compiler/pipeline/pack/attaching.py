@@ -23,7 +23,6 @@ from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Config, Descriptor, ImageManifest, Index
-from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE, STATEMENT_MEDIA_TYPE, TITLE
 from prejit.runtime.format.opening import Contents, match, read_contents
@@ -80,8 +79,7 @@ def _is_whole(layout: Layout, referrer: Referrer) -> bool:
     """Return whether the layers of something attached are there and undamaged."""
     try:
         for at in referrer.layers:
-            content = layout.read_blob(at.digest, at.size)
-            check_digest(content, at.digest, layout.blob_path(at.digest))
+            layout.read_blob(at)
     except RejectError:
         return False
     return True

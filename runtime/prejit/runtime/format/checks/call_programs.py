@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from prejit.runtime.errors import rejecting
 from prejit.runtime.format import limits, trees
 from prejit.runtime.format.arrays import Array, Mesh
-from prejit.runtime.format.bundle_schema import (
-    Config,
-    ProgramEntry,
-)
+from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.program_table import check_array
 from prejit.runtime.format.constants import Constant
 

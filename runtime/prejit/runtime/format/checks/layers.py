@@ -124,9 +124,6 @@ WEIGHTS_ALIGNMENT_BYTES = 64
 MAX_WEIGHTS_HEADER_BYTES = 16 << 20
 """Maximum size of the header. A tensor takes about 120 bytes of it."""
 
-MAX_DIMENSIONS = 64
-"""Maximum number of dimensions of a tensor, as in NumPy."""
-
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
@@ -199,7 +196,7 @@ def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
 
 def _slice(entry: dict[str, Any], data: int) -> TensorSlice:
     (start, end), shape = entry["data_offsets"], entry["shape"]
-    if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
+    if type(shape) is not list or len(shape) > limits.MAX_DIMENSIONS:
         raise TypeError(f"shape {shape}")
     if not all(type(extent) is int and extent >= 0 for extent in shape):
         raise ValueError(f"shape {shape}")

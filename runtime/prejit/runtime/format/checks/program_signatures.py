@@ -50,7 +50,12 @@ class Signatures:
         Args:
             config: whose decoder and encoder, if any, are right in themselves.
         """
-        self._config = config
+        decoder, encoder = config.decoder, config.encoder
+        self._vocab = 0 if decoder is None else decoder.vocab_size
+        self._source_array = None if decoder is None else source_array(decoder)
+        self._forms = () if decoder is None else _cache_forms(decoder)
+        self._width = 0 if encoder is None else encoder.width
+        self._split = "" if config.mesh is None else _CACHE_SHARDING
         self._hidden = 0
         for program in config.programs:
             if program.kind == "embed":
@@ -59,7 +64,6 @@ class Signatures:
                 )
         self._sampling = cache(self._sampling_uncached)
         self._cache = cache(self._cache_uncached)
-        self._forms = () if config.decoder is None else _cache_forms(config)
 
     def of(self, program: ProgramEntry) -> Signature:
         """Return the signature of a program whose bucket was checked; its kind is not `call`."""
@@ -94,14 +98,6 @@ class Signatures:
             (*self._chosen((count, batch), "s"), f'["accepted"] {row}', history, *given),
         )
 
-    @property
-    def _vocab(self) -> int:
-        return 0 if self._config.decoder is None else self._config.decoder.vocab_size
-
-    @property
-    def _split(self) -> str:
-        return "" if self._config.mesh is None else _CACHE_SHARDING
-
     def _of_encoder(self, kind: str, batch: int, count: int) -> Signature:
         length = f'["length"] int32[{batch}]'
         hidden = f'["hidden"] float32[{batch},{count},{self._hidden}]'
@@ -109,8 +105,7 @@ class Signatures:
             return (f'["tokens"] int32[{batch},{count}]',), (hidden,)
         if kind == "layer":
             return (length, f"{hidden} donated"), (hidden,)
-        width = 0 if self._config.encoder is None else self._config.encoder.width
-        return (length, hidden), (f'["embedding"] float32[{batch},{width}]',)
+        return (length, hidden), (f'["embedding"] float32[{batch},{self._width}]',)
 
     def _sampling_uncached(self, batch: int) -> tuple[str, ...]:
         """Return the arguments in the order of the document."""
@@ -159,8 +154,7 @@ class Signatures:
         )
 
     def _source(self, batch: int, size: int) -> str:
-        decoder = self._config.decoder
-        array = None if decoder is None else source_array(decoder)
+        array = self._source_array
         return "" if array is None else str(sized(array, {"batch": batch, "source": size}))
 
     def _cache_uncached(self, batch: int, context: int) -> tuple[str, ...]:
@@ -171,9 +165,8 @@ class Signatures:
         )
 
 
-def _cache_forms(config: Config) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _cache_forms(decoder: Decoder) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return path and dtype of each array of the cache, and for each axis its variable, or else its size."""
-    assert config.decoder is not None
     return tuple(
         (
             f"{json.dumps(array.path, separators=(',', ':'))} {array.dtype}",
@@ -182,7 +175,7 @@ def _cache_forms(config: Config) -> tuple[tuple[str, tuple[str, ...]], ...]:
                 for variable, size in zip(array.variables, array.shape, strict=True)
             ),
         )
-        for array in cache_arrays(config.decoder)
+        for array in cache_arrays(decoder)
     )
 
 

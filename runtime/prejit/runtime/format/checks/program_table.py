@@ -12,11 +12,7 @@ from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import rejecting
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh, parse_sharding
-from prejit.runtime.format.bundle_schema import (
-    Config,
-    ImageManifest,
-    Segment,
-)
+from prejit.runtime.format.bundle_schema import Config, ImageManifest, Segment
 from prejit.runtime.format.checks.program_signatures import (
     BUCKETS,
     DECODER_KINDS,
@@ -46,7 +42,6 @@ USER_FIELDS = (
     "settings",
 )
 """Fields of a program that only those of kind `call` may have."""
-
 
 _HEX_DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -298,8 +293,7 @@ def _check_programs(config: Config) -> None:
             raise ValueError(f"{name}: expected 'weights' for a {kind} program, found none")
         arguments, results = signatures.of(program)
         if program.arguments != arguments:
-            differing = difference(program.arguments, arguments)
-            raise ValueError(f"{name}: arguments{differing}")
+            raise ValueError(f"{name}: arguments{difference(program.arguments, arguments)}")
         if program.results != results:
             raise ValueError(f"{name}: results{difference(program.results, results)}")
 

@@ -8,28 +8,15 @@ import re
 from prejit.runtime.base.files import is_digest
 from prejit.runtime.errors import rejecting
 from prejit.runtime.format import limits
-from prejit.runtime.format.bundle_schema import (
-    Config,
-    Decoder,
-    Encoder,
-    ImageManifest,
-    UserLibrary,
-)
+from prejit.runtime.format.bundle_schema import Config, Decoder, Encoder, ImageManifest, UserLibrary
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.checks.oci import check_digest
-from prejit.runtime.format.checks.program_signatures import (
-    ENCODER_KINDS,
-)
-from prejit.runtime.format.names import (
-    LIBRARY_MEDIA_TYPE,
-    RECORDED_MEDIA_TYPE,
-)
+from prejit.runtime.format.checks.program_signatures import ENCODER_KINDS
+from prejit.runtime.format.names import LIBRARY_MEDIA_TYPE, RECORDED_MEDIA_TYPE
 
 HANDLER_NAME = re.compile(r"[\w.$-]{1,256}", re.ASCII)
 """The names of custom calls and of symbols that libraries of the user may have."""
-
-
-HEX_DIGEST = re.compile("[0-9a-f]{64}")
+_HEX_DIGEST = re.compile("[0-9a-f]{64}")
 _RECORDED_FILE = re.compile(r"[\w.-]{1,180}-[0-9a-f]{64}-cache")
 """The name of a recorded file. It becomes a name in a directory, so it must lead to no other place."""
 
@@ -111,7 +98,7 @@ def _check_recorded(config: Config) -> None:
             raise ValueError(
                 f"{where}: raw_size: expected 1 to {limits.MAX_PROGRAM_BYTES}, found {size}"
             )
-        if not all(map(HEX_DIGEST.fullmatch, program.ingredients.values())):
+        if not all(map(_HEX_DIGEST.fullmatch, program.ingredients.values())):
             raise ValueError(f"{where}: ingredients: expected digests of 64 hexadecimal digits")
 
 
