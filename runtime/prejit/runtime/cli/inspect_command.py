@@ -20,10 +20,7 @@ from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Config, RecordedProgram
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import (
-    GENERATION_MEDIA_TYPE,
-    KERNELS_MEDIA_TYPE,
-)
+from prejit.runtime.format.names import GENERATION_MEDIA_TYPE, KERNELS_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
 from prejit.runtime.format.root import Root
 from prejit.runtime.generation.options import check_generation

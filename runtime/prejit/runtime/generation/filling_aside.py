@@ -27,10 +27,6 @@ from prejit.runtime.generation.shared_prefix import Prefix
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.prefixes import PrefixCache
-if TYPE_CHECKING:
-    from prejit.runtime.generation.prefixes import PrefixCache
-if TYPE_CHECKING:
-    from prejit.runtime.generation.prefixes import PrefixCache
 
 
 def filling_aside(
@@ -91,13 +87,7 @@ def _same(cache: KVCache) -> KVCache:
 
 
 def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCache:
-    """Read the sources of rows, and return the cache of texts about them that have no token yet.
-
-    Args:
-        decoder: the programs of an encoder-decoder.
-        context: the context of the cache.
-        rows: at most as many as the smallest batch.
-    """
+    """Read the sources of rows, and return the cache of texts about them that have no token yet."""
     assert decoder.source is not None
     sources = [row.request.source for row in rows]
     axis = decoder.source.variables.index("source") - 1  # of one source, which has no axis of rows
@@ -120,16 +110,9 @@ def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCac
 
 
 def allocating(
-    decoder: DecoderPrograms, batch: int, context: int, limit: Callable[[], int | None]
+    decoder: DecoderPrograms, batch: int, context: int, limit: Limit
 ) -> Generator[int, None, KVCache]:
-    """Allocate an empty cache in pieces. A piece counts as all the positions that a step may compute.
-
-    Args:
-        decoder: the programs.
-        batch: B.
-        context: S.
-        limit: how many positions a step may compute; None: any number.
-    """
+    """Allocate an empty cache in pieces. A piece counts as all the positions that a step may compute."""
     allocation = Allocation(decoder, batch, context)
     while not allocation.advance():
         yield limit() or 0

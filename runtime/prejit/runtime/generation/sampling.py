@@ -132,11 +132,6 @@ def masked_bias(
 ) -> NDArray[np.float32] | None:
     """Return the rows' logit biases with -inf for each token that a mask forbids, float32 [B, V].
 
-    Args:
-        sampling: one for each row.
-        masks: token masks by row, bool [V].
-        vocab_size: V.
-
     Returns:
         The biases, or None if there are no masks.
     """
@@ -154,11 +149,6 @@ def history_row(
     prompt_ids: Iterable[int], generated_ids: Iterable[int], vocab_size: int
 ) -> NDArray[np.int32]:
     """Return the token counts of a row for its penalties, int32 [V].
-
-    Args:
-        prompt_ids: token ids of the prompt, 0 to V - 1.
-        generated_ids: token ids that were generated, 0 to V - 1.
-        vocab_size: V.
 
     Returns:
         For each token, twice the number of times it was generated, plus 1 if it is in the prompt.

@@ -254,10 +254,5 @@ def positions_between(
 
 
 def positions_of_call(prefill_tokens: int, between: int) -> int:
-    """Return the most positions that prompts computed together may have.
-
-    Args:
-        prefill_tokens: as for `positions_between`.
-        between: what that returned.
-    """
+    """Return the most positions that prompts computed together may have."""
     return min(_CALL_TIMES * prefill_tokens, between)

@@ -60,16 +60,7 @@ class Loop:
         prefill_tokens: int,
         recorder: Recorder,
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            decoder: the programs.
-            plan: the largest cache.
-            queue_size: how many requests may wait.
-            prefill_tokens: how many positions of prompts are computed between two decode steps, if no more
-                prompts wait than texts run.
-            recorder: counts what happens.
-        """
+        """Start nothing yet."""
         self._decoder = decoder
         self._plan = plan
         self._queue_size = queue_size

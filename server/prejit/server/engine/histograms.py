@@ -75,10 +75,7 @@ class HistogramValue:
         return HistogramValue(self.bounds, counts, self.sum + other.sum)
 
     def quantile(self, share: float) -> float:
-        """Return an estimate of a quantile, as Prometheus does: linear inside a bucket.
-
-        Args:
-            share: 0 to 1.
+        """Return an estimate of a quantile, 0 to 1, as Prometheus does: linear inside a bucket.
 
         Returns:
             NaN if there are no values. The largest bound if the quantile is above it.
@@ -100,11 +97,7 @@ class Histogram:
     __slots__ = ("_bounds", "_counts", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Begin with no values.
-
-        Args:
-            bounds: upper bounds of the buckets, ascending, without infinity.
-        """
+        """Begin with no values."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0

@@ -51,11 +51,7 @@ class GrammarSource:
     is_gbnf: bool = False
 
     def error(self, reason: str) -> UsageError:
-        """Return the error of a grammar that does not compile, with the JSON pointer of the schema at fault.
-
-        Args:
-            reason: what llguidance says.
-        """
+        """Return the error of a grammar that does not compile, with the JSON pointer of the schema part."""
         for part in self.schemas:
             if found := _error_of(part.schema, part.lenient):
                 return _schema_error(part, found)
