@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from prejit.compiler import Program, build
 from prejit.runtime import Bundle, ClosedError, DeadlineError, QueueFullError, UsageError, load
@@ -319,51 +317,6 @@ def test_after_close_no_program_takes_calls(calling: Calling) -> None:
     with pytest.raises(ClosedError, match="found one that is closed"):
         calling.call("total", (x_of(1),), {})
     calling.close()
-
-
-@settings(
-    max_examples=30,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=12))
-def test_any_mix_of_row_counts_equals_single_calls(bundle: Bundle, counts: list[int]) -> None:
-    calling = calling_of(bundle, 64)
-    with Together(calling, "texts") as together:
-        each = [np.random.default_rng(n).random((n, n % 16 + 1), "f") for n in counts]
-        for x in each:
-            together.call(x)
-    for x, (sums, largest) in zip(each, together.results(), strict=True):
-        for at in range(0, len(x), 4):
-            expected = bundle.call("texts", x[at : at + 4])
-            np.testing.assert_array_equal(sums[at : at + 4], expected[0])
-            np.testing.assert_array_equal(largest[at : at + 4], expected[1])
-    calling.close()
-
-
-def test_sixteen_threads_get_their_own_rows(bundle: Bundle, calling: Calling) -> None:
-    wrong: list[Any] = []
-    expected = {n: bundle.call("scaled", x_of(n, n), np.float32(3)) for n in range(1, 9)}
-
-    def call(number: int) -> None:
-        for turn in range(50):
-            count = (number + turn) % 8 + 1
-            given = (x_of(count, count), np.float32(3))
-            found = (
-                calling.call("scaled", given, {})
-                if turn % 2
-                else calling.submit("scaled", given, {}).result(PATIENCE)
-            )
-            if not np.array_equal(found, expected[count]):
-                wrong.append((number, turn))
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    wanted = sum((n + t) % 8 + 1 for n in range(16) for t in range(50))
-    assert counts(calling, "scaled")[:2] == (16 * 50, wanted)
 
 
 EXIT = """
