@@ -128,7 +128,7 @@ def ids_of(text: str) -> list[int]:
 def test_embeddings_are_those_of_the_module_in_the_order_of_the_sentences(
     bundle: Bundle, module: Any
 ) -> None:
-    words = [3, 0, 60, 14, 15, 200, 3, 30, 31, 5, 5, 5, 510]
+    words = [3, 0, 14, 15, 3, 30, 31, 5, 5, 510]  # each length is a compilation of the module
     texts = [
         " ".join(LETTERS[(n * 7 + place) % 26] for n in range(count))
         for place, count in enumerate(words)
@@ -136,10 +136,10 @@ def test_embeddings_are_those_of_the_module_in_the_order_of_the_sentences(
     encoded = bundle.encode_batch(texts)
     expected = np.stack([module(ids_of(text)) for text in texts])
     assert np.abs(encoded.embeddings - expected).max() <= 1e-5
-    assert np.abs(expected[0] - expected[6]).max() > 1e-3, "one embedding for all would pass"
+    assert np.abs(expected[0] - expected[4]).max() > 1e-3, "one embedding for all would pass"
     assert encoded.embeddings.dtype == np.float32
     stats = encoded.stats
-    assert (stats.sentences, stats.tokens, stats.truncated) == (13, sum(words) + 26, 0)
+    assert (stats.sentences, stats.tokens, stats.truncated) == (10, sum(words) + 20, 0)
     computed = sum(
         int(batch) * int(length) * runs
         for shape, runs in stats.buckets.items()

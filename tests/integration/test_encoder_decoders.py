@@ -61,7 +61,8 @@ def translator(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Bundle:
 
 @pytest.fixture(scope="module")
 def transcriber(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Bundle:
-    path, _ = built(tmp_path_factory.mktemp("whisper"), run, WHISPER, [WHISPER.frames])
+    at, sizes = tmp_path_factory.mktemp("whisper"), {**SIZES, "context": [28]}
+    path, _ = built(at, run, WHISPER, [WHISPER.frames], sizes)
     return load(path, on_mismatch="error")
 
 

@@ -31,7 +31,7 @@ from prejit.runtime.generation import slots as engine
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache
-from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.options import SAMPLING_OPTIONS, Request
 from prejit.runtime.generation.rows import Token
 from prejit.runtime.generation.sampling import Logprob, bias_row, history_row, place_sampling
 from prejit.runtime.generation.shared_prefix import Prefix
@@ -56,28 +56,17 @@ CLEAR = 1e-4
 
 @dataclass(frozen=True)
 class Spec:
-    """A request out of a pool, so that its reference is computed once.
-
-    Attributes:
-        text, length: the prompt is so much of that text.
-        sampling: one of SAMPLINGS.
-        masked: whether a token mask forbids a third of the tokens at each step.
-        limit: of new tokens; None: until the context is full.
-        stop: stop at the token that would come so late; None: at none.
-        logprobs: as in Request.
-        lookup: whether tokens are drafted.
-        prefix: the length of the same text that a Prefix holds; 0: none is given.
-    """
+    """A request out of a pool, so that its reference is computed once."""
 
     text: int
-    length: int
+    length: int  # so much of the text is the prompt
     sampling: int = GREEDY
-    masked: bool = False
+    masked: bool = False  # a mask forbids a third of the tokens at each step
     limit: int | None = NEW_TOKENS
-    stop: int | None = None
+    stop: int | None = None  # at the token that would come so late
     logprobs: int | None = None
     lookup: bool = False
-    prefix: int = 0
+    prefix: int = 0  # so much of the text is in a Prefix
 
 
 def mask(generated: Sequence[int], vocab: int) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
@@ -358,7 +347,7 @@ def check_script(
         request = subject.request(spec)
         result = generate(
             request.prompt,
-            **options(request.sampling),
+            **{name: getattr(request.sampling, name) for name in SAMPLING_OPTIONS},
             max_new_tokens=request.max_new_tokens,
             stop_token_ids=request.stop_token_ids,
             logprobs=request.logprobs,
@@ -417,12 +406,6 @@ def check_script(
         while run.live:
             run.step()
         assert run.batch.step() == []
-
-
-def options(sampling: Sampling) -> dict[str, Any]:
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "logit_bias")
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    return {name: getattr(sampling, name) for name in (*names, *penalties)}
 
 
 def examples(count: int) -> settings:

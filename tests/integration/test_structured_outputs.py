@@ -286,13 +286,13 @@ def test_a_schema_is_written_once_for_all_choices(
     from prejit.server.grammar import grammar_sources
 
     written: list[object] = []
-    write = grammar_sources._schema_text
+    write = grammar_sources.schema_text
 
     def count(schema: Any, lenient: bool) -> str:
         written.append(schema)
         return write(schema, lenient)
 
-    monkeypatch.setattr(grammar_sources, "_schema_text", count)
+    monkeypatch.setattr(grammar_sources, "schema_text", count)
     found = client.completions.create(
         model="model", prompt="ab", n=32, max_tokens=50, extra_body={"guided_json": CAR}
     )
