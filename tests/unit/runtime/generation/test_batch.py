@@ -267,17 +267,6 @@ def test_rows_finish_inside_a_call_and_others_go_on(bundle: Bundle, sixteen_step
     assert tuple(ids(finish(batch)[slot])) == greedy(bundle, text).token_ids
 
 
-def test_a_batch_that_was_closed_begins_anew(bundle: Bundle) -> None:
-    batch = bundle.batch(3)
-    batch.insert(request(TEXT[:9]), request(TEXT[:8]))
-    batch.close()
-    assert (batch.free, batch.step()) == (3, [])
-    (slot,) = batch.insert(request(TEXT[:9]))
-    found = finish(batch)[slot]
-    assert tuple(ids(found)) == greedy(bundle, TEXT[:9]).token_ids
-    assert found[-1].usage.reused_tokens == 0
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("at", ["prefill", "decode"])
 def test_a_program_that_fails_frees_all_slots(
@@ -468,50 +457,33 @@ PENALTIES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("penalty", "how"),
-    [
-        *((penalty, "alone") for penalty in PENALTIES),
-        *((PENALTIES[-1], how) for how in ("lookup", "prefix", "n", "session", "neighbours")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("penalty", PENALTIES, ids=str)
 def test_penalties_are_by_the_text_however_it_was_computed(
-    bundle: Bundle, reference: Reference, penalty: dict[str, float], how: str
+    bundle: Bundle, reference: Reference, penalty: dict[str, float]
 ) -> None:
+    sampling = Sampling(**penalty)
     for prompt in ([5], REPEATING, TEXT[:20]):
-        expected = reference.greedy(prompt, 14, Sampling(**penalty))
-        options: dict[str, Any] = {"max_new_tokens": 14, "stop_token_ids": (), **penalty}
-        if how == "lookup":
-            results = [bundle.generate(prompt, prompt_lookup=True, **options)]
-        elif how == "prefix":
-            prefix = bundle.prefix(prompt)
-            results = [bundle.generate(prompt, prefix=prefix, **options)]
-            assert results[0].stats.reused_tokens == len(prompt) - 1
-        elif how == "n":
-            results = bundle.generate_n(prompt, 3, **options)
-        elif how == "session":
-            session = bundle.session()
-            session.generate([*prompt, *expected[:3]], max_new_tokens=2)
-            results = [session.generate(prompt, **options)]
-        elif how == "neighbours":
-            batch = bundle.batch(3)
-            batch.insert(request([6, 6, 6], 3, sampling=Sampling(frequency_penalty=2.0)))
-            batch.step()
-            (slot,) = batch.insert(request(prompt, 14, sampling=Sampling(**penalty)))
-            found: list[int] = []
-            while tokens := batch.step():
-                found += ids([token for token in tokens if token.slot == slot])
-                if batch.free:
-                    batch.insert(request([5], 2, sampling=Sampling(presence_penalty=2.0)))
-                if len(found) >= 14:
-                    break
-            assert found == expected
-            continue
-        else:
-            results = [bundle.generate(prompt, **options)]
-        for result in results:
-            assert list(result.token_ids) == expected
+        expected = reference.greedy(prompt, 14, sampling)
+        session = bundle.session()
+        session.generate([*prompt, *expected[:3]], max_new_tokens=2)
+        results = [
+            greedy(bundle, prompt, 14, **penalty),
+            greedy(bundle, prompt, 14, **penalty, prompt_lookup=True),
+            greedy(bundle, prompt, 14, **penalty, prefix=bundle.prefix(prompt)),
+            session.generate(prompt, max_new_tokens=14, stop_token_ids=(), **penalty),
+            *bundle.generate_n(prompt, 3, max_new_tokens=14, stop_token_ids=(), **penalty),
+        ]
+        assert [list(result.token_ids) for result in results] == [expected] * 7
+        assert results[2].stats.reused_tokens == len(prompt) - 1
+        batch, found = bundle.batch(3), Found()
+        batch.insert(request([6, 6, 6], 3, sampling=Sampling(frequency_penalty=2.0)))
+        step(batch, found)
+        (slot,) = batch.insert(request(prompt, 14, sampling=sampling))
+        while len(ids(found.get(slot, ()))) < 14:
+            step(batch, found)
+            if batch.free:
+                batch.insert(request([5], 2, sampling=Sampling(presence_penalty=2.0)))
+        assert ids(found[slot]) == expected
 
 
 def test_further_continuations_have_the_next_seeds(bundle: Bundle) -> None:
@@ -1006,27 +978,9 @@ def test_what_was_allocated_for_a_request_that_left_is_freed(
     batch.close()
 
 
-def test_slots_move_when_the_larger_cache_is_allocated(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, small_pieces: None
-) -> None:
-    monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)
-    bundle.prepare()
-    batch = Batch(bundle.decoder, 1)
-    [slot] = batch.insert(request(TEXT[:7], 16))
-    found = batch.step()
-    asked = 1
-    while not batch.is_ready_for(3):
-        asked += 1
-        found += batch.step()
-    assert asked == len(bundle.decoder.cache)
-    moved = batch.resize(3)
-    found += finish(batch)[moved[slot]]
-    assert tuple(ids(found)) == greedy(bundle, TEXT[:7], 16).token_ids
-
-
 @pytest.mark.parametrize("context", [24, 72])
 def test_slots_move_to_another_batch_and_back(
-    bundle: Bundle, context: int, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, context: int, monkeypatch: pytest.MonkeyPatch, small_pieces: None
 ) -> None:
     """One request in the smallest batch; two more join in a larger one; the last one goes back alone."""
     monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)
@@ -1034,8 +988,11 @@ def test_slots_move_to_another_batch_and_back(
     batch = Batch(bundle.decoder, 1, largest=(3, context))
     prompt = TEXT[: context // 4]
     [slot] = batch.insert(request(prompt, 16, sampling=Sampling(repetition_penalty=1.5)))
-    found = batch.step()
-    assert batch.is_ready_for(3)
+    found, asked = batch.step(), 1
+    while not batch.is_ready_for(3):
+        asked += 1
+        found += batch.step()
+    assert asked == len(bundle.decoder.cache)
     slot = batch.resize(3)[slot]
     assert (batch.slots, batch.free) == (3, 2)
     others = batch.insert(request([4, 5], 2), request([6], 3))
@@ -1044,7 +1001,8 @@ def test_slots_move_to_another_batch_and_back(
         for token in batch.step():
             (found if token.slot == slot else beside).append(token)
     assert {token.slot for token in beside} == set(others)
-    assert batch.is_ready_for(1)
+    while not batch.is_ready_for(1):
+        found += batch.step()
     assert batch.resize(1) == {slot: 0}
     assert batch.slots == 1
     found += finish(batch).get(0, [])

@@ -79,42 +79,6 @@ LLAMA_3 = """\
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' + date_string }}
 {%- endif %}
 """
-GEMMA = """\
-{{ bos_token }}
-{%- set first = '' -%}
-{%- if messages[0].role == 'system' -%}
-    {%- set first = messages[0].content + '\\n\\n' -%}
-    {%- set messages = messages[1:] -%}
-{%- endif -%}
-{%- for message in messages -%}
-    {%- set role = 'model' if message.role == 'assistant' else message.role -%}
-    {{ '<start_of_turn>' + role + '\\n' + (first if loop.first else '') }}
-    {%- generation -%}
-    {{ message.content | trim }}
-    {%- endgeneration -%}
-    {{ '<end_of_turn>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}
-"""
-MISTRAL = """\
-{%- set ns = namespace(index=0, last=-1) -%}
-{%- for message in messages -%}
-    {%- if message.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
-{%- endfor -%}
-{{- bos_token -}}
-{%- for message in messages -%}
-    {%- if message.role == 'system' -%}{%- continue -%}{%- endif -%}
-    {%- if message.role == 'user' -%}
-        {%- if tools is not none and loop.index0 == ns.last -%}
-            {{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' -}}
-        {%- endif -%}
-        {{- '[INST] ' ~ message.content ~ ' [/INST]' -}}
-    {%- else -%}
-        {{- ' ' ~ message.content ~ eos_token -}}
-    {%- endif -%}
-    {%- set ns.index = ns.index + 1 -%}
-{%- endfor -%}
-"""
 PHI_3 = """\
 {% for message in messages %}{{ '<|' + message.role + '|>' + '\\n' }}\
 {{ message.content + '<|end|>\\n' }}{% endfor %}\
@@ -154,8 +118,7 @@ QWEN = """\
 {%- for document in documents or [] %}{{ document.title ~ ': ' ~ document.text }}{% endfor %}
 """
 TEMPLATES = {
-    **{"chatml": CHATML, "llama 3": LLAMA_3, "gemma": GEMMA},
-    **{"mistral": MISTRAL, "phi 3": PHI_3, "qwen": QWEN},
+    **{"chatml": CHATML, "llama 3": LLAMA_3, "phi 3": PHI_3, "qwen": QWEN},
 }
 TOOL = {
     "type": "function",
@@ -309,6 +272,9 @@ def test_dates_documents_and_json_are_those_of_transformers() -> None:
         "{% macro m(x) %}[{{ x }}{{ caller() }}]{% endmacro %}{% call m(1) %}in{% endcall %}"
         "{% set block %}a{{ 1 }}b{% endset %}{{ block|upper }} {{ messages | map(attribute='role') | join }}"
         "{{ '{:>5}|{}'.format('x', 3) }} {{ [1, 2] + [3] }} {{ (1, 2) * 2 }} {{ undefined_thing }}"
+        "{%- generation -%} {{ messages[0].content | trim }} {%- endgeneration -%}{% set ns.x = ns.x + 'y' %}"
+        "{% for i in range(4) %}{% if i == 1 %}{% continue %}{% endif %}{{ ns.x }}{{ i }}{% endfor %}"
+        "{{ tools is not none }} {{ tools | tojson }}"
     )
     messages = [{"role": "user", "content": "x", "sub": [{"role": "inner"}]}]
     options: dict[str, Any] = {"documents": [{"title": "a", "text": "b"}], "tools": [TOOL]}

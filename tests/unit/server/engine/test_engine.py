@@ -9,7 +9,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,11 +50,19 @@ def bundle(wide_dir: Path) -> Bundle:
     return load(wide_dir, on_mismatch="error")
 
 
+Made = Callable[..., Engine]
+
+
 @pytest.fixture
-def engine(bundle: Bundle) -> Iterator[Engine]:
-    engine = Engine(bundle, slots=4, queue=64)
-    yield engine
-    engine.close()
+def made(bundle: Bundle) -> Iterator[Made]:
+    """Makes engines, which are closed at the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **how: stack.enter_context(contextlib.closing(Engine(bundle, **how)))
+
+
+@pytest.fixture
+def engine(made: Made) -> Engine:
+    return made(slots=4, queue=64)
 
 
 def options_of(number: int) -> dict[str, Any]:
@@ -127,7 +135,7 @@ def test_tasks_read_streams_side_by_side(engine: Engine, alone: list[Any]) -> No
 
 
 def test_requests_that_come_and_go_move_between_batches(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request, then more than fit into two slots, then one again: 1, 4 and 1 rows."""
     monkeypatch.setattr("prejit.server.engine.generation_loop._SHRINK_SECONDS", 0.0)
@@ -137,7 +145,7 @@ def test_requests_that_come_and_go_move_between_batches(
     monkeypatch.setattr(
         Batch, "resize", lambda self, slots: sizes.append(slots) or original(self, slots)
     )
-    engine = Engine(bundle, slots=4)
+    engine = made(slots=4)
     bundle.prepare()
     first = engine.stream([5], max_new_tokens=72, stop_token_ids=())
     pieces = [next(first) for _ in range(3)]
@@ -149,7 +157,6 @@ def test_requests_that_come_and_go_move_between_batches(
     assert tuple(piece.token_id for piece in pieces) == expected.token_ids
     assert 4 in sizes
     assert sizes[-1] < 4
-    engine.close()
 
 
 def few_of(engine: Engine, text: list[int], reused: int | None = None) -> list[int]:
@@ -160,9 +167,11 @@ def few_of(engine: Engine, text: list[int], reused: int | None = None) -> list[i
     return [*text, *found.token_ids]
 
 
-def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(bundle: Bundle) -> None:
+def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(
+    bundle: Bundle, made: Made
+) -> None:
     bundle.prepare()  # a prompt does not wait for a program that copies it
-    engine = Engine(bundle, slots=4, prefix_memory=4 * MIB)
+    engine = made(slots=4, prefix_memory=4 * MIB)
     common = LONG[:30]
     busy = [engine.stream([number], max_new_tokens=60, stop_token_ids=()) for number in range(2)]
     for stream in busy:
@@ -176,7 +185,6 @@ def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(bundle: Bund
     metrics = engine.metrics()
     assert metrics.cached_prompt_tokens == 60
     assert 0 < metrics.prefix_bytes <= 4 * MIB
-    engine.close()
 
 
 def reused(engine: Engine, last: int, **options: Any) -> int:
@@ -194,10 +202,10 @@ def reused(engine: Engine, last: int, **options: Any) -> int:
     ],
 )
 def test_a_prompt_cannot_be_guessed_by_what_is_reused(
-    bundle: Bundle, mine: Any, theirs: Any, shares: bool, expected: int
+    bundle: Bundle, made: Made, mine: Any, theirs: Any, shares: bool, expected: int
 ) -> None:
     bundle.prepare()
-    engine = Engine(bundle, slots=4, prefix_memory=4 * MIB, share_prefixes=shares)
+    engine = made(slots=4, prefix_memory=4 * MIB, share_prefixes=shares)
     prompt: dict[str, Any] = {"max_new_tokens": 30, "stop_token_ids": ()}
     with engine.stream([*LONG[:30], 1], **prompt, **mine) as running:
         next(running)
@@ -208,11 +216,9 @@ def test_a_prompt_cannot_be_guessed_by_what_is_reused(
     for number in range(8):  # other texts take all slots
         engine.generate([number] * 20, max_new_tokens=2, client="c")
     assert reused(engine, 5, **mine) == 30  # of what is kept
-    engine.close()
-    engine = Engine(bundle, slots=4, prefix_memory=4 * MIB, share_prefixes=shares)
+    engine = made(slots=4, prefix_memory=4 * MIB, share_prefixes=shares)
     reused(engine, 1, **mine)
     assert reused(engine, 2, **theirs) == expected  # of a slot that is free
-    engine.close()
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -230,37 +236,35 @@ def test_prompts_of_two_clients_that_enter_together_share_nothing(
 
 
 def test_two_conversations_in_turns_compute_only_what_is_new(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes the slot of the other one, in a batch of one row whose prompts are computed in place."""
     pauses = threading.Semaphore(0)
     original = Batch.keep
     monkeypatch.setattr(Batch, "keep", lambda self: (original(self), pauses.release()))
     bundle.prepare()
-    engine = Engine(bundle, slots=1, prefix_memory=4 * MIB)
+    engine = made(slots=1, prefix_memory=4 * MIB)
     texts = [LONG[:20], LONG[10:30]]
     for turn in range(3):
         for number, text in enumerate(texts):
             reused = len(text) - 3 if turn else None  # all but what came since
             texts[number] = [*few_of(engine, text, reused), 3, 4]
             assert pauses.acquire(timeout=60)
-    engine.close()
 
 
-def test_a_prompt_begins_with_that_of_a_request_that_runs(bundle: Bundle) -> None:
+def test_a_prompt_begins_with_that_of_a_request_that_runs(bundle: Bundle, made: Made) -> None:
     bundle.prepare()
-    engine = Engine(bundle, slots=2, prefix_memory=4 * MIB)
+    engine = made(slots=2, prefix_memory=4 * MIB)
     running = engine.stream([*LONG[:30], 1], max_new_tokens=40, stop_token_ids=())
     next(running)
     for number in (2, 3):  # the other slot, then that slot again
         few_of(engine, [*LONG[:30], number], reused=30)
     running.close()
-    engine.close()
 
 
-def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(bundle: Bundle) -> None:
+def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(made: Made) -> None:
     """The long cache goes when its requests have ended; the prefix that it left does not fit then."""
-    engine = Engine(bundle, slots=4, prefix_memory=4 * MIB)
+    engine = made(slots=4, prefix_memory=4 * MIB)
     # Two rows of four are computed in place: fill the batch, so that a prompt is computed aside and kept.
     beside = [engine.submit([n], max_new_tokens=72, stop_token_ids=()) for n in range(3)]
     engine.generate(LONG, max_new_tokens=30, stop_token_ids=())
@@ -269,23 +273,21 @@ def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(bundle: 
     assert engine.metrics().prefix_bytes > 0
     engine._loop._batch.close()  # as a resize while nothing runs does
     few_of(engine, [*LONG[:17], 1])
-    engine.close()
 
 
-def test_a_conversation_goes_on_after_another_one_took_its_slot(bundle: Bundle) -> None:
+def test_a_conversation_goes_on_after_another_one_took_its_slot(bundle: Bundle, made: Made) -> None:
     """There is no pause in which the answers could be kept."""
     bundle.prepare()
-    engine = Engine(bundle, slots=1, prefix_memory=4 * MIB)
+    engine = made(slots=1, prefix_memory=4 * MIB)
     text = few_of(engine, LONG[:20])
     few_of(engine, LONG[10:30])
     few_of(
         engine, [*text, 3, 4], reused=len(text) - 1
     )  # the last token of the answer is in no cache
-    engine.close()
 
 
 def test_a_burst_of_prompts_is_computed_before_a_step_that_decodes_few(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight prompts for four slots come to an idle engine: four of them at once."""
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
@@ -300,18 +302,17 @@ def test_a_burst_of_prompts_is_computed_before_a_step_that_decodes_few(
         return tokens
 
     monkeypatch.setattr(Batch, "step", step)
-    engine = Engine(bundle, slots=4, prefill_tokens=3)
+    engine = made(slots=4, prefill_tokens=3)
     futures = [engine.submit(prompt_of(3 + n), **FEW) for n in range(8)]
     held.set()
     for number, future in enumerate(futures):
         same(future.result(60), bundle.generate(prompt_of(3 + number), **FEW))
     first_decode = next(number for number, passes in enumerate(rows) if any(passes))
     assert sum(map(len, rows[:first_decode])) == 4
-    engine.close()
 
 
 def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle.prepare()
     most: dict[str, int] = {}
@@ -326,7 +327,7 @@ def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(
         return original(self, meanwhile, positions)
 
     monkeypatch.setattr(Batch, "step", step)
-    engine = Engine(bundle, slots=4, prefill_tokens=3)
+    engine = made(slots=4, prefill_tokens=3)
     for client, length in (("few", 60), ("many", 6)):
         with engine.stream(prompt_of(3), max_new_tokens=length, client=client) as text:
             next(text)
@@ -336,15 +337,14 @@ def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(
             wait(burst, 60)
     assert most["beside few"] == 3
     assert most["alone"] > 3
-    engine.close()
 
 
 def test_a_burst_right_after_another_one_finds_the_slots(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prejit.server.engine.generation_loop._PAUSE_SECONDS", 60.0)
     bundle.prepare()
-    engine = Engine(bundle, slots=4)
+    engine = made(slots=4)
     for _ in range(2):
         wait([engine.submit(prompt_of(n), max_new_tokens=6) for n in range(8)], 60)
     assert engine._loop._batch.slots == 4
@@ -355,17 +355,14 @@ def test_a_burst_right_after_another_one_finds_the_slots(
     )
     engine.generate([1], max_new_tokens=1)
     assert sizes == []
-    engine.close()
 
 
 # ---------------------------------------------------------------------- who is served, and when
 
 
 @pytest.fixture
-def one_slot(bundle: Bundle) -> Iterator[Engine]:
-    engine = Engine(bundle, slots=1, queue=3)
-    yield engine
-    engine.close()
+def one_slot(made: Made) -> Engine:
+    return made(slots=1, queue=3)
 
 
 def occupy(engine: Engine, **options: Any) -> Any:
@@ -693,17 +690,16 @@ def test_prefixes_take_no_more_than_the_slots_unless_asked_for(bundle: Bundle) -
     assert plan_caches(bundle.decoder, 4, 1 << 40, 9 * slots).prefix_bytes == 9 * slots
 
 
-def test_a_small_memory_has_a_shorter_context(bundle: Bundle) -> None:
+def test_a_small_memory_has_a_shorter_context(bundle: Bundle, made: Made) -> None:
     whole = plan_caches(bundle.decoder, 4, 1 << 40, 0)
     peak = plan_caches(bundle.decoder, 4, whole.peak_bytes - 1, 0).peak_bytes
-    engine = Engine(bundle, slots=4, memory=peak - 1, prefix_memory=0)
+    engine = made(slots=4, memory=peak - 1, prefix_memory=0)
     with pytest.raises(ContextError, match="at most 24 tokens, for which the engine has memory"):
         engine.submit(LONG)
     found = engine.generate([1, 2, 3], stop_token_ids=())
     assert found.finish_reason == "context"
     assert len(found.token_ids) == 24 - 3 + 1
     assert engine.metrics().cache_budget_bytes == peak - 1
-    engine.close()
 
 
 # ---------------------------------------------------------------------- the end
@@ -724,8 +720,8 @@ def test_closing_ends_what_waits_and_runs(bundle: Bundle) -> None:
 
 
 @pytest.mark.usefixtures("slow")
-def test_draining_finishes_what_is_there_and_takes_no_more(bundle: Bundle) -> None:
-    engine = Engine(bundle, slots=1)
+def test_draining_finishes_what_is_there_and_takes_no_more(made: Made) -> None:
+    engine = made(slots=1)
     running = engine.submit([1], max_new_tokens=20, stop_token_ids=())
     waiting = engine.submit([1], max_new_tokens=2, stop_token_ids=())
     assert not engine.drain(0.01)
@@ -734,7 +730,6 @@ def test_draining_finishes_what_is_there_and_takes_no_more(bundle: Bundle) -> No
     assert engine.drain(60)
     assert len(running.result(0).token_ids) == 20
     assert len(waiting.result(0).token_ids) == 2
-    engine.close()
 
 
 @pytest.mark.usefixtures("slow")

@@ -94,11 +94,6 @@ def lane(program: Program) -> Iterator[Lane[Any]]:
     lane.close()
 
 
-def test_a_lone_call_does_not_wait_for_company(lane: Lane[Any], program: Program) -> None:
-    assert submit(lane, [3, 4]).result(PATIENCE).tolist() == [6, 8]
-    assert program.runs == [[2]]
-
-
 def test_calls_that_come_during_a_run_share_the_next(lane: Lane[Any], program: Program) -> None:
     program.hold(lane)
     futures = [submit(lane, [number]) for number in range(5)]
