@@ -59,8 +59,8 @@ def inspect(path: str, as_json: bool) -> int:
         return 0
     _print_bundle(digest, contents[0].config, defaults)
     layers = {layer.digest: layer for c in contents for layer in c.manifest.layers}
-    sizes = [(_layer_name(x.mediaType), size(x.size)) for x in layers.values()]
-    print_text(table(["layer", "size"], sizes))
+    sizes = [(x.mediaType.removeprefix("application/vnd.prejit."), x.size) for x in layers.values()]
+    print_text(table(["layer", "size"], [(name, size(count)) for name, count in sizes]))
     if calls := calls_table(contents[0].config):
         print_text(f"\n{calls}")
     for target, content in zip(targets, contents, strict=True):
@@ -147,7 +147,3 @@ def _defaults(layout: Layout, content: Contents) -> Defaults | None:
     read, path = layout.read_blob(at.digest, at.size), layout.blob_path(at.digest)
     check_digest(read, at.digest, path)
     return check_generation(read, path)
-
-
-def _layer_name(media_type: str) -> str:
-    return media_type.removeprefix("application/vnd.prejit.")

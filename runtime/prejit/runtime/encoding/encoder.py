@@ -206,7 +206,7 @@ class EncoderPrograms:
             tokens=tokens_in_all,
             truncated=0,
             padding=1 - tokens_in_all / computed if computed else 0.0,
-            buckets={str(bucket): runs for bucket, runs in sorted(used.items(), key=_shape)},
+            buckets={str(b): used[b] for b in sorted(used, key=lambda b: (b.batch, b.length))},
             tokenize_seconds=0.0,
             queue_seconds=queued,
             run_seconds=ran,
@@ -251,10 +251,6 @@ class EncoderPrograms:
 
     def _weights(self, name: str) -> list[DeviceArray]:
         return self.programs.weights(self.programs.table[name].weights)
-
-
-def _shape(item: tuple[Bucket, int]) -> tuple[int, int]:
-    return item[0].batch, item[0].length
 
 
 _MAX_COST = 1 << 60

@@ -111,15 +111,9 @@ class Engine(OneProcess):
             slots = bundle.decoder.batches[-1] if self._has_decoder else 1
         self._slots = arguments.integer("slots", slots, 1)
         self._queue = arguments.integer("queue", queue, 1)
-        self._memory = None if memory is None else arguments.integer("memory", memory, 1)
-        self._prefixes = (
-            None if prefix_memory is None else arguments.integer("prefix_memory", prefix_memory, 0)
-        )
-        self._prefill_tokens = (
-            None
-            if prefill_tokens is None
-            else arguments.integer("prefill_tokens", prefill_tokens, 1)
-        )
+        self._memory = _optional("memory", memory, 1)
+        self._prefixes = _optional("prefix_memory", prefix_memory, 0)
+        self._prefill_tokens = _optional("prefill_tokens", prefill_tokens, 1)
         self._shares_prefixes = arguments.flag("share_prefixes", share_prefixes)
         self._recorder = Recorder(self._slots, self._queue, kinds_of(bundle.config))
         if self._has_decoder:
@@ -429,6 +423,10 @@ class Engine(OneProcess):
         self._is_ending = self._is_closed = True
         self._reason = reason
         return [vars(self).pop(name, None) for name in ("_loop", "_encoding", "_calling", "_once")]
+
+
+def _optional(name: str, value: int | None, least: int) -> int | None:
+    return None if value is None else arguments.integer(name, value, least)
 
 
 def _canceller(loop: Loop, ticket: Ticket) -> Callable[[], None]:

@@ -36,13 +36,8 @@ REQUEST_BOUNDS = _bounds(
 )
 """Bounds in seconds of a request and of its parts."""
 
-COUNT_BOUNDS = tuple(
-    float(step * 10**power)
-    for power in range(6)
-    for step in (1, 2, 5)
-    if step * 10**power <= 200000
-)
-"""Bounds of numbers of tokens: 1, 2, 5, 10 and so on up to 200,000."""
+COUNT_BOUNDS = _bounds("1 2 5 10 20 50 100 200 500 1000 2000 5000 10000 20000 50000 100000 200000")
+"""Bounds of numbers of tokens."""
 
 
 @dataclass(frozen=True, slots=True)

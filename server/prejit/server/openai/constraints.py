@@ -18,9 +18,8 @@ from prejit.server.grammar.grammar_sources import (
     GrammarSource,
     SchemaPart,
     schema_source,
-    tools_source,
 )
-from prejit.server.grammar.tools import ToolForm
+from prejit.server.grammar.tools import ToolForm, tools_source
 from prejit.server.openai import prompts
 from prejit.server.openai.chat_messages import Function, plain_tools
 from prejit.server.served.served import Served
