@@ -115,10 +115,7 @@ class EncoderPrograms:
         """Load one bucket and begin to load the others in a thread. The use of a bucket raises its error.
 
         The one bucket serves most of the others well. The first call finds it ready, whatever its sentences
-        are, and the number of buckets does not matter.
-
-        Args:
-            before: called first in the thread: reads the tokenizer.
+        are, and the number of buckets does not matter. The thread calls `before` first.
         """
         first, *others = loading_order(self.buckets)
         self._thread = start_thread(lambda: self._load(before, others), "prejit-encoder")

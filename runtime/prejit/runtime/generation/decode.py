@@ -94,13 +94,9 @@ class Decoding:
         masks: Masks,
         meanwhile: Callable[[], object],
     ) -> Call:
-        """Compute the next tokens of all live rows.
+        """Compute the next tokens of all live rows, for each of which the cache has room for one at least.
 
-        Args:
-            cache: with room for at least one more token in each row.
-            rows: the row of each slot; None: the slot is free.
-            masks: of the rows whose token mask forbids something.
-            meanwhile: called once while the device computes.
+        Slots without a row are free. `meanwhile` is called once while the device computes.
         """
         live = {slot: row for slot, row in enumerate(rows) if row is not None}
         drafts = {

@@ -98,11 +98,6 @@ class DecoderPrograms:
     ) -> tuple[int, int]:
         """Return the smallest (batch, context) bucket that fits, preferring one whose programs are ready.
 
-        Args:
-            rows: how many rows it needs.
-            tokens: how many tokens the longest of them has.
-            largest: the largest batch and context to choose; None: those of the bundle.
-
         Raises:
             UsageError: no bucket is large enough.
         """

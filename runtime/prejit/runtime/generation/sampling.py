@@ -82,13 +82,9 @@ def place_sampling(
     logprobs: Sequence[int],
     bias: NDArray[np.float32] | None = None,
 ) -> dict[str, DeviceArray]:
-    """Put the sampling arguments of a batch on the device.
+    """Put the sampling arguments of a batch on the device. Arguments as `arrays`.
 
-    Args:
-        decoder: the programs.
-        sampling: one for each row.
-        logprobs: for each row, 1 to compute log-probabilities, 0 not to.
-        bias: float32 [B, V] to use instead of the rows' own logit_bias.
+    A bias, float32 [B, V], takes the place of the rows' own logit_bias.
     """
     values = arrays(sampling, decoder.decoder.vocab_size, logprobs)
     if bias is not None:

@@ -268,12 +268,7 @@ class Engine(OneProcess):
     ) -> Future[Encoded]:
         """Begin to encode sentences as `encode` does, and return the future of the embeddings.
 
-        Args:
-            sentences: as of `encode`.
-            on_too_long: as of `encode`.
-            timeout: as of `encode`.
-            client: sentences of different clients get fair shares of runs.
-            limits: how much the client may have of the encoder.
+        Sentences of different clients get fair shares of runs; `limits` is how much this one may have.
 
         Raises:
             UsageError, ContextError, QueueFullError, ClosedError: as `encode`.
@@ -308,12 +303,7 @@ class Engine(OneProcess):
     ) -> Future[Any]:
         """Begin to run a program for a client, as `submit_call` does. Clients get fair shares of rows.
 
-        Args:
-            client: whose call it is.
-            limits: how many calls of the program the client may have.
-            name: of the program.
-            *args: its arguments.
-            **kwargs: its arguments by name.
+        `limits` is how many calls of the program the client may have.
 
         Raises:
             UsageError, QueueFullError, ClosedError: as `call`.

@@ -108,11 +108,7 @@ class RequestRecorder:
             self._waiting += 1
 
     def abandoned(self, reason: str) -> None:
-        """Count a request that left the queue without running.
-
-        Args:
-            reason: `cancelled`, `deadline`, `error`, or `refused`: it made room for another client.
-        """
+        """Count a request that left the queue without running; `refused`: it made room for another client."""
         with self.lock:
             self._waiting -= 1
             self._finished[reason] += 1
@@ -290,12 +286,7 @@ class Recorder:
             self._first.observe(seconds)
 
     def tokens(self, count: int, seconds: float) -> None:
-        """Count further tokens of one request that came together.
-
-        Args:
-            count: how many. Each gets the same share of the time.
-            seconds: time since the request's tokens before them.
-        """
+        """Count further tokens of one request that came together, so long after those before them."""
         with self._lock:
             self._generated += count
             self._between.observe(seconds / count, count)
