@@ -136,3 +136,9 @@ def make_decoder(
 def decoder_dir(make_decoder: Callable[..., Path]) -> Path:
     """A GPT-2 of 48 tokens: every kind of program, two buckets of each size."""
     return make_decoder("gpt2", batch=(1, 3), prompt=(3, 10), context=(24, 72))
+
+
+@pytest.fixture(scope="session")
+def wide_dir(make_decoder: Callable[..., Path]) -> Path:
+    """The same with three batches."""
+    return make_decoder("gpt2", batch=(1, 2, 4), prompt=(3, 10), context=(24, 72))

@@ -3,66 +3,41 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from prejit.runtime import load
+from prejit.runtime import __main__, load
 
-from .conftest import Run, write_manifest
-
-TEMPLATE = """\
-{{ bos_token }}{% for message in messages %}
-{{ message.content }}{% if not loop.last %} {% endif %}
-{% endfor %}"""
-
-
-@pytest.fixture(scope="module")
-def chatting(run: Run, stories: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """stories260k with a chat template beside it."""
-    directory = tmp_path_factory.mktemp("chat")
-    source = directory / "model"
-    shutil.copytree(stories[0], source)
-    source.chmod(0o755)
-    (source / "chat_template.jinja").write_text(TEMPLATE)
-    manifest = write_manifest(
-        directory / "m.toml", source, name="stories", prompt=(16,), context=(128,)
-    )
-    run("build", manifest, "-o", directory, quick=True)
-    return directory / "stories"
+from .conftest import Run
 
 
 def test_a_message_goes_through_the_template_and_a_stop_string_ends_the_answer(
-    run: Run, chatting: Path
+    run: Run, stories_dir: Path
 ) -> None:
     options = ("--max-new-tokens", "40", "--json", "--on-mismatch", "error")
-    said = json.loads(run("generate", chatting, "--chat", "Once upon a time", *options).stdout)
-    same = json.loads(run("generate", chatting, "--prompt", "Once upon a time", *options).stdout)
+    chat = ("generate", stories_dir, "--chat", "Once upon a time", *options)
+    said = json.loads(run(*chat).stdout)
+    bundle = load(stories_dir, on_mismatch="error")
+    same = bundle.generate("Once upon a time", max_new_tokens=40)
     # The template spells the BOS that the tokenizer adds to a prompt: it must not come twice.
-    assert said["token_ids"] == same["token_ids"]
-    assert said["text"] == same["text"]
+    assert (said["token_ids"], said["text"]) == ([*same.token_ids], same.text)
     stop = said["text"][20:26]
-    cut = json.loads(
-        run("generate", chatting, "--chat", "Once upon a time", "--stop", stop, *options).stdout
-    )
-    assert cut["text"] == said["text"].partition(stop)[0]
-    assert cut["finish_reason"] == "stop"
+    cut = json.loads(run(*chat, "--stop", stop).stdout)
+    assert (cut["text"], cut["finish_reason"]) == (said["text"].partition(stop)[0], "stop")
     assert len(cut["token_ids"]) < len(said["token_ids"])
 
 
-def test_a_prompt_is_one_of_three_things(run: Run, chatting: Path) -> None:
-    done = run("generate", chatting, "--chat", "a", "--prompt", "b", status=2)
-    assert (
-        "expected one of --prompt, --prompt-ids, --chat, found --prompt and --chat" in done.stderr
-    )
-
-
-def test_the_bundle_knows_its_template(run: Run, chatting: Path) -> None:
-    loaded = load(chatting)
-    messages = [{"role": "user", "content": "Once"}, {"role": "assistant", "content": "upon"}]
+def test_the_bundle_knows_its_template(
+    stories_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load(stories_dir)
+    messages = [{"role": "user", "content": "Once"}, {"role": "assistant", "content": " upon"}]
     assert loaded.render_chat_template(messages) == "<s>Once upon"
     assert loaded.apply_chat_template(messages)[0] == 1
-    assert "chat.v1+json" in run("inspect", chatting).stdout
-    run("verify", chatting)
+    assert __main__.main(["inspect", str(stories_dir)]) == 0
+    assert "chat.v1+json" in capsys.readouterr().out
+    assert __main__.main(["verify", str(stories_dir)]) == 0
+    assert __main__.main(["generate", str(stories_dir), "--chat", "a", "--prompt", "b"]) == 2
+    error = capsys.readouterr().err
+    assert "expected one of --prompt, --prompt-ids, --chat, found --prompt and --chat" in error

@@ -1,4 +1,4 @@
-"""An encoder of 11 shapes, built through the command line and run from its bundle."""
+"""An encoder of 7 shapes, built through the command line and run from its bundle."""
 
 from __future__ import annotations
 
@@ -31,11 +31,7 @@ from prejit.server.engine.engine import Engine
 
 from .conftest import Run
 
-SHAPES = [
-    *([1, length] for length in (16, 32, 128, 512)),
-    *([batch, length] for batch in (2, 8, 32) for length in (32, 128)),
-    [64, 128],
-]
+SHAPES = [*([1, length] for length in (16, 32, 512)), [2, 32], [8, 32], [8, 128], [64, 128]]
 CONFIG = {
     "model_type": "bert",
     "architectures": ["BertModel"],
@@ -75,15 +71,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def write_manifest(to: Path, model: Path, shapes: list[list[int]], dtype: str = "float32") -> Path:
+    to.write_text(
+        f'[bundle]\nname = "{to.stem}"\n[model]\nsource = "{model}"\ndtype = "{dtype}"\n'
+        f'[encode]\nshapes = {shapes}\n[[target]]\nname = "cpu-host"\n'
+    )
+    return to
+
+
 @pytest.fixture(scope="session")
 def manifest(model: Path) -> Path:
-    """The manifest of the 11 shapes."""
-    path = model.parent / "encoder.toml"
-    path.write_text(
-        f'[bundle]\nname = "encoder"\n[model]\nsource = "model"\n[encode]\nshapes = {SHAPES}\n'
-        '[[target]]\nname = "cpu-host"\n'
-    )
-    return path
+    """The manifest of the 7 shapes."""
+    return write_manifest(model.parent / "encoder.toml", model, SHAPES)
 
 
 @pytest.fixture(scope="session")
@@ -129,7 +128,7 @@ def ids_of(text: str) -> list[int]:
 def test_embeddings_are_those_of_the_module_in_the_order_of_the_sentences(
     bundle: Bundle, module: Any
 ) -> None:
-    words = [3, 0, 60, 14, 15, 200, 3, 30, 31, 5, 5, 5, 510]
+    words = [3, 0, 14, 15, 3, 30, 31, 5, 5, 510]  # each length is a compilation of the module
     texts = [
         " ".join(LETTERS[(n * 7 + place) % 26] for n in range(count))
         for place, count in enumerate(words)
@@ -137,10 +136,10 @@ def test_embeddings_are_those_of_the_module_in_the_order_of_the_sentences(
     encoded = bundle.encode_batch(texts)
     expected = np.stack([module(ids_of(text)) for text in texts])
     assert np.abs(encoded.embeddings - expected).max() <= 1e-5
-    assert np.abs(expected[0] - expected[6]).max() > 1e-3, "one embedding for all would pass"
+    assert np.abs(expected[0] - expected[4]).max() > 1e-3, "one embedding for all would pass"
     assert encoded.embeddings.dtype == np.float32
     stats = encoded.stats
-    assert (stats.sentences, stats.tokens, stats.truncated) == (13, sum(words) + 26, 0)
+    assert (stats.sentences, stats.tokens, stats.truncated) == (10, sum(words) + 20, 0)
     computed = sum(
         int(batch) * int(length) * runs
         for shape, runs in stats.buckets.items()
@@ -264,10 +263,10 @@ def test_another_machine_compiles_what_it_needs_and_gives_the_same(
     texts = ["a b c", "d " * 20]
     assert np.abs(fallen.encode(texts) - bundle.encode(texts)).max() <= 1e-5
     compiled = [r for r in fallen.report() if r.source == "compiled"]
-    assert 3 <= len(compiled) <= 6, "only the shapes that serve these sentences"
+    assert 2 <= len(compiled) <= 5, "only the shapes that serve these sentences"
     # What is ready serves a sentence whose own shape is not.
     used = next(iter(fallen.encode_batch(["a"]).stats.buckets))
-    assert used in {"1x16", *("1x32", "2x32")}
+    assert used in {"1x16", "1x32", "2x32"}
 
 
 @pytest.mark.parametrize(
@@ -280,11 +279,7 @@ def test_another_machine_compiles_what_it_needs_and_gives_the_same(
 def test_a_shape_that_cannot_run_is_refused_before_it_is_compiled(
     shape: list[int], message: str, run: Run, model: Path, tmp_path: Path
 ) -> None:
-    manifest = tmp_path / "m.toml"
-    manifest.write_text(
-        f'[bundle]\nname = "m"\n[model]\nsource = "{model}"\n[encode]\nshapes = [{shape}]\n'
-        '[[target]]\nname = "cpu-host"\n'
-    )
+    manifest = write_manifest(tmp_path / "m.toml", model, [shape])
     done = run("build", manifest, "-o", tmp_path, "--no-measure", status=2)
     assert message in done.stderr
 
@@ -293,11 +288,7 @@ def test_a_shape_that_cannot_run_is_refused_before_it_is_compiled(
 def test_a_sentence_transformers_directory_builds_in_every_dtype(
     dtype: str, model: Path, run: Run, tmp_path: Path
 ) -> None:
-    manifest = tmp_path / "m.toml"
-    manifest.write_text(
-        f'[bundle]\nname = "m"\n[model]\nsource = "{model}"\ndtype = "{dtype}"\n'
-        '[encode]\nshapes = [[1, 16]]\n[[target]]\nname = "cpu-host"\n'
-    )
+    manifest = write_manifest(tmp_path / "m.toml", model, [[1, 16]], dtype)
     run("build", manifest, "-o", tmp_path, quick=True)
     loaded = load(tmp_path / "m", on_mismatch="error")
     assert np.isfinite(loaded.encode([[CLS, 7, SEP]])).all()

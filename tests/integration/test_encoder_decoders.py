@@ -61,7 +61,8 @@ def translator(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Bundle:
 
 @pytest.fixture(scope="module")
 def transcriber(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Bundle:
-    path, _ = built(tmp_path_factory.mktemp("whisper"), run, WHISPER, [WHISPER.frames])
+    at, sizes = tmp_path_factory.mktemp("whisper"), {**SIZES, "context": [28]}
+    path, _ = built(at, run, WHISPER, [WHISPER.frames], sizes)
     return load(path, on_mismatch="error")
 
 
@@ -110,37 +111,15 @@ def test_a_bundle_writes_what_torch_wrote(case: Any, request: pytest.FixtureRequ
     assert streamed == wanted[0]
 
 
-def test_requests_that_join_and_leave_do_not_change_each_other(translator: Bundle) -> None:
-    wanted, given = recorded(T5), requests(T5)
-    batch = translator.batch(3)
-    slots: dict[int, int] = {}
-    found: dict[int, list[int]] = {}
-    waiting = [0, 1, 0, 1, 1]
-    turn = 0
-    while waiting or slots:
-        if waiting and batch.free and turn % 2 == 0:
-            row = waiting.pop()
-            prompt, source = given[row]
-            [slot] = batch.insert(translator.request(prompt, source=source, max_new_tokens=20))
-            slots[slot], found[slot] = row, []
-        for token in batch.step():
-            if token.token_id is not None:
-                found[token.slot].append(token.token_id)
-            if token.finish_reason is not None:
-                assert found[token.slot] == wanted[slots.pop(token.slot)]
-        turn += 1
-
-
 def test_an_engine_reads_the_sources_of_many_callers(translator: Bundle) -> None:
+    """More than it has slots for: they join and leave beside each other."""
     engine = Engine(translator)
-    given = requests(T5) * 3
     futures = [
         engine.submit(prompt, source=source, max_new_tokens=5 + place)
-        for place, (prompt, source) in enumerate(given)
+        for place, (prompt, source) in enumerate(requests(T5) * 3)
     ]
-    for place, ((prompt, source), future) in enumerate(zip(given, futures, strict=True)):
-        alone = translator.generate(prompt, source=source, max_new_tokens=5 + place)
-        assert future.result(120).token_ids == alone.token_ids
+    for place, (ids, future) in enumerate(zip(recorded(T5) * 3, futures, strict=True)):
+        assert list(future.result(120).token_ids) == ids[: 5 + place]
     with pytest.raises(UsageError, match="source: expected what the model is to read, found none"):
         engine.submit([1])
     engine.close()
@@ -159,37 +138,32 @@ def test_a_text_begins_by_itself_and_a_source_may_be_short(translator: Bundle) -
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("source", "said"),
     [
-        ({}, "source: expected what the model is to read, found none"),
-        ({"source": "a text"}, "no tokenizer"),
-        ({"source": [1, 2, 10**6]}, "source: expected .* 10000"),
-        (
-            {"source": np.ones((2, 3), np.int32)},
-            r"source: expected int32\[N\], found int32\[2, 3\]",
-        ),
-        ({"source": np.ones(3, np.float32)}, r"expected int32\[N\], found float32\[3\]"),
-        ({"source": object()}, "source: expected an array of numbers"),
+        (None, "source: expected what the model is to read, found none"),
+        ("a text", "no tokenizer"),
+        ([1, 2, 10**6], "source: expected .* 10000"),
+        (np.ones((2, 3), np.int32), r"source: expected int32\[N\], found int32\[2, 3\]"),
+        (np.ones(3, np.float32), r"expected int32\[N\], found float32\[3\]"),
+        (object(), "source: expected an array of numbers"),
+        ([1] * 24, "source: expected at most 23 places, found 24"),
     ],
 )
-def test_a_wrong_source_is_told(translator: Bundle, options: Any, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        translator.generate([1], **options)
-
-
-def test_a_source_that_is_too_long_is_told(translator: Bundle) -> None:
-    with pytest.raises(ContextError, match="source: expected at most 23 places, found 24"):
-        translator.generate([1], source=[1] * 24)
+def test_a_wrong_source_is_told(translator: Bundle, source: Any, said: str) -> None:
+    with pytest.raises((UsageError, ContextError), match=said):
+        translator.generate([1], source=source)
     with pytest.raises(UsageError, match="no common prefix"):
         translator.prefix([1, 2])
 
 
 def test_a_spectrogram_of_another_shape_is_told(transcriber: Bundle) -> None:
     bins, frames = WHISPER.config["num_mel_bins"], WHISPER.frames
-    with pytest.raises(UsageError, match=rf"expected float32\[{bins}, N\], found float32\[1, 2\]"):
-        transcriber.generate([1], source=np.ones((1, 2), np.float32))
-    with pytest.raises(ContextError, match=f"at most {frames} places"):
-        transcriber.generate([1], source=np.ones((bins, frames + 1), np.float32))
+    for shape, said in (
+        ((1, 2), rf"expected float32\[{bins}, N\], found float32\[1, 2\]"),
+        ((bins, frames + 1), f"at most {frames} places"),
+    ):
+        with pytest.raises((UsageError, ContextError), match=said):
+            transcriber.generate([1], source=np.ones(shape, np.float32))
 
 
 def test_the_command_line_reads_a_spectrogram(tmp_path: Path, run: Run) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from tests.extent import examples
 
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.server.grammar.grammars import Grammars
-from prejit.server.grammar.tools import ToolForm
 
 STRING = {"type": "string", "maxLength": 6}
 INTEGER = {"type": "integer", "minimum": -9, "maximum": 99}
@@ -74,7 +73,7 @@ def test_what_a_random_model_writes_satisfies_its_schema(
 ) -> None:
     for name, schema in SCHEMAS.items():
         check = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
-        for seed in range(4):
+        for seed in range(2):
             result = bundle.generate(
                 "ab", token_mask=grammars.json_schema(schema), temperature=3.0, seed=seed
             )
@@ -84,15 +83,8 @@ def test_what_a_random_model_writes_satisfies_its_schema(
 
 def _schema(draw: random.Random, depth: int) -> dict[str, Any]:
     """A random schema whose values are short."""
-    kinds = [
-        "integer",
-        "string",
-        "boolean",
-        "null",
-        "enum",
-        *(["object", "array", "anyOf"] * (depth > 0)),
-    ]
-    match draw.choice(kinds):
+    kinds = ["integer", "string", "boolean", "null", "enum"]
+    match draw.choice(kinds + ["object", "array", "anyOf"] * (depth > 0)):
         case "integer":
             least = draw.randint(-50, 50)
             return {"type": "integer", "minimum": least, "maximum": least + draw.randint(0, 60)}
@@ -119,40 +111,16 @@ def _schema(draw: random.Random, depth: int) -> dict[str, Any]:
 def test_what_a_random_model_writes_satisfies_a_random_schema(
     bundle: Bundle, grammars: Grammars
 ) -> None:
-    for seed in range(40):
+    for seed in range(examples(20, 40)):
         schema = _schema(random.Random(seed), 2)
         mask = grammars.json_schema(schema)
         result = bundle.generate("ab", token_mask=mask, temperature=3.0, seed=seed)
-        if (
-            result.finish_reason == "context"
-        ):  # a long text: only its beginning is known to be right
+        if result.finish_reason == "context":  # only its beginning is known to be right
             assert not mask.accepts(result.token_ids), seed
             continue
         assert result.finish_reason == "stop", seed
         assert mask.accepts(result.token_ids), seed
         jsonschema.Draft202012Validator(schema).validate(json.loads(result.text))
-
-
-def test_what_a_random_model_writes_matches_an_expression(
-    bundle: Bundle, grammars: Grammars
-) -> None:
-    for pattern in (r"[a-c]{3}-\d{2}", r"(yes|no)( é{1,3})?", r"\w{1,5}@[xyz]+\.(com|org)"):
-        for seed in range(4):
-            result = bundle.generate(
-                "ab", token_mask=grammars.regex(pattern), temperature=2.0, seed=seed
-            )
-            if result.finish_reason == "stop":
-                assert re.fullmatch(pattern, result.text), result.text
-
-
-def test_a_random_model_calls_a_tool(bundle: Bundle, grammars: Grammars) -> None:
-    tool = {"function": {"name": "add", "strict": True, "parameters": strict(a=INTEGER, b=INTEGER)}}
-    mask = grammars.tools([tool], ToolForm(), required=True, parallel=False)
-    result = bundle.generate("ab", token_mask=mask, temperature=3.0)
-    body = result.text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
-    called = json.loads(body)
-    assert called["name"] == "add"
-    jsonschema.validate(called["arguments"], strict(a=INTEGER, b=INTEGER))
 
 
 def test_rows_of_a_batch_have_grammars_of_their_own(bundle: Bundle, grammars: Grammars) -> None:

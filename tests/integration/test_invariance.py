@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests import extent
 from tests.decoders import VOCABULARY
+from tests.once import Once
 
 from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 from prejit.runtime import Bundle, Sampling, load
@@ -30,12 +31,13 @@ from prejit.runtime.generation import slots as engine
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache
-from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.options import SAMPLING_OPTIONS, Request
 from prejit.runtime.generation.rows import Token
 from prejit.runtime.generation.sampling import Logprob, bias_row, history_row, place_sampling
 from prejit.runtime.generation.shared_prefix import Prefix
 
-from .conftest import SHARED
+from .conftest import SHARED, Run
+from .test_state_space import example_bundle
 
 NEW_TOKENS = 24
 LENGTHS = (1, 2, 3, 4, 7, 10, 11, 13, 21, 23, 24, 25, 40, 56, 70, 71, 72)
@@ -54,28 +56,17 @@ CLEAR = 1e-4
 
 @dataclass(frozen=True)
 class Spec:
-    """A request out of a pool, so that its reference is computed once.
-
-    Attributes:
-        text, length: the prompt is so much of that text.
-        sampling: one of SAMPLINGS.
-        masked: whether a token mask forbids a third of the tokens at each step.
-        limit: of new tokens; None: until the context is full.
-        stop: stop at the token that would come so late; None: at none.
-        logprobs: as in Request.
-        lookup: whether tokens are drafted.
-        prefix: the length of the same text that a Prefix holds; 0: none is given.
-    """
+    """A request out of a pool, so that its reference is computed once."""
 
     text: int
-    length: int
+    length: int  # so much of the text is the prompt
     sampling: int = GREEDY
-    masked: bool = False
+    masked: bool = False  # a mask forbids a third of the tokens at each step
     limit: int | None = NEW_TOKENS
-    stop: int | None = None
+    stop: int | None = None  # at the token that would come so late
     logprobs: int | None = None
     lookup: bool = False
-    prefix: int = 0
+    prefix: int = 0  # so much of the text is in a Prefix
 
 
 def mask(generated: Sequence[int], vocab: int) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
@@ -93,7 +84,7 @@ class Subject:
         default_factory=dict
     )
     prefixes: dict[tuple[int, int], Prefix] = field(default_factory=dict)
-    least_gap: float = math.inf
+    is_clear: bool = True  # rounding alone changes no greedy token
 
     @property
     def context(self) -> int:
@@ -109,7 +100,7 @@ class Subject:
             self.known[key] = self._compute(self.prompt(spec), SAMPLINGS[spec.sampling], key[-1])
             if spec.sampling == GREEDY and not spec.masked:
                 gaps = [one.top[0][1] - one.top[1][1] for one in self.known[key][1]]
-                self.least_gap = min(self.least_gap, *gaps)
+                assert not self.is_clear or min(gaps) > CLEAR, "choose another seed"
         return self.known[key]
 
     def _compute(
@@ -195,6 +186,33 @@ def gpt2(decoder_dir: Path) -> Subject:
     return with_texts(load(decoder_dir, on_mismatch="error"))
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        "mistral",  # with a sliding window
+        "state_space",  # of which nothing can be taken back
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gemma2", "stories260k")),
+    ],
+)
+def other(
+    request: pytest.FixtureRequest, make_decoder: Callable[..., Path], run: Run, once: Once
+) -> Subject:
+    # Each program more is a compilation more: the GPT-2 has those of several batches and prompts.
+    sizes: dict[str, Any] = {"batch": (2,), "prompt": (10,), "context": (24, 72)}
+    if request.param == "state_space":
+        return with_texts(load(example_bundle(run, once, request.param), on_mismatch="error"))
+    if request.param != "stories260k":
+        return with_texts(load(make_decoder(request.param, **sizes), on_mismatch="error"))
+    source = SHARED / "data" / "stories260k"
+    if not source.is_dir():
+        pytest.skip(f"no checkpoint at {source}; set PREJIT_SHARED to the directory that has it")
+    expected = json.loads((source / "expected.json").read_text())
+    story = [*expected["prompt_ids"], *expected["ids"]]
+    texts = [story[:72], [*story[:21], *story[40:91]], (story[5:15] * 8)[:72]]
+    path = make_decoder(source, **{**sizes, "batch": (4,)})
+    return Subject(load(path, on_mismatch="error"), texts)
+
+
 def with_texts(bundle: Bundle) -> Subject:
     """Three: the model's own, so that prompts go on where a slot left off; one that begins like it for 21
     tokens; one that repeats itself.
@@ -207,31 +225,6 @@ def with_texts(bundle: Bundle) -> Subject:
         own += subject.tokens(Spec(0, len(own)))[0]
     subject.texts[:2] = own[:72], [*own[:21], *other[21:]]
     return subject
-
-
-@pytest.fixture(scope="module")
-def mistral(make_decoder: Callable[..., Path]) -> Subject:
-    # Each program more is a compilation more: the GPT-2 has those of several batches and prompts.
-    path = make_decoder("mistral", batch=(2,), prompt=(10,), context=(24, 72))
-    return with_texts(load(path, on_mismatch="error"))
-
-
-@pytest.fixture(scope="module")
-def gemma2(make_decoder: Callable[..., Path]) -> Subject:
-    path = make_decoder("gemma2", batch=(2,), prompt=(10,), context=(24, 72))
-    return with_texts(load(path, on_mismatch="error"))
-
-
-@pytest.fixture(scope="module")
-def stories260k(make_decoder: Callable[..., Path]) -> Subject:
-    source = SHARED / "data" / "stories260k"
-    if not source.is_dir():
-        pytest.skip(f"no checkpoint at {source}; set PREJIT_SHARED to the directory that has it")
-    expected = json.loads((source / "expected.json").read_text())
-    story = [*expected["prompt_ids"], *expected["ids"]]
-    texts = [story[:72], [*story[:21], *story[40:91]], (story[5:15] * 8)[:72]]
-    path = make_decoder(source, batch=(4,), prompt=(10,), context=(24, 72))
-    return Subject(load(path, on_mismatch="error"), texts)
 
 
 @contextmanager
@@ -288,7 +281,7 @@ steps = st.lists(st.integers(1, 16), min_size=1, max_size=4)
 lastings = st.sampled_from([0, 1, 6, 32])
 
 
-class Run:
+class Script:
     """A batch, and what each of its slots has given so far."""
 
     def __init__(self, subject: Subject) -> None:
@@ -348,13 +341,13 @@ def check_logprob(expected: Logprob, found: Logprob | None, spec: Spec) -> None:
 def check_script(
     subject: Subject, script: list[tuple[str, Any]], calls: list[int], lasting: int
 ) -> None:
-    run, session = Run(subject), subject.bundle.session()
+    run, session = Script(subject), subject.bundle.session()
 
     def by_generate(spec: Spec, generate: Callable[..., Any]) -> None:
         request = subject.request(spec)
         result = generate(
             request.prompt,
-            **options(request.sampling),
+            **{name: getattr(request.sampling, name) for name in SAMPLING_OPTIONS},
             max_new_tokens=request.max_new_tokens,
             stop_token_ids=request.stop_token_ids,
             logprobs=request.logprobs,
@@ -415,12 +408,6 @@ def check_script(
         assert run.batch.step() == []
 
 
-def options(sampling: Sampling) -> dict[str, Any]:
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "logit_bias")
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    return {name: getattr(sampling, name) for name in (*names, *penalties)}
-
-
 def examples(count: int) -> settings:
     """So many examples; `make hostile` tries ten times as many, other ones each time."""
     slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -437,44 +424,12 @@ def test_tokens_of_a_gpt2_depend_on_nothing_but_the_request(
     check_script(gpt2, script, calls, lasting)
 
 
-@examples(6)
+@examples(extent.examples(6, 12))
 @given(script=scripts, calls=steps, lasting=lastings)
-def test_tokens_of_a_model_with_a_sliding_window_depend_on_nothing_but_the_request(
-    mistral: Subject, script: list[tuple[str, Any]], calls: list[int], lasting: int
+def test_tokens_of_other_models_depend_on_nothing_but_the_request(
+    other: Subject, script: list[tuple[str, Any]], calls: list[int], lasting: int
 ) -> None:
-    check_script(mistral, script, calls, lasting)
-
-
-@pytest.mark.thorough
-@examples(10)
-@given(script=scripts, calls=steps, lasting=lastings)
-def test_tokens_of_a_model_with_soft_caps_depend_on_nothing_but_the_request(
-    gemma2: Subject, script: list[tuple[str, Any]], calls: list[int], lasting: int
-) -> None:
-    check_script(gemma2, script, calls, lasting)
-
-
-@pytest.mark.thorough
-@examples(12)
-@given(script=scripts, calls=steps, lasting=lastings)
-def test_tokens_of_a_trained_llama_depend_on_nothing_but_the_request(
-    stories260k: Subject, script: list[tuple[str, Any]], calls: list[int], lasting: int
-) -> None:
-    check_script(stories260k, script, calls, lasting)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("gpt2", "mistral"),
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gemma2", "stories260k")),
-    ],
-)
-def test_greedy_tokens_of_the_models_are_clear(name: str, request: pytest.FixtureRequest) -> None:
-    subject = request.getfixturevalue(name)
-    for text, length in itertools.product(range(3), LENGTHS):
-        subject.tokens(Spec(text, length))
-    assert subject.least_gap > CLEAR, "choose another seed: rounding alone may change a token"
+    check_script(other, script, calls, lasting)
 
 
 # --- Weights of fewer bits -----------------------------------------------------------------------------
@@ -532,7 +487,8 @@ def low(
     random = np.random.default_rng(3)
     texts = [random.integers(0, VOCABULARY, 144).tolist() for _ in range(BATCH - 1)]
     pattern = random.integers(0, VOCABULARY, 5).tolist()
-    return Subject(load(path, on_mismatch="error"), [*texts, (pattern * 29)[:144]])
+    texts.append((pattern * 29)[:144])
+    return Subject(load(path, on_mismatch="error"), texts, is_clear=False)
 
 
 def logprobs_of(batch: Batch, slots: Sequence[int]) -> list[list[Logprob]]:

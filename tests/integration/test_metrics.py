@@ -11,15 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
-    ExportMetricsServiceRequest,
-)
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.integration.test_serve import Process
 
 from prejit.runtime import load
-from prejit.runtime.errors import QueueFullError
 from prejit.server.engine.engine import Engine
 from prejit.server.served.served import Models, Served
 from prejit.server.telemetry.metrics_collector import Exposition
@@ -97,27 +94,6 @@ def test_metrics_are_the_sums_of_what_callers_got(decoder_dir: Path) -> None:
         engine.close()
 
 
-def test_requests_without_a_result_are_counted_by_why(decoder_dir: Path) -> None:
-    bundle = load(decoder_dir, on_mismatch="error")
-    engine = Engine(bundle, slots=1, queue=1)
-    try:
-        options: dict[str, Any] = {"max_new_tokens": 30, "stop_token_ids": ()}
-        streams = [engine.stream(PROMPTS[0], **options)]
-        next(streams[0])  # it has the slot
-        streams.append(engine.stream(PROMPTS[0], **options))  # it waits
-        with pytest.raises(QueueFullError):
-            engine.stream(PROMPTS[0], **options)
-        for stream in streams:
-            stream.close()
-        assert engine.drain(20)
-        found = engine.metrics().finished
-        assert found["refused"] == 1
-        assert found["cancelled"] + found["length"] == len(streams)
-        assert found["cancelled"] > 0
-    finally:
-        engine.close()
-
-
 class Collector(HTTPServer):
     """A collector of OpenTelemetry, which keeps what it gets."""
 
@@ -130,33 +106,17 @@ class Collector(HTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def spans(self) -> dict[str, Any]:
-        return {
-            span.name: span
-            for trace in self.traces
-            for resource in trace.resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        }
-
-    def services(self) -> set[str]:
-        """What the senders of spans are called."""
-        return {
-            pair.value.string_value
-            for trace in self.traces
-            for resource in trace.resource_spans
-            for pair in resource.resource.attributes
-            if pair.key == "service.name"
-        }
+    def spans(self) -> list[Any]:
+        resources = [one for trace in self.traces for one in trace.resource_spans]
+        named = [pair for one in resources for pair in one.resource.attributes]
+        services = {pair.value.string_value for pair in named if pair.key == "service.name"}
+        assert services == {"prejit"}
+        return [span for one in resources for scope in one.scope_spans for span in scope.spans]
 
     def names(self) -> set[str]:
-        return {
-            metric.name
-            for each in self.metrics
-            for resource in each.resource_metrics
-            for scope in resource.scope_metrics
-            for metric in scope.metrics
-        }
+        resources = [one for each in self.metrics for one in each.resource_metrics]
+        scopes = [scope for one in resources for scope in one.scope_metrics]
+        return {metric.name for scope in scopes for metric in scope.metrics}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -187,14 +147,8 @@ def collector() -> Iterator[Collector]:
 
 
 def test_a_server_is_scraped_and_sends_traces(decoder_dir: Path, collector: Collector) -> None:
-    server = Process(
-        decoder_dir,
-        "--slots",
-        "3",
-        "--prefix-memory",
-        "2M",
-        OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
-    )
+    options = ("--slots", "3", "--prefix-memory", "2M")
+    server = Process(decoder_dir, *options, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
     try:
         server.wait_until_ready()
         body = {"model": "decoder", "prompt": [1, 2, 3], "max_tokens": 4}
@@ -216,15 +170,9 @@ def test_a_server_is_scraped_and_sends_traces(decoder_dir: Path, collector: Coll
     finally:
         server.kill()
     spans = collector.spans()
-    assert {"text_completion decoder", "queue", "prefill", "decode"} <= spans.keys()
-    (root,) = [
-        span
-        for trace in collector.traces
-        for resource in trace.resource_spans
-        for scope in resource.scope_spans
-        for span in scope.spans
-        if span.name == "text_completion decoder" and span.trace_id.hex() == TRACE
-    ]
+    names = {span.name for span in spans}
+    assert {"text_completion decoder", "queue", "prefill", "decode"} <= names
+    of_trace = [span for span in spans if span.trace_id.hex() == TRACE]
+    (root,) = [span for span in of_trace if span.name == "text_completion decoder"]
     assert root.parent_span_id.hex() == "b7ad6b7169203331"
     assert "gen_ai.server.time_to_first_token" in collector.names()
-    assert collector.services() == {"prejit"}

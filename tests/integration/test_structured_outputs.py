@@ -280,43 +280,19 @@ def test_a_grammar_is_given_up_when_its_client_is_gone(server: Running) -> None:
     wait_for(lambda: server.requests() == 0)
 
 
-def test_masks_that_take_long_end_their_own_request_only(
-    client: openai.OpenAI, bundle: Bundle
-) -> None:
-    ambiguous = 'start: e\ne: e e | e e e | "a" | "b" | '
-    letters = [bundle.tokenizer.encode(letter)[0] for letter in "ab"]
-    bias: Any = dict.fromkeys(map(str, letters), 100)
-    beside: list[Any] = []
-
-    def other() -> None:
-        beside.append(
-            client.completions.create(model="model", prompt="ab", max_tokens=40, temperature=0)
-        )
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    with pytest.raises(openai.BadRequestError, match="expected masks that take at most 1 ms"):
-        client.completions.create(
-            model="model", prompt="a", max_tokens=400, logit_bias=bias,
-            extra_body={"guided_grammar": ambiguous, "ignore_eos": True},
-        )  # fmt: skip
-    thread.join()
-    assert beside[0].choices[0].text == bundle.generate("ab", max_new_tokens=40).text
-
-
 def test_a_schema_is_written_once_for_all_choices(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from prejit.server.grammar import grammar_sources
 
     written: list[object] = []
-    write = grammar_sources._schema_text
+    write = grammar_sources.schema_text
 
     def count(schema: Any, lenient: bool) -> str:
         written.append(schema)
         return write(schema, lenient)
 
-    monkeypatch.setattr(grammar_sources, "_schema_text", count)
+    monkeypatch.setattr(grammar_sources, "schema_text", count)
     found = client.completions.create(
         model="model", prompt="ab", n=32, max_tokens=50, extra_body={"guided_json": CAR}
     )

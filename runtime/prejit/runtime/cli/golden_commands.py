@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 
 def run_programs(path: str, policy: str | None, *, say: bool) -> list[CheckedAnswer]:
-    """Ask every program of a bundle for its golden answer, and print what was found.
-
-    Args:
-        path: the directory of the bundle.
-        policy: a trust policy, which must let the bundle run.
-        say: whether to print it as a table; each program is counted on stderr.
+    """Ask every program of a bundle for its golden answer; print a table of what was found if `say`.
 
     Raises:
         PrejitError: as `load`.

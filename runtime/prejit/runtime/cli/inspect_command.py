@@ -19,10 +19,7 @@ from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Config, RecordedProgram
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import (
-    GENERATION_MEDIA_TYPE,
-    KERNELS_MEDIA_TYPE,
-)
+from prejit.runtime.format.names import GENERATION_MEDIA_TYPE, KERNELS_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
 from prejit.runtime.format.root import Root
 from prejit.runtime.generation.options import check_generation
@@ -61,8 +58,8 @@ def inspect(path: str, as_json: bool) -> int:
         return 0
     _print_bundle(digest, contents[0].config, defaults)
     layers = {layer.digest: layer for c in contents for layer in c.manifest.layers}
-    sizes = [(_layer_name(x.mediaType), size(x.size)) for x in layers.values()]
-    print_text(table(["layer", "size"], sizes))
+    sizes = [(x.mediaType.removeprefix("application/vnd.prejit."), x.size) for x in layers.values()]
+    print_text(table(["layer", "size"], [(name, size(count)) for name, count in sizes]))
     if calls := calls_table(contents[0].config):
         print_text(f"\n{calls}")
     for target, content in zip(targets, contents, strict=True):
@@ -147,7 +144,3 @@ def _defaults(layout: Layout, content: Contents) -> Defaults | None:
         return Defaults()
     at = manifest.layer(GENERATION_MEDIA_TYPE)
     return check_generation(layout.read_blob(at), layout.blob_path(at.digest))
-
-
-def _layer_name(media_type: str) -> str:
-    return media_type.removeprefix("application/vnd.prejit.")

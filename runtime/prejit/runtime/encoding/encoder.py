@@ -115,10 +115,7 @@ class EncoderPrograms:
         """Load one bucket and begin to load the others in a thread. The use of a bucket raises its error.
 
         The one bucket serves most of the others well. The first call finds it ready, whatever its sentences
-        are, and the number of buckets does not matter.
-
-        Args:
-            before: called first in the thread: reads the tokenizer.
+        are, and the number of buckets does not matter. The thread calls `before` first.
         """
         first, *others = loading_order(self.buckets)
         self._thread = start_thread(lambda: self._load(before, others), "prejit-encoder")
@@ -206,7 +203,7 @@ class EncoderPrograms:
             tokens=tokens_in_all,
             truncated=0,
             padding=1 - tokens_in_all / computed if computed else 0.0,
-            buckets={str(bucket): runs for bucket, runs in sorted(used.items(), key=_shape)},
+            buckets={str(b): used[b] for b in sorted(used, key=lambda b: (b.batch, b.length))},
             tokenize_seconds=0.0,
             queue_seconds=queued,
             run_seconds=ran,
@@ -251,10 +248,6 @@ class EncoderPrograms:
 
     def _weights(self, name: str) -> list[DeviceArray]:
         return self.programs.weights(self.programs.table[name].weights)
-
-
-def _shape(item: tuple[Bucket, int]) -> tuple[int, int]:
-    return item[0].batch, item[0].length
 
 
 _MAX_COST = 1 << 60

@@ -46,12 +46,6 @@ def tokenize(
 ) -> Tokenized:
     """Return the token ids of sentences, checked and cut.
 
-    Args:
-        encoder: the programs.
-        text: the tokenizer of the bundle.
-        sentences: as in `Bundle.encode`.
-        on_too_long: as in `Bundle.encode`.
-
     Raises:
         UsageError, ContextError, RejectError: as `Bundle.encode`.
     """

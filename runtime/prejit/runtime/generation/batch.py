@@ -269,7 +269,6 @@ class Batch(Slots):
             for old, new in moved.items():
                 new_rows[new], new_held[new] = self._rows[old], held[old]
             self._rows, self._held = new_rows, new_held
-            self._forget()
             self._forget(counts=True)
             return {slot: moved[slot] for slot in live}
 

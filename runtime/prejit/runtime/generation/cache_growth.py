@@ -42,12 +42,9 @@ class Growth:
     def moved(
         self, old: KVCache, rows: Mapping[int, int], bucket: tuple[int, int] | None = None
     ) -> KVCache:
-        """Return a cache with rows of another. `allocate` may have allocated a part of it before.
+        """Return a cache whose rows are rows of an old one, in a bucket or else the next longer context.
 
-        Args:
-            old: the other.
-            rows: for each row of the new cache, the row of the old one.
-            bucket: batch and context; None: the next longer context.
+        `allocate` may have allocated a part of it before.
         """
         batch, context = bucket or self.longer(old)
         while not self.allocate(batch, context):
@@ -67,11 +64,7 @@ class Growth:
     ) -> None:
         """Load the programs of the next context when half of this one is full; allocate it near the end.
 
-        Args:
-            cache: of the rows; there is a longer context.
-            longest: length of the longest text.
-            ends: how long the text of each request may become; None: only the context limits it.
-            is_idle: whether no prompt is being computed.
+        `ends` says how long the text of each request may become; None: only the context limits it.
         """
         context, longer = cache.context, self.longer(cache)
         begun = self._allocation is not None and self._allocation.bucket == longer

@@ -66,7 +66,7 @@ class Decoding:
     """Decode and verify calls of one batch.
 
     What the programs need besides the cache (sampling arguments, token counts for penalties, last tokens and
-    positions) stays on the device from call to call, until `reset` or `reset_counts`.
+    positions) stays on the device from call to call, until `reset`.
     """
 
     def __init__(self, decoder: DecoderPrograms) -> None:
@@ -78,13 +78,14 @@ class Decoding:
         self._history: DeviceArray = None
         self._steps_of: dict[int, DeviceArray] = {}
 
-    def reset(self) -> None:
-        """Drop what depends on which rows are live. Call it when a row comes or goes."""
-        self._sampling = self._place = None
+    def reset(self, *, counts: bool) -> None:
+        """Drop what depends on which rows are live. Call it when a row comes or goes.
 
-    def reset_counts(self) -> None:
-        """Drop the token counts, so that the next call makes them from the rows' texts."""
-        self._history = None
+        With `counts`, drop the token counts too: the next call makes them from the rows' texts.
+        """
+        self._sampling = self._place = None
+        if counts:
+            self._history = None
 
     def run(
         self,
@@ -93,13 +94,9 @@ class Decoding:
         masks: Masks,
         meanwhile: Callable[[], object],
     ) -> Call:
-        """Compute the next tokens of all live rows.
+        """Compute the next tokens of all live rows, for each of which the cache has room for one at least.
 
-        Args:
-            cache: with room for at least one more token in each row.
-            rows: the row of each slot; None: the slot is free.
-            masks: of the rows whose token mask forbids something.
-            meanwhile: called once while the device computes.
+        Slots without a row are free. `meanwhile` is called once while the device computes.
         """
         live = {slot: row for slot, row in enumerate(rows) if row is not None}
         drafts = {

@@ -98,11 +98,6 @@ class DecoderPrograms:
     ) -> tuple[int, int]:
         """Return the smallest (batch, context) bucket that fits, preferring one whose programs are ready.
 
-        Args:
-            rows: how many rows it needs.
-            tokens: how many tokens the longest of them has.
-            largest: the largest batch and context to choose; None: those of the bundle.
-
         Raises:
             UsageError: no bucket is large enough.
         """
@@ -197,15 +192,9 @@ class DecoderPrograms:
     def can_fill_aside(
         self, batch: int, context: int, tokens: int, rows: int | None = None
     ) -> bool:
-        """Return whether prompts can be computed in a smaller batch and copied into this bucket.
+        """Return whether prompts can be computed in a batch of `rows`, or else the smallest, and copied here.
 
         The answer is no while a program for it is not ready: waiting for one would cost more than it saves.
-
-        Args:
-            batch: of the bucket.
-            context: of the bucket.
-            tokens: length of the longest prompt.
-            rows: the smaller batch; None: the bundle's smallest.
         """
         smaller = self.batches[0] if rows is None else rows
         if not self.can_copy((smaller, context), (batch, context)):
@@ -223,12 +212,6 @@ class DecoderPrograms:
 
         A decode program that comes out of the bundle is left for `prepare_decode`: loading it now would take
         a core away from the first token.
-
-        Args:
-            rows: of the request.
-            tokens: of the request, as for `bucket_for`.
-            prompt: length of its longest prompt in tokens.
-            bucket: the chosen batch and context.
 
         Raises:
             BuildError, RejectError: a better program failed in the background before, and fails again.

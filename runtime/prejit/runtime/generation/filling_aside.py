@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,10 +24,6 @@ from prejit.runtime.generation.prefill import (
 from prejit.runtime.generation.rows import CachedText, Row, Usage
 from prejit.runtime.generation.shared_prefix import Prefix
 
-if TYPE_CHECKING:
-    from prejit.runtime.generation.prefixes import PrefixCache
-if TYPE_CHECKING:
-    from prejit.runtime.generation.prefixes import PrefixCache
 if TYPE_CHECKING:
     from prejit.runtime.generation.prefixes import PrefixCache
 
@@ -72,7 +67,7 @@ def filling_aside(
                 aside.copy_rows(prefix.at(aside.context), {place: 0})
         entering = {place: members[slot] for place, slot in enumerate(group)}
         computed = {at: member for at, member in entering.items() if not member.can_decode}
-        yield from filling(decoder, partial(_same, aside), computed, limit)
+        yield from filling(decoder, lambda aside=aside: aside, computed, limit)
         yield from grow(context)
         if aside.context < cache().context:
             aside = aside.grown(cache().context)
@@ -86,18 +81,8 @@ def filling_aside(
             prefixes.keep_aside(aside, texts)
 
 
-def _same(cache: KVCache) -> KVCache:
-    return cache
-
-
 def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCache:
-    """Read the sources of rows, and return the cache of texts about them that have no token yet.
-
-    Args:
-        decoder: the programs of an encoder-decoder.
-        context: the context of the cache.
-        rows: at most as many as the smallest batch.
-    """
+    """Read the sources of rows, and return the cache of texts about them that have no token yet."""
     assert decoder.source is not None
     sources = [row.request.source for row in rows]
     axis = decoder.source.variables.index("source") - 1  # of one source, which has no axis of rows
@@ -120,16 +105,9 @@ def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCac
 
 
 def allocating(
-    decoder: DecoderPrograms, batch: int, context: int, limit: Callable[[], int | None]
+    decoder: DecoderPrograms, batch: int, context: int, limit: Limit
 ) -> Generator[int, None, KVCache]:
-    """Allocate an empty cache in pieces. A piece counts as all the positions that a step may compute.
-
-    Args:
-        decoder: the programs.
-        batch: B.
-        context: S.
-        limit: how many positions a step may compute; None: any number.
-    """
+    """Allocate an empty cache in pieces. A piece counts as all the positions that a step may compute."""
     allocation = Allocation(decoder, batch, context)
     while not allocation.advance():
         yield limit() or 0

@@ -209,14 +209,7 @@ class Generator:
     def __init__(
         self, name: str, decoder: DecoderPrograms, text: BundleText, defaults: Defaults
     ) -> None:
-        """Keep the parts of a bundle.
-
-        Args:
-            name: of the bundle, for errors.
-            decoder: its programs.
-            text: its tokenizer, if it has one.
-            defaults: options for calls that do not give their own.
-        """
+        """Keep the parts of a bundle."""
         self.decoder = decoder
         self._name = name
         self._text = text

@@ -93,11 +93,16 @@ def inserting(
     # Texts about a source begin in the cache that its encoder makes.
     reads = decoder.source is not None
     rows = None if reads else _aside_batch(decoder, batch, context, waiting, arrival.together)
+    aside = members if reads else {}
     if rows is not None:
         for member in waiting.values():
-            if member.prefix is None and _is_dear_in_place(member, batch):
+            prompt = len(member.row.request.prompt)
+            left = prompt - member.start
+            # In place, what is missing is computed for every row: that may be more than the whole prompt.
+            if member.prefix is None and left < prompt < batch * left:
                 _begin_aside(decoder, member, prefixes, context)
-    aside = members if reads else _aside(waiting, rows)
+        # A row that begins with what its slot holds is computed in place.
+        aside = {slot: m for slot, m in waiting.items() if m.prefix is not None or not m.start}
     if len(aside) < len(members):
         yield from grow(context)
     copied: dict[Prefix | CompactPrefix, dict[int, int]] = {}
@@ -211,12 +216,6 @@ def _aside_batch(
     return smallest if decoder.can_fill_aside(batch, context, longest) else None
 
 
-def _is_dear_in_place(member: Entering, batch: int) -> bool:
-    """Return whether the missing part of a prompt, computed for every row, is more than the whole prompt."""
-    prompt = len(member.row.request.prompt)
-    return member.start > 0 and batch * (prompt - member.start) > prompt
-
-
 def _begin_aside(
     decoder: DecoderPrograms, member: Entering, prefixes: PrefixCache | None, context: int
 ) -> None:
@@ -226,17 +225,3 @@ def _begin_aside(
         earlier = prefixes.find(request.prompt, context, request.namespace)
     member.start, member.prefix = _longest(decoder, request.prompt, 0, request.prefix, earlier)
     member.row.usage.reused_tokens = member.start
-
-
-def _aside(waiting: Mapping[int, Entering], rows: int | None) -> dict[int, Entering]:
-    """Return the rows whose prompts are computed in a smaller cache and copied.
-
-    A row that begins with what its slot holds is computed in place.
-    """
-    if rows is None:
-        return {}
-    return {
-        slot: member
-        for slot, member in waiting.items()
-        if member.prefix is not None or not member.start
-    }

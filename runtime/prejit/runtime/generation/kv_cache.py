@@ -58,12 +58,7 @@ class KVCache:
     def run(
         self, program: ProgramEntry, inputs: Mapping[str, DeviceArray]
     ) -> dict[str, DeviceArray]:
-        """Run prefill, decode or verify over this cache; return its results by name.
-
-        Args:
-            program: which one.
-            inputs: its arguments by name, without weights and cache.
-        """
+        """Run prefill, decode or verify over this cache. Inputs and results are by name."""
         results, self.arrays = self._decoder.run(program, inputs, self.arrays)
         return results
 

@@ -342,10 +342,6 @@ class Resolved(NamedTuple):
 def resolve(options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Resolved:
     """Fill in the options of a call. The value None means that an option is not given.
 
-    Args:
-        options: values by name.
-        defaults: the bundle's values for options that are not given; None: it has none.
-
     Raises:
         UsageError: there is no such option, or a value has the wrong type or is out of range.
     """
@@ -405,10 +401,6 @@ _PUBLISHED = tuple(field.name for field in fields(Defaults) if field.name in OPT
 
 def check_generation(content: bytes, path: str) -> Defaults:
     """12. Check that a decoder's generation config is JSON and that the options in it can be used.
-
-    Args:
-        content: the bytes of the layer.
-        path: the file of the layer, for errors.
 
     Raises:
         RejectError: the layer is damaged.

@@ -45,12 +45,7 @@ class PrefixCache:
     """
 
     def __init__(self, decoder: DecoderPrograms, most_bytes: int) -> None:
-        """Keep nothing yet.
-
-        Args:
-            decoder: the programs.
-            most_bytes: how much all prefixes may take together.
-        """
+        """Keep nothing yet, and never more than this."""
         self._decoder = decoder
         self._is_compact = can_compact(decoder)
         self._most_bytes = most_bytes
@@ -95,12 +90,7 @@ class PrefixCache:
             self._add(prefix, namespace)
 
     def keep_aside(self, cache: KVCache, texts: Mapping[int, CachedText]) -> None:
-        """Keep what a cache holds that nobody else writes to; of a whole cache, the text of its first row.
-
-        Args:
-            cache: the cache.
-            texts: the texts of some rows.
-        """
+        """Keep what a cache holds that nobody else writes to; of a whole cache, the text of its first row."""
         if self._is_compact:
             for row, text in texts.items():
                 self.keep_row(text, cache, row)
@@ -120,7 +110,7 @@ class PrefixCache:
         if not self._saves(token_ids, namespace):
             return
         if self._is_compact:
-            if (size := compact_bytes(decoder, len(token_ids))) <= self._most_bytes:
+            if (size := cache_bytes(decoder, 1, len(token_ids))) <= self._most_bytes:
                 self._drop(self._most_bytes - size)  # before there is another one
                 self._add(CompactPrefix(decoder, token_ids, cache, row), namespace)
             return
@@ -194,16 +184,9 @@ class CompactPrefix:
     def __init__(
         self, decoder: DecoderPrograms, token_ids: Sequence[int], cache: KVCache, row: int
     ) -> None:
-        """Copy the text of a row.
-
-        Args:
-            decoder: the programs, for a CPU without a mesh.
-            token_ids: the tokens of the row to keep, from its beginning.
-            cache: the cache; it does not change.
-            row: its row.
-        """
+        """Copy the beginning of a row, of a cache on a CPU without a mesh."""
         self.token_ids = tuple(token_ids)
-        self.size_bytes = compact_bytes(decoder, len(token_ids))
+        self.size_bytes = cache_bytes(decoder, 1, len(token_ids))
         self._decoder = decoder
         # One piece of memory: hundreds of small ones would stay in the heap when they are freed.
         self._memory = np.empty(self.size_bytes, np.uint8)
@@ -240,15 +223,6 @@ class CompactPrefix:
 def can_compact(decoder: DecoderPrograms) -> bool:
     """Return whether the caches of a decoder are on one CPU device, where the host reads and makes them."""
     return decoder.device.platform == "cpu" and decoder.device.mesh is None
-
-
-def compact_bytes(decoder: DecoderPrograms, tokens: int) -> int:
-    """Return how much a text takes."""
-    sizes = {"batch": 1, "context": tokens}
-    return sum(
-        math.prod(sized(array, sizes).shape) * dtype_of(array.dtype).itemsize
-        for array in decoder.cache
-    )
 
 
 def _beginning(array: Array, values: np.ndarray[Any, Any], positions: int) -> np.ndarray[Any, Any]:

@@ -82,13 +82,9 @@ def place_sampling(
     logprobs: Sequence[int],
     bias: NDArray[np.float32] | None = None,
 ) -> dict[str, DeviceArray]:
-    """Put the sampling arguments of a batch on the device.
+    """Put the sampling arguments of a batch on the device. Arguments as `arrays`.
 
-    Args:
-        decoder: the programs.
-        sampling: one for each row.
-        logprobs: for each row, 1 to compute log-probabilities, 0 not to.
-        bias: float32 [B, V] to use instead of the rows' own logit_bias.
+    A bias, float32 [B, V], takes the place of the rows' own logit_bias.
     """
     values = arrays(sampling, decoder.decoder.vocab_size, logprobs)
     if bias is not None:
@@ -132,11 +128,6 @@ def masked_bias(
 ) -> NDArray[np.float32] | None:
     """Return the rows' logit biases with -inf for each token that a mask forbids, float32 [B, V].
 
-    Args:
-        sampling: one for each row.
-        masks: token masks by row, bool [V].
-        vocab_size: V.
-
     Returns:
         The biases, or None if there are no masks.
     """
@@ -154,11 +145,6 @@ def history_row(
     prompt_ids: Iterable[int], generated_ids: Iterable[int], vocab_size: int
 ) -> NDArray[np.int32]:
     """Return the token counts of a row for its penalties, int32 [V].
-
-    Args:
-        prompt_ids: token ids of the prompt, 0 to V - 1.
-        generated_ids: token ids that were generated, 0 to V - 1.
-        vocab_size: V.
 
     Returns:
         For each token, twice the number of times it was generated, plus 1 if it is in the prompt.

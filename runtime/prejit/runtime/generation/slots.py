@@ -177,7 +177,6 @@ class Slots:
             self._held = [CachedText() for _ in self._rows]
             self._pending = []
             self._cache = self._growth = None
-            self._forget()
             self._forget(counts=True)
 
     @contextmanager
@@ -193,13 +192,7 @@ class Slots:
     def _arrive(
         self, requests: Sequence[Request], limit: Limit, together: int
     ) -> tuple[tuple[int, ...], Generator[int, None, dict[int, Entering]]]:
-        """Reserve slots for requests, and make room for them in the cache. Return also what computes them.
-
-        Args:
-            requests: the requests.
-            limit: how much a chunk may compute.
-            together: how many prompts one call may compute aside.
-        """
+        """Reserve slots for requests, and make room for them in the cache. Return also what computes them."""
         self._decoder.programs.ask()
         for request in requests:
             arguments.instance("request", request, Request)
@@ -236,7 +229,6 @@ class Slots:
         """Make rows live, whose prompts are in the cache now, but for those that have left meanwhile."""
         cache = self._current()
         self._decoder.prepare_decode((cache.batch, cache.context))
-        self._forget()
         for slot, member in members.items():
             if slot in evicted:
                 self._clear(slot)
@@ -246,8 +238,9 @@ class Slots:
             row.cached = len(row.request.prompt) - member.can_decode
             if member.token is not None:
                 self._pending.append(self._take(slot, row, member.token, member.logprob))
-        if any(row is not None and row.request.sampling.needs_history for row in self._rows):
-            self._forget(counts=True)  # they do not include the new rows
+        # The counts do not include the new rows.
+        live = (row for row in self._rows if row is not None)
+        self._forget(counts=any(row.request.sampling.needs_history for row in live))
 
     def _reserve(self, rows: Sequence[Row]) -> int:
         """Return the context that these rows need. A first cache is allocated; another one can grow later."""
@@ -275,12 +268,9 @@ class Slots:
         return decoder.context_for(need)
 
     def _forget(self, *, counts: bool = False) -> None:
-        """Drop the device's copy of the live rows, or of their token counts."""
+        """Drop the device's copy of the live rows, and of their token counts if they changed too."""
         if self._decoding is not None:
-            if counts:
-                self._decoding.reset_counts()
-            else:
-                self._decoding.reset()
+            self._decoding.reset(counts=counts)
 
     def _growing(self) -> Growth:
         if self._growth is None:

@@ -26,12 +26,7 @@ class BundleText:
     """
 
     def __init__(self, bundle: str, layers: Mapping[str, Layer]) -> None:
-        """Keep the layers of a bundle.
-
-        Args:
-            bundle: its name, for errors.
-            layers: verified layers by media type.
-        """
+        """Keep the layers of a bundle."""
         self._bundle = bundle
         self._layers = layers
         self.reads: list[Span] = []

@@ -32,12 +32,7 @@ class ChatTemplates:
     """The chat templates of a bundle. Safe to use from many threads."""
 
     def __init__(self, chat: Chat, path: str) -> None:
-        """Keep verified templates. Each is compiled when it is first used.
-
-        Args:
-            chat: the templates.
-            path: the file that they came from, for errors.
-        """
+        """Keep verified templates. Each is compiled when it is first used."""
         self._chat = chat
         self._path = path
         self._sandbox = Sandbox()
@@ -102,10 +97,8 @@ class ChatTemplates:
     def _choose(self, template: str | None, tools: object) -> tuple[str, str]:
         """Return the name and source of the template to use, by the rule of get_chat_template."""
         templates = self._chat.templates
-        if template is None:
-            chosen = _TOOL_USE if tools is not None and _TOOL_USE in templates else _DEFAULT
-        else:
-            chosen = template
+        usual = _TOOL_USE if tools is not None and _TOOL_USE in templates else _DEFAULT
+        chosen = usual if template is None else template
         if chosen not in templates:
             raise UsageError(
                 f"chat template: expected one of {', '.join(sorted(templates))}, found {chosen!r:.80}"

@@ -36,11 +36,6 @@ class StopStrings:
         self._begins = re.compile("|".join(re.escape(letter) for letter in {s[0] for s in found}))
         self._held = ""
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether there is anything to search for."""
-        return bool(self._stops)
-
     def push(self, piece: str) -> str:
         """Add the next piece of text.
 

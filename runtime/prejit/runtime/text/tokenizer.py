@@ -52,9 +52,7 @@ class Tokenizer:
             added = self._tokenizer.get_added_tokens_decoder()
         except _INTERRUPTS:
             raise
-        except (
-            BaseException
-        ) as error:  # an Exception, or a panic of Rust, which is not an Exception
+        except BaseException as error:  # also a panic of Rust, which is no Exception
             raise RejectError(path, f"expected a tokenizer.json: {error}") from error
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
 
@@ -168,14 +166,10 @@ class Tokenizer:
             ) from error
 
     def _decode(self, token_ids: list[int]) -> str:
+        library = self._tokenizer
         if len(token_ids) > _ALONE:  # other threads run while a batch is decoded
-            return self._decoded(
-                lambda: self._tokenizer.decode_batch([token_ids], skip_special_tokens=True)[0],
-                token_ids,
-            )
-        return self._decoded(
-            lambda: self._tokenizer.decode(token_ids, skip_special_tokens=True), token_ids
-        )
+            return self._decoded(lambda: library.decode_batch([token_ids])[0], token_ids)
+        return self._decoded(lambda: library.decode(token_ids), token_ids)
 
     def _token(self, token_id: int) -> str | None:
         return self._decoded(lambda: self._tokenizer.id_to_token(token_id), [token_id])

@@ -28,14 +28,8 @@ def _byte_level(token: str) -> bytes:
     alphabet = byte_alphabet()
     try:
         return bytes([alphabet[character] for character in token])
-    except (
-        KeyError
-    ):  # the decoder, too, leaves a token as it is if one character is not in the alphabet
+    except KeyError:  # the decoder, too, leaves a token with another character as it is
         return token.encode()
-
-
-def _plain(token: str) -> bytes:
-    return token.encode()
 
 
 def _bytes_or_text(token: str) -> bytes:
@@ -47,9 +41,6 @@ def bytes_by_decoder(tokenizer: _Tokenizer) -> Callable[[str], bytes]:
     """Return the function that turns a token of the vocabulary into the bytes that it adds to a text.
 
     It is for tokens in the middle of a text: decoders that strip a space do so at the beginning only.
-
-    Args:
-        tokenizer: has a decoder, or none.
 
     Raises:
         UsageError: the bytes of a token depend on its neighbours (WordPiece), or the decoder is not known.
@@ -69,7 +60,7 @@ def bytes_by_decoder(tokenizer: _Tokenizer) -> Callable[[str], bytes]:
 def _sequence(parts: list[Any]) -> Callable[[str], bytes]:
     """Return the function for a decoder that is a list of others, such as that of Llama 2."""
     replaced: list[tuple[str, str]] = []
-    last: Callable[[str], bytes] = _plain
+    last: Callable[[str], bytes] = str.encode
     for part in parts:
         match part:
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:

@@ -111,15 +111,9 @@ class Engine(OneProcess):
             slots = bundle.decoder.batches[-1] if self._has_decoder else 1
         self._slots = arguments.integer("slots", slots, 1)
         self._queue = arguments.integer("queue", queue, 1)
-        self._memory = None if memory is None else arguments.integer("memory", memory, 1)
-        self._prefixes = (
-            None if prefix_memory is None else arguments.integer("prefix_memory", prefix_memory, 0)
-        )
-        self._prefill_tokens = (
-            None
-            if prefill_tokens is None
-            else arguments.integer("prefill_tokens", prefill_tokens, 1)
-        )
+        self._memory = _optional("memory", memory, 1)
+        self._prefixes = _optional("prefix_memory", prefix_memory, 0)
+        self._prefill_tokens = _optional("prefill_tokens", prefill_tokens, 1)
         self._shares_prefixes = arguments.flag("share_prefixes", share_prefixes)
         self._recorder = Recorder(self._slots, self._queue, kinds_of(bundle.config))
         if self._has_decoder:
@@ -274,12 +268,7 @@ class Engine(OneProcess):
     ) -> Future[Encoded]:
         """Begin to encode sentences as `encode` does, and return the future of the embeddings.
 
-        Args:
-            sentences: as of `encode`.
-            on_too_long: as of `encode`.
-            timeout: as of `encode`.
-            client: sentences of different clients get fair shares of runs.
-            limits: how much the client may have of the encoder.
+        Sentences of different clients get fair shares of runs; `limits` is how much this one may have.
 
         Raises:
             UsageError, ContextError, QueueFullError, ClosedError: as `encode`.
@@ -314,12 +303,7 @@ class Engine(OneProcess):
     ) -> Future[Any]:
         """Begin to run a program for a client, as `submit_call` does. Clients get fair shares of rows.
 
-        Args:
-            client: whose call it is.
-            limits: how many calls of the program the client may have.
-            name: of the program.
-            *args: its arguments.
-            **kwargs: its arguments by name.
+        `limits` is how many calls of the program the client may have.
 
         Raises:
             UsageError, QueueFullError, ClosedError: as `call`.
@@ -429,6 +413,10 @@ class Engine(OneProcess):
         self._is_ending = self._is_closed = True
         self._reason = reason
         return [vars(self).pop(name, None) for name in ("_loop", "_encoding", "_calling", "_once")]
+
+
+def _optional(name: str, value: int | None, least: int) -> int | None:
+    return None if value is None else arguments.integer(name, value, least)
 
 
 def _canceller(loop: Loop, ticket: Ticket) -> Callable[[], None]:

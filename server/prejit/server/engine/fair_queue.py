@@ -131,7 +131,8 @@ class FairQueue(Generic[_Item]):
             most_running: how many requests of this client may run from now on; None: any number.
         """
         known = self._clients.get(client)
-        least = min((one.tokens for one in self._active()), default=0.0)
+        active = (one.tokens for one in self._clients.values() if one.waiting or one.running)
+        least = min(active, default=0.0)
         if known is None:
             known = self._clients[client] = _Client({}, 0, least)
         elif not known.waiting and not known.running:
@@ -202,9 +203,6 @@ class FairQueue(Generic[_Item]):
             del waiting[priority]
         self._count -= 1
 
-    def _active(self) -> Iterator[_Client[_Item]]:
-        return (one for one in self._clients.values() if one.waiting or one.running)
-
     def _next(self, fits: Callable[[_Item], bool]) -> tuple[str, int, _Item] | None:
         """Return the client, the priority and the request that is the next of those that fit."""
         best: tuple[int, float, int] | None = None
@@ -254,10 +252,5 @@ def positions_between(
 
 
 def positions_of_call(prefill_tokens: int, between: int) -> int:
-    """Return the most positions that prompts computed together may have.
-
-    Args:
-        prefill_tokens: as for `positions_between`.
-        between: what that returned.
-    """
+    """Return the most positions that prompts computed together may have."""
     return min(_CALL_TIMES * prefill_tokens, between)

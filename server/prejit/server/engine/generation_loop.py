@@ -60,16 +60,7 @@ class Loop:
         prefill_tokens: int,
         recorder: Recorder,
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            decoder: the programs.
-            plan: the largest cache.
-            queue_size: how many requests may wait.
-            prefill_tokens: how many positions of prompts are computed between two decode steps, if no more
-                prompts wait than texts run.
-            recorder: counts what happens.
-        """
+        """Start nothing yet."""
         self._decoder = decoder
         self._plan = plan
         self._queue_size = queue_size
@@ -255,7 +246,8 @@ class Loop:
             self._abandon(ticket, error, "deadline")
         for slot, ticket in list(self._running.items()):
             if ticket.cancelled:
-                self._release(slot, "cancelled")
+                self._batch.evict(slot)
+                self._fail(slot, None, "cancelled")
             elif ticket.deadline is not None and ticket.deadline < now:
                 self._hand_out()
                 tokens = ticket.generation.new_tokens
@@ -434,19 +426,14 @@ class Loop:
         with self._changed:
             self._queue.charge(ticket.client, _NEW_TOKEN_COST * new)
 
-    def _release(self, slot: int, reason: str) -> None:
-        self._hand_out()
-        ticket = self._running[slot]
-        self._batch.evict(slot)
-        self._recorder.finished(reason, time.perf_counter() - ticket.submitted)
-        self._end(slot)
-
-    def _fail(self, slot: int, error: Exception, reason: str = "error") -> None:
+    def _fail(self, slot: int, error: Exception | None, reason: str = "error") -> None:
+        """End a request without a result; None: nobody waits for its error."""
         self._hand_out()
         ticket = self._running[slot]
         self._recorder.finished(reason, time.perf_counter() - ticket.submitted)
         self._end(slot)
-        _wake(ticket.receiver.fail(error))
+        if error is not None:
+            _wake(ticket.receiver.fail(error))
 
     def _abandon(self, ticket: Ticket, error: Exception, reason: str) -> None:
         self._recorder.generations.abandoned(reason)

@@ -36,13 +36,8 @@ REQUEST_BOUNDS = _bounds(
 )
 """Bounds in seconds of a request and of its parts."""
 
-COUNT_BOUNDS = tuple(
-    float(step * 10**power)
-    for power in range(6)
-    for step in (1, 2, 5)
-    if step * 10**power <= 200000
-)
-"""Bounds of numbers of tokens: 1, 2, 5, 10 and so on up to 200,000."""
+COUNT_BOUNDS = _bounds("1 2 5 10 20 50 100 200 500 1000 2000 5000 10000 20000 50000 100000 200000")
+"""Bounds of numbers of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +70,7 @@ class HistogramValue:
         return HistogramValue(self.bounds, counts, self.sum + other.sum)
 
     def quantile(self, share: float) -> float:
-        """Return an estimate of a quantile, as Prometheus does: linear inside a bucket.
-
-        Args:
-            share: 0 to 1.
+        """Return an estimate of a quantile, 0 to 1, as Prometheus does: linear inside a bucket.
 
         Returns:
             NaN if there are no values. The largest bound if the quantile is above it.
@@ -100,11 +92,7 @@ class Histogram:
     __slots__ = ("_bounds", "_counts", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Begin with no values.
-
-        Args:
-            bounds: upper bounds of the buckets, ascending, without infinity.
-        """
+        """Begin with no values."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0

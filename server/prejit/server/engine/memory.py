@@ -76,14 +76,7 @@ def plan_caches(
 
 
 def _peak(decoder: DecoderPrograms, batch: int, context: int, together: int) -> int:
-    """Return the most that the caches take at a time, of any bucket up to this one.
-
-    Args:
-        decoder: the programs.
-        batch: B.
-        context: S.
-        together: the batch in which prompts are computed together.
-    """
+    """Return the most that the caches take at a time, of any bucket up to this one."""
     own = cache_bytes(decoder, batch, context)
     # A cache and the one that it is copied into are there at the same time. Beside both are the prompts that
     # are computed, one more prompt that is not finished, and the prefix that is copied for one of them.

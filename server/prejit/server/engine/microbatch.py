@@ -290,18 +290,13 @@ class Lane(Generic[_P]):
         self._waiting.put(job, job.client, most_running=job.limits.running)
 
     def _full(self, found: str, *more: str) -> QueueFullError:
-        seconds = self._seconds_of_queue()
+        left = ((job.rows - job.taken) / (job.most or job.rows) for job in self._waiting)
+        seconds = self._seconds * (1 + sum(map(math.ceil, left)))
         return QueueFullError(
             f"{self.name}: expected at most {found}",
             retry_after=seconds,
             hint="; ".join((f"try again after {seconds:.2g} seconds", *more)),
         )
-
-    def _seconds_of_queue(self) -> float:
-        runs = sum(
-            math.ceil((job.rows - job.taken) / (job.most or job.rows)) for job in self._waiting
-        )
-        return self._seconds * (runs + 1)
 
     # ------------------------------------------------------------------ the thread
 

@@ -103,14 +103,7 @@ class Calling:
         queue: int,
         recorder: Callable[[str], RequestRecorder],
     ) -> None:
-        """Make no lane yet.
-
-        Args:
-            calls: the programs.
-            dispatched: the quickest way to call one.
-            queue: the most calls of a program that may wait.
-            recorder: returns what counts the calls of a program.
-        """
+        """Make no lane yet."""
         self._calls = calls
         self._dispatched = dispatched
         self._queue = queue
@@ -133,15 +126,8 @@ class Calling:
     ) -> Future[Any]:
         """Begin a call and return its future result. The arguments are copied.
 
-        Results are those of `Bundle.call`. A call may have more rows than the largest bucket.
-
-        Args:
-            name: of the program.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            timeout: seconds after which the future raises DeadlineError; None: never.
-            client: as of `Engine.submit_client_call`.
-            limits: as of `Engine.submit_client_call`.
+        Results are those of `Bundle.call`. A call may have more rows than the largest bucket. After `timeout`
+        seconds the future raises DeadlineError. The other arguments are as of `Engine.submit_client_call`.
 
         Raises:
             UsageError: there is no such program, or no bucket of it takes these arguments.
@@ -181,11 +167,7 @@ class Calling:
         return lane.result(self._job(name, args, kwargs, timeout, copy=False))
 
     def drain(self, deadline: float | None) -> bool:
-        """Refuse new calls and wait for those under way; return whether none is left.
-
-        Args:
-            deadline: until when to wait, by time.monotonic; None: as long as it takes.
-        """
+        """Refuse new calls and wait, until a time.monotonic, for those under way; return if none is left."""
         return all([lane.drain(deadline) for lane in self._ending("drain")])
 
     def undrain(self) -> None:

@@ -85,14 +85,7 @@ class Encoding:
         client: str = "",
         limits: Limits = NO_LIMITS,
     ) -> Future[Encoded]:
-        """Begin to encode sentences and return their future embeddings.
-
-        Args:
-            sentences: as in `Bundle.encode`.
-            on_too_long: as in `Bundle.encode`.
-            timeout: seconds after which the future raises DeadlineError; None: never.
-            client: as of `Engine.submit_encode`.
-            limits: as of `Engine.submit_encode`.
+        """Begin to encode sentences and return their future embeddings. Arguments as `Engine.submit_encode`.
 
         Raises:
             UsageError, ContextError: as `Bundle.encode`.
@@ -135,11 +128,7 @@ class Encoding:
         return result
 
     def drain(self, deadline: float | None) -> bool:
-        """Refuse new calls and wait for those under way; return whether none is left.
-
-        Args:
-            deadline: until when to wait, by time.monotonic; None: as long as it takes.
-        """
+        """Refuse new calls and wait, until a time.monotonic, for those under way; return if none is left."""
         return self._lane.drain(deadline)
 
     def undrain(self) -> None:
@@ -210,12 +199,7 @@ def _reason(encoded: Encoded) -> str:
 
 
 def _summed(each: Sequence[EncodeStats], waited_seconds: float) -> EncodeStats:
-    """Return the costs of the runs that a call took part in. Others may have shared them.
-
-    Args:
-        each: the costs of each run.
-        waited_seconds: how long the call waited for the first.
-    """
+    """Return the costs of the runs that a call took part in. Others may have shared them."""
     tokens = sum(stats.tokens for stats in each)
     computed = sum(stats.tokens / (1 - stats.padding) for stats in each)
     buckets: Counter[str] = Counter()

@@ -108,21 +108,13 @@ class RequestRecorder:
             self._waiting += 1
 
     def abandoned(self, reason: str) -> None:
-        """Count a request that left the queue without running.
-
-        Args:
-            reason: `cancelled`, `deadline`, `error`, or `refused`: it made room for another client.
-        """
+        """Count a request that left the queue without running; `refused`: it made room for another client."""
         with self.lock:
             self._waiting -= 1
             self._finished[reason] += 1
 
     def admitted(self, seconds: float) -> None:
-        """Count a request that runs from now on.
-
-        Args:
-            seconds: time since it was submitted.
-        """
+        """Count a request that runs from now on, so many seconds after it was submitted."""
         with self.lock:
             self._waiting -= 1
             self._running += 1
@@ -141,15 +133,9 @@ class RequestRecorder:
         busy_seconds: float,
         waited_for_compile: bool,
     ) -> None:
-        """Count a request that ran at once and has its result, and its run. The caller holds the lock.
+        """Count a request that ran at once and has its result, `done` or `nan`, and its run.
 
-        Args:
-            reason: `done` or `nan`.
-            seconds: time in which it was computed.
-            rows: as of `ran`.
-            cost: as of `ran`.
-            busy_seconds: as of `ran`.
-            waited_for_compile: as of `finished`.
+        Arguments as of `ran` and `finished`. The caller holds the lock.
         """
         self._running -= 1
         self._finished[reason] += 1
@@ -258,13 +244,7 @@ class Recorder:
     def __init__(
         self, slots: int, queue_size: int, programs: Iterable[tuple[Kind, str]] = (GENERATE,)
     ) -> None:
-        """Begin with nothing counted.
-
-        Args:
-            slots: generations that can run at a time.
-            queue_size: requests of a program that can wait at a time.
-            programs: kinds and programs that are shown before the first request.
-        """
+        """Begin with nothing counted."""
         self._lock = threading.Lock()
         self._slots, self._queue_size = slots, queue_size
         self._each: dict[tuple[Kind, str], RequestRecorder] = {}
@@ -294,33 +274,19 @@ class Recorder:
     # ------------------------------------------------------------------ the way of a generation
 
     def read_prompt(self, tokens: int, cached: int) -> None:
-        """Count a prompt that is in the cache now.
-
-        Args:
-            tokens: its length.
-            cached: how many of its tokens were in a cache already.
-        """
+        """Count a prompt that is in the cache now; `cached` of its tokens were in a cache already."""
         with self._lock:
             self._prompt += tokens
             self._cached += cached
 
     def first_token(self, seconds: float) -> None:
-        """Count the first token of a request.
-
-        Args:
-            seconds: time since it was submitted.
-        """
+        """Count the first token of a request, so many seconds after it was submitted."""
         with self._lock:
             self._generated += 1
             self._first.observe(seconds)
 
     def tokens(self, count: int, seconds: float) -> None:
-        """Count further tokens of one request that came together.
-
-        Args:
-            count: how many. Each gets the same share of the time.
-            seconds: time since the request's tokens before them.
-        """
+        """Count further tokens of one request that came together, so long after those before them."""
         with self._lock:
             self._generated += count
             self._between.observe(seconds / count, count)

@@ -53,11 +53,7 @@ class CompiledGrammar:
 
 
 def tokenizer_of(table: Sequence[bytes | None]) -> LLTokenizer:
-    """Return a vocabulary for the compiler.
-
-    Args:
-        table: the bytes of each token; None: it is no text.
-    """
+    """Return a vocabulary for the compiler, of the bytes of each token; None: it is no text."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     vocabulary = _Vocabulary(
@@ -70,12 +66,7 @@ def tokenizer_of(table: Sequence[bytes | None]) -> LLTokenizer:
 def compiled(
     tokenizer: LLTokenizer, source: GrammarSource, size_bytes: int | None = None
 ) -> CompiledGrammar:
-    """Compile a grammar. Other threads run meanwhile.
-
-    Args:
-        tokenizer: the vocabulary.
-        source: the grammar.
-        size_bytes: its memory, if that was measured.
+    """Compile a grammar, whose memory is `size_bytes` if that was measured. Other threads run meanwhile.
 
     Raises:
         UsageError: it does not compile.

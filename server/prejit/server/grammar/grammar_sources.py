@@ -1,17 +1,16 @@
-"""Grammars in Lark, made from JSON schemas, expressions and tools, and the errors that name their part."""
+"""Grammars in Lark, made from JSON schemas and expressions, and the errors that name their part."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar.schema_paths import error_path
-from prejit.server.grammar.tools import ToolForm, tools_grammar
 
 WHITESPACE = " "
 """White space that JSON may have between its parts: one space, as JSON in one line has. Small models repeat
@@ -51,11 +50,7 @@ class GrammarSource:
     is_gbnf: bool = False
 
     def error(self, reason: str) -> UsageError:
-        """Return the error of a grammar that does not compile, with the JSON pointer of the schema at fault.
-
-        Args:
-            reason: what llguidance says.
-        """
+        """Return the error of a grammar that does not compile, with the JSON pointer of the schema part."""
         for part in self.schemas:
             if found := _error_of(part.schema, part.lenient):
                 return _schema_error(part, found)
@@ -66,7 +61,7 @@ def schema_source(schema: Mapping[str, Any] | bool, *, lenient: bool = False) ->
     """Return the grammar of the JSON texts of a schema. Arguments and errors as `Grammars.json_schema`."""
     part = SchemaPart("schema", schema, lenient)
     expected = "schema: expected a JSON schema that a grammar can follow"
-    return GrammarSource(f"start: %json {_schema_text(schema, lenient)}", expected, (part,))
+    return GrammarSource(f"start: %json {schema_text(schema, lenient)}", expected, (part,))
 
 
 def regex_source(pattern: str) -> GrammarSource:
@@ -98,39 +93,6 @@ def choice_source(choices: Sequence[str]) -> GrammarSource:
     )
 
 
-def tools_source(
-    tools: Sequence[Mapping[str, Any]],
-    form: ToolForm,
-    *,
-    required: bool,
-    parallel: bool,
-    answer: SchemaPart | None = None,
-    special_id: Callable[[str], int | None],
-) -> GrammarSource:
-    """Return the grammar of answers that call tools. Arguments and errors as `tools_grammar`."""
-    text = tools_grammar(
-        tools,
-        form,
-        required=required,
-        parallel=parallel,
-        answer=None if answer is None else _schema_text(answer.schema, answer.lenient),
-        schema_text=_schema_text,
-        special_id=special_id,
-    )
-    functions = [tool.get("function", tool) for tool in tools]
-    parts = tuple(
-        SchemaPart(
-            f"tools[{place}].function.parameters",
-            each.get("parameters") or {},
-            not each.get("strict"),
-        )
-        for place, each in enumerate(functions)
-    )
-    if answer is not None:
-        parts = (*parts, answer)
-    return GrammarSource(text, "tools: expected tools that fit a grammar", parts)
-
-
 def one_line(error: str) -> str:
     """Return an error of llguidance in one line: without the picture of the source that follows it."""
     lines = [" ".join(line.split()) for line in error.split("\n   1 |")[0].splitlines()]
@@ -150,12 +112,12 @@ def _schema_error(part: SchemaPart, error: str) -> UsageError:
 def _error_of(schema: Any, lenient: bool) -> str:
     from llguidance import LLMatcher
 
-    text = _schema_text(schema, lenient)
+    text = schema_text(schema, lenient)
     error = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
     return one_line(error.partition("\n  while processing ")[0])  # it names the place of a $ref
 
 
-def _schema_text(schema: Mapping[str, Any] | bool, lenient: bool) -> str:
+def schema_text(schema: Mapping[str, Any] | bool, lenient: bool) -> str:
     """Return a schema as JSON, with llguidance's own options instead of those that it has."""
     if schema is True:
         schema = {}

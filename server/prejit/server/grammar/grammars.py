@@ -14,10 +14,9 @@ from prejit.server.grammar.grammar_sources import (
     lark_source,
     regex_source,
     schema_source,
-    tools_source,
 )
 from prejit.server.grammar.mask import GrammarMask
-from prejit.server.grammar.tools import ToolForm
+from prejit.server.grammar.tools import ToolForm, tools_source
 
 if TYPE_CHECKING:
     import llguidance

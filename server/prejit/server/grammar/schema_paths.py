@@ -32,11 +32,6 @@ _SECONDS = 0.5
 def error_path(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:
     """Return the JSON pointer of the smallest part of a schema that has an error, such as `/properties/a`.
 
-    Args:
-        schema: the schema that has the error.
-        error: what is wrong with it.
-        error_of: returns what is wrong with a schema, or an empty text.
-
     Returns:
         An empty text for the whole schema.
     """

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prejit.runtime.errors import UsageError
+from prejit.server.grammar.grammar_sources import GrammarSource, SchemaPart, schema_text
 from prejit.server.grammar.schema_paths import escaped, moved
 
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
@@ -33,42 +34,40 @@ class ToolForm:
     arguments_key: str = "arguments"
 
 
-def tools_grammar(
+def tools_source(
     tools: Sequence[Mapping[str, Any]],
     form: ToolForm,
     *,
     required: bool,
     parallel: bool,
-    answer: str | None = None,
-    schema_text: Callable[[Mapping[str, Any], bool], str],
+    answer: SchemaPart | None = None,
     special_id: Callable[[str], int | None],
-) -> str:
-    """Return a Lark grammar of answers that may or must call tools.
+) -> GrammarSource:
+    """Return the grammar of answers that may or must call tools.
 
     Args:
         tools: as OpenAI's API has them: `{"type": "function", "function": {"name", "parameters"}}`.
         form: how the model writes a call.
         required: whether the answer must be calls; if not, it may have text around them, or be only text.
         parallel: whether there may be several calls.
-        answer: the JSON to compile of an answer without calls, which then has nothing around calls either.
-            None: any text.
-        schema_text: returns a schema as the JSON to compile. Its second argument tells whether keywords that
-            a grammar cannot enforce are ignored: they are unless the function is `strict`.
+        answer: the schema of an answer without calls, which then has nothing around calls either. None: any
+            text.
         special_id: returns the id of a special token by its text, or None.
 
     Raises:
         UsageError: there is no tool, or one has no name.
     """
+    written = None if answer is None else schema_text(answer.schema, answer.lenient)
     if not tools:
         raise UsageError("tools: expected one or more, found none")
-    rules = [
-        f"call_{place}: %json {_call_schema(tool, form, f'tools[{place}]', schema_text)}"
-        for place, tool in enumerate(tools)
-    ]
+    schemas = [_call_schema(tool, form, f"tools[{place}]") for place, tool in enumerate(tools)]
+    rules = [f"call_{place}: %json {schema}" for place, (schema, _) in enumerate(schemas)]
+    parts = [part for _, part in schemas]
     rules.append("object: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     begin, end = _words(form.begin, special_id), _words(form.end, special_id)
     if answer is not None:
-        rules.append(f"answer: %json {answer}")
+        rules.append(f"answer: %json {written}")
+        parts.append(answer)
     or_answer = "" if answer is None else " | answer"
     if not form.begin:  # nothing separates one call from the next
         rules.append(f"call: object {end}")
@@ -84,15 +83,15 @@ def tools_grammar(
         first, rest = _trigger(form.begin, special_id)
         rules += [_TEXT, first, f"call: {rest} object {end}", "tail: TEXT"]
         rules.append("start: call* tail" if parallel else "start: call | tail")
-    return "\n".join(reversed(rules))
+    text = "\n".join(reversed(rules))
+    return GrammarSource(text, "tools: expected tools that fit a grammar", tuple(parts))
 
 
-def _call_schema(
-    tool: Mapping[str, Any],
-    form: ToolForm,
-    at: str,
-    schema_text: Callable[[Mapping[str, Any], bool], str],
-) -> str:
+def _call_schema(tool: Mapping[str, Any], form: ToolForm, at: str) -> tuple[str, SchemaPart]:
+    """Return a call of a tool as the JSON to compile, and its parameters for errors.
+
+    Keywords that a grammar cannot enforce are ignored, unless the function is `strict`.
+    """
     function = tool.get("function", tool)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
@@ -107,7 +106,9 @@ def _call_schema(
         "required": [form.name_key, form.arguments_key],
         "additionalProperties": False,
     }
-    return schema_text(call, not function.get("strict"))
+    lenient = not function.get("strict")
+    part = SchemaPart(f"{at}.function.parameters", function.get("parameters") or {}, lenient)
+    return schema_text(call, lenient), part
 
 
 def _words(text: str, special_id: Callable[[str], int | None]) -> str:

@@ -21,12 +21,7 @@ class AnswerChecks:
     """A thread that runs programs again after requests have failed, and at intervals."""
 
     def __init__(self, models: Models, every_seconds: float | None) -> None:
-        """Start it.
-
-        Args:
-            models: the served bundles.
-            every_seconds: the time between checks if no request fails; None: no check then.
-        """
+        """Start it. Without an interval, it checks only after requests have failed."""
         self._models = models
         self._every = every_seconds
         self._ends = threading.Event()

@@ -65,12 +65,6 @@ class Compiling:
     ) -> GrammarMask:
         """Return a mask for a grammar. If the caller is cancelled, nothing is compiled for it any more.
 
-        Args:
-            bundle: has the vocabulary.
-            source: the grammar.
-            stop_token_ids: of the request; None: those of the model.
-            client: who sent it.
-
         Raises:
             UsageError: as `Grammars.mask`, or it is too large.
         """

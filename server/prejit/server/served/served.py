@@ -37,13 +37,7 @@ class HttpRequests:
         self._seconds: dict[str, Histogram] = {}
 
     def answered(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count a request that has its whole answer.
-
-        Args:
-            scope: of the request.
-            status: of the answer; 0: its client went before it began.
-            seconds: how long it took.
-        """
+        """Count a request that has its whole answer; status 0: its client went before it began."""
         route = _route(scope)
         with self._lock:
             self._answers[route, status] += 1
@@ -171,11 +165,7 @@ class Models:
             return self.state == after
 
     def drain(self, *, ends: bool = False) -> bool:
-        """Refuse new requests; return whether none is left that runs or waits.
-
-        Args:
-            ends: whether the server ends, so that `undrain` has no effect any more.
-        """
+        """Refuse new requests; return whether none is left. If the server ends, `undrain` has no effect."""
         self._is_draining = True
         self._is_ending = self._is_ending or ends
         return all([one.engine.drain(0.0) for one in self])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -100,12 +99,23 @@ def request(prompt: Sequence[int], count: int | None = 8, **options: Any) -> Req
     return Request(prompt, max_new_tokens=count, **{"stop_token_ids": (), **options})
 
 
-def finish(batch: Batch) -> dict[int, list[Token]]:
+Found = dict[int, list[Token]]
+"""What came of each slot."""
+
+
+def step(batch: Batch, found: Found) -> list[Token]:
+    """Add what the next step gives."""
+    tokens = batch.step()
+    for token in tokens:
+        found.setdefault(token.slot, []).append(token)
+    return tokens
+
+
+def finish(batch: Batch, found: Found | None = None) -> Found:
     """What comes of each slot until all are free."""
-    found: dict[int, list[Token]] = {}
-    while tokens := batch.step():
-        for token in tokens:
-            found.setdefault(token.slot, []).append(token)
+    found = {} if found is None else found
+    while step(batch, found):
+        pass
     assert batch.free == batch.slots
     return found
 
@@ -121,44 +131,41 @@ def greedy(bundle: Bundle, prompt: Sequence[int], count: int | None = 8, **optio
 # ---------------------------------------------------------------------- the shortest and the longest
 
 
-@pytest.mark.parametrize("length", [1, 2, 10, 11, 24, 60])
+@pytest.mark.parametrize(
+    ("length", "count", "reason"),
+    [
+        *((length, 12, "length") for length in (1, 2, 10, 11, 24, 60)),
+        *((length, None, "context") for length in (69, CONTEXT)),
+        (CONTEXT, 1, "length"),
+    ],
+)
 def test_greedy_tokens_are_those_of_the_model(
-    bundle: Bundle, reference: Reference, length: int
+    bundle: Bundle, reference: Reference, length: int, count: int | None, reason: str
 ) -> None:
-    result = greedy(bundle, TEXT[:length], 12)
-    assert list(result.token_ids) == reference.greedy(TEXT[:length], 12)
-    assert result.finish_reason == "length"
+    expected = reference.greedy(TEXT[:length], count or CONTEXT - length + 1)
+    for lookup in (False, True):
+        result = greedy(bundle, TEXT[:length], count, prompt_lookup=lookup)
+        assert (list(result.token_ids), result.finish_reason) == (expected, reason)
 
 
-def test_a_prompt_that_fills_the_context_gives_one_token(
-    bundle: Bundle, reference: Reference
-) -> None:
-    result = greedy(bundle, TEXT, None)
-    assert list(result.token_ids) == reference.greedy(TEXT, 1)
-    assert result.finish_reason == "context"
-    assert greedy(bundle, TEXT, 1).finish_reason == "length"
+def test_a_prompt_beyond_the_context_is_refused(bundle: Bundle) -> None:
     with pytest.raises(ContextError, match=r"at most 72 tokens \(the longest context\), found 73"):
         greedy(bundle, [*TEXT, 1])
-
-
-def test_a_prompt_that_almost_fills_the_context_is_decoded_to_its_end(
-    bundle: Bundle, reference: Reference
-) -> None:
-    for lookup in (False, True):
-        result = greedy(bundle, TEXT[:69], None, prompt_lookup=lookup)
-        assert list(result.token_ids) == reference.greedy(TEXT[:69], 4)
-        assert result.finish_reason == "context"
 
 
 @pytest.mark.parametrize("length", [1, 5])
 def test_one_token_is_all_that_is_asked_for(bundle: Bundle, length: int) -> None:
     """Decode gives the first token of a prompt of one, prefill that of all others."""
     batch = bundle.batch(1)
-    (slot,) = batch.insert(request(TEXT[:length], 1))
-    [token] = batch.step()
-    assert (token.slot, token.finish_reason) == (slot, "length")
-    assert batch.free == 1
-    assert batch.step() == []
+    for is_given_out in (False, True):
+        (slot,) = batch.insert(request(TEXT[:length], 1))
+        assert batch.free == 0, "its tokens were not given out"
+        if is_given_out:
+            [token] = batch.step()
+            assert (token.slot, token.finish_reason) == (slot, "length")
+        batch.evict(slot)
+        assert (batch.free, batch.step()) == (1, [])
+    assert batch.insert() == ()
 
 
 @pytest.mark.parametrize("length", [1, 5])
@@ -219,14 +226,13 @@ def test_a_slot_that_is_evicted_serves_another_and_keeps_what_it_has_cached(
 ) -> None:
     batch = bundle.batch(3)
     first, second, third = batch.insert(*[request(TEXT[n : n + 12], 20) for n in range(3)])
-    got = {slot: [] for slot in (first, second, third)}  # type: ignore[var-annotated]
+    got: Found = {}
     for _ in range(3):
-        for token in batch.step():
-            got[token.slot].append(token.token_id)
+        step(batch, got)
     batch.evict(second)
     batch.evict(second)
     assert batch.free == 1
-    again = [*TEXT[1:13], *got[second]]
+    again = [*TEXT[1:13], *ids(got[second])]
     (slot,) = batch.insert(request(again, 5))
     assert slot == second
     found = finish(batch)
@@ -234,17 +240,7 @@ def test_a_slot_that_is_evicted_serves_another_and_keeps_what_it_has_cached(
     assert found[slot][-1].usage.reused_tokens == len(again) - 1
     for slot, start in ((first, 0), (third, 2)):
         expected = greedy(bundle, TEXT[start : start + 12], 20).token_ids
-        assert (*got[slot], *ids(found[slot])) == expected
-
-
-def test_a_slot_is_not_free_before_its_tokens_were_given_out(bundle: Bundle) -> None:
-    batch = bundle.batch(1)
-    batch.insert(request(TEXT[:5], 1))  # finished by prefill
-    assert batch.free == 0
-    with pytest.raises(UsageError, match="at most 0 requests"):
-        batch.insert(request([1]))
-    batch.evict(0)
-    assert (batch.free, batch.step()) == (1, [])
+        assert tuple(ids(got[slot] + found[slot])) == expected
 
 
 def test_a_slot_that_is_not_there_is_an_error(bundle: Bundle) -> None:
@@ -257,11 +253,9 @@ def test_rows_finish_inside_a_call_and_others_go_on(bundle: Bundle, sixteen_step
     batch = bundle.batch(3)
     counts = (1, 5, 18)
     slots = batch.insert(*[request(TEXT[: 4 + n], n) for n in counts])
-    calls, found = 0, dict[int, list[Token]]()
-    while tokens := batch.step():
+    calls, found = 0, Found()
+    while step(batch, found):
         calls += 1
-        for token in tokens:
-            found.setdefault(token.slot, []).append(token)
     assert calls == 3, "what prefill gave, 16 steps, one more"
     for slot, count in zip(slots, counts, strict=True):
         assert tuple(ids(found[slot])) == greedy(bundle, TEXT[: 4 + count], count).token_ids
@@ -271,25 +265,6 @@ def test_rows_finish_inside_a_call_and_others_go_on(bundle: Bundle, sixteen_step
     text = [*TEXT[:9], *ids(found[slots[1]]), 5, 6, 7]
     (slot,) = batch.insert(request(text))
     assert tuple(ids(finish(batch)[slot])) == greedy(bundle, text).token_ids
-
-
-def test_a_call_takes_no_more_steps_than_somebody_wants(
-    bundle: Bundle, sixteen_steps: None
-) -> None:
-    result = greedy(bundle, TEXT[:5], 4)
-    assert result.stats.passes == 3  # prefill gave the first
-    assert result.stats.padding < 0.6
-
-
-def test_a_batch_that_was_closed_begins_anew(bundle: Bundle) -> None:
-    batch = bundle.batch(3)
-    batch.insert(request(TEXT[:9]), request(TEXT[:8]))
-    batch.close()
-    assert (batch.free, batch.step()) == (3, [])
-    (slot,) = batch.insert(request(TEXT[:9]))
-    found = finish(batch)[slot]
-    assert tuple(ids(found)) == greedy(bundle, TEXT[:9]).token_ids
-    assert found[-1].usage.reused_tokens == 0
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -322,27 +297,6 @@ def test_a_program_that_fails_frees_all_slots(
     found = finish(batch)[slot]
     assert tuple(ids(found)) == greedy(bundle, TEXT[:12]).token_ids
     assert found[-1].usage.reused_tokens == 0
-
-
-def test_threads_that_share_a_batch_wait_for_each_other(bundle: Bundle) -> None:
-    batch, found, lock = bundle.batch(3), dict[int, list[int]](), threading.Lock()
-
-    def step() -> None:
-        while batch.free < 3:
-            with lock:
-                for token in batch.step():
-                    if token.token_id is not None:
-                        found.setdefault(token.slot, []).append(token.token_id)
-
-    slots = batch.insert(*[request(TEXT[: 3 + n], 30) for n in range(3)])
-    threads = [threading.Thread(target=step) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    for place, slot in enumerate(slots):
-        assert tuple(found[slot]) == greedy(bundle, TEXT[: 3 + place], 30).token_ids
 
 
 @pytest.fixture(scope="module")
@@ -408,7 +362,7 @@ def allow(*tokens: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
     return mask
 
 
-@pytest.mark.parametrize("length", [1, 5, 30])
+@pytest.mark.parametrize("length", [1, 30])
 def test_only_tokens_that_a_mask_allows_come(
     bundle: Bundle, reference: Reference, length: int
 ) -> None:
@@ -445,13 +399,12 @@ def test_a_mask_that_allows_nothing_ends_the_text(bundle: Bundle, length: int, a
     assert tuple(ids(found[slots[1]])) == expected
 
 
-@pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize(
-    ("says", "error"),
+    ("says", "error", "after"),
     [
-        (ZeroDivisionError(), ZeroDivisionError),
-        (np.ones(3, np.bool_), UsageError),
-        (np.ones(VOCAB, np.float32), UsageError),
+        *((ZeroDivisionError(), ZeroDivisionError, after) for after in (0, 2)),
+        (np.ones(3, np.bool_), UsageError, 0),
+        (np.ones(VOCAB, np.float32), UsageError, 2),
     ],
 )
 def test_a_mask_that_fails_leaves_the_batch_usable(
@@ -505,43 +458,32 @@ PENALTIES = (
 
 
 @pytest.mark.parametrize("penalty", PENALTIES, ids=str)
-@pytest.mark.parametrize("how", ["alone", "lookup", "prefix", "n", "session", "neighbours"])
 def test_penalties_are_by_the_text_however_it_was_computed(
-    bundle: Bundle, reference: Reference, penalty: dict[str, float], how: str
+    bundle: Bundle, reference: Reference, penalty: dict[str, float]
 ) -> None:
+    sampling = Sampling(**penalty)
     for prompt in ([5], REPEATING, TEXT[:20]):
-        expected = reference.greedy(prompt, 14, Sampling(**penalty))
-        options: dict[str, Any] = {"max_new_tokens": 14, "stop_token_ids": (), **penalty}
-        if how == "lookup":
-            results = [bundle.generate(prompt, prompt_lookup=True, **options)]
-        elif how == "prefix":
-            prefix = bundle.prefix(prompt)
-            results = [bundle.generate(prompt, prefix=prefix, **options)]
-            assert results[0].stats.reused_tokens == len(prompt) - 1
-        elif how == "n":
-            results = bundle.generate_n(prompt, 3, **options)
-        elif how == "session":
-            session = bundle.session()
-            session.generate([*prompt, *expected[:3]], max_new_tokens=2)
-            results = [session.generate(prompt, **options)]
-        elif how == "neighbours":
-            batch = bundle.batch(3)
-            batch.insert(request([6, 6, 6], 3, sampling=Sampling(frequency_penalty=2.0)))
-            batch.step()
-            (slot,) = batch.insert(request(prompt, 14, sampling=Sampling(**penalty)))
-            found: list[int] = []
-            while tokens := batch.step():
-                found += ids([token for token in tokens if token.slot == slot])
-                if batch.free:
-                    batch.insert(request([5], 2, sampling=Sampling(presence_penalty=2.0)))
-                if len(found) >= 14:
-                    break
-            assert found == expected
-            continue
-        else:
-            results = [bundle.generate(prompt, **options)]
-        for result in results:
-            assert list(result.token_ids) == expected
+        expected = reference.greedy(prompt, 14, sampling)
+        session = bundle.session()
+        session.generate([*prompt, *expected[:3]], max_new_tokens=2)
+        results = [
+            greedy(bundle, prompt, 14, **penalty),
+            greedy(bundle, prompt, 14, **penalty, prompt_lookup=True),
+            greedy(bundle, prompt, 14, **penalty, prefix=bundle.prefix(prompt)),
+            session.generate(prompt, max_new_tokens=14, stop_token_ids=(), **penalty),
+            *bundle.generate_n(prompt, 3, max_new_tokens=14, stop_token_ids=(), **penalty),
+        ]
+        assert [list(result.token_ids) for result in results] == [expected] * 7
+        assert results[2].stats.reused_tokens == len(prompt) - 1
+        batch, found = bundle.batch(3), Found()
+        batch.insert(request([6, 6, 6], 3, sampling=Sampling(frequency_penalty=2.0)))
+        step(batch, found)
+        (slot,) = batch.insert(request(prompt, 14, sampling=sampling))
+        while len(ids(found.get(slot, ()))) < 14:
+            step(batch, found)
+            if batch.free:
+                batch.insert(request([5], 2, sampling=Sampling(presence_penalty=2.0)))
+        assert ids(found[slot]) == expected
 
 
 def test_further_continuations_have_the_next_seeds(bundle: Bundle) -> None:
@@ -603,16 +545,12 @@ def test_logprobs_of_one_row_are_no_matter_of_another(bundle: Bundle) -> None:
 # ---------------------------------------------------------------------- several requests
 
 
-def test_no_prompts_give_no_results(bundle: Bundle) -> None:
-    assert bundle.generate_batch([]) == []
-    assert bundle.batch(1).insert() == ()
-
-
 def test_more_requests_than_slots_wait_for_one(bundle: Bundle) -> None:
     prompts = [TEXT[:n] for n in (30, 1, 5, 11, 60, 2, 24)]
     results = bundle.generate_batch(prompts, max_new_tokens=9, stop_token_ids=())
     for prompt, result in zip(prompts, results, strict=True):
         assert result.token_ids == greedy(bundle, prompt, 9).token_ids
+    assert bundle.generate_batch([]) == []
     assert results[-1].stats.queue_seconds > results[0].stats.queue_seconds
     with pytest.raises(UsageError, match="sampling: expected 2, one for each prompt; found 1"):
         bundle.generate_batch([[1], [2]], sampling=[Sampling()])
@@ -676,6 +614,7 @@ def test_figures_add_up(decoder_dir: Path, sixteen_steps: None) -> None:
 
     one = greedy(bundle, [5], 1).stats
     assert (one.tokens_per_second, one.padding, one.passes) == (0.0, 0.0, 1)
+    assert greedy(bundle, TEXT[:5], 4).stats.passes == 3, "prefill gave the first"
 
     session = bundle.session()
     for length, reused in ((12, 0), (20, 12), (8, 7)):
@@ -723,29 +662,21 @@ def test_a_session_does_one_generation_at_a_time(bundle: Bundle) -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["close", "drop"])
+@pytest.mark.parametrize("how", ["close", "drop", "close session"])
 def test_a_stream_that_is_left_frees_its_slot(bundle: Bundle, how: str) -> None:
     session = bundle.session()
     stream: Any = session.stream(TEXT[:6], max_new_tokens=20, stop_token_ids=())
     next(stream)
     if how == "close":
         stream.close()
+    elif how == "close session":
+        session.close()
+        with pytest.raises(UsageError, match="found 1 that became free"):
+            list(stream)  # it would wait for ever
     del stream
     result = session.generate(TEXT[:6], max_new_tokens=8, stop_token_ids=())
     assert result.token_ids == greedy(bundle, TEXT[:6]).token_ids
-    assert result.stats.reused_tokens == 5
-
-
-def test_a_session_that_is_closed_while_it_streams_says_so(bundle: Bundle) -> None:
-    """It would wait for ever for tokens of a slot that is free."""
-    session = bundle.session()
-    stream = session.stream(TEXT[:6], max_new_tokens=60, stop_token_ids=())
-    next(stream)
-    session.close()
-    with pytest.raises(UsageError, match="found 1 that became free"):
-        list(stream)
-    result = session.generate(TEXT[:6], max_new_tokens=8, stop_token_ids=())
-    assert result.token_ids == greedy(bundle, TEXT[:6]).token_ids
+    assert result.stats.reused_tokens == (0 if how == "close session" else 5)
 
 
 def test_closing_a_stream_frees_its_memory(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -793,16 +724,13 @@ def test_a_long_prompt_does_not_stop_the_others(bundle: Bundle, short_chunks: Ba
     [slot] = batch.begin(request(TEXT[:60], 5))
     assert batch.entering == 1
     assert batch.free == 1
-    found: dict[int, list[Token]] = {first: [], slot: []}
-    before = 0
+    found, before = Found(), 0
     while batch.entering:
         before += 1
-        for token in batch.step():
-            found[token.slot].append(token)
+        step(batch, found)
     assert before > 10
     assert len(found[first]) >= min(before, 29) - 2 or found[first][-1].finish_reason == "length"
-    for rest, tokens in finish(batch).items():
-        found[rest] += tokens
+    finish(batch, found)
     assert tuple(ids(found[slot])) == greedy(bundle, TEXT[:60], 5).token_ids
     assert tuple(ids(found[first])) == greedy(bundle, [1, 2, 3], 30).token_ids[1:]
 
@@ -811,15 +739,11 @@ def test_prompts_in_chunks_take_turns(bundle: Bundle, short_chunks: Batch) -> No
     batch = short_chunks
     batch.insert(request([1, 2, 3], 60))
     [long], [short] = batch.begin(request(TEXT[:60], 3)), batch.begin(request(TEXT[:9], 3))
-    order = []
-    found: dict[int, list[Token]] = {}
+    order, found = [], Found()
     while batch.entering:
-        for token in batch.step():
-            found.setdefault(token.slot, []).append(token)
-            order.append(token.slot)
+        order += [token.slot for token in step(batch, found)]
     assert order.index(short) < order.index(long)
-    for rest, tokens in finish(batch).items():
-        found[rest] += tokens
+    finish(batch, found)
     assert tuple(ids(found[short])) == greedy(bundle, TEXT[:9], 3).token_ids
     assert tuple(ids(found[long])) == greedy(bundle, TEXT[:60], 3).token_ids
 
@@ -909,9 +833,8 @@ def test_a_decode_step_comes_between_long_copies_for_a_prompt_and_the_prompt(
 
 
 @pytest.fixture(scope="module")
-def wide(make_decoder: Callable[..., Path]) -> Bundle:
-    found = make_decoder("gpt2", batch=(1, 2, 4), prompt=(3, 10), context=(24, 72), quick=True)
-    bundle = load(found, on_mismatch="error")
+def wide(wide_dir: Path) -> Bundle:
+    bundle = load(wide_dir, on_mismatch="error")
     bundle.prepare()
     return bundle
 
@@ -935,14 +858,12 @@ def test_prompts_that_fill_a_call_are_computed_together(
     [first] = batch.insert(request([1, 2, 3], 20))
     asked = [request(TEXT[n : n + 8], 6, sampling=Sampling(temperature=0.5 * n)) for n in (0, 1)]
     slots = batch.begin(*asked)
-    found: dict[int, list[Token]] = {}
+    found = Found()
     for _ in range(3):  # the first token of the one, those of the two, and a decode step
-        for token in batch.step():
-            found.setdefault(token.slot, []).append(token)
+        step(batch, found)
     assert [len(found[slot]) for slot in (first, *slots)] == [2, 2, 2]
     assert next(iter(found[slots[1]][0].usage.programs)) == "prefill/b2-t10-c24"
-    for rest, tokens in finish(batch).items():
-        found[rest] += tokens
+    finish(batch, found)
     for slot, one in zip(slots, asked, strict=True):
         alone = Batch(wide.decoder, 1)
         alone.insert(one)
@@ -1002,11 +923,9 @@ def test_others_decode_in_a_short_cache_until_a_long_prompt_enters_a_long_one(
     batch.step()
     short = batch.occupied()[1]
     [slot] = batch.begin(request(TEXT[:30], 5))
-    found: dict[int, list[Token]] = {first: [], slot: []}
-    sizes = []
+    found, sizes = Found(), []
     while batch.entering:
-        for token in batch.step():
-            found[token.slot].append(token)
+        step(batch, found)
         sizes.append((len(found[first]), batch.occupied()[1]))
     assert sizes[8] == (9, short), "the prompt is computed aside, and the other text goes on"
     grows = [(count, size / short) for count, size in sizes if size > short]
@@ -1015,8 +934,7 @@ def test_others_decode_in_a_short_cache_until_a_long_prompt_enters_a_long_one(
     assert grows[:4] == [*arrays, (tokens + 2, 3)], (
         "a step allocates an array and decodes, then they move"
     )
-    for rest, more in finish(batch).items():
-        found[rest] += more
+    finish(batch, found)
     assert tuple(ids(found[slot])) == greedy(bundle, TEXT[:30], 5).token_ids
     assert tuple(ids(found[first])) == greedy(bundle, [1, 2, 3], 20).token_ids[1:]
 
@@ -1060,27 +978,9 @@ def test_what_was_allocated_for_a_request_that_left_is_freed(
     batch.close()
 
 
-def test_slots_move_when_the_larger_cache_is_allocated(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, small_pieces: None
-) -> None:
-    monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)
-    bundle.prepare()
-    batch = Batch(bundle.decoder, 1)
-    [slot] = batch.insert(request(TEXT[:7], 16))
-    found = batch.step()
-    asked = 1
-    while not batch.is_ready_for(3):
-        asked += 1
-        found += batch.step()
-    assert asked == len(bundle.decoder.cache)
-    moved = batch.resize(3)
-    found += finish(batch)[moved[slot]]
-    assert tuple(ids(found)) == greedy(bundle, TEXT[:7], 16).token_ids
-
-
 @pytest.mark.parametrize("context", [24, 72])
 def test_slots_move_to_another_batch_and_back(
-    bundle: Bundle, context: int, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, context: int, monkeypatch: pytest.MonkeyPatch, small_pieces: None
 ) -> None:
     """One request in the smallest batch; two more join in a larger one; the last one goes back alone."""
     monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)
@@ -1088,8 +988,11 @@ def test_slots_move_to_another_batch_and_back(
     batch = Batch(bundle.decoder, 1, largest=(3, context))
     prompt = TEXT[: context // 4]
     [slot] = batch.insert(request(prompt, 16, sampling=Sampling(repetition_penalty=1.5)))
-    found = batch.step()
-    assert batch.is_ready_for(3)
+    found, asked = batch.step(), 1
+    while not batch.is_ready_for(3):
+        asked += 1
+        found += batch.step()
+    assert asked == len(bundle.decoder.cache)
     slot = batch.resize(3)[slot]
     assert (batch.slots, batch.free) == (3, 2)
     others = batch.insert(request([4, 5], 2), request([6], 3))
@@ -1098,7 +1001,8 @@ def test_slots_move_to_another_batch_and_back(
         for token in batch.step():
             (found if token.slot == slot else beside).append(token)
     assert {token.slot for token in beside} == set(others)
-    assert batch.is_ready_for(1)
+    while not batch.is_ready_for(1):
+        found += batch.step()
     assert batch.resize(1) == {slot: 0}
     assert batch.slots == 1
     found += finish(batch).get(0, [])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prejit.runtime import Bundle, Sampling, load
+from prejit.runtime import Bundle, Sampling, __main__, load
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.generation.options import Defaults, check_generation, parse_defaults
 
@@ -59,6 +59,8 @@ def test_a_bundle_generates_as_its_generation_config_says(sampling: Bundle, plai
     assert len(expected) == 9
     assert expected != plain.generate(PROMPT, max_new_tokens=9).token_ids
     assert sampling.generate(PROMPT, seed=5).token_ids == expected
+    none: dict[str, Any] = dict.fromkeys((*SAMPLED, "stop", "stop_token_ids", "logprobs", "prefix"))
+    assert sampling.generate(PROMPT, seed=5, **none).token_ids == expected, "None: not given"
     assert sampling.generate_n(PROMPT, 1, seed=5)[0].token_ids == expected
     assert sampling.generate_batch([PROMPT], seed=5)[0].token_ids == expected
     assert sampling.session().generate(PROMPT, seed=5).token_ids == expected
@@ -96,29 +98,29 @@ def test_a_bundle_that_is_loaded_without_its_generation_config_ignores_it(
         load(sampling_dir, generation_config="no")  # type: ignore[arg-type]
 
 
-def test_none_is_an_option_that_is_not_given(sampling: Bundle) -> None:
-    given: dict[str, Any] = dict.fromkeys(
-        (*SAMPLED, "stop", "stop_token_ids", "logprobs", "prefix")
-    )
-    expected = sampling.generate(PROMPT, seed=5).token_ids
-    assert sampling.generate(PROMPT, seed=5, **given).token_ids == expected
-
-
 def test_the_commands_use_and_show_the_defaults(
-    sampling: Bundle, sampling_dir: Path, decoder_dir: Path, prejit: Callable[..., Any]
+    sampling: Bundle,
+    sampling_dir: Path,
+    decoder_dir: Path,
+    prejit: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     ran = prejit("generate", sampling_dir, "--prompt-ids", "1,2,3", "--seed", 5, "--json")
-    found = json.loads(ran.stdout)["token_ids"]
-    start = json.loads(ran.stdout)["start"]
-    assert start["first_run_seconds"] > 0
-    first = json.loads(ran.stdout)["first_token_seconds_since_exec"]
-    assert start["total_seconds"] == pytest.approx(first, abs=0.5)
-    assert found == list(sampling.generate(PROMPT, seed=5).token_ids)
-    assert json.loads(prejit("inspect", sampling_dir, "--json").stdout)["defaults"] == SAID
-    shown = prejit("inspect", sampling_dir).stdout
+    found = json.loads(ran.stdout)
+    assert found["start"]["first_run_seconds"] > 0
+    first = found["first_token_seconds_since_exec"]
+    assert found["start"]["total_seconds"] == pytest.approx(first, abs=0.5)
+    assert found["token_ids"] == list(sampling.generate(PROMPT, seed=5).token_ids)
+
+    def said(*command: str | Path) -> str:
+        assert __main__.main([*map(str, command)]) == 0
+        return capsys.readouterr().out
+
+    assert json.loads(said("inspect", sampling_dir, "--json"))["defaults"] == SAID
+    shown = said("inspect", sampling_dir)
     assert "by default with: temperature 1.3, top_k 20, top_p 0.9, min_p 0.01, repetition" in shown
-    assert "by default with: the most likely tokens" in prejit("inspect", decoder_dir).stdout
-    prejit("verify", sampling_dir)
+    assert "by default with: the most likely tokens" in said("inspect", decoder_dir)
+    said("verify", sampling_dir)
 
 
 @pytest.mark.parametrize(

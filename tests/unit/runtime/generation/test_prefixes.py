@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ MINE = ("me", "")
 
 
 @pytest.fixture(scope="module")
-def bundle(make_decoder: Callable[..., Path]) -> Bundle:
-    found = make_decoder("gpt2", batch=(1, 2), prompt=(3, 10), context=(24, 72), quick=True)
-    return load(found, on_mismatch="error")
+def bundle(wide_dir: Path) -> Bundle:
+    return load(wide_dir, on_mismatch="error")
 
 
 @pytest.fixture

@@ -31,22 +31,6 @@ def test_a_draft_is_what_followed_the_last_time(text: list[int], cut: int, count
     assert lookup.draft(count) == looked_up(text, count)
 
 
-def test_a_longer_run_is_a_better_guess() -> None:
-    assert PromptLookup([1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3]).draft(1) == [7]
-    assert PromptLookup([1, 2, 3, 7, 9, 2, 3, 8, 5, 2, 3]).draft(1) == [8]
-
-
-def test_a_text_without_repetition_is_not_guessed() -> None:
-    assert PromptLookup([]).draft(4) == []
-    assert PromptLookup([1, 2]).draft(4) == []
-    assert PromptLookup([1, 2, 3, 4, 5, 6]).draft(4) == []
-
-
-def test_a_short_period_goes_on() -> None:
-    assert PromptLookup([5, 6, 7, 5, 6, 7]).draft(7) == [5, 6, 7, 5, 6, 7, 5]
-    assert PromptLookup([4, 4, 4]).draft(3) == [4, 4, 4]
-
-
 def test_a_draft_of_a_long_text_costs_what_one_of_a_short_text_does() -> None:
     def seconds(size: int) -> float:
         lookup = PromptLookup([token % 1000 for token in range(size)])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.extent import examples
 
 from prejit.runtime import load
 from prejit.runtime.base.files import digest_of
@@ -57,17 +58,6 @@ CHATML = """\
     {{ '<|im_start|>assistant\\n' }}
 {% endif %}
 """
-LLAMA_2 = """\
-{% if messages[0]['role'] == 'system' %}\
-{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}{% set turns = messages[1:] %}\
-{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}\
-{% for message in turns %}\
-{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
-{{ raise_exception('roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
-{% set content = system + message['content'] if loop.first else message['content'] %}\
-{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}\
-{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}\
-{% endfor %}"""
 LLAMA_3 = """\
 {{- bos_token }}
 {%- if not date_string is defined %}
@@ -88,42 +78,6 @@ LLAMA_3 = """\
 {%- if add_generation_prompt %}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' + date_string }}
 {%- endif %}
-"""
-GEMMA = """\
-{{ bos_token }}
-{%- set first = '' -%}
-{%- if messages[0].role == 'system' -%}
-    {%- set first = messages[0].content + '\\n\\n' -%}
-    {%- set messages = messages[1:] -%}
-{%- endif -%}
-{%- for message in messages -%}
-    {%- set role = 'model' if message.role == 'assistant' else message.role -%}
-    {{ '<start_of_turn>' + role + '\\n' + (first if loop.first else '') }}
-    {%- generation -%}
-    {{ message.content | trim }}
-    {%- endgeneration -%}
-    {{ '<end_of_turn>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}
-"""
-MISTRAL = """\
-{%- set ns = namespace(index=0, last=-1) -%}
-{%- for message in messages -%}
-    {%- if message.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
-{%- endfor -%}
-{{- bos_token -}}
-{%- for message in messages -%}
-    {%- if message.role == 'system' -%}{%- continue -%}{%- endif -%}
-    {%- if message.role == 'user' -%}
-        {%- if tools is not none and loop.index0 == ns.last -%}
-            {{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' -}}
-        {%- endif -%}
-        {{- '[INST] ' ~ message.content ~ ' [/INST]' -}}
-    {%- else -%}
-        {{- ' ' ~ message.content ~ eos_token -}}
-    {%- endif -%}
-    {%- set ns.index = ns.index + 1 -%}
-{%- endfor -%}
 """
 PHI_3 = """\
 {% for message in messages %}{{ '<|' + message.role + '|>' + '\\n' }}\
@@ -164,8 +118,7 @@ QWEN = """\
 {%- for document in documents or [] %}{{ document.title ~ ': ' ~ document.text }}{% endfor %}
 """
 TEMPLATES = {
-    **{"chatml": CHATML, "llama 2": LLAMA_2, "llama 3": LLAMA_3, "gemma": GEMMA},
-    **{"mistral": MISTRAL, "phi 3": PHI_3, "qwen": QWEN},
+    **{"chatml": CHATML, "llama 3": LLAMA_3, "phi 3": PHI_3, "qwen": QWEN},
 }
 TOOL = {
     "type": "function",
@@ -235,9 +188,9 @@ def render(source: str, messages: Any = None, **options: Any) -> str:
     return templates(source).render(messages or [{"role": "user", "content": "hi"}], **given)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(200, 600))
 @given(
+    name=st.sampled_from(list(TEMPLATES)),
     messages=conversations(),
     add_generation_prompt=st.booleans(),
     tools=st.sampled_from([None, [TOOL], []]),
@@ -267,39 +220,31 @@ def test_the_text_is_that_of_transformers(
     assert json.dumps(messages) == before, "the caller's messages were changed"
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_most_conversations_are_rendered_and_not_refused(name: str) -> None:
-    """Or the test above could compare errors alone."""
-    messages = [
-        {"role": "user", "content": "One?"},
-        {"role": "assistant", "content": "Two."},
-        {"role": "user", "content": "Three?"},
-    ]
-    assert "Two." in known(name).render(messages, add_generation_prompt=True, variables={})
-
-
-@pytest.mark.parametrize("name", ["chatml", "llama 3", "qwen", "phi 3"])
 @settings(deadline=None)
-@given(content=TEXT.filter(lambda text: text.strip()), parts=st.booleans())
+@given(
+    name=st.sampled_from(["chatml", "llama 3", "qwen", "phi 3"]),
+    content=TEXT.filter(lambda text: text.strip()),
+    parts=st.booleans(),
+)
 def test_a_message_is_continued_where_transformers_continues_it(
     name: str, content: str, parts: bool
 ) -> None:
     said: Any = [{"type": "text", "text": content}] if parts and name == "llama 3" else content
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": said}]
+
+    def render() -> str:
+        options: Any = {"add_generation_prompt": False, "continue_final_message": True}
+        return known(name).render(messages, **options, variables={})
+
     try:
         expected = reference().apply_chat_template(
             messages, chat_template=TEMPLATES[name], tokenize=False, continue_final_message=True
         )
     except ValueError:
         with pytest.raises(UsageError, match="continue_final_message"):
-            known(name).render(
-                messages, add_generation_prompt=False, continue_final_message=True, variables={}
-            )
-        return
-    found = known(name).render(
-        messages, add_generation_prompt=False, continue_final_message=True, variables={}
-    )
-    assert found == expected
+            render()
+    else:
+        assert render() == expected
 
 
 @settings(deadline=None)
@@ -327,6 +272,9 @@ def test_dates_documents_and_json_are_those_of_transformers() -> None:
         "{% macro m(x) %}[{{ x }}{{ caller() }}]{% endmacro %}{% call m(1) %}in{% endcall %}"
         "{% set block %}a{{ 1 }}b{% endset %}{{ block|upper }} {{ messages | map(attribute='role') | join }}"
         "{{ '{:>5}|{}'.format('x', 3) }} {{ [1, 2] + [3] }} {{ (1, 2) * 2 }} {{ undefined_thing }}"
+        "{%- generation -%} {{ messages[0].content | trim }} {%- endgeneration -%}{% set ns.x = ns.x + 'y' %}"
+        "{% for i in range(4) %}{% if i == 1 %}{% continue %}{% endif %}{{ ns.x }}{{ i }}{% endfor %}"
+        "{{ tools is not none }} {{ tools | tojson }}"
     )
     messages = [{"role": "user", "content": "x", "sub": [{"role": "inner"}]}]
     options: dict[str, Any] = {"documents": [{"title": "a", "text": "b"}], "tools": [TOOL]}
@@ -346,19 +294,6 @@ def test_reasoning_has_every_name_that_templates_read(key: str) -> None:
     assert render(source, messages) == expected
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% set ns = namespace(_x=1) %}",
-        "{% set ns = namespace({'__class__': 1}) %}",
-        "{% set ns = namespace() %}{% set ns._x = 1 %}",
-    ],
-)
-def test_a_namespace_takes_no_names_of_pythons_own(source: str) -> None:
-    with pytest.raises(UsageError, match="leading underscore"):
-        render(source)
-
-
 def test_tools_choose_the_template_that_is_made_for_them() -> None:
     made = templates("plain", tool_use="with tools", rag="cites")
     given: dict[str, Any] = {"add_generation_prompt": False, "variables": {}}
@@ -373,24 +308,18 @@ def test_tools_choose_the_template_that_is_made_for_them() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ ''.__class__.__mro__ }}",
         "{{ ''['__class__'] }}",
         "{{ ''|attr('__class__') }}",
         "{{ [''] | map(attribute='__class__') | first }}",
-        "{{ '{0.__class__}'.format(1) }}",
         "{{ '{0.__class__.__mro__}'.format(1) }}",
         "{{ '{x.__class__.__mro__}'.format_map({'x': 1}) }}",
         "{{ raise_exception.__globals__ }}",
         "{{ strftime_now.__globals__ }}",
         "{{ self.__init__.__globals__ }}",
         "{{ cycler.__init__.__globals__ }}",
-        "{{ dict.__class__ }}",
         "{{ dict.__class__.__mro__ }}",
-        "{{ raise_exception.__globals__.os }}",
         "{{ ('' | attr('__class__')).__mro__ }}",
         "{{ namespace.__init__.__globals__ }}",
-        "{% set ns = namespace(__class__=1) %}",
-        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
         "{{ namespace.mro() }}{{ namespace._check_name('x').x }}",
         "{{ messages.append(1) }}",
         "{{ messages[0].update(a=1) }}",
@@ -405,6 +334,19 @@ def test_a_template_does_not_get_out_of_the_sandbox(source: str) -> None:
         assert re.search("unsafe|immutable|no attribute|underscore|loader", str(error))  # noqa: PT017
     else:
         assert not text, "what is refused is undefined, which prints as nothing"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set ns = namespace(_x=1) %}",
+        "{% set ns = namespace({'__class__': 1}) %}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+    ],
+)
+def test_a_namespace_takes_no_names_of_pythons_own(source: str) -> None:
+    with pytest.raises(UsageError, match="leading underscore"):
+        render(source)
 
 
 LONG = "x" * 100
@@ -453,15 +395,12 @@ def test_a_template_takes_no_server_down(what: str) -> None:
     assert time.perf_counter() - started < 20
 
 
-def test_a_long_conversation_is_not_taken_for_an_endless_one() -> None:
+def test_what_is_long_is_not_taken_for_endless() -> None:
     turns = [{"role": ("user", "assistant")[i % 2], "content": "x" * 1000} for i in range(4000)]
     for name in TEMPLATES:
         text = known(name).render(turns, add_generation_prompt=True, variables={})
         assert 4_000_000 < len(text) < MAX_CHARACTERS
-
-
-def test_numbers_that_are_data_are_printed() -> None:
-    """Times and ids are larger than any width may be."""
+    # Times and ids are larger than any width may be.
     data = {"id": 1790000000000, "at": "2026-11-20 12345678%"}
     source = "{{ id }} {{ id | string }} {{ id ~ at }} {{ [id] | tojson }} {{ at + ' 12345678: %s' % id }}"
     assert render(source, variables=data).startswith("1790000000000 1790000000000 1790000000000")
@@ -503,18 +442,15 @@ def test_messages_of_another_shape_are_a_usage_error(messages: Any, says: str) -
         templates(CHATML).render(messages, add_generation_prompt=True, variables={})
 
 
-def test_what_a_template_raises_reaches_the_caller() -> None:
-    with pytest.raises(UsageError, match="chat template 'default': no role tool"):
-        render(CHATML, [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}])
-
-
-def test_a_message_is_either_continued_or_answered() -> None:
+def test_what_a_template_cannot_render_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="found both"):
         render(CHATML, add_generation_prompt=True, continue_final_message=True)
     with pytest.raises(UsageError, match="expected the last message unchanged"):
         render("nothing", continue_final_message=True)
     with pytest.raises(UsageError, match="expected text as the content of the last message"):
         render(CHATML, [{"role": "assistant", "content": 3}], continue_final_message=True)
+    with pytest.raises(UsageError, match="chat template 'default': no role tool"):
+        render(CHATML, [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}])
 
 
 @pytest.mark.parametrize(
@@ -574,28 +510,16 @@ def test_a_bundle_gives_the_tokens_of_transformers(recipe: Any, tmp_path: Path) 
     assert loaded.has_chat_template
     messages = [{"role": "user", "content": "def f(x):"}]
     open_ended = [*messages, {"role": "assistant", "content": "Sure, "}]
-    for ours, theirs in (
-        (loaded.apply_chat_template(messages), (PHI_3, messages, {"add_generation_prompt": True})),
-        (
-            loaded.apply_chat_template(messages, add_generation_prompt=False),
-            (PHI_3, messages, {}),
-        ),
-        (
-            loaded.apply_chat_template(open_ended, continue_final_message=True),
-            (PHI_3, open_ended, {"continue_final_message": True}),
-        ),
-        (
-            loaded.apply_chat_template(messages, tools=[TOOL], enable_thinking=False),
-            (
-                QWEN,
-                messages,
-                {"tools": [TOOL], "enable_thinking": False, "add_generation_prompt": True},
-            ),
-        ),
-    ):
-        source, given_messages, options = theirs
-        assert ours == token_reference().apply_chat_template(
-            given_messages, chat_template=source, return_dict=False, **options
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        (PHI_3, messages, {}),
+        (PHI_3, messages, {"add_generation_prompt": False}),
+        (PHI_3, open_ended, {"continue_final_message": True}),
+        (QWEN, messages, {"tools": [TOOL], "enable_thinking": False}),
+    ]
+    for source, said, options in cases:
+        theirs = {"add_generation_prompt": "continue_final_message" not in options, **options}
+        assert loaded.apply_chat_template(said, **options) == token_reference().apply_chat_template(
+            said, chat_template=source, return_dict=False, **theirs
         )
     text = loaded.render_chat_template(messages)
     assert text == "<|user|>\ndef f(x):<|end|>\n<|assistant|>\n"

@@ -108,19 +108,14 @@ def test_long_stop_strings_cost_nothing_before_there_is_text() -> None:
 def test_a_push_costs_the_same_after_much_text() -> None:
     stream = StopStrings(["\n\n\n", "</s>", "ab" * 400 + "c"])
 
-    def cost() -> float:
-        best = 1.0
-        for _ in range(20):
-            started = time.thread_time()
-            for _ in range(100):
-                stream.push("abababab")  # all but the last letter of the long one is always held
-            best = min(best, time.thread_time() - started)
-        return best
+    def push() -> None:
+        for _ in range(100):
+            stream.push("abababab")  # all but the last letter of the long one is always held
 
-    early = cost()
-    for _ in range(20_000):
-        stream.push("abababab")
-    assert cost() < 5 * early
+    early = seconds(push)
+    for _ in range(200):
+        push()
+    assert seconds(push) < 5 * early
 
 
 @given(

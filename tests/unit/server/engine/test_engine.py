@@ -41,26 +41,28 @@ from prejit.server.engine.memory import plan_caches
 from prejit.server.engine.stream import Pipe
 
 LONG = [number % VOCABULARY for number in range(3, 40)]
+FEW: dict[str, Any] = {"max_new_tokens": 4, "stop_token_ids": ()}
 MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def path(make_decoder: Callable[..., Path]) -> Path:
-    return make_decoder(
-        "gpt2", batch=(1, 2, 4), prompt=(3, 10), context=(24, 72), draft_tokens=3, quick=True
-    )
+def bundle(wide_dir: Path) -> Bundle:
+    return load(wide_dir, on_mismatch="error")
 
 
-@pytest.fixture(scope="module")
-def bundle(path: Path) -> Bundle:
-    return load(path, on_mismatch="error")
+Made = Callable[..., Engine]
 
 
 @pytest.fixture
-def engine(bundle: Bundle) -> Iterator[Engine]:
-    engine = Engine(bundle, slots=4, queue=64)
-    yield engine
-    engine.close()
+def made(bundle: Bundle) -> Iterator[Made]:
+    """Makes engines, which are closed at the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **how: stack.enter_context(contextlib.closing(Engine(bundle, **how)))
+
+
+@pytest.fixture
+def engine(made: Made) -> Engine:
+    return made(slots=4, queue=64)
 
 
 def options_of(number: int) -> dict[str, Any]:
@@ -119,7 +121,10 @@ def test_tasks_read_streams_side_by_side(engine: Engine, alone: list[Any]) -> No
         return [piece async for piece in engine.stream(prompt_of(number), **options_of(number))]
 
     async def all_of_them() -> list[list[Any]]:
-        return await asyncio.gather(*(read(number) for number in range(24)))
+        future = asyncio.wrap_future(engine.submit(prompt_of(4), **options_of(4)))
+        found = await asyncio.gather(*(read(number) for number in range(24)))
+        same(await future, alone[4])
+        return found
 
     for pieces, expected in zip(asyncio.run(all_of_them()), alone, strict=True):
         ids = tuple(piece.token_id for piece in pieces if piece.token_id is not None)
@@ -129,21 +134,8 @@ def test_tasks_read_streams_side_by_side(engine: Engine, alone: list[Any]) -> No
         assert all(piece.finish_reason is None for piece in pieces[:-1])
 
 
-def test_a_stream_in_a_thread(engine: Engine, alone: list[Any]) -> None:
-    pieces = list(engine.stream(prompt_of(5), **options_of(5)))
-    assert tuple(piece.token_id for piece in pieces) == alone[5].token_ids
-    assert pieces[-1].finish_reason == "length"
-
-
-def test_futures_of_asyncio(engine: Engine, alone: list[Any]) -> None:
-    async def ask() -> Any:
-        return await asyncio.wrap_future(engine.submit(prompt_of(4), **options_of(4)))
-
-    same(asyncio.run(ask()), alone[4])
-
-
 def test_requests_that_come_and_go_move_between_batches(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request, then more than fit into two slots, then one again: 1, 4 and 1 rows."""
     monkeypatch.setattr("prejit.server.engine.generation_loop._SHRINK_SECONDS", 0.0)
@@ -153,41 +145,46 @@ def test_requests_that_come_and_go_move_between_batches(
     monkeypatch.setattr(
         Batch, "resize", lambda self, slots: sizes.append(slots) or original(self, slots)
     )
-    engine = Engine(bundle, slots=4)
+    engine = made(slots=4)
     bundle.prepare()
     first = engine.stream([5], max_new_tokens=72, stop_token_ids=())
     pieces = [next(first) for _ in range(3)]
-    few = [{"max_new_tokens": 4, "stop_token_ids": (), "seed": n} for n in range(3)]
-    others = [engine.submit(prompt_of(n), **few[n]) for n in range(3)]
+    others = [engine.submit(prompt_of(n), **FEW, seed=n) for n in range(3)]
     for number, future in enumerate(others):
-        same(future.result(60), bundle.generate(prompt_of(number), **few[number]))
+        same(future.result(60), bundle.generate(prompt_of(number), **FEW, seed=number))
     pieces += list(first)
     expected = bundle.generate([5], max_new_tokens=72, stop_token_ids=())
     assert tuple(piece.token_id for piece in pieces) == expected.token_ids
     assert 4 in sizes
     assert sizes[-1] < 4
-    engine.close()
 
 
-def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(bundle: Bundle) -> None:
+def few_of(engine: Engine, text: list[int], reused: int | None = None) -> list[int]:
+    """A text and what follows it: the tokens of the bundle, with so many that need not be computed."""
+    found = engine.generate(text, **FEW)
+    assert found.token_ids == engine._bundle.generate(text, **FEW).token_ids
+    assert reused is None or found.stats.reused_tokens == reused
+    return [*text, *found.token_ids]
+
+
+def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(
+    bundle: Bundle, made: Made
+) -> None:
     bundle.prepare()  # a prompt does not wait for a program that copies it
-    engine = Engine(bundle, slots=4, prefix_memory=4 * MIB)
+    engine = made(slots=4, prefix_memory=4 * MIB)
     common = LONG[:30]
     busy = [engine.stream([number], max_new_tokens=60, stop_token_ids=()) for number in range(2)]
     for stream in busy:
         next(stream)
-    first = engine.generate([*common, 1], max_new_tokens=4, stop_token_ids=())
-    assert first.stats.reused_tokens == 0
-    again = [engine.submit([*common, n], max_new_tokens=4, stop_token_ids=()) for n in (2, 3)]
+    few_of(engine, [*common, 1], reused=0)
+    again = [engine.submit([*common, n], **FEW) for n in (2, 3)]
     for number, future in zip((2, 3), again, strict=True):
         found = future.result(60)
         assert found.stats.reused_tokens == 30
-        expected = bundle.generate([*common, number], max_new_tokens=4, stop_token_ids=())
-        assert found.token_ids == expected.token_ids
+        assert found.token_ids == bundle.generate([*common, number], **FEW).token_ids
     metrics = engine.metrics()
     assert metrics.cached_prompt_tokens == 60
     assert 0 < metrics.prefix_bytes <= 4 * MIB
-    engine.close()
 
 
 def reused(engine: Engine, last: int, **options: Any) -> int:
@@ -201,15 +198,14 @@ def reused(engine: Engine, last: int, **options: Any) -> int:
         ({"client": "a"}, {"client": "b"}, False, 0),
         ({"client": "a"}, {"client": "b"}, True, 30),
         ({"cache_salt": "a"}, {}, True, 0),
-        ({"cache_salt": "a"}, {"cache_salt": "b"}, False, 0),
         ({"client": "a", "cache_salt": "b"}, {"client": "b", "cache_salt": "a"}, False, 0),
     ],
 )
 def test_a_prompt_cannot_be_guessed_by_what_is_reused(
-    bundle: Bundle, mine: Any, theirs: Any, shares: bool, expected: int
+    bundle: Bundle, made: Made, mine: Any, theirs: Any, shares: bool, expected: int
 ) -> None:
     bundle.prepare()
-    engine = Engine(bundle, slots=4, prefix_memory=4 * MIB, share_prefixes=shares)
+    engine = made(slots=4, prefix_memory=4 * MIB, share_prefixes=shares)
     prompt: dict[str, Any] = {"max_new_tokens": 30, "stop_token_ids": ()}
     with engine.stream([*LONG[:30], 1], **prompt, **mine) as running:
         next(running)
@@ -220,11 +216,9 @@ def test_a_prompt_cannot_be_guessed_by_what_is_reused(
     for number in range(8):  # other texts take all slots
         engine.generate([number] * 20, max_new_tokens=2, client="c")
     assert reused(engine, 5, **mine) == 30  # of what is kept
-    engine.close()
-    engine = Engine(bundle, slots=4, prefix_memory=4 * MIB, share_prefixes=shares)
+    engine = made(slots=4, prefix_memory=4 * MIB, share_prefixes=shares)
     reused(engine, 1, **mine)
     assert reused(engine, 2, **theirs) == expected  # of a slot that is free
-    engine.close()
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -242,46 +236,35 @@ def test_prompts_of_two_clients_that_enter_together_share_nothing(
 
 
 def test_two_conversations_in_turns_compute_only_what_is_new(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes the slot of the other one, in a batch of one row whose prompts are computed in place."""
     pauses = threading.Semaphore(0)
     original = Batch.keep
     monkeypatch.setattr(Batch, "keep", lambda self: (original(self), pauses.release()))
     bundle.prepare()
-    engine = Engine(bundle, slots=1, prefix_memory=4 * MIB)
-    few: dict[str, Any] = {"max_new_tokens": 4, "stop_token_ids": ()}
+    engine = made(slots=1, prefix_memory=4 * MIB)
     texts = [LONG[:20], LONG[10:30]]
     for turn in range(3):
         for number, text in enumerate(texts):
-            found = engine.generate(text, **few)
-            assert found.token_ids == bundle.generate(text, **few).token_ids
-            if turn:
-                assert found.stats.reused_tokens == len(text) - 3  # all but what came since
+            reused = len(text) - 3 if turn else None  # all but what came since
+            texts[number] = [*few_of(engine, text, reused), 3, 4]
             assert pauses.acquire(timeout=60)
-            texts[number] = [*text, *found.token_ids, 3, 4]
-    engine.close()
 
 
-def test_a_prompt_begins_with_that_of_a_request_that_runs(bundle: Bundle) -> None:
+def test_a_prompt_begins_with_that_of_a_request_that_runs(bundle: Bundle, made: Made) -> None:
     bundle.prepare()
-    engine = Engine(bundle, slots=2, prefix_memory=4 * MIB)
+    engine = made(slots=2, prefix_memory=4 * MIB)
     running = engine.stream([*LONG[:30], 1], max_new_tokens=40, stop_token_ids=())
     next(running)
     for number in (2, 3):  # the other slot, then that slot again
-        found = engine.generate([*LONG[:30], number], max_new_tokens=4, stop_token_ids=())
-        assert found.stats.reused_tokens == 30
-        expected = bundle.generate([*LONG[:30], number], max_new_tokens=4, stop_token_ids=())
-        assert found.token_ids == expected.token_ids
+        few_of(engine, [*LONG[:30], number], reused=30)
     running.close()
-    engine.close()
 
 
-def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(bundle: Bundle) -> None:
+def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(made: Made) -> None:
     """The long cache goes when its requests have ended; the prefix that it left does not fit then."""
-    engine = Engine(bundle, slots=4, prefix_memory=4 * MIB)
-    beginning = LONG[:17]
-    few: dict[str, Any] = {"max_new_tokens": 2, "stop_token_ids": ()}
+    engine = made(slots=4, prefix_memory=4 * MIB)
     # Two rows of four are computed in place: fill the batch, so that a prompt is computed aside and kept.
     beside = [engine.submit([n], max_new_tokens=72, stop_token_ids=()) for n in range(3)]
     engine.generate(LONG, max_new_tokens=30, stop_token_ids=())
@@ -289,27 +272,22 @@ def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(bundle: 
         each.result()
     assert engine.metrics().prefix_bytes > 0
     engine._loop._batch.close()  # as a resize while nothing runs does
-    again = engine.generate([*beginning, 1], **few)
-    assert again.token_ids == bundle.generate([*beginning, 1], **few).token_ids
-    engine.close()
+    few_of(engine, [*LONG[:17], 1])
 
 
-def test_a_conversation_goes_on_after_another_one_took_its_slot(bundle: Bundle) -> None:
+def test_a_conversation_goes_on_after_another_one_took_its_slot(bundle: Bundle, made: Made) -> None:
     """There is no pause in which the answers could be kept."""
     bundle.prepare()
-    engine = Engine(bundle, slots=1, prefix_memory=4 * MIB)
-    few: dict[str, Any] = {"max_new_tokens": 4, "stop_token_ids": ()}
-    answer = engine.generate(LONG[:20], **few).token_ids
-    engine.generate(LONG[10:30], **few)
-    text = [*LONG[:20], *answer, 3, 4]
-    found = engine.generate(text, **few)
-    assert found.stats.reused_tokens == len(text) - 3  # the last token of the answer is in no cache
-    assert found.token_ids == bundle.generate(text, **few).token_ids
-    engine.close()
+    engine = made(slots=1, prefix_memory=4 * MIB)
+    text = few_of(engine, LONG[:20])
+    few_of(engine, LONG[10:30])
+    few_of(
+        engine, [*text, 3, 4], reused=len(text) - 1
+    )  # the last token of the answer is in no cache
 
 
 def test_a_burst_of_prompts_is_computed_before_a_step_that_decodes_few(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight prompts for four slots come to an idle engine: four of them at once."""
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
@@ -324,21 +302,17 @@ def test_a_burst_of_prompts_is_computed_before_a_step_that_decodes_few(
         return tokens
 
     monkeypatch.setattr(Batch, "step", step)
-    engine = Engine(bundle, slots=4, prefill_tokens=3)
-    asked = {"max_new_tokens": 6, "stop_token_ids": ()}
-    futures = [engine.submit(prompt_of(3 + n), **asked) for n in range(8)]
+    engine = made(slots=4, prefill_tokens=3)
+    futures = [engine.submit(prompt_of(3 + n), **FEW) for n in range(8)]
     held.set()
     for number, future in enumerate(futures):
-        assert (
-            future.result(60).token_ids == bundle.generate(prompt_of(3 + number), **asked).token_ids
-        )
+        same(future.result(60), bundle.generate(prompt_of(3 + number), **FEW))
     first_decode = next(number for number, passes in enumerate(rows) if any(passes))
     assert sum(map(len, rows[:first_decode])) == 4
-    engine.close()
 
 
 def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle.prepare()
     most: dict[str, int] = {}
@@ -353,7 +327,7 @@ def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(
         return original(self, meanwhile, positions)
 
     monkeypatch.setattr(Batch, "step", step)
-    engine = Engine(bundle, slots=4, prefill_tokens=3)
+    engine = made(slots=4, prefill_tokens=3)
     for client, length in (("few", 60), ("many", 6)):
         with engine.stream(prompt_of(3), max_new_tokens=length, client=client) as text:
             next(text)
@@ -363,15 +337,14 @@ def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(
             wait(burst, 60)
     assert most["beside few"] == 3
     assert most["alone"] > 3
-    engine.close()
 
 
 def test_a_burst_right_after_another_one_finds_the_slots(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prejit.server.engine.generation_loop._PAUSE_SECONDS", 60.0)
     bundle.prepare()
-    engine = Engine(bundle, slots=4)
+    engine = made(slots=4)
     for _ in range(2):
         wait([engine.submit(prompt_of(n), max_new_tokens=6) for n in range(8)], 60)
     assert engine._loop._batch.slots == 4
@@ -382,17 +355,14 @@ def test_a_burst_right_after_another_one_finds_the_slots(
     )
     engine.generate([1], max_new_tokens=1)
     assert sizes == []
-    engine.close()
 
 
 # ---------------------------------------------------------------------- who is served, and when
 
 
 @pytest.fixture
-def one_slot(bundle: Bundle) -> Iterator[Engine]:
-    engine = Engine(bundle, slots=1, queue=3)
-    yield engine
-    engine.close()
+def one_slot(made: Made) -> Engine:
+    return made(slots=1, queue=3)
 
 
 def occupy(engine: Engine, **options: Any) -> Any:
@@ -589,17 +559,24 @@ def test_mistakes_are_refused_before_they_wait(
     assert engine.metrics().waiting == 0
 
 
-def test_a_damaged_bundle_ends_what_runs_and_the_engine_goes_on(
-    engine: Engine, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "error"), [("step", RejectError("a", "b")), ("begin", MemoryError())]
+)
+def test_what_fails_ends_what_runs_and_the_engine_goes_on(
+    engine: Engine,
+    alone: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    error: Exception,
 ) -> None:
-    original = Batch.step
+    original = getattr(Batch, name)
 
     def fail(self: Batch, *_: Any) -> Any:
-        monkeypatch.setattr(Batch, "step", original)
-        raise RejectError("a file", "it was cut")
+        monkeypatch.setattr(Batch, name, original)
+        raise error
 
-    monkeypatch.setattr(Batch, "step", fail)
-    with pytest.raises(RejectError, match="it was cut"):
+    monkeypatch.setattr(Batch, name, fail)
+    with pytest.raises(type(error)):
         engine.generate([1], max_new_tokens=3)
     same(engine.generate(prompt_of(2), **options_of(2)), alone[2])
     assert engine.metrics().finished["error"] == 1
@@ -620,15 +597,10 @@ def test_a_step_that_fails_loses_no_token_of_the_steps_before(
         return steps[-1]
 
     monkeypatch.setattr(Batch, "step", step)
-    pieces = []
-
-    def read() -> None:
-        for piece in engine.stream([1], max_new_tokens=9, stop_token_ids=()):
-            pieces.append(piece.token_id)
-
+    stream = engine.stream([1], max_new_tokens=9, stop_token_ids=())
+    assert [next(stream).token_id for _ in range(3)] == [found[0].token_id for found in steps]
     with pytest.raises(RejectError, match="it was cut"):
-        read()
-    assert pieces == [tokens[0].token_id for tokens in steps]
+        next(stream)
 
 
 def test_the_device_does_not_wait_until_tokens_are_handed_out(
@@ -652,21 +624,6 @@ def test_the_device_does_not_wait_until_tokens_are_handed_out(
     list(engine.stream([1], max_new_tokens=5, stop_token_ids=()))
     # The last token is handed out at once: no other step may come.
     assert events[-10:] == [*(["computing", "handed out", "waiting"] * 3), "handed out"]
-
-
-def test_no_memory_for_a_slot_ends_that_request(
-    engine: Engine, alone: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = Batch.begin
-
-    def fail(self: Batch, *requests: Any) -> Any:
-        monkeypatch.setattr(Batch, "begin", original)
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(Batch, "begin", fail)
-    with pytest.raises(MemoryError):
-        engine.generate([1], max_new_tokens=3)
-    same(engine.generate(prompt_of(2), **options_of(2)), alone[2])
 
 
 # ---------------------------------------------------------------------- memory
@@ -709,15 +666,11 @@ def test_a_request_that_ended_is_freed_without_the_garbage_collector(
 
 
 def test_memory_is_bounded_before_the_first_request(bundle: Bundle) -> None:
-    decoder = bundle.decoder
-    whole = plan_caches(decoder, 4, 1 << 40, 0)
-    assert (whole.batch, whole.context, whole.together) == (4, 72, 2)
-    one_by_one = plan_caches(decoder, 4, whole.peak_bytes - 1, 0)
-    assert (one_by_one.context, one_by_one.together) == (72, 1)
-    less = plan_caches(decoder, 4, one_by_one.peak_bytes - 1, 0)
-    assert (less.context, less.together) == (24, 2)
-    less = plan_caches(decoder, 4, less.peak_bytes - 1, 0)
-    assert (less.context, less.together) == (24, 1)
+    decoder, most = bundle.decoder, 1 << 40
+    for context, together in ((72, 2), (72, 1), (24, 2), (24, 1)):
+        less = plan_caches(decoder, 4, most, 0)
+        assert (less.batch, less.context, less.together) == (4, context, together)
+        most = less.peak_bytes - 1
     with pytest.raises(UsageError, match="memory: expected at least"):
         plan_caches(decoder, 4, less.peak_bytes - 1, 0)
     with pytest.raises(UsageError, match="prefixes"):
@@ -737,17 +690,16 @@ def test_prefixes_take_no_more_than_the_slots_unless_asked_for(bundle: Bundle) -
     assert plan_caches(bundle.decoder, 4, 1 << 40, 9 * slots).prefix_bytes == 9 * slots
 
 
-def test_a_small_memory_has_a_shorter_context(bundle: Bundle) -> None:
+def test_a_small_memory_has_a_shorter_context(bundle: Bundle, made: Made) -> None:
     whole = plan_caches(bundle.decoder, 4, 1 << 40, 0)
     peak = plan_caches(bundle.decoder, 4, whole.peak_bytes - 1, 0).peak_bytes
-    engine = Engine(bundle, slots=4, memory=peak - 1, prefix_memory=0)
+    engine = made(slots=4, memory=peak - 1, prefix_memory=0)
     with pytest.raises(ContextError, match="at most 24 tokens, for which the engine has memory"):
         engine.submit(LONG)
     found = engine.generate([1, 2, 3], stop_token_ids=())
     assert found.finish_reason == "context"
     assert len(found.token_ids) == 24 - 3 + 1
     assert engine.metrics().cache_budget_bytes == peak - 1
-    engine.close()
 
 
 # ---------------------------------------------------------------------- the end
@@ -768,8 +720,8 @@ def test_closing_ends_what_waits_and_runs(bundle: Bundle) -> None:
 
 
 @pytest.mark.usefixtures("slow")
-def test_draining_finishes_what_is_there_and_takes_no_more(bundle: Bundle) -> None:
-    engine = Engine(bundle, slots=1)
+def test_draining_finishes_what_is_there_and_takes_no_more(made: Made) -> None:
+    engine = made(slots=1)
     running = engine.submit([1], max_new_tokens=20, stop_token_ids=())
     waiting = engine.submit([1], max_new_tokens=2, stop_token_ids=())
     assert not engine.drain(0.01)
@@ -778,7 +730,6 @@ def test_draining_finishes_what_is_there_and_takes_no_more(bundle: Bundle) -> No
     assert engine.drain(60)
     assert len(running.result(0).token_ids) == 20
     assert len(waiting.result(0).token_ids) == 2
-    engine.close()
 
 
 @pytest.mark.usefixtures("slow")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 
 import pytest
@@ -16,16 +17,6 @@ def test_a_smaller_priority_is_served_first_and_equal_ones_in_order() -> None:
     for item, priority in (("late", 5), ("first", 0), ("second", 0), ("urgent", -1)):
         queue.put(item, "", priority)
     assert [queue.take()[1] for _ in range(4)] == ["urgent", "first", "second", "late"]
-
-
-def test_a_client_with_many_requests_does_not_hold_up_another() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for number in range(10):
-        queue.put(f"a{number}", "a")
-    name, _ = queue.take()
-    queue.charge(name, 100)
-    queue.put("b0", "b")
-    assert queue.take() == ("b", "b0")
 
 
 def test_tokens_decide_and_not_the_number_of_requests() -> None:
@@ -149,27 +140,34 @@ def test_every_request_comes_out_once_and_those_of_a_client_in_order(actions: li
         assert sorted(queue) == sorted(waiting)
 
 
-@pytest.mark.parametrize(("waiting", "running"), [(1, 1), (1, 8), (8, 8), (7, 16), (0, 1)])
-def test_running_texts_wait_for_few_positions_if_few_prompts_wait(
-    waiting: int, running: int
+EVERYTHING = sys.maxsize
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running", "positions", "of_call"),
+    [
+        # Running texts wait for few positions if few prompts wait.
+        *(
+            ({"": waiting}, {"": running}, 64, 64)
+            for waiting, running in ((1, 1), (8, 8), (7, 16), (0, 1))
+        ),
+        # More is computed the more prompts wait beside few texts. Those computed together do not make them
+        # wait for more than two times the usual.
+        *(({"": 4}, {"": 4}, 64, 64), ({"": 6}, {"": 4}, 96, 96), ({"": 8}, {"": 4}, 128, 128)),
+        *(
+            ({"": 12}, {"": 4}, 192, 128),
+            ({"": 100}, {"": 4}, 256, 128),
+            ({"": 3}, {"": 2}, 96, 96),
+        ),
+        # A client does not wait for the many prompts of another.
+        ({"many": 100}, {"few": 1}, 64, 64),
+        ({"many": 100, "few": 3}, {"few": 2, "many": 1}, 96, 96),
+        # All are computed before a step that would decode nothing.
+        ({"": 100}, {}, EVERYTHING, 128),
+    ],
+)
+def test_so_many_positions_of_prompts_come_before_a_decode_step(
+    waiting: dict[str, int], running: dict[str, int], positions: int, of_call: int
 ) -> None:
-    assert positions_between(64, {"": waiting}, {"": running}) == 64
-
-
-def test_more_is_computed_the_more_prompts_wait_beside_few_texts() -> None:
-    found = [positions_between(64, {"": waiting}, {"": 4}) for waiting in (4, 6, 8, 12, 16, 100)]
-    assert found == [64, 96, 128, 192, 256, 256]
-
-
-def test_a_client_does_not_wait_for_the_many_prompts_of_another() -> None:
-    assert positions_between(64, {"many": 100}, {"few": 1}) == 64
-    assert positions_between(64, {"many": 100, "few": 3}, {"few": 2, "many": 1}) == 96
-
-
-def test_all_prompts_are_computed_before_a_step_that_would_decode_nothing() -> None:
-    assert positions_between(64, {"": 100}, {}) > 1 << 40
-
-
-def test_prompts_computed_together_do_not_make_running_texts_wait_longer() -> None:
-    assert positions_of_call(64, positions_between(64, {"": 100}, {})) == 128
-    assert positions_of_call(64, positions_between(64, {"": 3}, {"": 2})) == 96
+    assert positions_between(64, waiting, running) == positions
+    assert positions_of_call(64, positions) == of_call

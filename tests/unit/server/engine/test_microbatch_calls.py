@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from prejit.compiler import Program, build
 from prejit.runtime import Bundle, ClosedError, DeadlineError, QueueFullError, UsageError, load
@@ -197,62 +195,38 @@ def test_arguments_may_change_after_submit(bundle: Bundle, calling: Calling) -> 
     equal(others.results()[0], donated)
 
 
-def test_only_calls_with_equal_common_arguments_share(bundle: Bundle, calling: Calling) -> None:
-    scales = [np.float32(scale) for scale in (2, 3, 2)]
-    with Together(calling, "scaled") as together:
-        for seed, scale in enumerate(scales):
-            together.call(x_of(1, seed), scale)
-    for seed, (scale, found) in enumerate(zip(scales, together.results(), strict=True)):
-        np.testing.assert_array_equal(found, x_of(1, seed) * scale)
-    assert together.counts()[3] == 2
+def texts_of(*lengths: int) -> list[Any]:
+    return [np.random.default_rng(n).random((1, n), "f") for n in lengths]
 
 
-def test_static_arguments_choose_the_program(bundle: Bundle, calling: Calling) -> None:
-    with Together(calling, "powered") as together:
-        for power in (2, 3, 2):
-            together.call(x_of(2), power=power)
-    for power, found in zip((2, 3, 2), together.results(), strict=True):
-        equal(found, bundle.call("powered", x_of(2), power=power))
-    assert together.counts()[3] == 2
+THREE = [x_of(4, seed) for seed in range(3)]
 
 
-def test_the_batch_axis_need_not_be_the_first(bundle: Bundle, calling: Calling) -> None:
-    arrays = [np.arange(3 * n, dtype="f").reshape(3, n) for n in (1, 2, 9)]
-    with Together(calling, "last") as together:
-        for array in arrays:
-            together.call(array)
-    for array, found in zip(arrays, together.results(), strict=True):
-        np.testing.assert_array_equal(found, array + 1)
-
-
-def test_other_padded_sizes_are_cut_for_each_caller(bundle: Bundle, calling: Calling) -> None:
-    lengths = (3, 2, 10, 4, 16)
-    each = [np.random.default_rng(n).random((1, n), "f") for n in lengths]
-    with Together(calling, "texts") as together:
-        for x in each:
-            together.call(x)
-    for x, found in zip(each, together.results(), strict=True):
-        equal(found, bundle.call("texts", x))
-    assert together.counts() == (5, 5, 3, 2)  # of 4 and of 16 places
-
-
-@pytest.mark.parametrize("name", ["total", "masked", "donated", "fixed"])
-def test_programs_whose_rows_may_meet_run_alone(
-    bundle: Bundle, calling: Calling, name: str
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        # Calls with equal common or static arguments share.
+        ("scaled", [((x_of(1, k), np.float32(k % 2)), {}) for k in range(3)], (3, 3, 2, 2)),
+        ("powered", [((x_of(2),), {"power": power}) for power in (2, 3, 2)], (3, 6, 2, 2)),
+        # The batch axis need not be the first. Other padded sizes, here 4 and 16, are cut for each caller.
+        ("last", [((np.ones((3, n), "f") * n,), {}) for n in (1, 2, 5)], (3, 8, 0, 1)),
+        ("texts", [((x,), {}) for x in texts_of(3, 2, 10, 4, 16)], (5, 5, 3, 2)),
+        # Programs whose rows may meet run alone.
+        ("total", [((x,), {}) for x in THREE], (3, 0, 0, 3)),
+        ("masked", [((), {"x": x}) for x in THREE], (3, 0, 0, 3)),
+        ("donated", [((x,), {}) for x in THREE], (3, 0, 0, 3)),
+        ("fixed", [((x,), {}) for x in THREE], (3, 0, 0, 3)),
+    ],
+)
+def test_calls_share_runs_where_they_may(
+    bundle: Bundle, calling: Calling, name: str, given: list[Any], expected: tuple[int, ...]
 ) -> None:
-    given: list[Any] = [x_of(4, seed) for seed in range(3)]
-
-    def arguments(x: Any) -> Any:
-        return ((), {"x": x}) if name == "masked" else ((x,), {})
-
     with Together(calling, name) as together:
-        for x in given:
-            args, kwargs = arguments(x)
+        for args, kwargs in given:
             together.call(*args, **kwargs)
-    for x, found in zip(given, together.results(), strict=True):
-        args, kwargs = arguments(x)
+    for (args, kwargs), found in zip(given, together.results(), strict=True):
         equal(found, bundle.call(name, *args, **kwargs))
-    assert together.counts() == (3, 0, 0, 3)
+    assert together.counts() == expected
 
 
 def test_results_are_of_jax_for_a_caller_who_uses_it(bundle: Bundle, calling: Calling) -> None:
@@ -319,51 +293,6 @@ def test_after_close_no_program_takes_calls(calling: Calling) -> None:
     with pytest.raises(ClosedError, match="found one that is closed"):
         calling.call("total", (x_of(1),), {})
     calling.close()
-
-
-@settings(
-    max_examples=30,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=12))
-def test_any_mix_of_row_counts_equals_single_calls(bundle: Bundle, counts: list[int]) -> None:
-    calling = calling_of(bundle, 64)
-    with Together(calling, "texts") as together:
-        each = [np.random.default_rng(n).random((n, n % 16 + 1), "f") for n in counts]
-        for x in each:
-            together.call(x)
-    for x, (sums, largest) in zip(each, together.results(), strict=True):
-        for at in range(0, len(x), 4):
-            expected = bundle.call("texts", x[at : at + 4])
-            np.testing.assert_array_equal(sums[at : at + 4], expected[0])
-            np.testing.assert_array_equal(largest[at : at + 4], expected[1])
-    calling.close()
-
-
-def test_sixteen_threads_get_their_own_rows(bundle: Bundle, calling: Calling) -> None:
-    wrong: list[Any] = []
-    expected = {n: bundle.call("scaled", x_of(n, n), np.float32(3)) for n in range(1, 9)}
-
-    def call(number: int) -> None:
-        for turn in range(50):
-            count = (number + turn) % 8 + 1
-            given = (x_of(count, count), np.float32(3))
-            found = (
-                calling.call("scaled", given, {})
-                if turn % 2
-                else calling.submit("scaled", given, {}).result(PATIENCE)
-            )
-            if not np.array_equal(found, expected[count]):
-                wrong.append((number, turn))
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    wanted = sum((n + t) % 8 + 1 for n in range(16) for t in range(50))
-    assert counts(calling, "scaled")[:2] == (16 * 50, wanted)
 
 
 EXIT = """

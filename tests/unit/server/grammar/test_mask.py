@@ -132,19 +132,3 @@ def test_tokens_outside_the_grammar_are_an_error_and_the_mask_works_again(
     assert not mask.accepts(bad)
     assert mask.accepts(bundle.tokenizer.encode("ab"))
     assert mask([]).any()
-
-
-def test_a_mask_is_made_for_every_kind_of_generation(bundle: Bundle, grammars: Grammars) -> None:
-    def texts(**options: object) -> list[str]:
-        mask = grammars.regex("(ab|12){3}")
-        results = bundle.generate_n("x", 3, temperature=2.0, token_mask=mask, **options)  # type: ignore[arg-type]
-        assert {result.finish_reason for result in results} == {"stop"}
-        return [result.text for result in results]
-
-    assert all(len(text) == 6 and set(text) <= set("ab12") for text in texts())
-    streamed = bundle.stream("x", token_mask=grammars.json_object(), max_new_tokens=3)
-    assert "".join(piece.text for piece in streamed).startswith("{")
-    ended = bundle.generate(
-        "x", token_mask=grammars.regex("ab", stop_token_ids=()), stop_token_ids=()
-    )
-    assert (ended.text, ended.finish_reason) == ("ab", "mask")

@@ -44,14 +44,8 @@ class Server:
             return error.code, error.read().decode()
 
     def complete(self, **fields: Any) -> tuple[int, Any]:
-        body = {
-            "prompt": [1, 2, 3],
-            "max_tokens": 4,
-            "temperature": 0,
-            "ignore_eos": True,
-            **fields,
-        }
-        return self.get("/v1/completions", body)
+        body = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        return self.get("/v1/completions", {**body, **fields})
 
     def readiness(self) -> list[int]:
         return [self.get(path)[0] for path in ("/health/ready", "/v2/health/ready")]
@@ -71,16 +65,11 @@ class Server:
             file.write(content)
 
 
-@pytest.fixture(scope="module")
-def path(make_decoder: Callable[..., Path]) -> Path:
-    return make_decoder("gpt2", batch=(1,), prompt=(3,), context=(24, 72))
-
-
 @pytest.fixture
-def server(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(decoder_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr("prejit.server.served.answer_checks._PAUSE_SECONDS", 0.01)
     own = tmp_path / "own"
-    shutil.copytree(path, own)
+    shutil.copytree(decoder_dir, own)
     bundle = load(own, on_mismatch="error")
     with closing(Engine(bundle, slots=1)) as engine:
         models = Models(Served("m", bundle, engine, 1_700_000_000))
