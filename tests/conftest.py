@@ -49,7 +49,12 @@ LONGEST = (
         "test_invariance.py",
     ),
     *("test_stories.py", "test_fallback_processes.py", "test_bench.py", "test_snippets.py"),
-    *("test_kernel_linear.py", "test_checking.py", "test_models.py", "test_kernel_attention.py"),
+    *(
+        "test_kernel_linear.py",
+        "test_checking.py",
+        "test_model_calls.py",
+        "test_kernel_attention.py",
+    ),
     *("test_state_space.py", "test_encoder_decoders.py", "test_encode.py", "test_accuracy.py"),
     *("test_parity.py", "test_openai_api.py", "test_recording.py", "test_serving.py"),
     *("test_environments.py", "test_executable.py", "test_wheel.py", "test_jax_coverage.py"),

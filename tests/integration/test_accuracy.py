@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.extent import sampled
+from tests.parity.encoder_cases import Case
 
 from .conftest import ROOT, Run, write_manifest
 
@@ -100,14 +101,6 @@ def test_python_is_no_more_than_one_percent_less_likely(
 
 
 def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> None:
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    from prejit.compiler.models import config_file, model_registry
-    from prejit.compiler.models.parameters import parameters_of
-
-    source = tmp_path / "bert"
-    source.mkdir()
     config = {
         "model_type": "bert",
         "vocab_size": 50,
@@ -116,20 +109,9 @@ def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> 
         "num_attention_heads": 4,
         "intermediate_size": 64,
         "max_position_embeddings": 40,
+        "type_vocab_size": 2,
     }
-    (source / "config.json").write_text(json.dumps(config))
-    random = np.random.default_rng(0)
-    parameters = parameters_of(model_registry.make_encoder(config_file.load_encoder(source)))
-    weights = {
-        name: np.ascontiguousarray(
-            random.standard_normal(parameter.shape, np.float32).T
-            if parameter.in_out
-            else random.standard_normal(parameter.shape, np.float32)
-        )
-        * np.float32(0.2)
-        for name, parameter in parameters.items()
-    }
-    save_file(weights, source / "model.safetensors")
+    Case("bert", config, seed=0).write(tmp_path / "bert")
     manifest = tmp_path / "bert.toml"
     manifest.write_text(
         '[bundle]\nname = "bert"\n[model]\nsource = "bert"\ndtype = "int8"\n'

@@ -64,11 +64,18 @@ def inspected(run: Run, bundle: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def measured(run: Run, tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Forms:
-    directory = tmp_path_factory.mktemp("forms")
+    directory, table = tmp_path_factory.mktemp("forms"), build_cache / "forms.json"
+    if table.exists():  # a cache that outlives the run has measured these products
+        sections = json.loads(table.read_text())["measured"]
+        for section in sections:
+            times = section["nanoseconds"].items()
+            section["nanoseconds"] = {n: t for n, t in times if str(LARGE_INNER) not in n}
+        left = [section for section in sections if section["nanoseconds"]]
+        table.write_text(json.dumps({"version": 1, "measured": left}))
     model = write_model(directory / "model", LARGE_INNER)
     manifest = write_manifest(directory / "m.toml", model, prompt=[8], context=[32])
     told = run("build", manifest, "-o", directory / "out").stderr
-    return Forms(directory / "out" / "model", manifest, told, build_cache / "forms.json")
+    return Forms(directory / "out" / "model", manifest, told, table)
 
 
 def test_a_build_measures_large_products_and_says_so_in_bundle_and_table(

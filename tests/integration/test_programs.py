@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -167,21 +169,15 @@ def test_calls_give_what_jit_gives(bundle: Path, expected: dict[str, object]) ->
     half = loaded.call("half", x=np.ones(3, np.float32))
     assert str(half.dtype) == "bfloat16"
     assert half.astype(np.float32).tolist() == [2, 2, 2]
+    of_jax = loaded.call("half", x=jnp.ones(3))
+    assert isinstance(of_jax, jax.Array)
+    assert (of_jax + 1).tolist() == [3, 3, 3]
     assert {report.source for report in loaded.report()} == {"loaded", "unused"}
 
 
-def test_a_jax_array_in_gives_jax_arrays_out(bundle: Path) -> None:
-    import jax
-    import jax.numpy as jnp
-
-    result = load(bundle).call("half", x=jnp.ones(3))
-    assert isinstance(result, jax.Array)
-    assert (result + 1).tolist() == [3, 3, 3]
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "kwargs", "message"),
-    [
+def test_wrong_arguments_are_told_what_fits(bundle: Path) -> None:
+    loaded = load(bundle)
+    wrong: list[tuple[str, tuple[object, ...], dict[str, object], str]] = [
         ("sevral", (), {}, "no program 'sevral'"),
         ("several", (), {}, "x is missing"),
         ("several", (X[:3],), {}, "unexpected 0: its arguments are given by name"),
@@ -189,13 +185,10 @@ def test_a_jax_array_in_gives_jax_arrays_out(bundle: Path) -> None:
         ("several", (), {"x": X[:3].astype(np.int64)}, "found int64"),
         ("several", (), {"x": X[:3], "z": X}, "unexpected z"),
         ("cholesky", (), {"a": X}, "unexpected a: its arguments are given by position"),
-    ],
-)
-def test_wrong_arguments_are_told_what_fits(
-    bundle: Path, name: str, args: tuple[object, ...], kwargs: dict[str, object], message: str
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        load(bundle).call(name, *args, **kwargs)
+    ]
+    for name, args, kwargs, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            loaded.call(name, *args, **kwargs)
 
 
 def test_the_command_line_calls_on_files(run: Run, bundle: Path, tmp_path: Path) -> None:

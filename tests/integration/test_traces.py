@@ -68,17 +68,14 @@ def test_a_build_that_changes_nothing_imports_neither_jax_nor_the_users_code(
     run: Run, python: Run, build_cache: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "functions.toml").write_text(FUNCTIONS)
-    (tmp_path / "one.py").write_text(
-        "def f(x):\n    return x * 11\n\n\ndef g(x):\n    return x * 13\n"
-    )
+    one = "def f(x):\n    return x * 11\n\n\ndef g(x):\n    return x * 13\n"
+    (tmp_path / "one.py").write_text(one)
     (tmp_path / "two.py").write_text("def h(x):\n    return x * 17\n")
     arguments = ("build", tmp_path / "functions.toml", "-o", tmp_path / "out", "--json")
     run(*arguments, quick=False)
     found = noop(python, run, build_cache, tmp_path, "functions.toml")
     assert (found["compiled"], found["cached"], found["written"]) == (0, 4, False)
-    (tmp_path / "one.py").write_text(
-        "def f(x):\n    return x * 11\n\n\ndef g(x):\n    return x * 14\n"
-    )
+    (tmp_path / "one.py").write_text(one.replace("13", "14"))
     [changed] = json.loads(run(*arguments, quick=False).stdout)
     assert (changed["compiled"], changed["cached"]) == (1, 3)
 

@@ -56,7 +56,7 @@ class Case:
 
     def write(self, directory: Path) -> None:
         """Writes the checkpoint as torch's save_pretrained would."""
-        shapes = _SHAPES.get(self.config["model_type"], _llama_shapes)(self.config)
+        shapes = shapes_of(self.config)
         tensors = {name: _values(name, shape, self.seed) for name, shape in shapes.items()}
         write_checkpoint(directory, self.config, tensors)
 
@@ -440,6 +440,11 @@ def _heads(config: Config) -> tuple[int, int, int]:
 
 
 _SHAPES: dict[str, Callable[[Config], Shapes]] = {"gpt2": _gpt2_shapes, "phi3": _phi3_shapes}
+
+
+def shapes_of(config: Config) -> Shapes:
+    """Of the tensors that torch publishes for a configuration."""
+    return _SHAPES.get(config["model_type"], _llama_shapes)(config)
 
 
 def norm(name: str, width: int) -> Shapes:

@@ -167,11 +167,11 @@ class Checkpoint:
         if self._layout is None:
             config = config_file.load_config(self.directory)
             parameters = parameters_of(model_registry.make_decoder(config, out_in=self._out_in))
-            naming = model_registry.decoder_naming(config)
         else:
             encoder = config_file.load_encoder(self.directory)
+            config = encoder.config
             parameters = parameters_of(model_registry.make_encoder(encoder, out_in=self._out_in))
-            naming = model_registry.encoder_naming(encoder)
+        naming = model_registry.naming_of(config.model_type)
         published: dict[str, Tensor] = {}
         for file in self._model_files:
             if file.suffix != ".json":

@@ -51,9 +51,7 @@ def resolve_source(source: str, base_directory: Path, *, weights: bool = True) -
 def find_source(source: str, base_directory: Path) -> Path | None:
     """Return the directory of a model without any network, or None if it must still be fetched.
 
-    Args:
-        source: as `resolve_source` takes it.
-        base_directory: as `resolve_source` takes it.
+    Arguments are those of `resolve_source`.
 
     Raises:
         ManifestError: as `resolve_source`.

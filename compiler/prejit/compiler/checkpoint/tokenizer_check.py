@@ -45,10 +45,7 @@ _BOOTSTRAP = (
 def check_tokenizer(path: Path, content: bytes, vocab_size: int) -> None:
     """Load a tokenizer and encode and decode a set of texts, within limits of time and memory.
 
-    Args:
-        path: the file, for errors.
-        content: its content.
-        vocab_size: number of tokens of the model.
+    `path` is the file, for errors, and `vocab_size` the number of tokens of the model.
 
     Raises:
         CheckpointError: the library cannot read the file, fails on a text, or does not end, or a text has a

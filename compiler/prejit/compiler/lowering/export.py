@@ -35,12 +35,8 @@ def export_program(
 ) -> export.Exported:
     """Export a function for several platforms.
 
-    Args:
-        function: the function.
-        values: its arguments, or their shapes.
-        platforms: the platforms.
-        calls: names of custom calls that the user's libraries serve.
-        **options: options of jax.jit.
+    `values` are its arguments or their shapes, `calls` names of custom calls that the user's libraries
+    serve, and `options` those of jax.jit.
     """
     jax.config.update("jax_traceback_in_locations_limit", 0)  # no paths of this machine
     jitted = jax.jit(function, keep_unused=True, **options)
@@ -81,13 +77,9 @@ def export_on(
 ) -> export.Exported:
     """Export a function for a mesh of devices that this machine need not have.
 
-    Args:
-        mesh: the devices.
-        function: the function.
-        values: the shapes of its arguments.
-        places: for each argument the mesh axis that splits each dimension; for weights a dict by name.
-        donated: the positions of donated arguments. The last result is split like the last of them; all
-            other results are on every device.
+    `values` are the shapes of its arguments, and `places` the mesh axis that splits each dimension of
+    each; for weights a dict by name. The last result is split like the last of the `donated` arguments,
+    which are given by position; all other results are on every device.
     """
     abstract = abstract_mesh(mesh)
 

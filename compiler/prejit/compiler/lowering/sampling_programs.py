@@ -302,11 +302,7 @@ def _threefry(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Ar
 def _filter(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
     """Logits with -inf for every token that top-k, of what is left top-p, or min-p takes away.
 
-    Args:
-        logits: float32 [B, V]; the largest of each row is 0.
-        top_k: as in SamplingInputs, like the others.
-        top_p: see there.
-        min_p: see there.
+    `logits` is float32 [B, V], and the largest of each row is 0. For the others see SamplingInputs.
     """
     order, rows = _sortable(logits), len(logits)
 

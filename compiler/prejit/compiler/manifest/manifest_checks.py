@@ -81,8 +81,7 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
             yield ("program", index, *where), problem
     yield from _repeated("program", programs)
     yield from _library_problems(data, directory)
-    yield from _mesh_problems(_table(data.get("mesh")), "encode" in data)
-    yield from _row_problems(_table(data.get("mesh")), _table(data.get("generate")))
+    yield from _mesh_problems(data)
     yield from _number_problems(data)
 
 
@@ -124,15 +123,6 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, list) else 0
 
 
-def _row_problems(mesh: dict[str, Any], generate: dict[str, Any]) -> Problems:
-    data, batches = mesh.get("data"), generate.get("batch")
-    if type(data) is int and data > 0 and is_int_list(batches):
-        for index, batch in enumerate(batches):
-            if batch % data:
-                problem = f"expected a multiple of {data}, which mesh.data is; found {batch}"
-                yield ("generate", "batch", index), problem
-
-
 def _encode_problems(encode: dict[str, Any]) -> Problems:
     shapes = encode.get("shapes")
     if not isinstance(shapes, list):
@@ -153,13 +143,20 @@ def _encode_problems(encode: dict[str, Any]) -> Problems:
         first.add(tuple(shape))
 
 
-def _mesh_problems(mesh: dict[str, Any], encodes: bool) -> Problems:
+def _mesh_problems(data: dict[str, Any]) -> Problems:
+    mesh, batches = _table(data.get("mesh")), _table(data.get("generate")).get("batch")
     for name in ("data", "tensor"):
         size = mesh.get(name)
         if type(size) is int and size < 1:
             yield ("mesh", name), _wrong(expected(f"mesh.{name}"), size)
-    if mesh and encodes:
+    if mesh and "encode" in data:
         yield ("mesh",), "expected no [encode] beside it: a mesh splits a decoder only"
+    rows = mesh.get("data")
+    if type(rows) is int and rows > 0 and is_int_list(batches):
+        for index, batch in enumerate(batches):
+            if batch % rows:
+                problem = f"expected a multiple of {rows}, which mesh.data is; found {batch}"
+                yield ("generate", "batch", index), problem
 
 
 def _bundle_problems(bundle: dict[str, Any], directory: Path) -> Problems:
@@ -186,27 +183,20 @@ def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
         elif not source or not os.path.isdir(directory / source):
             yield ("model", "source"), no_such_path("directory", source, directory)
     if isinstance(dtype, str) and dtype not in DTYPES:
-        guess = did_you_mean(dtype, DTYPES)
-        yield (
-            ("model", "dtype"),
-            _wrong(expected("model.dtype"), dtype, guess),
-        )
+        problem = _wrong(expected("model.dtype"), dtype, did_you_mean(dtype, DTYPES))
+        yield ("model", "dtype"), problem
     if isinstance(text, str) and not os.path.isfile(directory / text):
         yield ("model", "evaluation"), no_such_path("file", text, directory)
     if text is not None and model.get("accuracy") is False:
-        yield (
-            ("model", "evaluation"),
-            "expected none beside accuracy = false, which measures nothing",
-        )
+        problem = "expected none beside accuracy = false, which measures nothing"
+        yield ("model", "evaluation"), problem
     for index, problem in _reads_problems(model.get("reads"), directory):
         yield ("model", "reads", index), problem
     if model.get("reads") and "module" not in model:
         yield ("model", "reads"), "expected module beside it, whose code reads them"
     if "params" in model and "module" not in model:
-        yield (
-            ("model", "params"),
-            "expected module beside it, whose parameters they are; a source has its own weights",
-        )
+        wanted = "module beside it, whose parameters they are; a source has its own weights"
+        yield ("model", "params"), f"expected {wanted}"
 
 
 def _own_model_problems(data: dict[str, Any], directory: Path) -> Problems:

@@ -66,11 +66,8 @@ def load_encoder(directory: Path) -> EncoderSource:
 def _load_config(directory: Path, known: list[str], section: str, *, other: bool = True) -> Any:
     """Return the configuration of a model that a section of a manifest builds.
 
-    Args:
-        directory: holds config.json.
-        known: the model types of the section.
-        section: the section.
-        other: whether the hint may be to give the other section.
+    `known` are the model types of the section; `other` is whether the hint may be to give the other
+    section.
     """
     file = directory / "config.json"
     content = read_json(
@@ -91,8 +88,9 @@ def _load_config(directory: Path, known: list[str], section: str, *, other: bool
     for name in classes if isinstance(classes, list) else ():
         # The class of a base model, or of a model's own code, may have any name; its tensors decide.
         if "For" in str(name) and not str(name).endswith(_HEADS[section]):
+            names = " or ".join(f"...{end}" for end in _HEADS[section])
             raise CheckpointError(
-                f"{file}: architectures: expected {_class_names(section)} for {section}, found "
+                f"{file}: architectures: expected {names} for {section}, found "
                 f"{shown(name)}, whose head prejit does not build",
                 hint=BRING_YOUR_OWN,
             )
@@ -109,10 +107,6 @@ def _load_config(directory: Path, known: list[str], section: str, *, other: bool
 
 def _checks(family: str) -> Checks:
     return {**DECODERS, **ENCODERS}[family].keys
-
-
-def _class_names(section: str) -> str:
-    return " or ".join(f"...{end}" for end in _HEADS[section])
 
 
 def _completed(file: Path, content: Mapping[str, Any]) -> Any:

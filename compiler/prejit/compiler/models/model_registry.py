@@ -61,11 +61,6 @@ def make_decoder(
     return module
 
 
-def decoder_naming(config: Any) -> Naming:
-    """Return how published checkpoints of a decoder's family name their tensors."""
-    return _decoder_family(config).naming
-
-
 def describe_encoder(source: EncoderSource) -> EncoderConfig:
     """Return the sizes of an encoder, which lowering and encoding need.
 
@@ -111,10 +106,8 @@ def make_encoder(
 ) -> SentenceEncoder:
     """Return an encoder as an abstract module: its parameters are shapes without values.
 
-    Args:
-        source: from `config_file.load_encoder`.
-        dtype: the stored dtype of the matrices (base/stored_dtypes.py).
-        out_in: as in `make_decoder`.
+    `source` is from `config_file.load_encoder`, `dtype` a name in STORED_DTYPES, and `out_in` as in
+    `make_decoder`.
 
     Raises:
         CheckpointError: as `describe_encoder`.
@@ -129,9 +122,9 @@ def make_encoder(
     return module
 
 
-def encoder_naming(source: EncoderSource) -> Naming:
-    """Return how published checkpoints of an encoder's transformer name their tensors."""
-    return ENCODERS[source.config.model_type].naming
+def naming_of(family: str) -> Naming:
+    """Return how published checkpoints of a family name their tensors."""
+    return {**DECODERS, **ENCODERS}[family].naming
 
 
 def _decoder_family(config: Any) -> Family:

@@ -132,9 +132,7 @@ def readers(module: nnx.Module, read: Callable[[str], Rows]) -> dict[str, Callab
 def widened(module: nnx.Module, packed: Mapping[str, Values]) -> dict[str, Rows]:
     """Return stored parameters by the names of the float32 module, with rows in float32.
 
-    Args:
-        module: an abstract module, from `store`.
-        packed: its stored values by name.
+    The abstract module is from `store`; `packed` are its stored values by name.
     """
     found: dict[str, Rows] = dict(packed)
     for path, part in nnx.iter_modules(module):

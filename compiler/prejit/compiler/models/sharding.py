@@ -18,9 +18,7 @@ from prejit.runtime.format.arrays import Mesh
 def shardings(module: Any, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Return the mesh axis that splits each dimension, for each parameter that is split, by name.
 
-    Args:
-        module: from `make_decoder`; `check_mesh` accepts it.
-        mesh: the devices.
+    The module is from `make_decoder`, and `check_mesh` accepts it.
     """
     found: dict[str, tuple[str, ...]] = {}
     rules: Split = module.mesh_split
@@ -48,11 +46,8 @@ def shardings(module: Any, mesh: Mesh) -> dict[str, tuple[str, ...]]:
 def check_mesh(mesh: Mesh, module: Any, at: str, config: Path) -> None:
     """Check that a decoder can be split over a mesh.
 
-    Args:
-        mesh: the mesh of the manifest.
-        module: from `make_decoder`.
-        at: the manifest, for errors.
-        config: the model's config.json, for errors.
+    The module is from `make_decoder`. `at` is the manifest and `config` the model's config.json, for
+    errors.
 
     Raises:
         ManifestError: models of this family are not split, or `mesh.tensor` does not divide the heads or a

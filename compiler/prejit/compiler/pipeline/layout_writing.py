@@ -30,12 +30,17 @@ from prejit.runtime.format.root import encode_root, is_ours, read_root
 from prejit.runtime.format.verifying import check_blob
 
 
+def _digest_of_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return digest_file(file.fileno())
+
+
 def write_layout(
     path: Path,
     index: bytes,
     blobs: Mapping[str, bytes | Path],
     *,
-    digest_of_file: Callable[[Path], str] | None = None,
+    digest_of_file: Callable[[Path], str] = _digest_of_file,
 ) -> None:
     """Write a bundle, or replace one.
 
@@ -51,7 +56,7 @@ def write_layout(
         index: the bytes of the bundle's index.
         blobs: all other blobs: digest -> bytes, or the file that holds them. Blobs that exist and match their
             names are not written again.
-        digest_of_file: returns the digest of a file; None: the file is hashed.
+        digest_of_file: returns the digest of a file.
 
     Raises:
         StoreError: the disk is full, or writing is not permitted. The bundle that was there still opens.
@@ -65,7 +70,7 @@ def write_layout(
     with locked(path):
         referring = _kept_referrers(path, {digest_of(index), *(at.digest for at in read.manifests)})
         blobs = {**blobs, digest_of(index): index}
-        _write_blobs(directory, blobs, digest_of_file or _digest_of_file)
+        _write_blobs(directory, blobs, digest_of_file)
         write_file(path / "oci-layout", OCI_LAYOUT)
         root = encode_root(read, index, [each.entry for each in referring])
         write_file(path / "index.json", root)
@@ -116,13 +121,8 @@ def attach(
     which tools that do not know OCI's referrers can copy it. No digest of the bundle changes. If the same
     manifest is attached already, nothing changes. Temporary files of writers that were killed are removed.
 
-    Args:
-        path: the directory of the bundle.
-        subject: the descriptor of what it is attached to.
-        artifact_type: its type, such as `application/vnd.cyclonedx+json`.
-        config: the config of the manifest; `EMPTY` if it needs none.
-        layers: its layers, at least one.
-        annotations: annotations of the manifest.
+    `artifact_type` is its type, such as `application/vnd.cyclonedx+json`, and `config` that of the
+    manifest: `EMPTY` if it needs none. There is one layer at least.
 
     Returns:
         The descriptor of the manifest.
@@ -153,7 +153,7 @@ def attach(
     blobs = {digest_of(part.content): part.content for part in (config, *layers)}
     with locked(path):
         listed = _check_subject(path, subject)
-        _write_blobs(path / "blobs" / "sha256", {**blobs, at.digest: manifest}, _digest_of_file)
+        _write_blobs(path / "blobs" / "sha256", {**blobs, at.digest: manifest})
         if at.digest not in listed:
             root = json.loads((path / "index.json").read_bytes())
             root["manifests"].append(json.loads(to_json(at)))
@@ -214,7 +214,7 @@ def _kept_referrers(path: Path, subjects: set[str]) -> list[Referrer]:
             while more := [
                 each for each in found if each.subject.digest in known and each not in kept
             ]:
-                kept += [each for each in more if _is_whole(layout, each)]
+                kept += [each for each in more if is_whole(layout, each)]
                 known |= {each.descriptor.digest for each in kept}
                 found = tuple(each for each in found if each not in more)
     except (RejectError, StoreError):
@@ -222,7 +222,7 @@ def _kept_referrers(path: Path, subjects: set[str]) -> list[Referrer]:
     return sorted(kept, key=lambda each: each.descriptor.digest)
 
 
-def _is_whole(layout: Layout, referrer: Referrer) -> bool:
+def is_whole(layout: Layout, referrer: Referrer) -> bool:
     """Return whether the blobs of a referrer are there and undamaged."""
     try:
         for at in (referrer.config, *referrer.layers):
@@ -240,7 +240,9 @@ def _blobs_of(referrer: Referrer) -> Iterator[str]:
 
 
 def _write_blobs(
-    directory: Path, blobs: Mapping[str, bytes | Path], digest_of_file: Callable[[Path], str]
+    directory: Path,
+    blobs: Mapping[str, bytes | Path],
+    digest_of_file: Callable[[Path], str] = _digest_of_file,
 ) -> None:
     """Write those of some blobs that are not there."""
     for digest, content in blobs.items():
@@ -250,7 +252,9 @@ def _write_blobs(
             write_file(file, content)
 
 
-def _is_blob(path: Path, size: int, digest_of_file: Callable[[Path], str] | None = None) -> bool:
+def _is_blob(
+    path: Path, size: int, digest_of_file: Callable[[Path], str] = _digest_of_file
+) -> bool:
     """Return whether a file exists, has this size, and matches the digest in its name."""
     try:
         status = path.lstat()
@@ -258,9 +262,4 @@ def _is_blob(path: Path, size: int, digest_of_file: Callable[[Path], str] | None
         return False
     if not stat.S_ISREG(status.st_mode) or status.st_size != size:
         return False
-    return (digest_of_file or _digest_of_file)(path) == f"sha256:{path.name}"
-
-
-def _digest_of_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return digest_file(file.fileno())
+    return digest_of_file(path) == f"sha256:{path.name}"

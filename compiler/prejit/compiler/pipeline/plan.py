@@ -20,6 +20,7 @@ from typing import Any
 
 from prejit.compiler.checkpoint.source import find_source
 from prejit.compiler.compile.jobs import Source
+from prejit.compiler.lowering.user.inputs import Present
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec, program_specs
 from prejit.compiler.native.form_table import (
@@ -40,7 +41,6 @@ from prejit.compiler.pipeline.program_keys import lower_key, own_lower_key, vers
 from prejit.compiler.pipeline.traces import (
     MODEL,
     Known,
-    Presents,
     decoder_section,
     find_trace,
     function_section,
@@ -253,7 +253,8 @@ def plan_build(
         directory = find_source(source, manifest.directory)
     model = None if directory is None else find_model(manifest, targets, directory)
     libraries = read_libraries(manifest)
-    presents = Presents(manifest)
+    presents = cache(lambda front, back: Present(manifest.directory, front, back))
+    present = presents((), ())
     handlers = handlers_of(libraries)
 
     def traced(spec: ProgramSpec | None) -> Known | None:
@@ -263,10 +264,10 @@ def plan_build(
             program = manifest.section(spec.section)
             reads = not program.is_file
             platforms = [target.platform for target in targets]
-            section = function_section(manifest, program, spec, platforms, handlers, presents.plain)
+            section = function_section(manifest, program, spec, platforms, handlers, present)
         else:
             out_in = stores_out_in(manifest, targets)
-            section = decoder_section(manifest, spec, presents.plain, out_in=out_in)
+            section = decoder_section(manifest, spec, present, out_in=out_in)
         if section is None:
             return None
         return find_trace(f"{manifest.bundle.name}/{name}", section, store, presents, reads=reads)

@@ -129,13 +129,9 @@ def weights_key(
     hash all tensors takes as long: for 500 MB 1.0 s of CPU time, and to convert them 0.8 s (bfloat16) to
     1.5 s (float32), 2026-11-22.
 
-    Args:
-        manifest: the manifest.
-        model: its model; None: it has none.
-        files: the files of the checkpoint.
-        user: the parameters of the user's functions, by section.
-        own: the parameters of the user's decoder; None: the manifest has none.
-        own_orders: those whose axes are stored in another order, with that order.
+    `files` are those of the checkpoint, `user` the parameters of the user's functions by section, and
+    `own` those of the user's decoder (None: the manifest has none). `own_orders` has those whose axes are
+    stored in another order, with that order.
     """
     ingredients = [("our code", code_digest(*PACKING))]
     if own is not None:

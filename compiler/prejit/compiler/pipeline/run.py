@@ -13,7 +13,7 @@ for several manifests at the same time. Every call below is one step: its module
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -63,10 +63,9 @@ from prejit.compiler.pipeline.pack.provenance import build_provenance
 from prejit.compiler.pipeline.plan import Lowered, find_toolchain, plan_build
 from prejit.compiler.pipeline.program_keys import versions
 from prejit.compiler.pipeline.reuse import TargetTools
-from prejit.compiler.pipeline.shards import Packing, Shard, Turn
+from prejit.compiler.pipeline.shards import Packing, Turn
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.environments import spec_for
 from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.target_classes import Target
@@ -84,11 +83,7 @@ def build(
 ) -> Built:
     """Build the bundle of a manifest into `output/NAME`.
 
-    Args:
-        manifest: what to build.
-        output: directory of bundles.
-        only: names of targets; empty: all targets of the manifest.
-        **options: see `BuildOptions`.
+    `only` has names of targets; empty: all targets of the manifest. For the options see `BuildOptions`.
 
     Raises:
         BuildError: a program does not compile, or its worker died or took too long. What was finished stays
@@ -124,11 +119,8 @@ def build_all(
     Shards begin with different manifests. Each bundle is packed by the first shard that has all its programs;
     the others go on meanwhile.
 
-    Args:
-        requests: manifests with different bundle names, each with the names of its targets (empty: all).
-        output: directory of bundles.
-        done: called with each build as it ends.
-        **options: see `BuildOptions`.
+    `requests` are manifests with different bundle names, each with the names of its targets (empty: all).
+    `done` is called with each build as it ends. For the options see `BuildOptions`.
 
     Raises:
         StoreError: the build has shards, and the store cannot be read.
@@ -137,7 +129,13 @@ def build_all(
     service = Services(
         output=output,
         jobs=Jobs(executor, store, options["progress"], several=len(requests) > 1),
-        packings=_packings([manifest for manifest, _ in requests], shard, store),
+        # Before any program: another shard may pack the last bundle before this one plans it.
+        packings={}
+        if shard is None
+        else {
+            manifest.bundle.name: Packing(shard, manifest.bundle.name, store)
+            for manifest, _ in requests
+        },
         **options,
     )
     left: list[Begun] = []
@@ -156,11 +154,11 @@ def build_all(
                 done(begun)
             else:
                 left.append(begun)
-            end([each for each in left if each.is_compiled], patient=False)
+            end([each for each in left if not each.unfinished], patient=False)
         while unfinished := [future for each in left for future in each.unfinished]:
             wait(unfinished, return_when=FIRST_COMPLETED)
             if any(each.unfinished for each in left):
-                end([each for each in left if each.is_compiled], patient=False)
+                end([each for each in left if not each.unfinished], patient=False)
     # The last ones are packed without workers, which take memory.
     end([*left], patient=False)
     while left:
@@ -191,11 +189,6 @@ class Begun:
     def unfinished(self) -> list[Future[Compiled]]:
         """The programs that are still compiled."""
         return [each.future for each in self.submitted if not each.future.done()]
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether all programs are compiled, or failed."""
-        return not self.unfinished
 
 
 def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun:
@@ -398,18 +391,6 @@ def _note_expiry(name: str, progress: Progress) -> None:
     expiry = expiry_notice(jax, readable_until(jax), date.today())
     if expiry is not None:
         progress.note(f"{name}: {expiry}")
-
-
-def _packings(
-    manifests: Sequence[Manifest], shard: Shard | None, store: Store
-) -> Mapping[str, Packing]:
-    """Return what decides which shard packs each bundle, by its name; empty: the build has no shards.
-
-    All are made before any program: another shard may pack the last bundle before this one plans it.
-    """
-    if shard is None:
-        return {}
-    return {each.bundle.name: Packing(shard, each.bundle.name, store) for each in manifests}
 
 
 def _attempt(manifest: Manifest, step: Callable[[], _Step]) -> _Step | Failed:

@@ -20,10 +20,9 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, final
+from typing import Any
 
 from prejit.compiler.lowering.user.inputs import UNSET, Input, Present, file_digest, is_input
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
@@ -73,18 +72,8 @@ class Known:
         return why(old, new)
 
 
-@final
-class Presents:
-    """The inputs of a manifest's code as they are now, for each search path that code makes."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        """Read nothing yet."""
-        self.of = cache(lambda front, back: Present(manifest.directory, front, back))
-
-    @property
-    def plain(self) -> Present:
-        """The inputs where code does not change the search path."""
-        return self.of((), ())
+Presents = Callable[[tuple[str, ...], tuple[str, ...]], Present]
+"""Returns the inputs of a manifest's code as they are now, for a search path that code makes."""
 
 
 def function_section(
@@ -210,7 +199,7 @@ def find_trace(
             step = store.get(_key("inputs", name, section, known, store))
             if step is None:
                 break
-            present = presents.of(tuple(step["front"]), tuple(step["back"]))
+            present = presents(tuple(step["front"]), tuple(step["back"]))
             named = (Input(kind, of) for kind, of in step["inputs"])
             new = present.digests(each for each in named if each not in known)
             known |= new
@@ -235,14 +224,9 @@ def remember_trace(
 ) -> None:
     """Keep a trace under everything that it read.
 
-    Args:
-        known: what the look-up found.
-        inputs: what the trace read, each with its digest.
-        search_path: the directories before and behind `sys.path` in which modules were found.
-        result: `{"trace": ...}`, or `{"never": reason}`.
-        blobs: the blobs that it needs.
-        store: the store.
-        reads: as for `find_trace`.
+    `known` is what the look-up found, and `inputs` what the trace read, each with its digest.
+    `search_path` has the directories before and behind `sys.path` in which modules were found. `result`
+    is `{"trace": ...}`, or `{"never": reason}`; `blobs` are those that it needs.
     """
 
     def key(kind: str, of: Mapping[Input, str]) -> Key:

@@ -164,7 +164,7 @@ def test_a_build_refuses_what_two_traces_do_not_show(tmp_path: Path, build_cache
     assert load(built.path).call("stamped", np.ones(3, np.float32)).tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("generator", [random.Random(), SEEDED, np.random.default_rng(), ARRAYS])
+@pytest.mark.parametrize("generator", [SEEDED, np.random.default_rng()])
 def test_objects_of_python_are_traced_twice_too(
     tmp_path: Path, build_cache: Path, generator: Any
 ) -> None:
@@ -204,7 +204,6 @@ def test_a_manifest_allows_it_and_forbids_it_again(tmp_path: Path, build_cache: 
         build(manifest(""), tmp_path / "out", cache=build_cache, quiet=True)
 
 
-@pytest.mark.parametrize("impure", [False, True])
 @pytest.mark.parametrize(
     ("draws", "name"),
     [
@@ -215,18 +214,15 @@ def test_a_manifest_allows_it_and_forbids_it_again(tmp_path: Path, build_cache: 
     ],
 )
 def test_a_module_that_draws_when_it_is_imported_is_refused(
-    tmp_path: Path, draws: str, name: str, impure: bool
+    tmp_path: Path, draws: str, name: str
 ) -> None:
     (tmp_path / "drawn.py").write_text("from drawing import S\n\n\ndef f(x):\n    return x * S\n")
     (tmp_path / "drawing.py").write_text(
         f"import random, time, uuid\nimport numpy as np\n\nS = {draws}\n"
     )
-    modules = UserModules(tmp_path)
-    if impure:
-        assert callable(modules.find("drawn:f", "here", impure=True))
-    else:
-        with pytest.raises(BuildError, match=rf"here: cannot import 'drawn': .*{name}"):
-            modules.find("drawn:f", "here")
+    with pytest.raises(BuildError, match=rf"here: cannot import 'drawn': .*{name}"):
+        UserModules(tmp_path).find("drawn:f", "here")
+    assert callable(UserModules(tmp_path).find("drawn:f", "here", impure=True))
 
 
 def test_what_libraries_draw_when_they_are_imported_is_allowed(

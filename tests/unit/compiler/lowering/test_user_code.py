@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import NoReturn
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.warm import WarmPython
 
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.lower import lowering
@@ -88,6 +90,7 @@ class PanicException(BaseException):  # as pyo3's
         ("raise PanicException('a panic')", "PanicException: a panic"),
         ("def g(): g()\ng()", "RecursionError: maximum recursion depth exceeded"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("f = (", "SyntaxError: "),
     ],
 )
 def test_a_module_that_fails_is_an_error_with_its_line(
@@ -100,17 +103,9 @@ def test_a_module_that_fails_is_an_error_with_its_line(
     assert text.endswith(f"({tmp_path / 'mymodel.py'}, line 6)")
 
 
-def test_a_module_that_is_no_python_is_an_error_with_its_line(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match=r"SyntaxError: .*mymodel.py, line 2\)"):
-        lower(project(tmp_path, "import jax\nf = (\n"))
-
-
-def test_a_helper_module_that_fails_is_an_error_with_its_own_line(tmp_path: Path) -> None:
+def test_a_helper_or_an_attribute_that_fails_is_an_error_with_its_own_line(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"ZeroDivisionError.*helper.py, line 2\)"):
         lower(project(tmp_path, "import helper\n", helper="\n1 / 0\n"))
-
-
-def test_an_attribute_that_raises_is_an_error_with_its_line(tmp_path: Path) -> None:
     module = "def __getattr__(name):\n    raise SystemExit(4)\n"
     with pytest.raises(ManifestError, match=r"'f' of 'mymodel': SystemExit: 4 .*line 2\)"):
         lower(project(tmp_path, module))
@@ -120,7 +115,6 @@ def test_an_attribute_that_raises_is_an_error_with_its_line(tmp_path: Path) -> N
     ("line", "message"),
     [
         ("sys.exit(3)", "SystemExit: 3"),
-        ("raise PanicException('a panic')", "PanicException: a panic"),
         ("return f(x)", "RecursionError: "),
         ("assert x.shape == (4,), 'not four'", "AssertionError: not four"),
         ("return x + jax.numpy.ones(4)", "TypeError: "),
@@ -167,78 +161,71 @@ def test_parameters_that_cannot_be_read_are_named_with_the_program(
     assert "write" in str(caught.value.hint) or "save" in str(caught.value.hint)
 
 
-def built(found: Project) -> subprocess.CompletedProcess[str]:
-    """Build a project in a process of its own, which the user's code may break."""
-    directory = found.plan.manifest.directory
-    return subprocess.run(
-        [sys.executable, "-m", "prejit.runtime", "build", "m.toml", "--cache", "cache"],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+@pytest.fixture
+def built(warm: WarmPython, tmp_path: Path) -> Callable[[str], CompletedProcess[str]]:
+    """Builds a project of a module in a process of its own, which the user's code may break."""
+
+    def built(module: str) -> CompletedProcess[str]:
+        project(tmp_path, module)
+        places = ("--cache", tmp_path / "cache", "-o", tmp_path / "artifacts", "--json")
+        return warm.prejit("build", tmp_path / "m.toml", *places, timeout=120, quick=True)
+
+    return built
+
+
+Built = Callable[[str], CompletedProcess[str]]
+
+
+def assert_written(done: CompletedProcess[str]) -> None:
+    """One process has written the bundle, and said so."""
+    assert done.returncode == 0, done.stderr
+    [found] = json.loads(done.stdout)
+    assert (found["compiled"], found["written"]) == (1, True)
 
 
 @pytest.mark.parametrize("where", ["import", "call"])
-def test_code_cannot_end_prejit_without_an_error(tmp_path: Path, where: str) -> None:
+def test_code_cannot_end_prejit_without_an_error(tmp_path: Path, built: Built, where: str) -> None:
     module = {
         "import": "import os\nos._exit(0)\n",
         "call": "import os\ndef f(x):\n    os._exit(0)\n",
     }[where]
-    done = built(project(tmp_path, module))
+    done = built(module)
     assert done.returncode == 1 + (where == "import")
     assert re.search(rf"'?p'?: .*SystemExit: os._exit\(0\) \({tmp_path}/mymodel.py", done.stderr)
 
 
-def test_a_forked_process_that_returns_from_a_function_ends_there(tmp_path: Path) -> None:
-    module = """
+@pytest.mark.parametrize(("ends", "code"), [("return x * 3", 1), ("os._exit(3)", 3)])
+def test_a_forked_process_ends_where_it_returns_from_a_function(
+    built: Built, ends: str, code: int
+) -> None:
+    module = f"""
 import os
 
 def f(x):
     child = os.fork()
     if child == 0:
-        return x * 3
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        {ends}
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == {code}
     return x * 2
 """
-    done = built(project(tmp_path, module))
-    assert done.returncode == 0, done.stderr
-    assert "prejit ends that process" in done.stderr
-    assert done.stderr.count("wrote artifacts/mine") == 1
-
-
-def test_a_forked_process_that_ends_itself_is_left_alone(tmp_path: Path) -> None:
-    module = """
-import os
-
-def f(x):
-    child = os.fork()
-    if child == 0:
-        os._exit(3)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    return x * 2
-"""
-    done = built(project(tmp_path, module))
-    assert done.returncode == 0, done.stderr
-    assert "prejit ends that process" not in done.stderr
+    done = built(module)
+    assert_written(done)
+    assert ("prejit ends that process" in done.stderr) == (code == 1)
 
 
 @pytest.mark.parametrize(
-    ("where", "patch"),
+    ("imported", "called"),
     [
-        ("call", "builtins.open = None"),
-        ("call", "sys.modules['hashlib'] = None"),
-        ("import", "builtins.__dict__.pop('open')"),
-        ("import", "os.replace = lambda *paths: None"),
-        ("import", "sys.modules.pop('hashlib')"),
+        (
+            "builtins.__dict__.pop('open'); sys.modules.pop('hashlib'); os.replace = lambda *paths: None",
+            "pass",
+        ),
+        ("", "builtins.open = sys.modules['hashlib'] = None"),
     ],
 )
-def test_what_code_replaces_in_python_is_put_back(tmp_path: Path, where: str, patch: str) -> None:
-    before, inside = (patch, "pass") if where == "import" else ("", patch)
-    module = f"import builtins, os, sys\n{before}\ndef f(x):\n    {inside}\n    return x * 2\n"
-    done = built(project(tmp_path, module))
-    assert done.returncode == 0, done.stderr
-    assert "wrote artifacts/mine" in done.stderr
+def test_what_code_replaces_in_python_is_put_back(built: Built, imported: str, called: str) -> None:
+    module = f"import builtins, os, sys\n{imported}\ndef f(x):\n    {called}\n    return x * 2\n"
+    assert_written(built(module))
 
 
 NAMED = """
@@ -461,7 +448,7 @@ def test_relative_imports_and_what_goes_by_names_of_modules_work_while_in_use(
     assert not {"mymodel", "lib", "lib.scales", "added"} & set(sys.modules)
 
 
-def test_what_a_module_prints_does_not_come_between_json(tmp_path: Path) -> None:
+def test_what_a_module_prints_does_not_come_between_json(built: Built) -> None:
     module = """
 import os, subprocess, sys
 print("printed on import")
@@ -472,12 +459,7 @@ def f(x):
     print("printed while traced")
     return x * 2
 """
-    project(tmp_path, module)
-    command = [sys.executable, "-m", "prejit.runtime", "build", str(tmp_path / "m.toml"), "--json"]
-    command += ["--cache", str(tmp_path / "cache"), "-o", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    [built] = json.loads(done.stdout)
-    assert built["compiled"] == 1
+    done = built(module)
+    assert_written(done)
     for text in ("printed on", "written on", "of a child", "printed while"):
         assert text in done.stderr

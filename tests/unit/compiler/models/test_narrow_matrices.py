@@ -92,8 +92,19 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("name", [*PRODUCTS, *OTHERS])
+WITHOUT_SCALES = (
+    *("matmul", "the matrix first", "a stack of layers", "elementwise"),
+    *("from heads, with scales along both", "a stack that shares scales"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "int8") for name in (*PRODUCTS, *OTHERS)),
+        *((name, "bfloat16") for name in WITHOUT_SCALES),
+    ],
+)
 def test_a_use_of_a_matrix_gets_its_stored_values(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,7 +155,7 @@ def test_norms_or_biases_are_quantized() -> None:
 
 @dtypes
 @pytest.mark.parametrize("rows", [1, REDUCED_ROWS, REDUCED_ROWS + 1])
-@pytest.mark.parametrize("sizes", [(24, 40), (40, 24), (1, 3)])
+@pytest.mark.parametrize("sizes", [(24, 40), (40, 24)])  # stored (in, out) and (out, in)
 def test_a_form_of_the_product_gives_other_values(
     dtype: str, rows: int, sizes: tuple[int, int]
 ) -> None:
@@ -255,20 +255,16 @@ def test_a_program_without_kernels_rounds_x_for_nothing(dtype: str) -> None:
     assert np.abs(found - expected).max() < 1e-5 < np.abs(rounded - expected).max()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_decode_and_prefill_see_different_weights(dtype: str) -> None:
-    config, _, stored = small_model(dtype)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.1), ("int8", 0.2)])
+def test_stored_weights_give_another_model_or_decode_sees_others_than_prefill(
+    dtype: str, tolerance: float
+) -> None:
+    config, exact, stored = small_model(dtype)
+    want = logits(config, "float32", exact, "float32", 20)
     once = logits(config, dtype, stored, "float32", 20)
     steps = logits(config, dtype, stored, "float32", 1, 1, 1, 12, 1, 1, 3)
     assert np.abs(once - steps).max() < 2e-5
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.1), ("int8", 0.2)])
-def test_stored_weights_give_another_model(dtype: str, tolerance: float) -> None:
-    config, exact, stored = small_model(dtype)
-    want = logits(config, "float32", exact, "float32", 20)
-    found = logits(config, dtype, stored, "float32", 20)
-    assert 0 < np.abs(want - found).max() < tolerance * want.std()
+    assert 0 < np.abs(want - once).max() < tolerance * want.std()
 
 
 def test_a_bfloat16_cache_gives_another_model() -> None:
@@ -297,8 +293,10 @@ def test_a_stored_model_does_not_lower_for_every_platform(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("rows", [1, REDUCED_ROWS, REDUCED_ROWS + 1])
-@pytest.mark.parametrize("looped", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "looped"),
+    [(REDUCED_ROWS + 1, False), *((n, True) for n in (1, REDUCED_ROWS, REDUCED_ROWS + 1))],
+)
 def test_float32_copies_of_all_weights_are_kept(dtype: str, rows: int, looped: bool) -> None:
     width, depth = 256, 12
     matrix = jax.ShapeDtypeStruct((width, width), jnp.dtype(dtype))

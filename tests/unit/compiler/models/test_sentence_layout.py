@@ -284,31 +284,27 @@ def test_an_architecture_with_a_head_of_its_own_becomes_an_embedder(
         _ = open_encoder(directory).names
 
 
-def test_an_embedder_of_a_decoders_family_is_sent_to_generate(directory: Path) -> None:
-    """Qwen3-Embedding is a Qwen3 whose last token is pooled."""
-    edit(directory / "config.json", model_type="qwen3")
+def test_a_model_of_another_section_is_sent_there_where_it_can_be(directory: Path) -> None:
+    with pytest.raises(CheckpointError, match=r'for \[generate\], found "bert"') as raised:
+        _ = open_checkpoint(directory).names
+    assert "[encode]" in str(raised.value.hint)
+    edit(directory / "config.json", model_type="qwen3")  # one whose last token is pooled
     with pytest.raises(CheckpointError, match=r'for \[encode\], found "qwen3"') as raised:
         _ = open_encoder(directory).names
     assert "[generate]" not in str(raised.value.hint)
 
 
-def test_an_encoder_is_no_decoder(directory: Path) -> None:
-    with pytest.raises(CheckpointError, match=r'for \[generate\], found "bert"') as raised:
-        _ = open_checkpoint(directory).names
-    assert "[encode]" in str(raised.value.hint)
-
-
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("file", "content", "told"),
     [
-        (b"\xff", "utf-8"),
-        (b"[" * 3000 + b"]" * 3000, "nested too deeply"),
-        (b"[1" + b"0" * 5000 + b"]", "cannot read"),
-        (b"[NaN]", "which has no NaN"),
-        (b"[" + b" " * (16 << 20) + b"]", "expected at most 16777216 bytes"),
+        ("modules.json", b"\xff", "utf-8"),
+        ("modules.json", b"[" * 3000 + b"]" * 3000, "nested too deeply"),
+        ("modules.json", b"[1" + b"0" * 5000 + b"]", "cannot read"),
+        ("modules.json", b"[" + b" " * (16 << 20) + b"]", "expected at most 16777216 bytes"),
+        ("1_Pooling/config.json", b"[NaN]", "which has no NaN"),
+        ("config.json", b"[NaN]", "which has no NaN"),
     ],
 )
-@pytest.mark.parametrize("file", ["modules.json", "1_Pooling/config.json", "config.json"])
 def test_a_file_that_is_no_json_of_moderate_size_is_refused(
     file: str, content: bytes, told: str, directory: Path
 ) -> None:

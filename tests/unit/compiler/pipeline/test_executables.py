@@ -18,37 +18,16 @@ from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.errors import BuildError, StoreError
 from prejit.runtime.format.bundle_schema import Memory, Segment
 
+from .held_executor import HeldExecutor
+
 TOOLCHAIN = host_toolchain(target("cpu-host"), {"jax": "0.12.0", "jaxlib": "0.12.0"})
 RESULT = Compiled(
     Segment(0, 1, f"sha256:{'0' * 64}", 1, f"sha256:{'0' * 64}"), (), Memory(0, 0, 0, 0), 1, 1, 1
 )
 
 
-class Recording:
-    """An executor whose futures the test completes."""
-
-    compiled = 0
-    lowering_processes = 0
-
-    def __init__(self) -> None:
-        self.taken: list[tuple[CompileJob, Future[Compiled]]] = []
-        self.refuses = False
-
-    def submit(self, job: CompileJob) -> Future[Compiled]:
-        if self.refuses:
-            raise StoreError("no room")
-        self.taken.append((job, Future()))
-        return self.taken[-1][1]
-
-    def close(self) -> None:
-        for _, future in self.taken:
-            future.cancel()
-
-    def __enter__(self) -> Recording:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
+def refuse(job: CompileJob, future: Future[Compiled]) -> None:
+    raise StoreError("no room")
 
 
 def job(program: str, content: str = "same") -> CompileJob:
@@ -62,7 +41,7 @@ def store(tmp_path: Path) -> DirectoryStore:
 
 
 def test_equal_programs_take_one_worker(store: DirectoryStore) -> None:
-    executor = Recording()
+    executor = HeldExecutor()
     jobs = Jobs(executor, store, Quiet())
     first, new = jobs.submit("a", job("f"))
     second, again = jobs.submit("b", job("g"))
@@ -75,7 +54,7 @@ def test_equal_programs_take_one_worker(store: DirectoryStore) -> None:
 
 
 def test_the_error_of_a_program_names_the_one_that_waited_for_it(store: DirectoryStore) -> None:
-    executor = Recording()
+    executor = HeldExecutor()
     jobs = Jobs(executor, store, Quiet(), several=True)
     first, _ = jobs.submit("a", job("f"))
     second, _ = jobs.submit("b", job("g"))
@@ -89,7 +68,7 @@ def test_the_error_of_a_program_names_the_one_that_waited_for_it(store: Director
 
 
 def test_nobody_waits_for_a_job_that_was_ended_or_refused(store: DirectoryStore) -> None:
-    executor = Recording()
+    executor = HeldExecutor()
     jobs = Jobs(executor, store, Quiet())
     waiting = [jobs.submit("a", job(name))[0] for name in ("f", "g")]
     executor.close()
@@ -97,7 +76,7 @@ def test_nobody_waits_for_a_job_that_was_ended_or_refused(store: DirectoryStore)
     for each in waiting:
         with pytest.raises(CancelledError):
             each.result(timeout=60)
-    executor.refuses = True
+    executor.answer = refuse
     with pytest.raises(StoreError):
         jobs.submit("a", job("h", "another"))
     jobs.wait()
@@ -106,21 +85,19 @@ def test_nobody_waits_for_a_job_that_was_ended_or_refused(store: DirectoryStore)
 
 
 def test_a_result_of_the_store_is_read_once_and_takes_no_worker(store: DirectoryStore) -> None:
-    executor = Recording()
+    executor = HeldExecutor()
     jobs = Jobs(executor, store, Quiet())
     frame = store.put_blob(b"executable")
     compiled = replace(RESULT, executable=Segment(0, 10, frame, 10, frame))
     store.put(job("f").key, compiled.to_plain(), blobs=[frame])
     assert not jobs.lacks_program(job("f"))
-    (path := store.blob_path(frame)) and path.write_bytes(
-        b"damaged!!!"
-    )  # it is not read a second time
+    (path := store.blob_path(frame)) and path.write_bytes(b"damaged!!!")  # not read a second time
     assert jobs.submit("a", job("f"))[0].result() == compiled
     assert executor.taken == []
 
 
 def test_a_program_that_has_to_be_compiled_is_looked_at_before(store: DirectoryStore) -> None:
-    executor = Recording()
+    executor = HeldExecutor()
     jobs = Jobs(executor, store, Quiet())
     program = store.put_blob(b"stablehlo")
     assert not jobs.lacks_program(job("f", program))

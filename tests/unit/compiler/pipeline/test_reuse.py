@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.compiler.compile.jobs import Compiled, CompileJob
+from prejit.compiler.compile.jobs import Compiled
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.build_interface import Services
 from prejit.compiler.pipeline.executables import Jobs
@@ -22,37 +21,17 @@ from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.format.bundle_schema import Memory, Segment
 
+from .held_executor import HeldExecutor
 
-class Compiling:
-    """An executor that takes jobs, and finishes them when the test says so, without XLA."""
 
-    compiled = frozenset[str]()
-    lowering_processes = 0
-
-    def __init__(self, store: DirectoryStore) -> None:
-        self._store = store
-        self.taken: list[tuple[CompileJob, Future[Compiled]]] = []
-
-    def submit(self, job: CompileJob) -> Future[Compiled]:
-        self.taken.append((job, Future()))
-        return self.taken[-1][1]
-
-    def finish(self) -> None:
-        for job, future in self.taken:
-            frame = self._store.put_blob(job.key.digest.encode())
-            segment = Segment(0, 71, frame, 71, frame)
-            result = Compiled(segment, (), Memory(0, 0, 0, 0), 1, 1, 1)
-            self._store.put(job.key, result.to_plain(), blobs=[frame])
-            future.set_result(result)
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Compiling:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        pass
+def finish(executor: HeldExecutor, store: DirectoryStore) -> None:
+    """Give each job a result, without XLA."""
+    for job, future in executor.taken:
+        frame = store.put_blob(job.key.digest.encode())
+        segment = Segment(0, 71, frame, 71, frame)
+        result = Compiled(segment, (), Memory(0, 0, 0, 0), 1, 1, 1)
+        store.put(job.key, result.to_plain(), blobs=[frame])
+        future.set_result(result)
 
 
 @dataclass(frozen=True)
@@ -100,9 +79,11 @@ PROJECTS = st.builds(
 )
 
 
-def begin_build(directory: Path, store: DirectoryStore) -> tuple[Compiling, set[tuple[str, str]]]:
+def begin_build(
+    directory: Path, store: DirectoryStore
+) -> tuple[HeldExecutor, set[tuple[str, str]]]:
     """Begin a build, and return its executor and what it takes from the store, by program and target."""
-    executor = Compiling(store)
+    executor = HeldExecutor()
     service = Services(
         output=directory / "out",
         store=store,
@@ -114,7 +95,7 @@ def begin_build(directory: Path, store: DirectoryStore) -> tuple[Compiling, set[
     )
     begun = begin(read_manifest(directory / "m.toml"), (), service)
     compiled = {job.key.digest for job, _ in executor.taken}
-    executor.finish()
+    finish(executor, store)
     taken = {
         (each.spec.name, each.job.target.name)
         for each in begun.submitted

@@ -25,6 +25,8 @@ from prejit.compiler.store.interface import Store
 from prejit.runtime import load
 from prejit.runtime.errors import BuildError
 
+from .held_executor import HeldExecutor
+
 
 class Narrow:
     """Another object, of which only the public names of an interface can be used."""
@@ -69,30 +71,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return built
 
 
-class Refusing:
-    """An executor that compiles nothing."""
-
-    compiled = frozenset[str]()
-    lowering_processes = 0
-
-    def __init__(self) -> None:
-        self.submitted: list[CompileJob] = []
-        self.closed = False
-
-    def submit(self, job: CompileJob) -> Future[Compiled]:
-        self.submitted.append(job)
-        future: Future[Compiled] = Future()
-        future.set_exception(BuildError(f"{job.program}: no compiler", hint="install one"))
-        return future
-
-    def close(self) -> None:
-        self.closed = True
-
-    def __enter__(self) -> Refusing:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+def refuse(job: CompileJob, future: Future[Compiled]) -> None:
+    future.set_exception(BuildError(f"{job.program}: no compiler", hint="install one"))
 
 
 def twice(x: Any) -> Any:
@@ -102,7 +82,7 @@ def twice(x: Any) -> Any:
 def test_a_build_whose_programs_fail_names_them_all_and_writes_nothing(tmp_path: Path) -> None:
     sizes = {"a": 2, "b": 3}  # equal programs would be one job
     programs = [Program(name, fn=twice, args=[f"float32[{n}]"]) for name, n in sizes.items()]
-    executor = Refusing()
+    executor = HeldExecutor(refuse)
     with pytest.raises(BuildError) as caught:
         build(
             Manifest("two", programs=programs, targets=["cpu-host"]),
@@ -115,7 +95,7 @@ def test_a_build_whose_programs_fail_names_them_all_and_writes_nothing(tmp_path:
         "2 of 2 programs did not compile\n  a: no compiler\n  b: no compiler"
     )
     assert caught.value.hint == "install one"
-    assert [job.program for job in executor.submitted] == ["a", "b"]
+    assert [job.program for job, _ in executor.taken] == ["a", "b"]
     assert executor.closed
     assert not (tmp_path / "out").exists()
 

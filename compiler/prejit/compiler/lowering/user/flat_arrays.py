@@ -154,10 +154,8 @@ class Arrays:
 def arrays_of(example: Example, what: str, donated: tuple[Any, ...] = ()) -> Arrays:
     """Return the arrays of a pytree.
 
-    Args:
-        example: the pytree.
-        what: what it is, for errors: `args`, `result`.
-        donated: the first keys of the paths of donated arguments.
+    `what` is what the pytree is, for errors: `args`, `result`. `donated` are the first keys of the paths
+    of donated arguments.
 
     Raises:
         BuildError: a bundle could not hold a dtype, a key of a dict, a size, as many dimensions, or a name.

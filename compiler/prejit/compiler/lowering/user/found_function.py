@@ -103,14 +103,10 @@ def find_function(
     flax.linen module, which is applied to params; or a module that holds its parameters, of flax.nnx or
     equinox, or any other pytree that can be called. The manifest's params replace those.
 
-    Args:
-        program: the section of the manifest.
-        at: the manifest, for errors.
-        parameters: values by flat name, joined by dots; None if the manifest gives no params.
-        modules: the modules beside the manifest.
-        nested: makes the first argument of the function from its flat weights; None for nested dicts, by
-            the dots in names.
-        file: the file that the manifest names in place of a function; None: it names a function.
+    `parameters` are values by flat name, joined by dots (None: the manifest gives no params), and
+    `nested` makes the function's first argument of them (None: nested dicts, by the dots in names).
+    `file` is what the manifest names in place of a function; None: it names one. `at` is the manifest,
+    for errors.
 
     Returns:
         The function; or the program of a StableHLO file, which is lowered already.

@@ -126,9 +126,7 @@ def _library_places() -> tuple[str, ...]:
 def portable_path(path: str, directory: str) -> str:
     """Return a path as it is on other machines: relative to the manifest's directory, or to the home.
 
-    Args:
-        path: an absolute path.
-        directory: the manifest's directory, absolute.
+    Both paths are absolute; `directory` is the manifest's.
     """
     home = os.path.expanduser("~")
     common = os.path.commonpath([path, directory])

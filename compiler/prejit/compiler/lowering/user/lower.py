@@ -71,14 +71,9 @@ def lower_function(
 ) -> LoweredProgram:
     """Lower a function of the user at one bucket, for every platform that is possible.
 
-    Args:
-        user: the function.
-        program: its section of the manifest.
-        spec: the program.
-        at: the manifest, for errors.
-        platforms: the platforms of the manifest's targets, for which it must be possible.
-        mesh: the devices that it is split over; None: one device.
-        calls: names of custom calls that the user's libraries serve.
+    It must be possible for `platforms`, those of the manifest's targets. `mesh` has the devices that it
+    is split over (None: one device), and `calls` the names of custom calls that the user's libraries
+    serve. `at` is the manifest, for errors.
 
     Raises:
         BuildError: it cannot be traced or lowered.

@@ -71,10 +71,8 @@ class UserModules:
     def find(self, function: str, where: str, *, impure: bool = False) -> Any:
         """Import the object that `function` of a [[program]] names.
 
-        Args:
-            function: `module:attribute`.
-            where: the place in the manifest, for errors.
-            impure: whether the module may read clocks and draw random numbers.
+        `function` is `module:attribute`. An `impure` module may read clocks and draw random numbers.
+        `where` is the place in the manifest, for errors.
 
         Raises:
             ManifestError: the module or attribute does not exist, or the module raises.

@@ -89,14 +89,10 @@ def find_model(
     It is a module of flax.nnx, one of flax.linen, which needs params, or any other object: a pytree, such as
     a module of equinox, or a plain one whose attributes hold arrays. All arrays are parameters.
 
-    Args:
-        model: the section of the manifest.
-        at: the manifest, for errors.
-        parameters: values by flat name, joined by dots; None if the manifest gives no params.
-        modules: the modules beside the manifest.
-        nested: makes the params of a flax.linen module from flat weights; None for nested dicts, by the dots
-            in names.
-        out_in: whether matrices that it only multiplies with are stored (out, in), as kernels read them.
+    `parameters` are values by flat name, joined by dots (None: the manifest gives no params), and
+    `nested` makes the params of a flax.linen module of them (None: nested dicts, by the dots in names).
+    With `out_in`, matrices that it only multiplies with are stored (out, in), as kernels read them. `at`
+    is the manifest, for errors.
 
     Raises:
         ManifestError: the object does not exist, cannot be made, or is no decoder; or params does not fit it.
@@ -128,10 +124,7 @@ def find_model(
 def check_call(model: OwnModel, cache: Any, where: str) -> None:
     """Check the results of a call of one token, by their shapes, and that no array is left in the program.
 
-    Args:
-        model: the decoder.
-        cache: the shapes of its cache.
-        where: the manifest, for errors.
+    `cache` has the shapes of its cache; `where` is the manifest, for errors.
 
     Raises:
         ManifestError: logits or cache are not as models/protocol.py says, or the code holds arrays that are

@@ -19,10 +19,8 @@ class Shardings:
     def __init__(self, given: Mapping[str, Sequence[str]], mesh: Mesh | None, where: str) -> None:
         """Keep them.
 
-        Args:
-            given: the mesh axis of each dimension, by dotted path.
-            mesh: the mesh of the manifest; None: it has none.
-            where: the section, for errors.
+        `given` is the mesh axis of each dimension, by dotted path, and `where` the section, for
+        errors.
 
         Raises:
             ManifestError: there are shardings and no mesh.

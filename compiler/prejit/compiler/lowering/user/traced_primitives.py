@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,6 @@ _INSTALLED = ("site-packages", "dist-packages")
 def find_calls(traced: ClosedJaxpr, *primitives: str) -> list[tuple[str, str]]:
     """Find primitives in a traced function and in all functions that it calls.
 
-    Args:
-        traced: the function.
-        *primitives: names of primitives.
-
     Returns:
         The name of each one found, with `file:line` in the user's code or an empty text.
     """
@@ -65,15 +61,18 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
     """Yield the operations of a traced function and of all functions that it calls."""
     for equation in jaxpr.eqns:
         yield equation
-        inner = jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda each: isinstance(each, _JAXPRS)
-        )
-        for each in inner:
-            if isinstance(each, _JAXPRS):
-                yield from equations(each.jaxpr if isinstance(each, ClosedJaxpr) else each)
+        for called, _ in _called(equation):
+            yield from equations(called)
 
 
-_JAXPRS = (ClosedJaxpr, Jaxpr)
+def _called(equation: Any) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
+    """Yield the functions that an operation calls, each with its constants."""
+    held = jax.tree.leaves(
+        [*equation.params.values()], is_leaf=lambda each: isinstance(each, ClosedJaxpr | Jaxpr)
+    )
+    for each in held:
+        if isinstance(each, ClosedJaxpr | Jaxpr):
+            yield (each.jaxpr, each.consts) if isinstance(each, ClosedJaxpr) else (each, ())
 
 
 def place_of(equation: Any) -> str:
@@ -105,7 +104,8 @@ stablehlo: Any = mlir_stablehlo
 
 def differing_operation(first: ClosedJaxpr, second: ClosedJaxpr) -> str | None:
     """Return the first operation of a trace that another trace has not, with its line; None: they agree."""
-    for one, other in zip_longest(_described(first), _described(second)):
+    traces = (_described(each.jaxpr, each.consts) for each in (first, second))
+    for one, other in zip_longest(*traces):
         if one is None or other is None or one[:2] != other[:2]:
             name, _, place = other if other is not None else one
             return f"{name}{f' at {place}' if place else ''}"
@@ -120,13 +120,9 @@ def differing_line(first: bytes, second: bytes) -> str:
     return "their form"
 
 
-def _described(closed: ClosedJaxpr) -> Iterator[tuple[str, Any, str]]:
+def _described(jaxpr: Jaxpr, consts: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield the name of each operation, its shapes and constants, and its line in the user's code."""
-    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    yield from _operations(closed.jaxpr, values)
-
-
-def _operations(jaxpr: Jaxpr, values: dict[Any, Any]) -> Iterator[tuple[str, Any, str]]:
+    values = dict(zip(jaxpr.constvars, consts, strict=False))  # an open one has no values
     for equation in jaxpr.eqns:
         constants = []
         for variable in equation.invars:
@@ -141,13 +137,8 @@ def _operations(jaxpr: Jaxpr, values: dict[Any, Any]) -> Iterator[tuple[str, Any
             if isinstance(value, int | float | str | bool | tuple) and _is_plain(value)
         ]
         yield equation.primitive.name, (shapes, constants, settings), place_of(equation)
-        for value in jax.tree.leaves(
-            [*equation.params.values()], is_leaf=lambda each: isinstance(each, ClosedJaxpr | Jaxpr)
-        ):
-            if isinstance(value, ClosedJaxpr):
-                yield from _described(value)
-            elif isinstance(value, Jaxpr):
-                yield from _operations(value, {})
+        for called in _called(equation):
+            yield from _described(*called)
 
 
 def _is_plain(value: Any) -> bool:

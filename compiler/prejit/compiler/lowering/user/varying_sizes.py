@@ -33,10 +33,8 @@ def padded_sizes(
 ) -> list[dict[str, int]]:
     """Return sizes for which a bucket is padded.
 
-    Args:
-        bucket: the size of each variable.
-        pad: the variables that are padded.
-        numbers: sizes that the code mentions.
+    `bucket` has the size of each variable, `pad` those that are padded, `numbers` the sizes that the code
+    mentions.
     """
     tried = {}
     for name in pad:
@@ -172,9 +170,7 @@ def size_limits(traced: ClosedJaxpr, names: Sequence[str]) -> list[str]:
     Each term of a sum, such as `3*n^2*m - n`, has its share. Of a number with quotients,
     remainders, minima or maxima of sizes nothing is known.
 
-    Args:
-        traced: the function at symbolic sizes.
-        names: the symbolic sizes.
+    `traced` is the function at the symbolic sizes `names`.
     """
     found = set[str]()
     largest = int(np.iinfo(jax.dtypes.canonicalize_dtype(np.int64)).max)

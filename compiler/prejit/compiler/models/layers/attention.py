@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -76,18 +76,7 @@ class NewTokens:
             query = self.wanted(query)
             bias = None if bias is None else self.wanted(bias)
         if product_forms.has_kernels() and bias is None:
-            mixed, layer = kernel_calls.attention(
-                query,
-                (keys, values),
-                self.start,
-                self.length,
-                self._first(query),
-                layer,
-                scale=scale,
-                window=window,
-                cap=cap,
-            )
-            return mixed.reshape(*query.shape[:2], -1), layer
+            return self._call_kernel(query, (keys, values), layer, scale, window=window, cap=cap)
         layer = self.write(layer, keys, values)
         positions = self.wanted(self.positions) if last else self.positions
         mixed = attention(query, layer, positions, scale, window=window, cap=cap, bias=bias)
@@ -106,37 +95,29 @@ class NewTokens:
     ) -> tuple[jax.Array, LayerCache]:
         """Do what `attend` does, with the kernel, on an array that holds query, keys and values together.
 
-        Args:
-            packed: float32 [B, T, N + 2 K, H]: query, keys, values.
-            heads: N.
-            layer: the cache.
-            scale: factor of the scores.
-            last: as in `attend`, like the others.
-            window: see there.
-            cap: see there.
+        `packed` is float32 [B, T, N + 2 K, H]: query, keys, values. `heads` is N.
         """
         query = self.wanted(packed) if last else packed
+        places = {"heads": heads, "key_head": heads, "value_head": heads + layer[0].shape[1]}
+        bounds: dict[str, Any] = {"window": window, "cap": cap}
+        return self._call_kernel(query, (packed, packed), layer, scale, **bounds, **places)
+
+    def _call_kernel(
+        self,
+        query: jax.Array,
+        new: tuple[jax.Array, jax.Array],
+        layer: LayerCache,
+        scale: float,
+        **options: Any,
+    ) -> tuple[jax.Array, LayerCache]:
+        """Call `kernel_calls.attention`. Queries are of all new tokens, or of the last valid ones."""
+        first = self.start
+        if query.shape[1] != self.count:
+            first = first + jnp.maximum(self.length - 1, 0)
         mixed, layer = kernel_calls.attention(
-            query,
-            (packed, packed),
-            self.start,
-            self.length,
-            self._first(query),
-            layer,
-            scale=scale,
-            window=window,
-            cap=cap,
-            heads=heads,
-            key_head=heads,
-            value_head=heads + layer[0].shape[1],
+            query, new, self.start, self.length, first, layer, scale=scale, **options
         )
         return mixed.reshape(*query.shape[:2], -1), layer
-
-    def _first(self, query: jax.Array) -> jax.Array:
-        """Return the position of the first query of each row: the first new token, or the last valid one."""
-        if query.shape[1] == self.count:
-            return self.start
-        return self.start + jnp.maximum(self.length - 1, 0)
 
     def write(self, layer: LayerCache, keys: jax.Array, values: jax.Array) -> LayerCache:
         """Return the cache with the keys and values [B, T, K, H] of the valid tokens at their positions.
@@ -293,10 +274,7 @@ T = TypeVar("T")
 def each_row(rows: int, update: Callable[[int | jax.Array, T], T], values: T) -> T:
     """Return `update(row, values)` for one row after another.
 
-    Args:
-        rows: the number of rows.
-        update: returns the values with one row changed, in place if they are donated.
-        values: the arrays to update.
+    `update` returns the values with one row changed, in place if they are donated.
     """
     if rows > UNROLLED_ROWS:
         looped: T = lax.fori_loop(0, rows, update, values)

@@ -191,11 +191,6 @@ def check_file(
 def check_config(file: Path, config: Any, checks: Checks) -> None:
     """Check a configuration as transformers completes it.
 
-    Args:
-        file: config.json.
-        config: transformers' configuration of a supported family.
-        checks: as of `check_file`.
-
     Raises:
         CheckpointError: as `check_file`.
     """
@@ -211,11 +206,8 @@ def check_config(file: Path, config: Any, checks: Checks) -> None:
 def check_rope(file: Path, key: str, parameters: Any, kind: str | None = None) -> None:
     """Check `rope_parameters`, or one of its parts.
 
-    Args:
-        file: config.json.
-        key: the key of the parameters, for errors.
-        parameters: their value.
-        kind: their rope_type; None checks only the keys that all kinds have.
+    `key` is the key of the parameters, for errors, and `kind` their rope_type; None checks only the keys
+    that all kinds have.
 
     Raises:
         CheckpointError: as `check_file`.

@@ -109,11 +109,7 @@ class Split:
 def require(config: Any, key: str, value: Any, allowed: Iterable[Any]) -> None:
     """Check that a value of config.json is one of the allowed ones.
 
-    Args:
-        config: transformers' configuration.
-        key: the key in config.json; a dot leads into an object.
-        value: its value.
-        allowed: the allowed values.
+    `key` is the key in config.json; a dot leads into an object.
 
     Raises:
         CheckpointError: the value is not allowed.

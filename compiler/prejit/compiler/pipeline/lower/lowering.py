@@ -186,20 +186,11 @@ def lower_native(
 def _lower_native(
     space: Workspace, program: PlannedProgram, key: Key, forms: Mapping[Product, str]
 ) -> Native:
-    from prejit.compiler.lowering.decoder import lower_decoder
-    from prejit.compiler.lowering.encoder_programs import lower_encoder
     from prejit.compiler.models.layers.product_forms import Forms
-    from prejit.compiler.models.parameters import parametrized
 
-    chosen, manifest = Forms(forms), space.plan.manifest
-    if manifest.has_own_model:
-        made = lower_own_decoder(space, program, chosen)
-    elif manifest.encode is not None:
-        made = lower_encoder(space.model().module, program.spec, chosen)
-    else:
-        read, source = space.model(), longest_source(manifest)
-        module = parametrized(read.module)
-        made = lower_decoder(module, read.shape, program.spec, source=source, forms=chosen)
+    chosen = Forms(forms)
+    how = lower_own_decoder if space.plan.manifest.has_own_model else _lower_published
+    made = how(space, program, chosen)
     digest = space.store.put_blob(made.portable)
     native = Native(digest, tuple((each, chosen.form(each)) for each in sorted(chosen.met)))
     space.store.put(key, asdict(native), blobs=[digest])
@@ -207,29 +198,37 @@ def _lower_native(
 
 
 def _lower_model(space: Workspace, program: PlannedProgram) -> Lowered:
-    read, manifest = space.model(), space.plan.manifest
-    if manifest.encode is None:
-        from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
-        from prejit.compiler.models.parameters import parametrized
-        from prejit.compiler.models.sharding import shardings
-
-        mesh = manifest.mesh
-        made = lower_decoder(
-            parametrized(read.module),
-            read.shape,
-            program.spec,
-            source=longest_source(manifest),
-            split=None if mesh is None else MeshSplit(mesh, shardings(read.module, mesh)),
-        )
-        return replace(put_lowered(made, space.store), decoder=dict(made.decoder))
-    from prejit.compiler.lowering.encoder_programs import lower_encoder
-
-    made = lower_encoder(read.module, program.spec)
+    made = _lower_published(space, program)
+    lowered = put_lowered(made, space.store)
+    if space.plan.manifest.encode is None:
+        return replace(lowered, decoder=dict(made.decoder))
     return replace(
-        put_lowered(made, space.store),
-        encoder=asdict(read.shape),
+        lowered,
+        encoder=asdict(space.model().shape),
         weight_sets=dict(made.weight_sets),
         estimated_microseconds=made.estimated_microseconds,
+    )
+
+
+def _lower_published(
+    space: Workspace, program: PlannedProgram, forms: Forms | None = None
+) -> LoweredProgram:
+    """Lower a program of a published model; `forms` are those of its products with kernels."""
+    from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
+    from prejit.compiler.lowering.encoder_programs import lower_encoder
+    from prejit.compiler.models.parameters import parametrized
+    from prejit.compiler.models.sharding import shardings
+
+    read, manifest, mesh = space.model(), space.plan.manifest, space.plan.manifest.mesh
+    if manifest.encode is not None:
+        return lower_encoder(read.module, program.spec, forms)
+    return lower_decoder(
+        parametrized(read.module),
+        read.shape,
+        program.spec,
+        source=longest_source(manifest),
+        split=None if mesh is None else MeshSplit(mesh, shardings(read.module, mesh)),
+        forms=forms,
     )
 
 

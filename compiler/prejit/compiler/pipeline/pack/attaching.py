@@ -18,15 +18,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
+from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach, is_whole
 from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS
-from prejit.runtime.errors import RejectError, UsageError
+from prejit.runtime.errors import UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Config, Descriptor, ImageManifest, Index
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE, STATEMENT_MEDIA_TYPE, TITLE
 from prejit.runtime.format.opening import Contents, match, read_contents
-from prejit.runtime.format.referrers import Referrer, referrers
+from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.trust.signed_statements import PROVENANCE_PREDICATE
@@ -57,7 +57,7 @@ def attach_descriptions(
         ours = [
             each
             for each in referrers(layout, root, digest)
-            if each.artifact_type in DESCRIPTIONS and _is_whole(layout, each)
+            if each.artifact_type in DESCRIPTIONS and is_whole(layout, each)
         ]
         return root, contents, {each.artifact_type for each in ours}
 
@@ -73,16 +73,6 @@ def attach_descriptions(
             statement = provenance_of(root.bundle, configs)
             noted = {PREDICATE_ANNOTATION: PROVENANCE_PREDICATE}
             _attach(path, root.subject, STATEMENT_MEDIA_TYPE, statement, noted)
-
-
-def _is_whole(layout: Layout, referrer: Referrer) -> bool:
-    """Return whether the layers of something attached are there and undamaged."""
-    try:
-        for at in referrer.layers:
-            layout.read_blob(at)
-    except RejectError:
-        return False
-    return True
 
 
 def _attach(

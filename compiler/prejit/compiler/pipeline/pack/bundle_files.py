@@ -182,11 +182,8 @@ def pack(
     No more than one frame is in memory. The store keeps the layer, so that a build which changes nothing
     reads no frame. Equal frames are stored once.
 
-    Args:
-        media_type: see `PackedLayer`.
-        title: see `PackedLayer`.
-        frames: frames by name of program, whose offsets are ignored.
-        cache: the store that has the frames.
+    `frames` are by name of program, and their offsets are ignored. For the other arguments see
+    `PackedLayer`.
 
     Returns:
         The layer, and the frames with their offsets.

@@ -1,0 +1,221 @@
+"""Small models of every family with random weights, and their calls compiled for any shapes."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from prejit.compiler.models import config_file, model_registry, precision
+from prejit.compiler.models.parameters import flat_parameters, with_parameters
+
+Arrays = np.ndarray[Any, Any]
+
+CONTEXT, BLOCK, CLOSE = 20, 7, 1e-5
+PLACES = {"t5": 9, "whisper": 14}
+"""Of the sources of encoder-decoders: tokens, or frames."""
+
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 29,
+    "n_positions": CONTEXT,
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 29,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": True,
+}
+MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 5}
+GEMMA3 = {
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "query_pre_attn_scalar": 6,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "final_logit_softcapping": 20.0,
+}
+PHI3 = {**LLAMA, "model_type": "phi3", "hidden_size": 24, "sliding_window": 9, "pad_token_id": 0}
+BERT = {
+    **{name: LLAMA[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
+    **{name: LLAMA[name] for name in ("num_hidden_layers", "num_attention_heads")},
+    "model_type": "roberta",
+    "max_position_embeddings": CONTEXT,
+    "pad_token_id": 1,
+    "type_vocab_size": 1,
+}
+T5 = {
+    "model_type": "t5",
+    "vocab_size": 29,
+    "d_model": 12,
+    "d_kv": 5,
+    "d_ff": 20,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 2,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 10,
+    "feed_forward_proj": "gated-gelu",
+    "decoder_start_token_id": 0,
+    "tie_word_embeddings": False,
+}
+WHISPER = {
+    "model_type": "whisper",
+    "vocab_size": 29,
+    "num_mel_bins": 5,
+    "d_model": 12,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 20,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 3,
+    "decoder_ffn_dim": 16,
+    "max_source_positions": PLACES["whisper"] // 2,
+    "max_target_positions": CONTEXT,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+    "decoder_start_token_id": 1,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "gemma3_text": GEMMA3,
+    "phi3": PHI3,
+    "roberta": BERT,
+    "t5": T5,
+    "whisper": WHISPER,
+}
+
+
+def config(values: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**values)
+
+
+def made(
+    directory: Path, family: str, dtype: str = "float32", *, out_in: bool = False, **change: Any
+) -> Any:
+    """The module of a changed configuration, read from a file."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**CONFIGS[family], **change}))
+    return read_module(family, directory, dtype, out_in=out_in)
+
+
+def read_module(
+    family: str, directory: Path, dtype: str = "float32", *, out_in: bool = False
+) -> Any:
+    """The module that config.json of a family describes."""
+    if family in model_registry.ENCODERS:
+        return model_registry.make_encoder(config_file.load_encoder(directory))
+    read = config_file.load_config(directory)
+    return model_registry.make_decoder(read, dtype=dtype, out_in=out_in)
+
+
+class Model:
+    """A small model with weights in a stored dtype."""
+
+    def __init__(self, family: str, module: Any, exact: dict[str, Arrays]) -> None:
+        changed = precision.readers(module, exact.__getitem__)
+        self.family, self.module, self.exact = family, module, exact
+        self.graph, self.state = nnx.split(module)
+        names = flat_parameters(self.state)
+        self.weights = {n: changed[n]() if n in changed else exact[n] for n in names}
+        self._encode = jax.jit(self.encoded, static_argnums=(3, 4))
+        self._call = jax.jit(self.called, static_argnames="every")
+
+    def merged(self, weights: Any) -> Any:
+        return nnx.merge(self.graph, with_parameters(self.state, weights))
+
+    def encoded(self, weights: Any, source: Any, length: Any, slots: int, dtype: str) -> Any:
+        return self.merged(weights).encode(source, length, slots, dtype)
+
+    def called(self, weights: Any, *arguments: Any, every: bool = False) -> Any:
+        return self.merged(weights)(*arguments, every=every)
+
+    def encode(self, source: Arrays, length: Any = None, dtype: str = "float32") -> Any:
+        length = int32(*[source.shape[-1]] * len(source)) if length is None else length
+        found = self._encode(self.weights, source, length, CONTEXT, dtype)
+        return jax.tree.map(np.asarray, found)
+
+    def empty(self, rows: int, seed: int = 0) -> Any:
+        """A cache without text; that of an encoder-decoder has sources."""
+        if self.family in PLACES:
+            return self.encode(sources(self.family, rows, seed))
+        cache = self.module.make_cache(rows, CONTEXT, "float32")
+        return jax.tree.map(lambda array: np.zeros(array.shape, np.float32), cache)
+
+    def __call__(
+        self, tokens: Arrays, start: Arrays, length: Arrays, cache: Any, *, every: bool = False
+    ) -> tuple[Arrays, Any]:
+        logits, cache = self._call(self.weights, tokens, start, length, cache, every=every)
+        return np.asarray(logits), jax.tree.map(np.asarray, cache)
+
+    def feed(self, cache: Any, tokens: Arrays, chunks: list[int], block: int = BLOCK) -> Arrays:
+        """Logits [V] after one row's tokens, fed in chunks."""
+        start = 0
+        for size in filter(None, chunks):
+            padded = np.full((1, 1 if size == 1 else block), 28, np.int32)
+            padded[0, :size] = tokens[start : start + size]
+            logits, cache = self(padded, int32(start), int32(size), cache)
+            start += size
+        assert start == len(tokens)
+        result: Arrays = logits[0]
+        return result
+
+    def layers(self, cache: Any) -> Any:
+        """The keys and values of the text of each layer, and those of its source."""
+        if self.family in PLACES:
+            return cache[1] if self.family == "t5" else cache
+        return [(layer, ()) for layer in cache]
+
+    def with_text(self, cache: Any, value: float) -> Any:
+        """A cache with a value at every place of the text."""
+        if self.family not in PLACES:
+            return jax.tree.map(lambda array: np.full_like(array, value), cache)
+        layers = tuple(
+            (tuple(np.full_like(array, value) for array in text), source)
+            for text, source in self.layers(cache)
+        )
+        return (cache[0], layers) if self.family == "t5" else layers
+
+
+@cache
+def model(family: str, dtype: str = "float32") -> Model:
+    read = config(CONFIGS[family])
+    random = np.random.default_rng(0)
+    leaves = flat_parameters(nnx.state(model_registry.make_decoder(read)))
+    exact = {
+        name: random.standard_normal(leaf.shape, dtype=np.float32) * np.float32(0.3)
+        for name, leaf in leaves.items()
+    }
+    return Model(family, model_registry.make_decoder(read, dtype=dtype), exact)
+
+
+def int32(*values: int) -> Arrays:
+    return np.array(values, np.int32)
+
+
+def random_tokens(seed: int, *shape: int) -> Arrays:
+    return np.random.default_rng(seed).integers(0, 29, shape, dtype=np.int32)
+
+
+def sources(family: str, rows: int, seed: int = 0) -> Arrays:
+    if family == "t5":
+        return random_tokens(seed + 20, rows, PLACES[family])
+    random = np.random.default_rng([seed, 7])
+    return random.uniform(-1, 1.5, (rows, 5, PLACES[family])).astype(np.float32)
