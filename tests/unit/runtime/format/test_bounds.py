@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.campaigns.fuzz import edited, encoded
+from tests.campaigns.junk import edited, encoded
 from tests.layouts import index_of, write_files
 
 from prejit.runtime import __main__
