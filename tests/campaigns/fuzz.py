@@ -84,14 +84,9 @@ def read_as_loads_do(path: Path) -> None:
 
 @dataclass
 class Tried:
-    """An example and its outcome.
+    """An example, what was done to which bundle, and its outcome: `rejected` or `accepted`.
 
-    Attributes:
-        number: the example.
-        bundle, kind: the golden bundle and what was done to it.
-        outcome: `rejected` or `accepted`.
-        problem: what is bad; empty: nothing.
-        seconds, more_bytes: CPU time and memory beyond those of the sound bundle.
+    CPU time and memory are those beyond the sound bundle's. An empty `problem` is none.
     """
 
     number: int

@@ -182,14 +182,9 @@ def code_of(files: dict[str, bytes]) -> frozenset[str] | None:
 
 @dataclass(frozen=True)
 class Sound:
-    """A sound bundle.
+    """A sound bundle, by its directory, a policy that allows it, and the identities of its targets.
 
-    Attributes:
-        name: its directory.
-        policy: a policy that allows what its key has signed.
-        identities: digests of config and layers of each target.
-        has_decoder: whether it has one: it takes too long to compile in a fallback.
-        answer: what its programs answer.
+    A decoder takes too long to compile in a fallback.
     """
 
     name: str
