@@ -14,7 +14,6 @@ bundles and the peers' environments: 3 GB for the quick form, 35 GB for all.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import time
@@ -50,7 +49,7 @@ from benchmarks.harness.fresh_processes import (
     spread,
 )
 from benchmarks.harness.report import Table, Target
-from benchmarks.harness.results import RESULTS, begin, judged, save, use_two_cores
+from benchmarks.harness.results import RESULTS, begin, judged, option_parser, save, use_two_cores
 from benchmarks.harness.workspace import Bench, bench_directory, digest_now, sources_digest
 from benchmarks.peers import entrants
 from benchmarks.peers.entrants import Work
@@ -151,32 +150,22 @@ def cold(run: Run) -> tuple[list[Table], list[Target]]:
     """Measure first starts: no receipt, a cold disk, a fresh root, one CPU, little memory."""
     if run.bench.quick:
         quick = replace(run.bench, runs=min(run.bench.runs, 3))
-        return first_starts(run, "cold", quick, "gpt2", ("float32", "int8"))
-    return first_starts(run, "cold", run.bench, "gpt2", tuple(workload.BYTES))
+        return _first_starts(run, "cold", quick, "gpt2", ("float32", "int8"))
+    return _first_starts(run, "cold", run.bench, "gpt2", tuple(workload.BYTES))
 
 
 def cold_llama(run: Run) -> tuple[list[Table], list[Target]]:
     """Measure first starts of a model of a billion parameters."""
-    return first_starts(run, "cold-llama", run.bench, "llama-1b", ("bfloat16", "int8"))
+    return _first_starts(run, "cold-llama", run.bench, "llama-1b", ("bfloat16", "int8"))
 
 
-def first_starts(
+def _first_starts(
     run: Run, name: str, bench: Bench, model: str, dtypes: tuple[str, ...]
 ) -> tuple[list[Table], list[Target]]:
-    """Measure first starts of one model.
-
-    Args:
-        run: options and results of the run.
-        name: name of the section.
-        bench: directory and number of rounds.
-        model: a key of cold.TITLES.
-        dtypes: dtypes of its weights.
-    """
+    """Measure first starts of one model, a key of cold.TITLES, as the section of this name."""
     found = cold_starts.measure(bench, model, dtypes, run.wanted)
-    for condition, samples in found.samples.items():
-        run.samples[f"{name}, {condition}"] = dict(samples)
-    for where, reasons in found.failures.items():
-        run.failures[f"{name}, {where}"] = reasons
+    run.samples |= {f"{name}, {where}": dict(rows) for where, rows in found.samples.items()}
+    run.failures |= {f"{name}, {where}": reasons for where, reasons in found.failures.items()}
     drawn = {cold_starts.TITLES[model]: found.samples}
     run.pictures[name] = cold_report.picture(drawn, found.targets)
     return found.tables, found.targets
@@ -221,10 +210,8 @@ def decode(run: Run) -> tuple[list[Table], list[Target]]:
 
 def batch(run: Run) -> tuple[list[Table], list[Target]]:
     """Measure batches of several rows."""
-    tables: list[Table] = []
-    targets: list[Target] = []
-    for size in (4, 8):
-        more_tables, more_targets = beside_peers(
+    found = [
+        beside_peers(
             run,
             f"batch {size}",
             f"GPT-2 124M, batch {size}, 32 tokens in, 64 out for each row",
@@ -234,9 +221,9 @@ def batch(run: Run) -> tuple[list[Table], list[Target]]:
             note="Decode counts the tokens of all rows; tokens are compared in the first. OpenVINO's "
             "pipeline does not tell when a step of several rows is done, so it is not here.",
         )
-        tables += more_tables
-        targets += more_targets
-    return tables, targets
+        for size in (4, 8)
+    ]
+    return [t for tables, _ in found for t in tables], [t for _, targets in found for t in targets]
 
 
 def prefill(run: Run) -> tuple[list[Table], list[Target]]:
@@ -387,11 +374,9 @@ def write_results(
     save(directory, name, content, page)
 
 
-def options() -> argparse.Namespace:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    """Parse the command line, measure, and write the results."""
+    parser = option_parser()
     parser.add_argument(
         "--runs", type=int, default=5, help="fresh processes of each row (default 5)"
     )
@@ -400,12 +385,7 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--only", choices=SECTIONS, help="one section")
     parser.add_argument("--row", default="", help="rows with one of these in their names")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Parse the command line, measure, and write the results."""
-    given = options()
+    given = parser.parse_args()
     bench = Bench(bench_directory(), given.runs, given.quick)
     use_two_cores()
     run = Run(bench, given.row)

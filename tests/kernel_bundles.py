@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from .recipes import Recipe, export
+from .recipes import Recipe, export, framed, packed_in_memory
 
 TOY_KERNELS = Path(__file__).parent / "toy_kernels"
 """Sources of two kernels: `scale` and `root`."""
@@ -32,7 +32,6 @@ def kernel_recipe(
     import jax
     import jax.numpy as jnp
     import numpy as np
-    import zstandard
 
     from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features
     from prejit.compiler.compile.worker.xla import compile_portable
@@ -41,7 +40,7 @@ def kernel_recipe(
     from prejit.runtime.base.files import digest_of
     from prejit.runtime.device import kernels
     from prejit.runtime.format.arrays import Array
-    from prejit.runtime.format.bundle_schema import Config, Kernels, ProgramEntry, Segment
+    from prejit.runtime.format.bundle_schema import Config, Kernels, ProgramEntry
     from prejit.runtime.format.names import (
         EXECUTABLES_MEDIA_TYPE,
         FORMAT_VERSION,
@@ -64,20 +63,11 @@ def kernel_recipe(
     portable = export(lambda x: x * jnp.float32(2.5), x)
     compiled = compile_portable(export(with_kernel, x, custom_calls=(name,)))
 
-    def frame(raw: bytes) -> Segment:
-        stored = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
-        return Segment(0, len(stored), cache.put_blob(stored), len(raw), digest_of(raw))
-
-    def packed_in_memory(media_type: str, title: str, raw: bytes) -> tuple[Any, Segment]:
-        packed, placed = bundle_files.pack(media_type, title, {"scale": frame(raw)}, cache)
-        assert isinstance(packed.content, Path)
-        return bundle_files.layer(media_type, packed.content.read_bytes(), title), placed["scale"]
-
-    executables, executable = packed_in_memory(
-        EXECUTABLES_MEDIA_TYPE, "programs.xla", compiled.serialized
+    executables, segments = packed_in_memory(
+        cache, EXECUTABLES_MEDIA_TYPE, "programs.xla", {"scale": compiled.serialized}
     )
-    portables, portable_placed = packed_in_memory(
-        PORTABLE_MEDIA_TYPE, "programs.stablehlo", portable
+    portables, portable_segments = packed_in_memory(
+        cache, PORTABLE_MEDIA_TYPE, "programs.stablehlo", {"scale": portable}
     )
     features = {*declared_features(compiled.serialized), *library.cpu_features} - {*NEVER_CHOSEN}
     config = Config(
@@ -100,8 +90,8 @@ def kernel_recipe(
                 key=digest_of(b"scale"),
                 arguments=(str(Array(("x",), "float32", (5,))),),
                 results=(str(Array((), "float32", (5,))),),
-                executable=executable,
-                portable=portable_placed,
+                executable=segments["scale"],
+                portable=portable_segments["scale"],
                 memory=compiled.memory,
                 kernels=True,
                 arguments_tree='["dict",[["x","*"]]]',
@@ -178,7 +168,6 @@ def with_library(recipe: Recipe, content: bytes) -> Recipe:
     import zstandard
 
     from prejit.runtime.base.files import digest_of
-    from prejit.runtime.format.bundle_schema import Segment
     from prejit.runtime.format.names import (
         EXECUTABLES_MEDIA_TYPE,
         KERNELS_MEDIA_TYPE,
@@ -187,13 +176,10 @@ def with_library(recipe: Recipe, content: bytes) -> Recipe:
 
     before = recipe.targets[0].config.kernels
     digest = digest_of(content)
-    segment = recipe.targets[0].config.programs[0].executable
     raw = zstandard.ZstdDecompressor().decompress(recipe.content(EXECUTABLES_MEDIA_TYPE))
     old, new = (kernel_target("scale", d).encode() for d in (before.digest, digest))
     assert old in raw
-    raw = raw.replace(old, new)
-    frame = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
-    segment = Segment(0, len(frame), digest_of(frame), len(raw), digest_of(raw))
+    segment, frame = framed(raw.replace(old, new))
 
     def change(config: Any) -> Any:
         (program,) = config.programs

@@ -36,3 +36,12 @@ def compile_quickly() -> None:
         del os.environ["XLA_FLAGS"]
     else:
         os.environ["XLA_FLAGS"] = before
+
+
+def compile_children_quickly() -> None:
+    """Give the processes that this one starts these settings, without a word of them in what they make."""
+    from prejit.runtime.machine import fingerprint
+
+    os.environ["XLA_FLAGS"] = XLA_FLAGS
+    names = (flag.partition("=")[0] for flag in XLA_FLAGS.split())
+    fingerprint._FLAGS_WITHOUT_EFFECT += tuple(names)  # a loading process does not have them

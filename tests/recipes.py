@@ -242,7 +242,7 @@ def _pack(at: Path, score_scale: float, name: str, programs: Mapping[str, _Compi
     from prejit.compiler.pipeline.pack import bundle_files
     from prejit.compiler.store.directory_store import DirectoryStore
     from prejit.runtime.base.files import digest_of
-    from prejit.runtime.format.bundle_schema import Config, ProgramEntry, Segment
+    from prejit.runtime.format.bundle_schema import Config, ProgramEntry
     from prejit.runtime.format.names import (
         EXECUTABLES_MEDIA_TYPE,
         FORMAT_VERSION,
@@ -258,23 +258,11 @@ def _pack(at: Path, score_scale: float, name: str, programs: Mapping[str, _Compi
         "score:kernel": random.standard_normal((16, 4), np.float32) * np.float32(score_scale),
     }
     cache = DirectoryStore.open(at / "cache")
-
-    def frame(raw: bytes) -> Segment:
-        import zstandard
-
-        stored = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
-        return Segment(0, len(stored), cache.put_blob(stored), len(raw), digest_of(raw))
-
-    def packed_in_memory(
-        media_type: str, title: str, raws: dict[str, bytes]
-    ) -> tuple[bundle_files.PackedLayer, dict[str, Segment]]:
-        frames = {name: frame(raw) for name, raw in raws.items()}
-        layer, segments = bundle_files.pack(media_type, title, frames, cache)
-        assert isinstance(layer.content, Path)
-        return bundle_files.layer(media_type, layer.content.read_bytes(), title), segments
-
     portable, portables = packed_in_memory(
-        PORTABLE_MEDIA_TYPE, "programs.stablehlo", {p: x.portable for p, x in programs.items()}
+        cache,
+        PORTABLE_MEDIA_TYPE,
+        "programs.stablehlo",
+        {p: x.portable for p, x in programs.items()},
     )
     with cache.blob_writer() as blob:
         bundle_files.write_weights(
@@ -296,6 +284,7 @@ def _pack(at: Path, score_scale: float, name: str, programs: Mapping[str, _Compi
     packed = []
     for target in ("cpu-host", "cpu-x86-64-v3"):
         executables, segments = packed_in_memory(
+            cache,
             EXECUTABLES_MEDIA_TYPE,
             "programs.xla",
             {p: x.executables[target][0] for p, x in programs.items()},
@@ -333,6 +322,32 @@ def _pack(at: Path, score_scale: float, name: str, programs: Mapping[str, _Compi
         )
         packed.append(bundle_files.PackedTarget(config, (executables, *shared)))
     return Recipe(tuple(packed), name, weights)
+
+
+def framed(raw: bytes) -> tuple[Any, bytes]:
+    """The segment of a program at the beginning of a pack, and its frame."""
+    import zstandard
+
+    from prejit.runtime.base.files import digest_of
+    from prejit.runtime.format.bundle_schema import Segment
+
+    frame = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
+    return Segment(0, len(frame), digest_of(frame), len(raw), digest_of(raw)), frame
+
+
+def packed_in_memory(
+    cache: Any, media_type: str, title: str, raws: Mapping[str, bytes]
+) -> tuple[Any, Any]:
+    """A layer with the frames of programs, by way of a store, and their segments by name."""
+    from prejit.compiler.pipeline.pack import bundle_files
+
+    frames = {}
+    for name, raw in raws.items():
+        frames[name], frame = framed(raw)
+        cache.put_blob(frame)
+    packed, segments = bundle_files.pack(media_type, title, frames, cache)
+    assert isinstance(packed.content, Path)
+    return bundle_files.layer(media_type, packed.content.read_bytes(), title), segments
 
 
 def with_trees(program: Any) -> Any:

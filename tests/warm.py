@@ -93,7 +93,7 @@ class WarmPython:
             "env": {**os.environ, **(env or {})},
             "cwd": os.getcwd(),
             "files": [*map(str, files)],
-            "flags": quick_compiling.XLA_FLAGS if quick else None,
+            "quick": quick,
         }
         stdin = self._running().stdin
         assert stdin is not None
@@ -196,7 +196,6 @@ def _run(wanted: dict[str, Any]) -> None:
     import traceback
 
     from prejit.runtime.__main__ import main
-    from prejit.runtime.machine import fingerprint
 
     status = 1
     try:
@@ -210,12 +209,8 @@ def _run(wanted: dict[str, Any]) -> None:
         os.chdir(wanted["cwd"])
         sys.path[0] = wanted["cwd"]  # as `python -m` has it
         sys.argv[1:] = wanted["argv"]
-        if wanted["flags"] is not None:
-            os.environ["XLA_FLAGS"] = wanted["flags"]
-            names = (flag.partition("=")[0] for flag in wanted["flags"].split())
-            fingerprint._FLAGS_WITHOUT_EFFECT += tuple(
-                names
-            )  # a loading process does not have them
+        if wanted["quick"]:
+            quick_compiling.compile_children_quickly()
         status = main(wanted["argv"])
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -12,8 +12,6 @@ tokens; most of the vocabulary is never used.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -24,11 +22,25 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordPiece
 
-from benchmarks.harness.models import write_safetensors
+from benchmarks.harness.models import begin, finish, write_safetensors
 
 LAYERS, WIDTH, HEADS, INNER, VOCABULARY, POSITIONS, MAX_TOKENS = 6, 384, 12, 1536, 30522, 512, 512
 SEED = 7
 _SPECIAL = {"[PAD]": 0, "[UNK]": 100, "[CLS]": 101, "[SEP]": 102, "[MASK]": 103}
+CONFIG = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "hidden_act": "gelu",
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": POSITIONS,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "pad_token_id": 0,
+    "type_vocab_size": 2,
+    "vocab_size": VOCABULARY,
+}
 _MODULES = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
 
 
@@ -36,34 +48,19 @@ def make(directory: Path) -> None:
     """Make the model unless its directory exists. Another seed or recipe needs another directory."""
     if directory.is_dir():
         return
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / "1_Pooling").mkdir(parents=True)
+    partial = begin(directory)
+    (partial / "1_Pooling").mkdir()
     weights = {name: _random(place, name, shape) for place, (name, shape) in enumerate(_shapes())}
     write_safetensors(partial / "model.safetensors", weights)
     for name, content in _files().items():
         (partial / name).write_text(json.dumps(content, indent=1))
     tokenizer().save(str(partial / "tokenizer.json"))
-    os.replace(partial, directory)
+    finish(partial, CONFIG)
 
 
 def _files() -> dict[str, Any]:
     modes = ("cls_token", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
     return {
-        "config.json": {
-            "architectures": ["BertModel"],
-            "model_type": "bert",
-            "hidden_act": "gelu",
-            "hidden_size": WIDTH,
-            "intermediate_size": INNER,
-            "layer_norm_eps": 1e-12,
-            "max_position_embeddings": POSITIONS,
-            "num_attention_heads": HEADS,
-            "num_hidden_layers": LAYERS,
-            "pad_token_id": 0,
-            "type_vocab_size": 2,
-            "vocab_size": VOCABULARY,
-        },
         "modules.json": [
             {
                 "idx": place,

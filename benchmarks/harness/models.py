@@ -140,7 +140,7 @@ def make_llama(directory: Path, name: str, sizes: Llama) -> None:
     if (directory / name).is_dir():
         return
     shapes = llama_shapes(sizes)
-    partial = _begin(directory / name)
+    partial = begin(directory / name)
     values = (
         bfloat16_bits(_random(index, tensor, shape))
         for index, (tensor, shape) in enumerate(shapes.items())
@@ -165,7 +165,7 @@ def make_llama(directory: Path, name: str, sizes: Llama) -> None:
         "bos_token_id": sizes.vocabulary - 2,
         "eos_token_id": sizes.vocabulary - 1,
     }
-    _finish(partial, config)
+    finish(partial, config)
 
 
 def make_gpt2(directory: Path) -> None:
@@ -175,7 +175,7 @@ def make_gpt2(directory: Path) -> None:
     weights = gpt2_weights()
     transposed = {n: w.T if n.startswith("h.") and w.ndim == 2 else w for n, w in weights.items()}
     write_safetensors(directory / "gpt2.safetensors", transposed)
-    partial = _begin(directory / "gpt2")
+    partial = begin(directory / "gpt2")
     write_safetensors(partial / "model.safetensors", weights)
     config = {
         "architectures": ["GPT2LMHeadModel"],
@@ -191,17 +191,19 @@ def make_gpt2(directory: Path) -> None:
         "bos_token_id": VOCABULARY - 1,
         "eos_token_id": VOCABULARY - 1,
     }
-    _finish(partial, config)
+    finish(partial, config)
 
 
-def _begin(directory: Path) -> Path:
+def begin(directory: Path) -> Path:
+    """Return an empty directory beside that of a model, in which the model is made."""
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
 
 
-def _finish(partial: Path, config: Mapping[str, object]) -> None:
+def finish(partial: Path, config: Mapping[str, object]) -> None:
+    """Write config.json, and put the model into its place."""
     (partial / "config.json").write_text(json.dumps(config, indent=2))
     os.replace(partial, partial.with_suffix(""))
 

@@ -5,6 +5,7 @@ What stands in a page of docs/performance is repeated by one of these; benchmark
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -22,6 +23,12 @@ RESULTS = BENCHMARKS / "results"
 
 Facts = dict[str, Any]
 """The entries of a results file that are not samples."""
+
+
+def option_parser() -> argparse.ArgumentParser:
+    """Return a parser of this process's options, whose help is the docstring of its module."""
+    said, plain = sys.modules["__main__"].__doc__, argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=said, formatter_class=plain)
 
 
 def use_two_cores() -> None:

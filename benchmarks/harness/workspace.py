@@ -34,6 +34,15 @@ def bench_directory() -> Path:
     return Path(given).resolve()
 
 
+def jax_cache(directory: Path) -> dict[str, str]:
+    """Return the environment in which JAX keeps every executable in a directory."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(directory),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
 @dataclass(frozen=True)
 class Bench:
     """The directory of a benchmark, and how often it measures.
@@ -65,11 +74,7 @@ class Bench:
     @property
     def warm(self) -> dict[str, str]:
         """Environment of rows of JAX that keep every executable on disk."""
-        return {
-            "JAX_COMPILATION_CACHE_DIR": str(self.directory / "jax-cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
+        return jax_cache(self.directory / "jax-cache")
 
     def model(self, name: str) -> Path:
         """Return the directory of a model of models.py or encoder_model.py; make it if it is missing.

@@ -11,7 +11,6 @@ within each round with its 95 % interval. With -o it writes the table and all sa
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from benchmarks.harness.fresh_processes import (
     interleave,
 )
 from benchmarks.harness.report import Table, cell
-from benchmarks.harness.results import begin, save, use_two_cores
+from benchmarks.harness.results import begin, option_parser, save, use_two_cores
 from benchmarks.harness.workspace import Bench, bench_directory
 
 BEFORE, AFTER = "before", "after"
@@ -161,7 +160,7 @@ def models(bench: Bench, dtypes: Sequence[str]) -> list[tuple[str, Path, Path, i
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = option_parser()
     parser.add_argument("--before", type=Path, required=True, metavar="PATH", help="checkout")
     parser.add_argument("--after", type=Path, required=True, metavar="PATH", help="checkout")
     parser.add_argument("--runs", type=int, default=21, help="rounds that count (default: 21)")

@@ -8,7 +8,6 @@ number of calls; each call takes the same arguments, but a bound state takes wha
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 
 from benchmarks.harness.fresh_processes import progress
 from benchmarks.harness.report import Table
-from benchmarks.harness.results import begin, publish
+from benchmarks.harness.results import begin, option_parser, publish
 from benchmarks.harness.workspace import bench_directory
 from prejit.compiler import Program, build, program
 from prejit.runtime import jit, load
@@ -99,9 +98,7 @@ def seconds_per_call(call: Callable[[], Any], calls: int) -> float:
 
 def main() -> None:
     """Build, measure and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser()
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=2000)
     given = parser.parse_args()

@@ -9,7 +9,6 @@ results are from those of jax.jit. Writes benchmarks/results/.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,8 @@ import numpy as np
 
 from benchmarks.harness.fresh_processes import Row, Sample, interleave, progress, run_once
 from benchmarks.harness.report import Table, Target, cell, ratio_within_rounds
-from benchmarks.harness.results import begin, publish_rows, use_two_cores
+from benchmarks.harness.results import begin, option_parser, publish_rows, use_two_cores
+from benchmarks.harness.workspace import jax_cache
 from prejit.compiler import build
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -40,11 +40,6 @@ def measure(name: str, directory: Path, runs: int, calls: int) -> dict[str, list
     build(example / "manifest.toml", directory, quiet=True)
     outputs = {row: directory / f"{name}-{place}.npz" for place, row in enumerate((BUNDLE, COLD))}
     receipts = directory / "receipts"
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(directory / f"{name}-cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
 
     def row(title: str, source: str, environment: dict[str, str]) -> Row:
         output = outputs.get(title, directory / "unused.npz")
@@ -58,7 +53,7 @@ def measure(name: str, directory: Path, runs: int, calls: int) -> dict[str, list
     rows = [
         row(BUNDLE, str(directory / name), {"PREJIT_RUNTIME_CACHE": str(receipts)}),
         row(COLD, "jit", {}),
-        row(CACHED, "jit", cache),
+        row(CACHED, "jit", jax_cache(directory / f"{name}-cache")),
     ]
     samples = interleave(rows, runs, run=run)
     difference = _difference(outputs[BUNDLE], outputs[COLD])
@@ -81,9 +76,7 @@ def _difference(ours: Path, theirs: Path) -> float:
 
 def main() -> None:
     """Measure all examples and write the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser()
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--calls", type=int, default=21)
     parser.add_argument("--only", metavar="NAME", help="measure one example")

@@ -9,11 +9,11 @@ machine, although all forms take turns and the least of many runs counts.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
+from benchmarks.harness.results import option_parser
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.form_table import (
@@ -104,7 +104,7 @@ def record(
 
 def main() -> None:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = option_parser()
     parser.add_argument("--levels", nargs="+", default=LEVELS, choices=LEVELS)
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="demo, gpt2, minilm, llama")
     parser.add_argument("--again", action="store_true", help="begin with an empty table")

@@ -14,7 +14,6 @@ Results go to benchmarks/results. Donation is on, as always.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from typing import Any
@@ -28,7 +27,7 @@ from benchmarks.harness.fresh_processes import (
     run_once,
 )
 from benchmarks.harness.report import Table, Target, cell, ratio_within_rounds, same_tokens
-from benchmarks.harness.results import begin, publish_rows
+from benchmarks.harness.results import begin, option_parser, publish_rows
 from benchmarks.harness.workspace import PREJIT_COMMAND, Bench, bench_directory
 from prejit.runtime import Fingerprint
 from prejit.runtime.base.typed_json import to_json
@@ -139,7 +138,7 @@ def tables(samples: dict[str, Any]) -> tuple[list[Table], list[Target]]:
 
 def main() -> None:
     """Run the check, or fail where there is no GPU."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser = option_parser()
     parser.add_argument("--runs", type=int, default=7, help="fresh processes of each row")
     given = parser.parse_args()
     here = Fingerprint.current()

@@ -10,7 +10,6 @@ processes four times a second: pages of mapped files are not in it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from pathlib import Path
 from benchmarks.harness.fresh_processes import environment, progress
 from benchmarks.harness.models import decoder_manifest
 from benchmarks.harness.report import Table
-from benchmarks.harness.results import begin, publish, use_two_cores
+from benchmarks.harness.results import begin, option_parser, publish, use_two_cores
 from benchmarks.harness.workload import Sizes
 from benchmarks.harness.workspace import PREJIT_COMMAND, Bench, bench_directory
 
@@ -91,7 +90,7 @@ def _private_bytes(pid: int) -> int:
 
 def main() -> None:
     """Build with and without kernels to compile, and without accuracy, and write the figures."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = option_parser()
     parser.add_argument("--model", default="llama-1b", choices=("llama-1b", "llama-tiny"))
     options = parser.parse_args()
     use_two_cores()

@@ -13,7 +13,6 @@ The ways run in turns in one process, after one round that does not count.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from typing import Any
 from benchmarks.harness.fresh_processes import progress
 from benchmarks.harness.models import decoder_manifest, make_llama
 from benchmarks.harness.report import Table
-from benchmarks.harness.results import begin, publish, use_two_cores
+from benchmarks.harness.results import begin, option_parser, publish, use_two_cores
 from benchmarks.harness.workload import Llama, Sizes
 from benchmarks.harness.workspace import Bench, bench_directory
 from prejit.runtime import Bundle, load
@@ -130,9 +129,7 @@ def joining(bundle: Bundle, number: int, chunk: int | None) -> dict[str, float]:
 
 def main() -> None:
     """Build, measure and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser()
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     use_two_cores()

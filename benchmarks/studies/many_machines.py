@@ -13,7 +13,6 @@ those that were killed: each of their processes writes a line when a compile end
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import random
@@ -31,7 +30,7 @@ from benchmarks.harness.build_process import BuildProcess, Built
 from benchmarks.harness.fresh_processes import progress
 from benchmarks.harness.matrix import TARGETS, write_functions, write_matrix
 from benchmarks.harness.report import Table
-from benchmarks.harness.results import begin, publish, use_two_cores
+from benchmarks.harness.results import begin, option_parser, publish, use_two_cores
 from prejit.compiler.targets import environments
 
 NO_COMPILERS = {"PATH": "/nonexistent"}
@@ -228,7 +227,7 @@ def check_cluster(built: Built, attempts: Attempts, one: Built) -> None:
 
 def main() -> None:
     """Measure, and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = option_parser()
     parser.add_argument("--programs", type=int, default=500)
     parser.add_argument("--jax", action="append", default=[], metavar="VERSION")
     chosen = parser.parse_args()

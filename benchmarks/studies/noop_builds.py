@@ -9,7 +9,6 @@ Each measured build is a new process, by the clock from start to end; none may i
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.harness.fresh_processes import Row, Sample, interleave, progress, run_once
 from benchmarks.harness.report import Table, cell
-from benchmarks.harness.results import begin, publish, use_two_cores
+from benchmarks.harness.results import begin, option_parser, publish, use_two_cores
 
 _QUICKLY = """
 import sys
@@ -89,7 +88,7 @@ def measure(manifest: Path, rounds: int) -> list[Sample]:
 
 def main() -> None:
     """Measure builds that change nothing, and write the figures."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = option_parser()
     parser.add_argument("--scale", type=float, default=1.0, help="share of the programs to build")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

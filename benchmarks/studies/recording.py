@@ -11,7 +11,6 @@ are copies at another path, HOME and the runtime's cache are new, and nothing wa
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -29,8 +28,8 @@ from benchmarks.harness.fresh_processes import (
     run_once,
 )
 from benchmarks.harness.report import Samples, Table, Target, cell, ratio_within_rounds
-from benchmarks.harness.results import RESULTS, begin, publish_rows, use_two_cores
-from benchmarks.harness.workspace import bench_directory
+from benchmarks.harness.results import RESULTS, begin, option_parser, publish_rows, use_two_cores
+from benchmarks.harness.workspace import bench_directory, jax_cache
 
 PROGRAMS = ("flax_train", "optax_fit", "numpyro_schools", "orbax_serve", "blackjax_nuts")
 COLD = "no cache"
@@ -39,10 +38,6 @@ ALL = "cache directory, keeps all"
 BUNDLE = "prejit run"
 ALL_MOVED = "cache directory, keeps all, second home"
 BUNDLE_MOVED = "prejit run, second home"
-KEEP_ALL = {
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
 PAIRS = (
     (BUNDLE, COLD),
     (BUNDLE, PLAIN),
@@ -59,15 +54,13 @@ def rows(name: str, directory: Path) -> list[Row]:
     prejit = (sys.executable, "-m", "prejit.runtime", "run")
     home, second = (_home(directory / each) for each in ("home", "second"))
 
-    def cache(place: str) -> dict[str, str]:
-        return {"JAX_COMPILATION_CACHE_DIR": str(directory / place)}
-
+    plain = {"JAX_COMPILATION_CACHE_DIR": str(directory / "plain")}
     return [
         Row(COLD, command, home),
-        Row(PLAIN, command, {**home, **cache("plain")}),
-        Row(ALL, command, {**home, **cache("all"), **KEEP_ALL}),
+        Row(PLAIN, command, {**home, **plain}),
+        Row(ALL, command, {**home, **jax_cache(directory / "all")}),
         Row(BUNDLE, (*prejit, str(directory / "bundle"), "--", *command), home),
-        Row(ALL_MOVED, command, {**second, **cache("moved"), **KEEP_ALL}),
+        Row(ALL_MOVED, command, {**second, **jax_cache(directory / "moved")}),
         Row(BUNDLE_MOVED, (*prejit, str(directory / "moved"), "--", *command), second),
     ]
 
@@ -142,7 +135,7 @@ def tables(found: Mapping[str, Samples]) -> tuple[list[Table], list[Target]]:
 
 def main() -> None:
     """Parse the command line, measure, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser = option_parser()
     parser.add_argument("--runs", type=int, default=5, help="fresh processes of each row")
     parser.add_argument("--quick", action="store_true", help="2 runs, no page in results/")
     parser.add_argument("--only", nargs="*", default=PROGRAMS, help="these programs")

@@ -22,7 +22,6 @@ Memory is the largest resident set of the process since its start, with the page
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import itertools
 import json
@@ -47,7 +46,7 @@ from benchmarks.harness import peer_environments, workload
 from benchmarks.harness.fresh_processes import BENCHMARKS, environment, progress
 from benchmarks.harness.models import decoder_manifest
 from benchmarks.harness.report import Table
-from benchmarks.harness.results import begin, publish, use_two_cores
+from benchmarks.harness.results import begin, option_parser, publish, use_two_cores
 from benchmarks.harness.workspace import Bench, bench_directory
 from benchmarks.peers.entrants import TASKS, Work, exported, gguf_file
 from benchmarks.peers.serving_child import quantile
@@ -278,9 +277,7 @@ SYSTEMS: dict[str, Callable[[Prepared], Cells]] = {
 
 def main() -> None:
     """Prepare, measure and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser()
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--systems", default="", help="parts of the names of those that run")

@@ -19,7 +19,6 @@ has lost its files.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -36,7 +35,7 @@ from benchmarks.harness.build_process import BuildProcess, Built
 from benchmarks.harness.fresh_processes import progress
 from benchmarks.harness.matrix import write_functions
 from benchmarks.harness.report import Table
-from benchmarks.harness.results import begin, publish, use_two_cores
+from benchmarks.harness.results import begin, option_parser, publish, use_two_cores
 
 TARGETS = ("cpu-x86-64-v3",)
 AWAY_SECONDS = 3.0
@@ -168,7 +167,7 @@ def mistakes(server: Server, steps: Sequence[Step]) -> list[str]:
 
 def main() -> None:
     """Measure every kind of store, and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = option_parser()
     parser.add_argument("--programs", type=int, default=20)
     parser.add_argument("--only", metavar="TEXT", help="stores with this in their names")
     chosen = parser.parse_args()

@@ -12,7 +12,6 @@ benchmarks/results/, or with --model to $PREJIT_BENCH_DIR/results.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,7 +35,7 @@ from benchmarks.harness.report import (
     median,
     ratio_within_rounds,
 )
-from benchmarks.harness.results import RESULTS, begin, publish_rows, use_two_cores
+from benchmarks.harness.results import RESULTS, begin, option_parser, publish_rows, use_two_cores
 from benchmarks.harness.workspace import Bench, bench_directory
 
 DTYPE = "float32"
@@ -174,9 +173,7 @@ def targets(title: str, samples: ByCondition) -> list[Target]:
 
 def main() -> None:
     """Parse the command line, measure, and write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser()
     parser.add_argument("--runs", type=int, default=3, help="fresh processes of each row")
     parser.add_argument("--rate", type=int, default=200, help="MB/s of the slow disk")
     parser.add_argument("--model", choices=MODELS, help="one model")

@@ -9,7 +9,6 @@ two. Compile times are the mean of each kind of program in the report of a build
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.report import Table
-from benchmarks.harness.results import begin, publish
+from benchmarks.harness.results import begin, option_parser, publish
 from prejit.compiler.manifest.manifest import Encode, Generate
 from prejit.compiler.manifest.specs import decoder_specs, encoder_specs
 from prejit.compiler.suggesting.chosen_buckets import (
@@ -153,7 +152,7 @@ def _described(buckets: Buckets, known: CompileSeconds) -> dict[str, Any]:
 
 def main() -> None:
     """Compare the buckets of each load, and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser = option_parser()
     parser.add_argument("--report", type=Path, default=Path("artifacts/demo.report.json"))
     known = read_seconds(parser.parse_args().report)
     facts = begin(1, requests=REQUESTS, seed=SEED, seconds_by_kind=known.by_kind)

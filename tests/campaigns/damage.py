@@ -1,9 +1,6 @@
 """Damage any file of a signed bundle at random, verify and use it, and say what became of it.
 
 Each example has a seed of its own. `prejit verify` must refuse every change, and no use gives a wrong token.
-
-`python -m tests.campaigns.damage BUNDLE CAMPAIGN NUMBER...` tries examples in this process and prints a line
-of JSON for each. `make damage` starts it again and again, because XLA's clients leave threads behind.
 """
 
 from __future__ import annotations
@@ -15,11 +12,10 @@ import os
 import random
 import re
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -76,25 +72,10 @@ class Damage:
         """Return the role of the file, for counts."""
         return self.roles[0] if len(self.roles) == 1 else "two files"
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of one example.
-
-    Attributes:
-        number: the example.
-        kind, role: of the damage.
-        mode: one of `MODES`, or of the campaign.
-        result: `rejected`; `same bytes`, `not read` or `read leniently` if the tokens are right; `bad`.
-        problem: what is bad.
-    """
-
-    number: int
-    kind: str
-    role: str
-    mode: str
-    result: str
-    problem: str = ""
+    @property
+    def is_lenient(self) -> bool:
+        """Return whether a load takes many spellings of a file."""
+        return not {*self.roles}.isdisjoint(LENIENT)
 
 
 def build(arguments: tuple[str, str, str]) -> int:
@@ -103,12 +84,14 @@ def build(arguments: tuple[str, str, str]) -> int:
     Args:
         arguments: the manifest, the directory for the bundle, and the build cache.
     """
+    from tests.quick_compiling import compile_children_quickly
     from tests.signers import key_table, signer, write_policy
 
     from prejit.compiler.pipeline.pack import chunks
     from prejit.compiler.signing.bundle_signing import sign
     from prejit.runtime.__main__ import main
 
+    compile_children_quickly()
     chunks.CHUNK_BYTES = 1 << 20
     manifest, output, kept = arguments
     status = main(["build", manifest, "-o", output, "--cache", kept, "--no-measure"])
@@ -140,15 +123,12 @@ def files(bundle: Path) -> dict[str, Path]:
     targets.sort(key=lambda at: at["annotations"][named] != served)
     for target in targets:
         whose = "" if target["annotations"][named] == served else "other "
-        manifest = json.loads(_blob(bundle, target).read_bytes())
-        roles = {
-            "manifest": target,
-            "config": manifest["config"],
-            **{each["mediaType"].removeprefix(_MEDIA): each for each in manifest["layers"]},
-        }
-        for role, at in roles.items():
-            if _blob(bundle, at) not in found.values():
-                found[whose + role] = _blob(bundle, at)
+        manifest = json.loads(blob(bundle, target["digest"]).read_bytes())
+        layers = {each["mediaType"].removeprefix(_MEDIA): each for each in manifest["layers"]}
+        for role, at in {"manifest": target, "config": manifest["config"], **layers}.items():
+            file = blob(bundle, at["digest"])
+            if file not in found.values():
+                found[whose + role] = file
     found |= _attached(bundle)
     there = {file for file in bundle.rglob("*") if file.is_file()}
     assert there == set(found.values()), "a file has no role"
@@ -178,11 +158,6 @@ def _attached(bundle: Path) -> dict[str, Path]:
 
 
 _MEDIA = "application/vnd.prejit."
-
-
-def _blob(bundle: Path, at: dict[str, Any]) -> Path:
-    digest: str = at["digest"]
-    return bundle / "blobs" / "sha256" / digest.removeprefix("sha256:")
 
 
 @cache
@@ -249,18 +224,15 @@ def draw_position(bundle: Path, number: int) -> tuple[Damage, str]:
     """Return a flipped bit in one chunk, at its first, its last or any byte; and when it is found."""
     [(file, step)] = chunked(bundle).items()
     content = file.read_bytes()
-    starts = range(0, len(content), step)
     number, which = divmod(number, 3)
     number, when = divmod(number, 3)
-    start = starts[number]
+    start = number * step
     end = min(start + step, len(content))
     at = (start, end - 1, random.Random(number).randrange(start, end))[which]
-    flipped = bytes([content[at] ^ 1])
     role = next(role for role, each in files(bundle).items() if each == file)
-    mode = ("beside", "early", "late")[when]
-    return Damage(
-        f"bit flipped in chunk {number}", (role,), file, ((at, flipped),), len(content)
-    ), mode
+    kind, flipped = f"bit flipped in chunk {number}", bytes([content[at] ^ 1])
+    damage = Damage(kind, (role,), file, ((at, flipped),), len(content))
+    return damage, ("beside", "early", "late")[when]
 
 
 def positions(bundle: Path) -> int:
@@ -269,23 +241,34 @@ def positions(bundle: Path) -> int:
     return 9 * len(range(0, file.stat().st_size, step))
 
 
-@contextlib.contextmanager
-def applied(damage: Damage, *, hide: bool = False) -> Iterator[frozenset[int]]:
-    """Damage a file, and restore it. Yield the offsets of the bytes that differ.
+@dataclass(frozen=True)
+class Applied:
+    """What a damage did.
 
-    `hide` sets the times of the file back.
+    Attributes:
+        differ: the offsets of the bytes that differ.
+        allowed: why a load may give tokens, or None: it must not.
     """
+
+    differ: frozenset[int]
+    allowed: str | None
+
+
+@contextlib.contextmanager
+def applied(damage: Damage, *, hide: bool = False) -> Iterator[Applied]:
+    """Damage a file, and restore it; `hide` sets the times of the file back."""
     if damage.kind in OF_DIRECTORIES:
         with _applied_to_directory(damage):
-            yield frozenset()
+            yield Applied(frozenset(), _may_pass(damage))
         return
     before, times = damage.file.read_bytes(), damage.file.stat()
-    differ = {
+    differ = frozenset(
         start + place
         for start, written in damage.writes
         for place, byte in enumerate(written)
         if before[start + place : start + place + 1] != bytes([byte])
-    }
+    )
+    is_same = not differ and damage.size == len(before)
     with open(damage.file, "r+b", buffering=0) as file:
         for start, written in damage.writes:
             os.pwrite(file.fileno(), written, start)
@@ -293,13 +276,25 @@ def applied(damage: Damage, *, hide: bool = False) -> Iterator[frozenset[int]]:
         if hide:
             os.utime(damage.file, ns=(times.st_atime_ns, times.st_mtime_ns))
         try:
-            yield frozenset(differ)
-        finally:
-            for start, written in damage.writes:
-                os.pwrite(file.fileno(), before[start : start + len(written)], start)
-            if damage.size < len(before):
-                os.pwrite(file.fileno(), before[damage.size :], damage.size)
+            yield Applied(differ, "same bytes" if is_same else _may_pass(damage))
+        finally:  # never shorter than before: a load may still have it mapped
+            os.pwrite(file.fileno(), before, 0)
             file.truncate(len(before))
+
+
+def _may_pass(damage: Damage) -> str | None:
+    """Return why a load may give tokens of a bundle that differs."""
+    if all(_is_unread(role) for role in damage.roles):
+        return "not read"  # a load looks at its size at most: `prejit verify` reads it
+    if all(_is_unread(role) or role in LENIENT for role in damage.roles):
+        return "read leniently"
+    return None
+
+
+def _is_unread(role: str) -> bool:
+    """Return whether no load reads a file."""
+    is_other = role.startswith("other ") and role != "other manifest"
+    return is_other or role.startswith(ATTACHED) or role == "added file"
 
 
 @contextlib.contextmanager
@@ -331,57 +326,55 @@ def _applied_to_directory(damage: Damage) -> Iterator[None]:
             aside.rename(file)
 
 
-def misleading(
-    damage: Damage, differ: frozenset[int], bundle: Path, said: str, path: str
+def judged(
+    bundle: Path,
+    damage: Damage,
+    done: Applied,
+    found: Sequence[Any],
+    expected: Sequence[Any],
+    rejection: tuple[str, str] | None,
 ) -> str | None:
-    """Return what is wrong with the message of a rejection; None: it names file, place and sizes.
+    """Return what is wrong with a use of a damaged bundle; None: nothing is.
 
     Args:
-        damage: what was done.
-        differ: the offsets of the bytes that differ.
         bundle: the bundle.
-        said: the message.
-        path: the file that it names.
+        damage: the damage.
+        done: what it did.
+        found: the tokens, or the text.
+        expected: those of the sound bundle.
+        rejection: the message of the rejection, and the file that it names, or "" if any may be
+            named; None: there was none.
     """
+    if found != expected[: len(found)]:
+        return f"wrong reply: expected {expected!r}, found {found!r}"
+    is_whole = len(found) == len(expected)
+    if rejection is None:
+        return "no error" if done.allowed is None else None if is_whole else f"too short: {found!r}"
+    if done.allowed == "same bytes":
+        return f"rejected without damage: {rejection[0]}"
+    if is_whole:
+        return f"a finished reply before the error {rejection[0]}"
+    if damage.is_lenient or not rejection[1]:
+        return None
+    return _misleading(bundle, damage, done.differ, *rejection)
+
+
+def _misleading(
+    bundle: Path, damage: Damage, differ: frozenset[int], said: str, path: str
+) -> str | None:
+    """Return what is wrong with the message of a rejection; None: it names file, place and sizes."""
     if path not in (str(damage.file), str(damage.other)) or path not in said:
         return f"expected {damage.file}, found: {said}"
     if damage.kind in OF_DIRECTORIES:
         return None
     if damage.kind in ("cut", "appended"):
-        if f"found {damage.size}" in said:
-            return None
-        return f"expected the size {damage.size}, found: {said}"
+        is_right = f"found {damage.size}" in said
+        return None if is_right else f"expected the size {damage.size}, found: {said}"
     if damage.file in chunked(bundle):
         place = re.search(r"bytes (\d+) to (\d+): expected blake3 ", said)
-        if place is None:
-            return f"expected offsets, found: {said}"
-        start, end = int(place[1]), int(place[2])
-        if not any(start <= at <= end for at in differ):
+        if place is None or not any(int(place[1]) <= at <= int(place[2]) for at in differ):
             return f"expected an offset near {min(differ)}, found: {said}"
     return None
-
-
-def may_pass(damage: Damage, differ: frozenset[int], before: int) -> str | None:
-    """Return why a damaged bundle may give tokens; None: it must not.
-
-    Args:
-        damage: what was done.
-        differ: the offsets of the bytes that differ.
-        before: the size of the file before.
-    """
-    if damage.kind not in OF_DIRECTORIES and not differ and damage.size == before:
-        return "same bytes"
-    if all(_is_unread(role) for role in damage.roles):
-        return "not read"  # a load looks at its size at most: `prejit verify` reads it
-    if all(_is_unread(role) or role in LENIENT for role in damage.roles):
-        return "read leniently"
-    return None
-
-
-def _is_unread(role: str) -> bool:
-    """Return whether no load reads a file."""
-    is_other = role.startswith("other ") and role != "other manifest"
-    return is_other or role.startswith(ATTACHED) or role == "added file"
 
 
 def give_receipts(bundle: Path) -> None:
@@ -399,8 +392,11 @@ def drop_receipts() -> None:
     shutil.rmtree(os.environ["PREJIT_RUNTIME_CACHE"], ignore_errors=True)
 
 
-def attempt(bundle: Path, campaign: str, number: int, expected: Sequence[int]) -> Outcome:
-    """Try an example.
+def attempt(bundle: Path, campaign: str, number: int, expected: Sequence[int]) -> dict[str, Any]:
+    """Try an example, and return number, kind, role, mode and result.
+
+    The result is `rejected`, or `same bytes`, `not read` or `read leniently` if the tokens are right, or
+    `bad`; then `problem` says what is.
 
     Args:
         bundle: the bundle, which is sound before and afterwards.
@@ -416,44 +412,33 @@ def attempt(bundle: Path, campaign: str, number: int, expected: Sequence[int]) -
     drop_receipts()
     if mode == "receipts":
         give_receipts(bundle)
-    before = 0 if damage.kind == "added" else damage.file.stat().st_size
-    with applied(damage, hide=mode == "receipts") as differ:
-        allowed = may_pass(damage, differ, before)
-        problem = _audited(bundle, damage, allowed)
+    with applied(damage, hide=mode == "receipts") as done:
+        problem = _audited(bundle, damage, done.allowed)
         tokens, error = _use(bundle, mode)
-        problem = problem or _judge(bundle, damage, differ, allowed, tokens, error, expected)
+        problem = problem or _judged(bundle, damage, done, tokens, error, expected)
     if number % 8 == 0:
         gc.collect()  # each bundle has a client of XLA with threads
-    result = "bad" if problem else "rejected" if error is not None else str(allowed)
-    return Outcome(number, damage.kind, damage.role, mode, result, problem or "")
+    result = "bad" if problem else "rejected" if error is not None else str(done.allowed)
+    about = {"number": number, "kind": damage.kind, "role": damage.role, "mode": mode}
+    return {**about, "result": result, "problem": problem}
 
 
-def _judge(
+def _judged(
     bundle: Path,
     damage: Damage,
-    differ: frozenset[int],
-    allowed: str | None,
+    done: Applied,
     tokens: list[int],
     error: Exception | None,
     expected: Sequence[int],
 ) -> str | None:
     from prejit.runtime.errors import RejectError, UntrustedError
 
-    if tokens != list(expected[: len(tokens)]):
-        return f"wrong tokens: expected {expected}, found {tokens}"
-    if error is None:
-        if len(tokens) < len(expected):
-            return f"too few tokens: {tokens}"
-        return "no error" if allowed is None else None
-    if not isinstance(error, RejectError):
+    if error is not None and not isinstance(error, RejectError):
         return f"expected a RejectError, found {error!r}"
-    if allowed == "same bytes":
-        return f"expected the tokens, found {error!r}"
-    if len(tokens) == len(expected):
-        return f"a finished reply before the error {error!r}"
-    if isinstance(error, UntrustedError) or set(damage.roles) & {*LENIENT}:
-        return None  # they name what is missing now
-    return misleading(damage, differ, bundle, str(error), error.path)
+    # A policy names what is missing now.
+    path = "" if error is None or isinstance(error, UntrustedError) else error.path
+    rejection = None if error is None else (str(error), path)
+    return judged(bundle, damage, done, tokens, expected, rejection)
 
 
 def _audited(bundle: Path, damage: Damage, allowed: str | None) -> str | None:
@@ -468,7 +453,7 @@ def _audited(bundle: Path, damage: Damage, allowed: str | None) -> str | None:
         if allowed == "same bytes":
             return f"verify rejects without damage: {error}"
         known = {str(damage.file), str(damage.other)}
-        if error.path in known or set(damage.roles) & {*LENIENT}:
+        if error.path in known or damage.is_lenient:
             return None
         return f"verify names another file: {error}"
     except Exception as error:
@@ -509,9 +494,9 @@ def _is_over(verification: Any) -> bool:
     return verification.is_finished or verification._failure is not None
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Try examples: a bundle, a campaign and numbers. Print each number first, then its outcome."""
-    bundle, campaign, numbers = Path(arguments[0]), arguments[1], arguments[2:]
+def try_all(given: tuple[Path, str, Sequence[int]]) -> int:
+    """Try examples of a bundle and a campaign. Print each number first, then its outcome as JSON."""
+    bundle, campaign, numbers = given
     drop_receipts()
     expected, error = _use(bundle, "beside")
     assert error is None, error
@@ -519,8 +504,5 @@ def main(arguments: Sequence[str]) -> None:
     gc.freeze()  # later collections look at the objects of one example alone
     for number in numbers:
         print(number, flush=True)
-        print(json.dumps(asdict(attempt(bundle, campaign, int(number), expected))), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+        print(json.dumps(attempt(bundle, campaign, number, expected)), flush=True)
+    return 0

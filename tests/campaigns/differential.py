@@ -131,12 +131,7 @@ class Subject:
 
 @dataclass
 class Outcomes:
-    """What became of the checks.
-
-    Attributes:
-        counts: number of checks by variant, way and outcome.
-        bad: descriptions of differences, one for each variant of a function.
-    """
+    """Numbers of checks by variant, way and outcome, and a bad one for each variant of a function."""
 
     counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     bad: dict[tuple[str, str], str] = field(default_factory=dict)

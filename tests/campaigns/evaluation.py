@@ -18,15 +18,14 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping
-from datetime import date
 from pathlib import Path
 from typing import Any
 
+from tests.campaigns.campaign import ROOT, facts, figures_file, write_figures
 from tests.ports import free_port
 
-RESULTS = Path(__file__).with_name("evaluation.json")
 TASKS = Path(__file__).with_name("evaluation_tasks")
-SHARED = Path(os.environ.get("PREJIT_SHARED", Path(__file__).parents[2] / "shared"))
+SHARED = Path(os.environ.get("PREJIT_SHARED", ROOT / "shared"))
 MOST_DIFFERENCE = 1e-4
 """Log-likelihoods of texts of up to 40 tokens may differ by so much."""
 _NAMES = tuple(sorted(f"prejit_{path.stem}" for path in TASKS.glob("*.yaml")))
@@ -88,15 +87,14 @@ def main(arguments: list[str]) -> int:
     asked = f"import importlib.metadata as m; print(*map(m.version, {packages}))"
     versions = subprocess.check_output([python, "-c", asked], text=True).split()
     figures = {
-        "date": date.today().isoformat(),
+        "date": facts()["date"],
         "versions": dict(zip(packages, versions, strict=True)),
         "most_difference_allowed": MOST_DIFFERENCE,
         "seconds_of_local_completions": round(seconds),
         "tasks": compared,
     }
-    text = json.dumps(figures, indent=1) + "\n"
-    RESULTS.write_text(text)
-    sys.stdout.write(text)
+    write_figures("evaluation", figures)
+    sys.stdout.write(figures_file("evaluation").read_text())
     return int(
         any(
             found["most_difference"] > MOST_DIFFERENCE or found["other"]

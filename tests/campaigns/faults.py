@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 SHIM = Path(__file__).with_name("faults.c")
@@ -66,24 +67,6 @@ class Fault:
     lasts: bool = False
     after_seconds: float | None = None
     clock_seconds: int = 0
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a process runs, and what breaks in it.
-
-    Attributes:
-        command: one of `COMMANDS`.
-        directory: that the faults are in.
-        state, log: files of the shim.
-        fault: what breaks.
-    """
-
-    command: str
-    directory: str
-    state: str
-    log: str
-    fault: Fault
 
 
 def compile_shim(directory: Path) -> Path:
@@ -142,17 +125,8 @@ def sign(directory: Path) -> int:
     return _main("sign", directory / "out" / "tiny", "--key", directory / "key.pem")
 
 
-def use(directory: Path) -> int:
-    """Print what the bundle gives here."""
-    return _print_value(directory, other_machine=False)
-
-
-def use_elsewhere(directory: Path) -> int:
-    """Print what the bundle gives on a machine that is no target, which compiles and keeps its programs."""
-    return _print_value(directory, other_machine=True)
-
-
-def _print_value(directory: Path, *, other_machine: bool) -> int:
+def use(directory: Path, *, other_machine: bool = False) -> int:
+    """Print what the bundle gives here, or on a machine that is no target: it compiles and keeps programs."""
     from prejit.runtime.errors import PrejitError
 
     try:
@@ -165,8 +139,8 @@ def _print_value(directory: Path, *, other_machine: bool) -> int:
 
 def value(directory: Path, *, other_machine: bool = False) -> float:
     """Return what the bundle's programs give for ones, after all of it was verified."""
-    bundle, cache = directory / "out" / "tiny", directory / "runtime"
-    return value_of(bundle, cache, other_machine=other_machine)
+    bundle = directory / "out" / "tiny"
+    return value_of(bundle, directory / "runtime", other_machine=other_machine)
 
 
 def value_of(path: Path, cache: Path, *, other_machine: bool = False) -> float:
@@ -198,17 +172,21 @@ def value_of(path: Path, cache: Path, *, other_machine: bool = False) -> float:
 
 
 COMMANDS: Mapping[str, Callable[[Path], int]] = {
-    each.__name__: each for each in (build, collect, sign, use, use_elsewhere)
+    "build": build,
+    "collect": collect,
+    "sign": sign,
+    "use": use,
+    "use_elsewhere": partial(use, other_machine=True),
 }
 
 
-def broken(order: Order) -> int:
-    """Run a command with its fault."""
-    fault = order.fault
+def broken(order: tuple[str, Path, Fault]) -> int:
+    """Run one of `COMMANDS` with a fault in a directory. The shim's files `state` and `log` are beside it."""
+    command, directory, fault = order
     os.environ |= {
-        "FAULTS_ROOT": order.directory,
-        "FAULTS_STATE": order.state,
-        "FAULTS_LOG": order.log,
+        "FAULTS_ROOT": str(directory),
+        "FAULTS_STATE": str(directory.with_name("state")),
+        "FAULTS_LOG": str(directory.with_name("log")),
         "FAULTS_AT": str(fault.at),
         "FAULTS_ERRNO": str(getattr(errno, fault.error)) if fault.error else "0",
         "FAULTS_LASTS": str(int(fault.lasts)),
@@ -218,20 +196,22 @@ def broken(order: Order) -> int:
         time.sleep(fault.after_seconds)
         os.killpg(0, signal.SIGKILL)
     ctypes.CDLL(None).faults_begin()
-    return COMMANDS[order.command](Path(order.directory))
+    return COMMANDS[command](directory)
 
 
-def heal(directory: str) -> int:
+def heal(root: Path) -> int:
     """Say what is there, build again, and say what is there then. The state is printed as JSON."""
     import contextlib
     import io
 
-    root = Path(directory)
     said: dict[str, object] = {"kept": len([*root.glob("cache/v1/actions/compile/*.json")])}
-    if (root / "out" / "tiny" / "index.json").exists():
+    bundle = root / "out" / "tiny"
+    if (bundle / "index.json").exists():
         said["value"] = value(root)
-        if (root / "key.pem").exists() and (status := _sign_again(root)):
-            return status
+        if (root / "key.pem").exists():
+            status = sign(root) or _main("verify", bundle, "--trust", root / "trust.toml")
+            if status:
+                return status
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         status = build(root)
     if status:
@@ -247,11 +227,6 @@ def heal(directory: str) -> int:
     said["left"] = [str(each.relative_to(root)) for each in temporary]
     print(json.dumps(said))
     return 0
-
-
-def _sign_again(root: Path) -> int:
-    policy = root / "trust.toml"
-    return sign(root) or _main("verify", root / "out" / "tiny", "--trust", policy)
 
 
 def every_fault(calls: Sequence[str]) -> list[Fault]:

@@ -1,140 +1,204 @@
-"""Hypothesis strategies for damaged configuration: JSON objects and files with parts replaced by junk."""
+"""Damaged bytes, JSON and configuration, by a generator of random numbers; `mutated` is for Hypothesis."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
 
-NUMBERS = (-2, -1, 0, 1, 3, 7, 100_000, 2**31 - 1, 2**31, 2**63, 2**64, 10**30)
+HUGE: tuple[str, ...] = (
+    *("9" * 5000, "1" + "0" * 400, "-1", "-0", "1e400", "1e5", "1.0", "0x10", "00", "NaN"),
+    *("Infinity", "true", "null", "[]"),
+    *(str(2**63), str(2**63 - 1), str(2**64), str(2**31), str(2**53 + 1)),
+)
+"""What stands in place of an integer."""
+NUMBERS = (-2, -1, 0, 1, 3, 7, 100_000, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64, 10**30, 10**400)
 FLOATS = (-1.0, 0.0, 1e-300, 0.5, 1.5, 1e300, math.inf, -math.inf, math.nan)
-_TEXTS = (
-    *("", "0", "1e9", "float32", "silu", "../..", "/dev/zero"),
-    *("\x1b[31m", "\x00", "é" * 40, "a" * 5000),
+NASTY: tuple[Any, ...] = (
+    *(None, True, *NUMBERS, *FLOATS, "", " ", "0", "1e9", "1" * 5000, "x" * 9000, "é" * 40),
+    *("\0", "\x1b[31m", "\u202e", "\ud800", "cpu", "float32", "silu", "/dev/zero", "../../x"),
+    *([], {}, [[]], [0], [""], {"a": {"b": []}}, {"rope_type": "a", "factor": -1}, "[" * 900),
+    *('["x"] foo[1]', '["x"] int8[' + "9" * 5000 + "]", '["a"] float32[-1]', "x86-64-v9"),
+    *("sha256:" + "0" * 64, "1" + ".1" * 8000, "1." * 8000, "nested 90", "nested 2000"),
 )
+"""What stands in place of any value. `nested N` is written as N lists in each other."""
 
 
-def _nested(depth: int) -> Any:
-    value: Any = 0
-    for _ in range(depth):
-        value = [value]
-    return value
+# Bytes
 
 
-_SCALARS: st.SearchStrategy[Any] = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.sampled_from(NUMBERS),
-    st.sampled_from(FLOATS),
-    st.sampled_from(_TEXTS),
-    st.text(max_size=8),
-)
-VALUES: st.SearchStrategy[Any] = st.one_of(
-    _SCALARS,
-    st.lists(_SCALARS, max_size=3),
-    st.dictionaries(st.sampled_from(("factor", "rope_type", "type", "a")), _SCALARS, max_size=3),
-)
-"""A value of any type, most often a wrong one."""
-JUNK: st.SearchStrategy[Any] = st.one_of(
-    VALUES, VALUES, VALUES, st.sampled_from((90, 2000)).map(_nested)
-)
-"""A value of a configuration file, where lists may be nested deeper than Python's recursion goes."""
-
-
-def _near(value: Any, depth: int = 0) -> st.SearchStrategy[Any]:
-    """Values of the same type, which may well be right ones.
-
-    Args:
-        value: what they are near to.
-        depth: of the value in a list of lists, which junk of an earlier change may nest deeply.
-    """
-    if isinstance(value, bool):
-        return st.just(not value)
-    if isinstance(value, int):
-        return st.sampled_from((value - 1, value + 1, 2 * value, value // 2))
-    if isinstance(value, float):
-        return st.sampled_from((value / 2, value * 2, -value))
-    if isinstance(value, list) and value and depth < 4:
-        return st.lists(st.one_of(st.just(value[0]), _near(value[-1], depth + 1)), max_size=3)
-    return JUNK
-
-
-@st.composite
-def mutated(draw: st.DrawFn, tree: Any, more: tuple[str, ...] = (), most: int = 3) -> Any:
-    """Draw a JSON object with some nodes deleted, replaced or added.
-
-    Args:
-        draw: of Hypothesis.
-        tree: the object to start from.
-        more: names that may be added to it.
-        most: the largest number of changes.
-    """
-    tree = deepcopy(tree)
-    for _ in range(draw(st.integers(1, most))):
-        *parents, last = draw(st.sampled_from([*_paths(tree), *((name,) for name in more)]))
-        node = tree
-        for key in parents:
-            node = node[key]
-        if isinstance(node, dict) and last not in node:
-            node[last] = draw(JUNK)
-        elif (what := draw(st.integers(0, 3))) == 3:
-            del node[last]
-        else:
-            node[last] = draw(JUNK if what == 2 else _near(node[last]))
-    return tree
-
-
-@st.composite
-def mutated_bytes(draw: st.DrawFn, content: bytes) -> bytes:
-    """Draw a file that is cut off, or has some bytes replaced."""
-    if draw(st.booleans()):
-        return content[: draw(st.integers(0, max(0, len(content) - 1)))]
+def flipped(content: bytes, generator: Random) -> bytes:
+    """Return bytes with one to three bits flipped, half of the time in the first 200."""
     changed = bytearray(content)
-    for _ in range(draw(st.integers(1, 4))):
-        changed[draw(st.integers(0, len(changed) - 1))] = draw(st.integers(0, 255))
+    for _ in range(generator.randrange(1, 4)):
+        if changed:
+            size = min(200, len(changed)) if generator.random() < 0.5 else len(changed)
+            changed[generator.randrange(size)] ^= 1 << generator.randrange(8)
     return bytes(changed)
 
 
-def _paths(tree: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Yield the path of every node below the root."""
-    if isinstance(tree, dict | list):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield (*at, key)
-            if len(at) < 8:  # deep junk of an earlier mutation
-                yield from _paths(value, (*at, key))
+def cut(content: bytes, generator: Random) -> bytes:
+    """Return bytes without their end, or with more."""
+    if generator.random() < 0.3:
+        return content + generator.randbytes(generator.randrange(1, 100))
+    return content[: generator.randrange(len(content) + 1)]
+
+
+def zeroed(content: bytes, generator: Random) -> bytes:
+    """Return bytes with a range of zeros or of noise."""
+    start = generator.randrange(len(content) + 1)
+    size = min(generator.randrange(1, 600), len(content) - start)
+    middle = bytes(size) if generator.random() < 0.5 else generator.randbytes(size)
+    return content[:start] + middle + content[start + size :]
+
+
+def damaged(content: bytes, generator: Random) -> bytes:
+    """Return bytes that are damaged in one of these ways."""
+    return generator.choice([flipped, cut, zeroed])(content, generator)
+
+
+# Values
+
+
+def nasty(generator: Random) -> Any:
+    """Return one of `NASTY`, or a few of them."""
+    value = deepcopy(generator.choice(NASTY))
+    return [value, nasty(generator)] if generator.random() < 0.1 else value
+
+
+def edited(plain: Any, generator: Random, more: Sequence[str] = ()) -> Any:
+    """Return a JSON value with one to three of its parts changed, taken away, doubled or exchanged.
+
+    Args:
+        plain: the value.
+        generator: decides.
+        more: names that may be added to it.
+    """
+    plain = deepcopy(plain)
+    for _ in range(generator.randrange(1, 4)):
+        if more and generator.random() < 0.3:
+            plain[generator.choice(more)] = nasty(generator)
+            continue
+        holder = plain
+        while isinstance(holder, dict | list) and holder:
+            key = generator.choice(_keys(holder))
+            if isinstance(holder[key], dict | list) and holder[key] and generator.random() < 0.85:
+                holder = holder[key]
+                continue
+            _edit(holder, key, generator)
+            break
+    return plain
+
+
+def _keys(holder: Any) -> list[Any]:
+    return list(holder) if isinstance(holder, dict) else [*range(len(holder))]
+
+
+def _edit(holder: Any, key: Any, generator: Random) -> None:
+    value = holder[key]
+    match generator.randrange(6):
+        case 0:
+            del holder[key]
+        case 1:
+            other = generator.choice(_keys(holder))
+            holder[key], holder[other] = holder[other], value
+        case 2 if isinstance(holder, list):
+            holder += [deepcopy(value) for _ in range(generator.randrange(1, 4))]
+        case 2:
+            holder[generator.choice(["zzz", "", "digest", "mesh", "\ud800"])] = deepcopy(value)
+        case 3 if type(value) is bool:
+            holder[key] = not value
+        case 3 if type(value) is int:
+            holder[key] = generator.choice(
+                [value - 1, value + 1, 2 * value, value // 2, value + 2**31, value - 2**40]
+            )
+        case 3 if type(value) is float:
+            holder[key] = value * generator.choice([0.5, 2, -1])
+        case 3 if isinstance(value, str):
+            holder[key] = flipped(value.encode(errors="replace"), generator).decode("latin1")
+        case _:
+            holder[key] = nasty(generator)
+
+
+def mutated(plain: Any, more: tuple[str, ...] = ()) -> st.SearchStrategy[Any]:
+    """Return a strategy that draws what `edited` returns."""
+    return st.integers(0, 2**32 - 1).map(lambda seed: edited(plain, Random(seed), more))
+
+
+# JSON and TOML
+
+
+def huge_numbers(generator: Random) -> Callable[[bytes], bytes]:
+    """Return what puts a huge or strange number in place of an integer of some JSON."""
+
+    def change(content: bytes) -> bytes:
+        places = list(re.finditer(rb"(?<=[:,\[])-?\d+(?=[,\]}])", content))
+        if not places:
+            return content
+        at = generator.choice(places)
+        return content[: at.start()] + generator.choice(HUGE).encode() + content[at.end() :]
+
+    return change
+
+
+def deep(generator: Random) -> Callable[[bytes], bytes]:
+    """Return what puts deep JSON in place of some JSON, or of one of its values."""
+    depth = generator.choice([200, 990, 5000, 100_000])
+    open_, close = generator.choice([(b"[", b"]"), (b'{"a":', b"}")])
+    inner = open_ * depth + (b"0" if close == b"}" else b"") + close * generator.choice([0, depth])
+
+    def change(content: bytes) -> bytes:
+        places = list(re.finditer(rb'(?<=":)("[^"\\]*"|\d+)(?=[,}])', content))
+        if not places or generator.random() < 0.3:
+            return inner
+        at = generator.choice(places)
+        return content[: at.start()] + inner + content[at.end() :]
+
+    return change
+
+
+def wide(generator: Random) -> Callable[[bytes], bytes]:
+    """Return what puts very many small values in place of some JSON."""
+    piece = generator.choice([b"[]", b"{}", b'{"":0}', b"0", b'""', b'"\\u1234"', b"1.5", b"null"])
+    size = generator.choice([64 << 10, 1 << 20, 4 << 20])
+
+    def change(_: bytes) -> bytes:
+        return b'{"manifests":[' + b",".join([piece] * (size // (len(piece) + 1))) + b"]}"
+
+    return change
+
+
+def encoded(plain: Any) -> bytes:
+    """Return canonical JSON."""
+    return _nested(json.dumps(plain, sort_keys=True, separators=(",", ":"))).encode()
 
 
 def to_json(value: Any) -> str:
-    """Return JSON, NaN as Python writes it, of lists that may be nested deeper than json.dumps goes."""
-    depth = 0
-    while isinstance(value, list) and len(value) == 1:
-        value, depth = value[0], depth + 1
-    if isinstance(value, dict):
-        text = ", ".join(f"{json.dumps(str(name))}: {to_json(x)}" for name, x in value.items())
-        text = f"{{{text}}}"
-    elif isinstance(value, list):
-        text = f"[{', '.join(map(to_json, value))}]"
-    else:
-        text = json.dumps(value)
-    return "[" * depth + text + "]" * depth
+    """Return JSON, NaN as Python writes it."""
+    return _nested(json.dumps(value))
 
 
 def to_toml(value: Any) -> str:
     """Return a value as TOML; null, which TOML lacks, becomes text."""
-    depth = 0
-    while isinstance(value, list) and len(value) == 1:
-        value, depth = value[0], depth + 1
-    if isinstance(value, dict):
-        text = ", ".join(f"{json.dumps(str(name))} = {to_toml(x)}" for name, x in value.items())
-        text = f"{{{text}}}"
-    elif isinstance(value, list):
-        text = f"[{', '.join(map(to_toml, value))}]"
-    elif isinstance(value, float):
-        text = str(value)
-    else:
-        text = json.dumps("null" if value is None else value)
-    return "[" * depth + text + "]" * depth
+    match value:
+        case dict():
+            named = (f"{json.dumps(name)} = {to_toml(each)}" for name, each in value.items())
+            return f"{{{', '.join(named)}}}"
+        case list():
+            return f"[{', '.join(map(to_toml, value))}]"
+        case float():
+            return str(value)
+        case None:
+            return '"null"'
+    return _nested(json.dumps(value))
+
+
+def _nested(text: str) -> str:
+    """Write lists in lists where `NASTY` names them: json.dumps does not go as deep."""
+    return re.sub(r'"nested (\d+)"', lambda m: "[" * int(m[1]) + "0" + "]" * int(m[1]), text)

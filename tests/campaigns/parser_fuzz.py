@@ -11,9 +11,7 @@ Half of the inputs are changes of earlier ones that keep their form; the other h
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import random
 import re
 import subprocess
@@ -22,16 +20,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tests.campaigns import fuzz
+from tests.campaigns.campaign import ROOT, facts, scratch_directory, setting, write_figures
 from tests.campaigns.parsers import PARSERS, changed
 
-RESULTS = Path(__file__).with_name("parsers.json")
-ROOT = Path(__file__).parents[2]
 MOST_SECONDS = 1.0
 MOST_INPUT_BYTES = 1 << 16
 MOST_MEGABYTES = 2000
@@ -55,7 +50,7 @@ def check(parse: Any, content: bytes) -> None:
     try:
         parse(content)
     except (PrejitError, RefusedError) as error:
-        if isinstance(error, PrejitError) and fuzz._is_unfit(str(error)):
+        if isinstance(error, PrejitError) and fuzz.is_unfit(str(error)):
             raise FoundError(f"no terminal should show {str(error)!r:.300}") from error
     seconds = time.process_time() - started
     if seconds > MOST_SECONDS:
@@ -101,15 +96,14 @@ def run_apart(name: str, seconds: int, keep: Path) -> dict[str, Any]:
         keep: a directory for inputs on which the parser failed.
     """
     keep.mkdir(parents=True, exist_ok=True)
-    root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # some parsers read files
-    with tempfile.TemporaryDirectory(dir=root) as directory:
+    with scratch_directory() as directory:  # some parsers read files
         command = [sys.executable, "-m", "tests.campaigns.parser_fuzz", "--here", name]
         command += [f"-max_total_time={seconds}", f"-artifact_prefix={keep}/"]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         done = subprocess.run(
             command,
             cwd=directory,
-            env={**os.environ, "PYTHONPATH": path, "PREJIT_RUNTIME_CACHE": directory},
+            env={**os.environ, "PYTHONPATH": path, "PREJIT_RUNTIME_CACHE": str(directory)},
             capture_output=True,
             text=True,
             errors="replace",
@@ -146,7 +140,7 @@ def main(arguments: Sequence[str]) -> int:
                 traceback.print_exc()
                 return 1
         return 0
-    seconds = int(os.environ.get("PREJIT_FUZZ_SECONDS", "60"))
+    seconds = setting("FUZZ_SECONDS", 60)
     keep = Path(os.environ.get("PREJIT_FUZZ_KEEP", tempfile.mkdtemp(prefix="parser-fuzz-")))
     found = {}
     for name in arguments or PARSERS:
@@ -158,15 +152,13 @@ def main(arguments: Sequence[str]) -> int:
     bad = sum(each["findings"] for each in found.values())
     if not arguments:
         figures = {
-            "date": date.today().isoformat(),
-            "python": platform.python_version(),
-            "atheris": version("atheris"),
+            **facts("atheris"),
             "seconds_each": seconds,
             "executions": sum(each["executions"] for each in found.values()),
             "findings": bad,
             "parsers": found,
         }
-        RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
+        write_figures("parsers", figures)
     return 1 if bad else 0
 
 

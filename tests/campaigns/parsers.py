@@ -16,16 +16,17 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
-from tests.campaigns import fuzz
+from tests.campaigns import junk
+from tests.campaigns.campaign import ROOT
+from tests.campaigns.forged_bundles import BUNDLES, Draft, draft_of, sound
 
 Form = Literal["json", "toml", "bytes"]
-ROOT = Path(__file__).parents[2]
 MOST_SEED_BYTES = 60_000
 
 
@@ -50,20 +51,20 @@ class Parser:
 
 
 @cache
-def _blobs(media_type: str, suffix: str = "") -> tuple[bytes, ...]:
+def _blobs(media_type: str) -> tuple[bytes, ...]:
     """Return the golden layers of a media type, each once."""
     found = dict[str, bytes]()
-    for name in fuzz.BUNDLES:
-        draft = fuzz.draft_of(name)
+    for name in BUNDLES:
+        draft = draft_of(name)
         for manifest, _ in draft.targets:
             for at in manifest["layers"]:
-                if media_type in at["mediaType"] and at["mediaType"].endswith(suffix):
+                if media_type in at["mediaType"]:
                     found[at["digest"]] = draft.blobs[at["digest"]]
     return tuple(each for each in found.values() if len(each) <= MOST_SEED_BYTES)
 
 
-def _of_drafts(choose: Callable[[fuzz.Draft], Sequence[Any]]) -> list[bytes]:
-    return [fuzz.encoded(each) for name in fuzz.BUNDLES for each in choose(fuzz.draft_of(name))]
+def _of_drafts(choose: Callable[[Draft], Sequence[Any]]) -> list[bytes]:
+    return [junk.encoded(each) for name in BUNDLES for each in choose(draft_of(name))]
 
 
 @cache
@@ -175,7 +176,7 @@ def _chats() -> list[bytes]:
         "{{ raise_exception('no') if false else strftime_now('%Y') }}{{ '{:>4}'.format(bos) }}",
     )
     return [
-        fuzz.encoded({"special_tokens": {"bos": "<s>"}, "templates": {"default": template}})
+        junk.encoded({"special_tokens": {"bos": "<s>"}, "templates": {"default": template}})
         for template in templates
     ]
 
@@ -235,6 +236,13 @@ def _build_manifests() -> list[bytes]:
     ]
 
 
+def _this_machine() -> list[bytes]:
+    from prejit.runtime.base.typed_json import to_json
+    from prejit.runtime.machine.fingerprint import Fingerprint
+
+    return [to_json(Fingerprint.current())]
+
+
 # Parsers
 
 
@@ -271,7 +279,7 @@ def _root() -> Callable[[bytes], object]:
     from prejit.runtime.format.referrers import referrers
     from prejit.runtime.format.root import read_root
 
-    for name, content in [item for each in fuzz.BUNDLES for item in fuzz.sound(each).items()]:
+    for name, content in [item for each in BUNDLES for item in sound(each).items()]:
         path = Path("layout", name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -311,9 +319,7 @@ def _config() -> Callable[[bytes], object]:
     )
     from prejit.runtime.machine.fingerprint import Requirement
 
-    whole = from_json(
-        Requirement, to_json(fuzz.draft_of("decoder").targets[0][1]["requirement"]), ""
-    )
+    whole = from_json(Requirement, to_json(draft_of("decoder").targets[0][1]["requirement"]), "")
 
     def parse(content: bytes) -> object:
         target, requirement = "", whole
@@ -549,7 +555,11 @@ _TRUST = ("prejit.runtime.trust", "prejit.runtime.base")
 
 _CHECKS = "runtime.format.checks"
 PARSERS: dict[str, Parser] = {
-    "root": Parser(_FORMAT, _root, lambda: [fuzz.sound(n)["index.json"] for n in fuzz.BUNDLES]),
+    "root": Parser(
+        _FORMAT,
+        _root,
+        lambda: [sound(n)["index.json"] for n in BUNDLES],
+    ),
     "index": Parser(
         (*_FORMAT, "prejit.runtime.verdict"),
         _index,
@@ -566,10 +576,10 @@ PARSERS: dict[str, Parser] = {
     "weights": Parser(
         _FORMAT,
         _by(f"{_CHECKS}.layers:check_weights", "weights"),
-        lambda: _blobs("weights"),
+        partial(_blobs, "weights"),
         "bytes",
     ),
-    "library": Parser(_FORMAT, _library, lambda: _blobs("kernels"), "bytes"),
+    "library": Parser(_FORMAT, _library, partial(_blobs, "kernels"), "bytes"),
     "policy": Parser((*_TRUST, "tomllib"), _policy, _policies, "toml"),
     "key": Parser(
         _TRUST,
@@ -578,7 +588,7 @@ PARSERS: dict[str, Parser] = {
         "bytes",
     ),
     "sigstore bundle": Parser(_TRUST, _sigstore_bundle, _sigstore_bundles),
-    "keyless signature": Parser((*_TRUST, "sigstore"), _keyless, lambda: _keyless_bundles()),
+    "keyless signature": Parser((*_TRUST, "sigstore"), _keyless, _keyless_bundles),
     "trusted root": Parser((*_TRUST, "sigstore"), _trusted_root, _trusted_roots),
     "statement": Parser(
         _TRUST,
@@ -592,16 +602,16 @@ PARSERS: dict[str, Parser] = {
         _TRUST, _by("runtime.trust.channel_following:_read", Path("state")), _channel_states
     ),
     "chat": Parser(("prejit.runtime.text", "prejit.runtime.base"), _chat, _chats),
-    "tokenizer": Parser(("prejit.runtime.text",), _tokenizer, lambda: _blobs("tokenizer")),
+    "tokenizer": Parser(("prejit.runtime.text",), _tokenizer, partial(_blobs, "tokenizer")),
     "generation": Parser(
         ("prejit.runtime.generation.options",),
         _by("runtime.generation.options:check_generation", "generation config"),
-        lambda: _blobs("generation"),
+        partial(_blobs, "generation"),
     ),
     "fingerprint": Parser(
         _FORMAT,
         _file_by("fingerprint.json", "runtime.machine.fingerprint:Fingerprint.read"),
-        lambda: [_this_machine()],
+        _this_machine,
     ),
     "first load": Parser(
         ("prejit.runtime.trust.first_load",),
@@ -634,13 +644,6 @@ PARSERS: dict[str, Parser] = {
 }
 
 
-def _this_machine() -> bytes:
-    from prejit.runtime.base.typed_json import to_json
-    from prejit.runtime.machine.fingerprint import Fingerprint
-
-    return to_json(Fingerprint.current())
-
-
 # Changes that keep the form
 
 
@@ -650,13 +653,12 @@ def changed(content: bytes, form: Form, generator: random.Random) -> bytes | Non
         match form:
             case "json":
                 if generator.random() < 0.2:
-                    return fuzz.huge_numbers(generator)(content)
-                return fuzz.encoded(fuzz.edited(json.loads(content), generator))
+                    return junk.huge_numbers(generator)(content)
+                return junk.encoded(junk.edited(json.loads(content), generator))
             case "toml":
                 return _changed_lines(content.decode(), generator).encode()
             case _:
-                how = generator.choice([fuzz.flipped, fuzz.cut, fuzz.zeroed])
-                return how(content, generator)
+                return junk.damaged(content, generator)
     return None
 
 

@@ -19,19 +19,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-_PRELOADED = (
-    *(
-        "prejit.compiler.cli.build_commands",
-        "prejit.compiler.pipeline.run",
-        "prejit.compiler.lowering.export",
-    ),
-    *("prejit.compiler.models", "prejit.runtime.cli.inspect_command", "transformers", "tokenizers"),
+PRELOADED: tuple[str, ...] = (
+    *("prejit.compiler.cli.build_commands", "prejit.compiler.pipeline.run"),
+    *("prejit.compiler.lowering.export", "prejit.compiler.models"),
+    *("prejit.runtime.cli.inspect_command", "transformers", "tokenizers"),
 )
-_UNEXPECTED = 70
+"""What the server imports. A campaign may name something else before its first process."""
+UNEXPECTED = 70
 """Exit status after an exception that reached the top; `sysexits.h` calls it EX_SOFTWARE."""
 _one_reader = threading.Lock()
 """The exit status of a process can be read once. `start` reads those of all others, in any thread, and
@@ -57,11 +55,16 @@ class Outcome:
     growth_bytes: int
 
 
-def fork_server() -> ForkServerContext:
-    """Return what makes forks of the server."""
+def start(
+    function: Callable[..., object], *arguments: Any, daemon: bool = False
+) -> ForkServerProcess:
+    """Start a function of a module that can be imported by name in a fork of the server."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
-    return context
+    context.set_forkserver_preload(list(PRELOADED))
+    process = context.Process(target=function, args=arguments, daemon=daemon)
+    with _one_reader:
+        process.start()
+    return process
 
 
 def run(
@@ -75,13 +78,11 @@ def run(
         directory: the working directory of the process, and where its output is kept.
         limit_seconds: after this time the process and its children are killed.
     """
-    context = fork_server()
-    for name in ("stdout", "stderr", "growth.json"):
-        (directory / name).unlink(missing_ok=True)
-    process = context.Process(target=_child, args=(function, argument, str(directory)))
+    growth = directory / "growth.json"
+    for file in (directory / "stdout", directory / "stderr", growth):
+        file.unlink(missing_ok=True)
     started = time.monotonic()
-    with _one_reader:
-        process.start()
+    process = start(_child, function, argument, str(directory), dict(os.environ))
     wait([process.sentinel], limit_seconds)
     seconds = time.monotonic() - started
     with _one_reader:
@@ -89,7 +90,6 @@ def run(
         if status is None and process.pid is not None:
             os.killpg(process.pid, signal.SIGKILL)
             process.join()
-    growth = directory / "growth.json"
     return Outcome(
         status,
         (directory / "stdout").read_text(errors="replace"),
@@ -102,10 +102,7 @@ def run(
 @contextmanager
 def until_the_end(function: Callable[[Any], int], argument: Any, directory: Path) -> Iterator[None]:
     """Run a function in a fork for as long as a block lasts, then kill it. Arguments as of `run`."""
-    context = fork_server()
-    process = context.Process(target=_child, args=(function, argument, str(directory)))
-    with _one_reader:
-        process.start()
+    process = start(_child, function, argument, str(directory), dict(os.environ))
     try:
         yield
     finally:
@@ -114,15 +111,19 @@ def until_the_end(function: Callable[[Any], int], argument: Any, directory: Path
             process.join()
 
 
-def _child(function: Callable[[Any], int], argument: Any, directory: str) -> None:
+def _child(
+    function: Callable[[Any], int], argument: Any, directory: str, environ: dict[str, str]
+) -> None:
     os.setsid()  # its compile workers are killed with it
+    os.environ.clear()  # those of the server are of its first campaign
+    os.environ.update(environ)
     os.chdir(directory)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         opened = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, descriptor)
         os.close(opened)
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    status = _UNEXPECTED
+    status = UNEXPECTED
     try:
         status = function(argument)
     except BaseException:

@@ -19,16 +19,39 @@ import signal
 import sys
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
+
+import zstandard
+
+from prejit.compiler.garbage import collect
+from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach, write_layout
+from prejit.compiler.pipeline.pack.bundle_files import assemble
+from prejit.compiler.recording.recording_run import RecordedFile, RecordedTarget, packed
+from prejit.compiler.store.directory_store import DirectoryStore
+from prejit.compiler.store.key import Key
+from prejit.runtime.base.files import digest_of
+from prejit.runtime.errors import UsageError
+from prejit.runtime.format.blobs import check_blobs, read_whole
+from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.opening import match, read_manifests
+from prejit.runtime.format.root import Root
+from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
+from prejit.runtime.machine.kept_files import (
+    SETTLED_SECONDS,
+    Receipts,
+    first_programs,
+    remember_first_programs,
+)
+from prejit.runtime.programs.compile_cache import PortableKey, compiled_here
+from prejit.runtime.recorded.recorded_bundle import open_recorded
 
 from . import faults, processes
-
-if TYPE_CHECKING:
-    from prejit.compiler.recording.recording_run import RecordedFile
 
 PROCESSES = 16
 """So many write, and as many read."""
@@ -41,24 +64,31 @@ _EXCHANGE = 2
 """RENAME_EXCHANGE of renameat2."""
 
 
-class Cache(Protocol):
+class Cache(ABC):
     """A shared directory.
 
     `write` and `read` are called in processes that may be killed at any moment. `read` raises AssertionError
     where it finds something wrong. Any other error of either is a false rejection.
     """
 
-    def __init__(self, directory: Path) -> None: ...
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._cache = directory / "cache"
+        os.environ["PREJIT_RUNTIME_CACHE"] = str(self._cache)
 
     def prepare(self) -> None:
         """Make what has to be there before."""
+        self._directory.mkdir()
 
+    @abstractmethod
     def write(self, number: int) -> None:
         """Write in the round of this number."""
 
+    @abstractmethod
     def read(self, number: int) -> None:
         """Read in the round of this number."""
 
+    @abstractmethod
     def left(self) -> list[str]:
         """Return what is left there that nobody wants, after one more use by a single process."""
 
@@ -73,31 +103,25 @@ def _names(directory: Path, *patterns: str) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in found)
 
 
-class BuildCache:
+class BuildCache(Cache):
     """The build's store: results that several builds make at once, while `prejit gc` runs."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._log = directory / "made"
+    @property
+    def _log(self) -> Path:
+        return self._directory / "made"
 
     def prepare(self) -> None:
-        self._directory.mkdir()
+        super().prepare()
         self._log.touch()
 
-    def _key(self, number: int) -> tuple[str, bytes]:
+    def _key(self, number: int) -> tuple[str, bytes, Key]:
         # New results appear all the time. Each is wanted in 40 rounds of every process.
         name = f"result {number // 5 + random.randrange(NAMES)}"
-        return name, content_of(name)
+        return name, content_of(name), Key("compile", name, (("source", name),))
 
     def write(self, number: int) -> None:
-        from prejit.compiler.garbage import collect
-        from prejit.compiler.store.directory_store import DirectoryStore
-        from prejit.compiler.store.key import Key
-        from prejit.runtime.base.files import digest_of
-
-        name, content = self._key(number)
-        key = Key("compile", name, (("source", name),))
-        store = DirectoryStore.open(self._directory / "cache")
+        name, content, key = self._key(number)
+        store = DirectoryStore.open(self._cache)
         with store.making(key) as mine:
             assert mine
             if store.get(key, verify=True) is None:
@@ -107,105 +131,72 @@ class BuildCache:
                     log.write(f"{name}\n")
             assert store.read_blob(digest_of(content)) == content
         if number % 10 == 0:
-            collect(self._directory / "cache", days=1)
+            collect(self._cache, days=1)
 
     def read(self, number: int) -> None:
-        from prejit.compiler.store.directory_store import DirectoryStore
-        from prejit.compiler.store.key import Key
-        from prejit.runtime.base.files import digest_of
-
-        name, content = self._key(number)
-        store = DirectoryStore.open(self._directory / "cache")
-        if (found := store.get(Key("compile", name, (("source", name),)))) is not None:
+        name, content, key = self._key(number)
+        store = DirectoryStore.open(self._cache)
+        if (found := store.get(key)) is not None:
             assert found == {"name": name}
             assert store.read_blob(digest_of(content)) == content
 
     def left(self) -> list[str]:
-        from prejit.compiler.store.directory_store import DirectoryStore
-
         made = self._log.read_text().splitlines()
         twice = {name for name in made if made.count(name) > 1}
-        store = DirectoryStore.open(self._directory / "cache")
-        temporary = [*(store.root / "v1" / "temp").iterdir()]
+        temporary = (DirectoryStore.open(self._cache).root / "v1" / "temp").iterdir()
         return [*map(str, temporary), *(f"made twice: {name}" for name in sorted(twice))]
 
 
-class CompiledHere:
+class CompiledHere(Cache):
     """Programs that this machine compiled: more than the cache may hold, so that it drops old ones."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def prepare(self) -> None:
-        self._directory.mkdir()
-
-    def _use(self, number: int) -> None:
-        from prejit.runtime.machine.fingerprint import Fingerprint
-        from prejit.runtime.programs.compile_cache import PortableKey, compiled_here
-
-        os.environ["PREJIT_RUNTIME_CACHE"] = str(self._directory)
+    def write(self, number: int) -> None:
         os.environ["PREJIT_COMPILE_CACHE_BYTES"] = "20000"
         name = f"program {number // 20 + random.randrange(NAMES)}"
-        key = PortableKey(
-            f"sha256:{hashlib.sha256(name.encode()).hexdigest()}", ("cpu",), "cpu", None
-        )
+        key = PortableKey(digest_of(name.encode()), ("cpu",), "cpu", None)
         found, _ = compiled_here(key, Fingerprint.current(), lambda: content_of(name))
         assert found == content_of(name)
 
-    def write(self, number: int) -> None:
-        self._use(number)
-
-    def read(self, number: int) -> None:
-        self._use(number)
+    read = write
 
     def left(self) -> list[str]:
-        self._use(1)
+        self.write(1)
         return _names(self._directory, "*.tmp", "*.lock")
 
 
-class ReceiptsOfFiles:
+class ReceiptsOfFiles(Cache):
     """Receipts, and the names of first programs."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._files = directory / "files"
+    @property
+    def _files(self) -> Path:
+        return self._directory / "files"
 
     def prepare(self) -> None:
         self._files.mkdir(parents=True)
         for number in range(NAMES):
-            path = self._files / str(number)
-            path.write_bytes(content_of(f"file {number}"))
-        time.sleep(2.1)  # what has just changed gets no receipt
+            (self._files / str(number)).write_bytes(content_of(f"file {number}"))
+        time.sleep(SETTLED_SECONDS + 0.1)  # what has just changed gets no receipt
 
     def write(self, number: int) -> None:
-        from prejit.runtime.machine.kept_files import Receipts, remember_first_programs
-
-        os.environ["PREJIT_RUNTIME_CACHE"] = str(self._directory / "cache")
         receipts = Receipts(self._files)
         for name in random.sample(range(NAMES), 3):
-            expected = hashlib.sha256(content_of(f"file {name}")).hexdigest()
-            assert receipts.digest_of(self._files / str(name)) == f"sha256:{expected}"
+            expected = digest_of(content_of(f"file {name}"))
+            assert receipts.digest_of(self._files / str(name)) == expected
         receipts.save()
         remember_first_programs("sha256:0", [f"p{number}"] * 100)
 
     def read(self, number: int) -> None:
-        from prejit.runtime.machine.kept_files import first_programs
-
-        os.environ["PREJIT_RUNTIME_CACHE"] = str(self._directory / "cache")
         names = first_programs("sha256:0")
         assert len(set(names)) <= 1
         assert len(names) in (0, 100)
-        for path in (self._directory / "cache").glob("receipts/v1/*.json"):
+        for path in self._cache.glob("receipts/v1/*.json"):
             assert json.loads(path.read_bytes()), "a receipt that counts for nothing"
 
     def left(self) -> list[str]:
-        from prejit.runtime.machine.kept_files import Receipts
-
         for path in self._files.iterdir():  # whose receipts end
             path.touch()
             os.utime(path, (0, 0))
-        time.sleep(2.1)
-        os.environ["PREJIT_RUNTIME_CACHE"] = str(self._directory / "cache")
+        time.sleep(SETTLED_SECONDS + 0.1)
         receipts = Receipts(self._files)
         for path in self._files.iterdir():
             receipts.digest_of(path)
@@ -214,48 +205,42 @@ class ReceiptsOfFiles:
         return _names(self._directory, "*.tmp")
 
 
-class ChannelStates:
+class ChannelStates(Cache):
     """What was accepted of a channel last: it never goes back."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        from prejit.runtime.trust.channel_following import ChannelState  # needs cryptography
+
+        super().__init__(directory)
+        os.environ["XDG_STATE_HOME"] = str(directory / "state")
         self._key = directory / "key.pem"
+        self._state = ChannelState("/etc/trust.toml", "stable")
         self._newest = 0
 
     def prepare(self) -> None:
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
+        from tests.signers import signer
 
-        self._directory.mkdir()
-        public = ec.generate_private_key(ec.SECP256R1()).public_key()
-        form = serialization.PublicFormat.SubjectPublicKeyInfo
-        self._key.write_bytes(public.public_bytes(serialization.Encoding.PEM, form))
+        super().prepare()
+        self._key.write_text(signer("channel").public.pem)
 
     def write(self, number: int) -> None:
         from prejit.runtime.trust.channel import Accepted, KeySet
-        from prejit.runtime.trust.channel_following import ChannelState
         from prejit.runtime.trust.public_keys import read_key
 
-        os.environ["XDG_STATE_HOME"] = str(self._directory / "state")
         os.umask(0o002)
-        state = ChannelState("/etc/trust.toml", "stable")
-        with state.locked():
-            kept = state.read()
+        with self._state.locked():
+            kept = self._state.read()
             if kept is None:
                 kept = Accepted(KeySet(0, (read_key(self._key.read_bytes(), "key"),), 1))
             assert kept.version >= self._newest
             self._newest = kept.version + 1
-            digest = hashlib.sha256(str(self._newest).encode()).hexdigest()
-            state.write(kept._replace(version=self._newest, release_digest=f"sha256:{digest}"))
+            digest = digest_of(str(self._newest).encode())
+            self._state.write(kept._replace(version=self._newest, release_digest=digest))
 
     def read(self, number: int) -> None:
-        from prejit.runtime.trust.channel_following import ChannelState
-
-        os.environ["XDG_STATE_HOME"] = str(self._directory / "state")
-        if (kept := ChannelState("/etc/trust.toml", "stable").read()) is not None:
+        if (kept := self._state.read()) is not None:
             assert kept.version >= self._newest, "an older release came back"
-            digest = hashlib.sha256(str(kept.version).encode()).hexdigest()
-            assert kept.release_digest == f"sha256:{digest}"
+            assert kept.release_digest == digest_of(str(kept.version).encode())
             self._newest = kept.version
 
     def left(self) -> list[str]:
@@ -263,23 +248,22 @@ class ChannelStates:
         return _names(self._directory, "*.tmp")
 
 
-class BundleDirectory:
+class BundleDirectory(Cache):
     """A bundle that builds replace and to which signatures are attached, and the files unpacked from it."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._bundle = directory / "bundle"
+    @property
+    def _bundle(self) -> Path:
+        return self._directory / "bundle"
+
+    @property
+    def _unpacked(self) -> Path:
+        return self._cache / "recorded" / "v1"
 
     def prepare(self) -> None:
-        self._directory.mkdir()
+        super().prepare()
         self._write_bundle(0)
 
     def _write_bundle(self, version: int) -> None:
-        from prejit.compiler.pipeline.layout_writing import write_layout
-        from prejit.compiler.pipeline.pack.bundle_files import assemble
-        from prejit.compiler.recording.recording_run import RecordedTarget, packed
-        from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
-
         files = {file.entry.file: file for file in self._files(version)}
         here = Fingerprint.current()
         needs = Requirement("cpu", here.architecture, here.cpu_features, here.jaxlib)
@@ -287,12 +271,6 @@ class BundleDirectory:
         write_layout(self._bundle, *assemble("race", [packed(target, "race")]))
 
     def _files(self, version: int) -> Iterator[RecordedFile]:
-        import zstandard
-
-        from prejit.compiler.recording.recording_run import RecordedFile
-        from prejit.runtime.base.files import digest_of
-        from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
-
         for number in range(3):
             name = f"jit_{version}_{number}"
             raw = content_of(name)
@@ -302,38 +280,19 @@ class BundleDirectory:
             yield RecordedFile(RecordedProgram(name, file, segment, {}, {}), frame)
 
     def write(self, number: int) -> None:
-        from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
-        from prejit.runtime.errors import UsageError
-        from prejit.runtime.format.blobs import read_whole
-        from prejit.runtime.recorded import recorded_bundle
-
-        os.environ["PREJIT_RUNTIME_CACHE"] = str(self._directory / "cache")
         if number % 3 == 0:
             self._write_bundle(random.randrange(NAMES))
         elif number % 3 == 1:
-            subject = read_whole(self._bundle, lambda layout, root: root.subject)
-            assert subject is not None
-            note = Part("text/plain", str(random.randrange(3)).encode())
             with contextlib.suppress(UsageError):  # it was replaced meanwhile
-                attach(self._bundle, subject, "text/plain", EMPTY, [note], {})
+                attach_note(self._bundle, random.randrange(3))
         else:
-            root = self._directory / "cache" / "recorded" / "v1"
-            for directory in root.glob("[0-9a-f]*"):
+            for directory in self._unpacked.glob("[0-9a-f]*"):
                 with contextlib.suppress(FileNotFoundError):
                     if random.random() < 0.2:
                         os.utime(directory, (0, time.time() - 31 * 86400))
-            recorded_bundle.open_recorded(self._bundle)
+            open_recorded(self._bundle)
 
     def read(self, number: int) -> None:
-        from prejit.runtime.format.blobs import check_blobs, read_whole
-        from prejit.runtime.format.layout import Layout
-        from prejit.runtime.format.opening import match, read_manifests
-        from prejit.runtime.format.root import Root
-        from prejit.runtime.machine.fingerprint import Fingerprint
-        from prejit.runtime.recorded.recorded_bundle import open_recorded
-
-        os.environ["PREJIT_RUNTIME_CACHE"] = str(self._directory / "cache")
-
         def check(layout: Layout, root: Root) -> None:
             targets = match(root, Fingerprint.current())
             check_blobs(layout, read_manifests(layout, targets).values(), None)
@@ -349,14 +308,11 @@ class BundleDirectory:
                 assert content == content_of(program.name)
 
     def left(self) -> list[str]:
-        from prejit.runtime.recorded.recorded_bundle import open_recorded
-
-        os.environ["PREJIT_RUNTIME_CACHE"] = str(self._directory / "cache")
-        for directory in (self._directory / "cache" / "recorded" / "v1").glob("[0-9a-f]*"):
+        for directory in self._unpacked.glob("[0-9a-f]*"):
             os.utime(directory, (0, 0))
         self._write_bundle(NAMES)  # a new one, which has to be unpacked
         open_recorded(self._bundle)
-        cache = sorted((self._directory / "cache" / "recorded" / "v1").iterdir())
+        cache = sorted(self._unpacked.iterdir())
         files = sorted((self._bundle / "blobs" / "sha256").iterdir())
         needed = (
             4  # the index, a manifest, a config and a layer: nothing is attached to the new one
@@ -366,6 +322,13 @@ class BundleDirectory:
             *(f"in the cache: {path.name}" for path in cache[1:]),
             *(f"in the bundle: {path.name}" for path in files[needed:]),
         ]
+
+
+def attach_note(bundle: Path, number: int) -> None:
+    """Attach something, as `prejit sign` does."""
+    subject = read_whole(bundle, lambda layout, root: root.subject)
+    assert subject is not None
+    attach(bundle, subject, "text/plain", EMPTY, [Part("text/plain", str(number).encode())], {})
 
 
 CACHES: Mapping[str, type[Cache]] = {
@@ -387,55 +350,38 @@ class Lap:
         writes: whether it writes; if not, it reads.
         slot: its place in the file of counters.
         rounds: how many rounds all processes with this slot do together.
-        counters: the file of counters: the rounds that are done, 8 bytes for each slot.
-        errors: where the process writes what went wrong.
+
+    Beside the directory are the files `counters`, of the rounds that are done, 8 bytes for each slot, and
+    `errors`, of what went wrong.
     """
 
     cache: str
-    directory: str
+    directory: Path
     writes: bool
     slot: int
     rounds: int
-    counters: str
-    errors: str
 
 
 def run_lap(lap: Lap) -> None:
     """Do the rounds that are left. A successor of a killed process goes on where that one was killed."""
     random.seed()
-    cache = CACHES[lap.cache](Path(lap.directory))
-    with open(lap.counters, "r+b") as file, mmap.mmap(file.fileno(), 0) as counters:
+    cache = CACHES[lap.cache](lap.directory)
+    counters_file, errors_file = (lap.directory.with_name(name) for name in ("counters", "errors"))
+    with open(counters_file, "r+b") as file, mmap.mmap(file.fileno(), 0) as counters:
         done = memoryview(counters).cast("q")
         while done[lap.slot] < lap.rounds:
             try:
                 (cache.write if lap.writes else cache.read)(done[lap.slot])
             except Exception:
-                with open(lap.errors, "a") as errors:
+                with open(errors_file, "a") as errors:
                     errors.write(json.dumps(traceback.format_exc()) + "\n")
             done[lap.slot] += 1
         done.release()
 
 
-@dataclass(frozen=True)
-class Race:
-    """How a race ended.
-
-    Attributes:
-        rounds: that each process did.
-        kills: of writers.
-        errors: wrong reads and false rejections.
-        left: what the next use left there.
-        seconds: wall time.
-    """
-
-    rounds: int
-    kills: int
-    errors: tuple[str, ...]
-    left: tuple[str, ...]
-    seconds: float
-
-
-def race(name: str, directory: Path, *, rounds: int, writers: int, seed: int) -> Race:
+def race(
+    name: str, directory: Path, *, rounds: int, writers: int, seed: int
+) -> tuple[list[str], dict[str, Any]]:
     """Let processes write and read one cache, and kill writers at random moments.
 
     Args:
@@ -444,24 +390,22 @@ def race(name: str, directory: Path, *, rounds: int, writers: int, seed: int) ->
         rounds: how often each process writes or reads.
         writers: how many processes write; as many read.
         seed: of the moments.
+
+    Returns:
+        Wrong reads, false rejections and what the next use left there; and the figures of the race.
     """
     pick = random.Random(seed)
-    context = processes.fork_server()
     cache = CACHES[name](directory / "cache")
     cache.prepare()
     counters, errors = directory / "counters", directory / "errors"
     counters.write_bytes(bytes(8 * 2 * writers))
     errors.touch()
-    both = (str(counters), str(errors))
     laps = [
-        Lap(name, str(directory / "cache"), slot < writers, slot, rounds, *both)
-        for slot in range(2 * writers)
+        Lap(name, directory / "cache", slot < writers, slot, rounds) for slot in range(2 * writers)
     ]
 
     def start(lap: Lap) -> ForkServerProcess:
-        process = context.Process(target=run_lap, args=(lap,), daemon=True)
-        process.start()
-        return process
+        return processes.start(run_lap, lap, daemon=True)
 
     def done(slot: int) -> int:
         return int.from_bytes(counters.read_bytes()[8 * slot : 8 * slot + 8], sys.byteorder)
@@ -482,74 +426,60 @@ def race(name: str, directory: Path, *, rounds: int, writers: int, seed: int) ->
     seconds = time.monotonic() - started
     ended = [process.exitcode for process in running]
     assert not any(ended), f"processes ended with {ended}"
-    found = tuple(json.loads(line) for line in errors.read_text().splitlines())
-    return Race(rounds, kills, found, tuple(cache.left()), seconds)
+    found = [json.loads(line) for line in errors.read_text().splitlines()]
+    left = cache.left()
+    return [*found, *left], {
+        "writers": writers,
+        "readers": writers,
+        "rounds of each": rounds,
+        "writers killed": kills,
+        "wrong reads and false rejections": len(found),
+        "left over": len(left),
+        "seconds": round(seconds),
+    }
 
 
 # --- loads of a bundle that is replaced -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Loads:
-    """What one process loads.
+def load_often(given: tuple[Sequence[Path], int, Sequence[float], Path]) -> int:
+    """Load bundles, call all programs of each, and print what they gave as JSON.
 
-    Attributes:
-        paths: the directories; each load takes the next.
-        count: how many loads.
-        right: the values; each load has to give one of them.
-        cache: the runtime's cache.
-        into: the file of the figures.
+    Args:
+        given: the directories, of which each load takes the next; how many loads; the values, of which each
+            has to give one; and the runtime's cache.
     """
-
-    paths: tuple[str, ...]
-    count: int
-    right: tuple[float, ...]
-    cache: str
-    into: str
-
-
-def load_often(loads: Loads) -> int:
-    """Load bundles, call all programs of each, and write what they gave."""
+    paths, count, right, cache = given
     counts: dict[str, int] = {}
     errors = []
-    for path, _ in zip(itertools.cycle(loads.paths), range(loads.count), strict=False):
+    for path, _ in zip(itertools.cycle(paths), range(count), strict=False):
         try:
-            found = faults.value_of(Path(path), Path(loads.cache))
-            assert found in loads.right, f"{path}: {found}"
+            found = faults.value_of(path, cache)
+            assert found in right, f"{path}: {found}"
             counts[str(found)] = counts.get(str(found), 0) + 1
         except Exception:
             errors.append(traceback.format_exc())
-    Path(loads.into).write_text(json.dumps({"counts": counts, "errors": errors}))
+    print(json.dumps({"counts": counts, "errors": errors}))
     return 0
 
 
-@dataclass(frozen=True)
-class Replacing:
-    """Where a process replaces bundles until it is killed.
+def replace_often(given: tuple[Sequence[Path], Path, Path, Path]) -> int:
+    """Replace bundles in each of the ways of `WAYS`, in turn, for ever.
 
-    Attributes:
-        sources: whole bundles, which are put in place in turn.
-        direct: the directory that is written into, and exchanged for others.
-        link: a symbolic link that is turned to others.
-        counts: the file of how often each was done.
+    Args:
+        given: whole bundles, which are put in place in turn; the directory that is written into, and
+            exchanged for others; a symbolic link that is turned to others; the file of how often each was
+            done.
     """
-
-    sources: tuple[str, ...]
-    direct: str
-    link: str
-    counts: str
-
-
-def replace_often(replacing: Replacing) -> int:
-    """Replace bundles in each of the ways of `WAYS`, in turn, for ever."""
+    sources, direct, turned, counts_file = given
     counts = dict.fromkeys((way.__name__ for way in WAYS), 0)
-    for number, source in enumerate(itertools.cycle(replacing.sources)):
-        way = WAYS[number // len(replacing.sources) % len(WAYS)]
-        way(Path(source), Path(replacing.link if way is link else replacing.direct), number)
+    for number, source in enumerate(itertools.cycle(sources)):
+        way = WAYS[number // len(sources) % len(WAYS)]
+        way(source, turned if way is link else direct, number)
         counts[way.__name__] += 1
-        at = Path(f"{replacing.counts}.new")
+        at = counts_file.with_name("counts.new")
         at.write_text(json.dumps(counts))
-        at.replace(replacing.counts)
+        at.replace(counts_file)
     return 0
 
 
@@ -557,21 +487,13 @@ def rebuild(source: Path, path: Path, number: int) -> None:
     """Write a bundle as a build does."""
     from tests.layouts import blobs_of, index_file
 
-    from prejit.compiler.pipeline.layout_writing import write_layout
-
     blobs: dict[str, bytes | Path] = {**blobs_of(source)}
     write_layout(path, index_file(source).read_bytes(), blobs)
 
 
 def annotate(source: Path, path: Path, number: int) -> None:
-    """Attach something, as `prejit sign` does."""
-    from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
-    from prejit.runtime.format.blobs import read_whole
-
-    subject = read_whole(path, lambda layout, root: root.subject)
-    assert subject is not None
-    note = Part("text/plain", str(number % 5).encode())
-    attach(path, subject, "text/plain", EMPTY, [note], {})
+    """Attach something to the bundle that is there."""
+    attach_note(path, number % 5)
 
 
 def exchange(source: Path, path: Path, number: int) -> None:

@@ -56,13 +56,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array of an example.
-
-    Attributes:
-        dtype: its dtype.
-        shape: its shape.
-        kind: how it is given: one of `KINDS`.
-    """
+    """An array of an example; `kind` is how it is given: one of `KINDS`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -135,8 +129,6 @@ class Function:
     """A random function.
 
     Attributes:
-        name: its name.
-        source: its definition.
         example: its arguments, in whose places are `Leaf`s.
         sizes: how a call may have another number of rows: `pad` or `open_sizes`; None: it may not.
         has_state: whether the first result may be the next call's first argument.

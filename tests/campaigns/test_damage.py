@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import random
 import signal
 import subprocess
@@ -19,19 +18,16 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from . import damage as damages
 from . import processes
+from .campaign import ROOT, check, facts, setting, write_figures
 
-ROOT = Path(__file__).parents[2]
-RESULTS = Path(__file__).with_name("damage.json")
 WHOLE_EXAMPLES = 20_000
-EXAMPLES = int(os.environ.get("PREJIT_DAMAGE_EXAMPLES", "20"))
+EXAMPLES = setting("DAMAGE_EXAMPLES", 20)
 pytestmark = pytest.mark.timeout(900 + EXAMPLES)
 CHILDREN = EXAMPLES // 100 or 2
 """Random damages that are met by the command line; as many times a file is cut while it is read."""
@@ -49,12 +45,12 @@ class Campaign:
     Attributes:
         bundle: the bundle.
         counts: of outcomes, by part of the campaign, and what they are counted by.
-        failures: bad outcomes.
+        failures: bad outcomes, by part.
     """
 
     bundle: Path
     counts: dict[str, Counter[str]] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
+    failures: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, part: str, *names: str) -> None:
         """Count an outcome."""
@@ -63,12 +59,12 @@ class Campaign:
     def fail(self, part: str, number: object, problem: str) -> None:
         """Record a bad outcome."""
         again = f"PREJIT_DAMAGE_ONLY={number} .venv/bin/python -m pytest {Path(__file__).relative_to(ROOT)}"
-        self.failures.append(f"{part} {number}: {problem}\nrepeat it: {again} -k test_{part}")
+        said = f"{part} {number}: {problem}\nrepeat it: {again} -k test_{part}"
+        self.failures.setdefault(part, []).append(said)
 
     def check(self, part: str, tried: int) -> None:
         """Fail if a part had a bad outcome, or was not tried."""
-        found = [each for each in self.failures if each.startswith(f"{part} ")]
-        assert not found, f"{len(found)} bad outcomes\n\n" + "\n\n".join(found[:20])
+        check(self.failures.get(part, []))
         assert tried > 0
 
 
@@ -85,7 +81,6 @@ def campaign(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Ite
         '[[target]]\nname = "cpu-host"\n[[target]]\nname = "cpu-x86-64-v2"\n'
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT))  # the fork server imports this module by its name
         patch.setenv("PREJIT_RUNTIME_CACHE", str(directory / "runtime-cache"))
         arguments = (str(manifest), str(directory / "out"), str(build_cache))
         built = processes.run(damages.build, arguments, directory, limit_seconds=600)
@@ -96,16 +91,13 @@ def campaign(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Ite
     yield made
     if EXAMPLES >= WHOLE_EXAMPLES and ONLY is None:
         figures = {
-            "date": str(date.today()),
-            "python": platform.python_version(),
-            "jax": version("jax"),
-            "kernel": platform.release(),
+            **facts("jax", "kernel"),
             "seconds": round(time.monotonic() - started),
-            "bad_outcomes": len(made.failures),
+            "bad_outcomes": sum(map(len, made.failures.values())),
             "chunks": damages.positions(made.bundle) // 9,
             **{part: dict(sorted(counts.items())) for part, counts in made.counts.items()},
         }
-        RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
+        write_figures("damage", figures)
 
 
 def numbers(count: int) -> Iterable[int]:
@@ -113,56 +105,41 @@ def numbers(count: int) -> Iterable[int]:
     return range(count) if ONLY is None else (int(ONLY),)
 
 
-def test_positions(campaign: Campaign) -> None:
+def test_positions(campaign: Campaign, tmp_path: Path) -> None:
     """A bit in each chunk: the first, the last and any byte; found early, late and meanwhile."""
     count = damages.positions(campaign.bundle)
     step = 1 if EXAMPLES >= WHOLE_EXAMPLES or ONLY is not None else 9
-    tried = try_in_workers(campaign, "positions", [*numbers(count)][::step])
-    campaign.check("positions", tried)
+    try_in_workers(campaign, "positions", [*numbers(count)][::step], tmp_path)
 
 
-def test_random(campaign: Campaign) -> None:
-    campaign.check("random", try_in_workers(campaign, "random", [*numbers(EXAMPLES)]))
+def test_random(campaign: Campaign, tmp_path: Path) -> None:
+    try_in_workers(campaign, "random", [*numbers(EXAMPLES)], tmp_path)
 
 
-def try_in_workers(campaign: Campaign, part: str, wanted: list[int]) -> int:
-    """Try examples in processes, one after the other. Return how many were tried."""
+def try_in_workers(campaign: Campaign, part: str, wanted: list[int], directory: Path) -> None:
+    """Try examples in processes, one after the other."""
     tried = 0
     while wanted:
         batch, wanted = wanted[:AT_ONCE], wanted[AT_ONCE:]
-        command = (sys.executable, "-m", damages.__name__, campaign.bundle, part, *batch)
-        done = subprocess.run(
-            [*map(str, command)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=20 * LIMIT_SECONDS,
-            check=False,
-        )
+        given = (campaign.bundle, part, batch)
+        done = processes.run(damages.try_all, given, directory, limit_seconds=20 * LIMIT_SECONDS)
         lines = done.stdout.splitlines()
         for line in lines[1::2]:
-            outcome = damages.Outcome(**json.loads(line))
-            campaign.add(part, outcome.result)
-            if part == "random":
-                campaign.add("random, by kind", outcome.kind, outcome.result)
-                campaign.add("random, by file", outcome.role, outcome.result)
-            campaign.add(f"{part}, by mode", outcome.mode, outcome.result)
-            if outcome.problem:
-                campaign.fail(part, outcome.number, f"{outcome}")
+            outcome = json.loads(line)
+            campaign.add(part, outcome["result"])
+            for what in ("kind", "file", "mode") if part == "random" else ("mode",):
+                value = outcome["role" if what == "file" else what]
+                campaign.add(f"{part}, by {what}", value, outcome["result"])
+            if outcome["problem"]:
+                campaign.fail(part, outcome["number"], f"{outcome}")
         tried += len(lines) // 2
-        if done.returncode != 0:
+        if done.status != 0:
             last = lines[-1] if len(lines) % 2 else "none"
-            campaign.fail(part, last, f"exit {done.returncode}\n{done.stderr[-2000:]}")
+            campaign.fail(part, last, f"exit {done.status}\n{done.stderr[-2000:]}")
             if last == "none":
                 break
             wanted = [*batch[batch.index(int(last)) + 1 :], *wanted]
-    return tried
-
-
-def generate(bundle: Path, *, tokens: int = damages.NEW_TOKENS) -> subprocess.Popen[str]:
-    """Start `python -m prejit.runtime generate`."""
-    options = ("--prompt", damages.PROMPT, "--max-new-tokens", str(tokens), "--temperature", "0")
-    return start("generate", bundle, *options, "--on-mismatch", "error")
+    campaign.check(part, tried)
 
 
 def start(command: str, bundle: Path, *options: str) -> subprocess.Popen[str]:
@@ -175,49 +152,54 @@ def start(command: str, bundle: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
+def generate(bundle: Path, *, tokens: int = damages.NEW_TOKENS) -> subprocess.Popen[str]:
+    """Start `python -m prejit.runtime generate`."""
+    options = ("--prompt", damages.PROMPT, "--max-new-tokens", str(tokens), "--temperature", "0")
+    return start("generate", bundle, *options, "--on-mismatch", "error")
+
+
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Wait for a process. Return its status and output."""
     out, errors = process.communicate(timeout=LIMIT_SECONDS)
     return process.returncode, out, errors
 
 
+def sound_text(campaign: Campaign, tokens: int = damages.NEW_TOKENS) -> str:
+    """Return what the sound bundle writes."""
+    damages.drop_receipts()
+    status, text, errors = ended(generate(campaign.bundle, tokens=tokens))
+    assert status == 0, errors
+    return text
+
+
+def with_receipts(campaign: Campaign, number: int) -> bool:
+    """Give every second example receipts from before its damage; return whether it has them."""
+    damages.drop_receipts()
+    if number % 2 == 1:
+        damages.give_receipts(campaign.bundle)
+    return number % 2 == 1
+
+
 def test_command_line(campaign: Campaign) -> None:
     """Half of them have receipts from before the damage, and the times of the file set back."""
-    damages.drop_receipts()
-    status, expected, errors = ended(generate(campaign.bundle))
-    assert status == 0, errors
-    tried = 0
+    expected, tried = sound_text(campaign), 0
     for number in numbers(CHILDREN):
-        damages.drop_receipts()
-        if has_receipts := number % 2 == 1:
-            damages.give_receipts(campaign.bundle)
+        has_receipts = with_receipts(campaign, number)
         damage = damages.draw(campaign.bundle, random.Random(f"command {number}"))
-        before = 0 if damage.kind == "added" else damage.file.stat().st_size
-        with damages.applied(damage, hide=has_receipts) as differ:
+        with damages.applied(damage, hide=has_receipts) as done:
             verified, _, said = ended(start("verify", campaign.bundle))
             status, out, errors = ended(generate(campaign.bundle))
-        allowed = damages.may_pass(damage, differ, before)
-        problem = None
-        if verified != (0 if allowed == "same bytes" else 4) or "Traceback" in said:
+        if verified != (0 if done.allowed == "same bytes" else 4) or "Traceback" in said:
             campaign.fail("command_line", number, f"verify: exit {verified}\n{damage}\n{said}")
-        if status == 0:
-            problem = None if out == expected and allowed is not None else "not rejected"
-        elif status != 4:
-            problem = f"exit status {status}"
-        elif "Traceback" in errors:
-            problem = "a traceback"
-        elif not expected.startswith(out) or out == expected:
-            problem = f"wrong text: expected {expected!r}, found {out!r}"
-        elif allowed == "same bytes":
-            problem = "rejected without damage"
-        elif not {*damage.roles} & {*damages.LENIENT}:
+        if status not in (0, 4) or "Traceback" in errors:
+            problem: str | None = f"exit status {status}, or a traceback"
+        else:
             said = errors.removeprefix("error[reject]: ")
-            problem = damages.misleading(
-                damage, differ, campaign.bundle, said, said.partition(": ")[0]
-            )
-        campaign.add("command line", str(allowed) if status == 0 else f"exit {status}")
+            rejection = (said, said.partition(": ")[0]) if status else None
+            problem = damages.judged(campaign.bundle, damage, done, out, expected, rejection)
+        campaign.add("command line", str(done.allowed) if status == 0 else f"exit {status}")
         if problem is not None:
-            shown = f"{damage.kind}, {damage.role}, {len(differ)} bytes"
+            shown = f"{damage.kind}, {damage.role}, {len(done.differ)} bytes"
             campaign.fail("command_line", number, f"{problem}\n{shown}\n{out}\n{errors[-2000:]}")
         tried += 1
     campaign.check("command_line", tried)
@@ -225,18 +207,12 @@ def test_command_line(campaign: Campaign) -> None:
 
 def test_cut(campaign: Campaign) -> None:
     """A file is cut at a random moment. After its verification only its map is read: that is a SIGBUS."""
-    tokens = 40
-    damages.drop_receipts()
-    started = time.monotonic()
-    status, expected, errors = ended(generate(campaign.bundle, tokens=tokens))
-    assert status == 0, errors
+    tokens, tried, started = 40, 0, time.monotonic()
+    expected = sound_text(campaign, tokens)
     seconds = time.monotonic() - started
-    tried = 0
     for number in numbers(CHILDREN):
         generator = random.Random(f"cut {number}")
-        damages.drop_receipts()
-        if has_receipts := number % 2 == 1:
-            damages.give_receipts(campaign.bundle)
+        has_receipts = with_receipts(campaign, number)
         drawn = damages.draw(campaign.bundle, generator, ["cut"])
         process = generate(campaign.bundle, tokens=tokens)
         delay = generator.uniform(0, seconds)

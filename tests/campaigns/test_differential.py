@@ -7,26 +7,20 @@ test` a few. Each failure prints a command that repeats its batch. PREJIT_DIFFER
 from __future__ import annotations
 
 import json
-import os
-import platform
 import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .campaign import ROOT, check, facts, setting, write_figures
 from .differential import BAD, SAME
 from .random_functions import EXAMPLE
 
-ROOT = Path(__file__).parents[2]
-RESULTS = Path(__file__).with_name("differential.json")
-CHECKS = int(os.environ.get("PREJIT_DIFFERENTIAL_CHECKS", "1500"))
-SEED = int(os.environ.get("PREJIT_DIFFERENTIAL_SEED", "0"))
+CHECKS = setting("DIFFERENTIAL_CHECKS", 800)
+SEED = setting("DIFFERENTIAL_SEED", 0)
 WHOLE_CHECKS = 100_000
 AT_ONCE = 2
 BATCH_CHECKS = min(5000, CHECKS // AT_ONCE + 250)
@@ -42,32 +36,32 @@ def test_every_way_answers_as_jax_does_or_refuses() -> None:
             first = SEED + len(batches)
             batches += pool.map(run, range(first, first + AT_ONCE))
             done = sum(count for batch in batches for *_, count in batch["counts"])
-    outcomes, variants, ways = Counter[str](), Counter[str](), Counter[str]()
-    usual = Counter[str]()
-    for batch in batches:
-        for variant, way, outcome, count in batch["counts"]:
-            outcomes[outcome] += count
-            variants[variant] += count
-            ways[way] += count
-            usual[outcome] += count * (variant == EXAMPLE)
+    rows = [row for batch in batches for row in batch["counts"]]
+
+    def counted(place: int, *, only: str = "") -> Counter[str]:
+        found = Counter[str]()
+        for row in rows:
+            if only in ("", row[0]):
+                found[row[place]] += row[3]
+        return found
+
+    outcomes = counted(2)
     figures = {
-        "date": str(date.today()),
-        "python": platform.python_version(),
-        "jax": version("jax"),
+        **facts("jax"),
         "seeds": [SEED, SEED + len(batches) - 1],
         "functions": len(batches) * BATCH_FUNCTIONS,
         "checks": outcomes.total(),
         "outcomes": dict(sorted(outcomes.items())),
-        "checks by kind of arguments": dict(sorted(variants.items())),
-        "checks by way": dict(sorted(ways.items())),
+        "checks by kind of arguments": dict(sorted(counted(0).items())),
+        "checks by way": dict(sorted(counted(1).items())),
     }
     print(json.dumps(figures, indent=1))
     if CHECKS >= WHOLE_CHECKS:
-        RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
-    bad = [text for batch in batches for text in batch["bad"]]
-    assert not any(outcomes[each] for each in BAD), "\n\n".join(bad[:20])
+        write_figures("differential", figures)
+    check([text for batch in batches for text in batch["bad"]])
+    assert not any(outcomes[each] for each in BAD)
     assert outcomes[SAME] > outcomes.total() / 3
-    assert usual[SAME] > 0
+    assert counted(2, only=EXAMPLE)[SAME] > 0
 
 
 def run(seed: int) -> dict[str, Any]:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,11 +20,10 @@ from unittest import mock
 import pytest
 
 from . import faults, processes, races
+from .campaign import check, facts, figures_file, setting, write_figures
 from .faults import NEW, OLD
 
-ROOT = Path(__file__).parents[2]
-RESULTS = Path(__file__).with_name("races.json")
-EXAMPLES = int(os.environ.get("PREJIT_CHAOS_EXAMPLES", "2"))
+EXAMPLES = setting("CHAOS_EXAMPLES", 2)
 pytestmark = pytest.mark.timeout(900 + EXAMPLES)
 WHOLE_EXAMPLES = 100
 """From this number on, the figures are written."""
@@ -37,55 +34,27 @@ LOADS = min(2_000, 10 * EXAMPLES)
 LIMIT_SECONDS = 3600
 
 
-@pytest.fixture(scope="module", autouse=True)
-def importable() -> Iterator[None]:
-    """Lets processes import this package."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT))
-        yield
-
-
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """Gives later tests their own variables back: what looks for leftovers sets those of a race."""
+    """Gives later tests their own variables back: a cache sets those of its race."""
     with mock.patch.dict(os.environ):
         yield
 
 
 def keep(name: str, figures: dict[str, Any]) -> None:
     """Write the figures of a whole campaign."""
-    if EXAMPLES < WHOLE_EXAMPLES:
-        return
-    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    found[name] = {
-        "date": str(date.today()),
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        **figures,
-    }
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    if EXAMPLES >= WHOLE_EXAMPLES:
+        found = json.loads(figures_file("races").read_text())
+        write_figures("races", {**found, name: {**facts("kernel"), **figures}})
 
 
 @pytest.mark.parametrize("name", races.CACHES)
 def test_processes_that_share_a_directory_read_nothing_wrong(name: str, tmp_path: Path) -> None:
     if name == "the state of a channel":
         pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
-    found = races.race(name, tmp_path, rounds=ROUNDS, writers=PROCESSES, seed=1)
-    keep(
-        name,
-        {
-            "writers": PROCESSES,
-            "readers": PROCESSES,
-            "rounds of each": found.rounds,
-            "writers killed": found.kills,
-            "wrong reads and false rejections": len(found.errors),
-            "left over": len(found.left),
-            "seconds": round(found.seconds),
-        },
-    )
-    kinds = Counter(error.splitlines()[-1][:300] for error in found.errors)
-    assert not found.errors, f"{len(found.errors)}: {kinds.most_common(5)}\n{found.errors[0]}"
-    assert not found.left
+    bad, figures = races.race(name, tmp_path, rounds=ROUNDS, writers=PROCESSES, seed=1)
+    keep(name, figures)
+    check(bad)
 
 
 def test_a_bundle_that_is_replaced_while_it_loads_is_the_old_or_the_new_one(tmp_path: Path) -> None:
@@ -95,37 +64,29 @@ def test_a_bundle_that_is_replaced_while_it_loads_is_the_old_or_the_new_one(tmp_
         faults.write_project(directory, factor)
         ended = processes.run(faults.build, directory, directory, limit_seconds=LIMIT_SECONDS)
         assert ended.status == 0, ended.stderr
-    sources = tuple(str(tmp_path / name / "out" / "tiny") for name in ("old", "new"))
+    sources = tuple(tmp_path / name / "out" / "tiny" for name in ("old", "new"))
     direct, link, counts = tmp_path / "direct", tmp_path / "link", tmp_path / "counts"
     shutil.copytree(sources[0], direct)
-    races.link(Path(sources[0]), link, -1)
-    loaders = [tmp_path / f"loader-{number}" for number in range(2)]
+    races.link(sources[0], link, -1)
     replacer = tmp_path / "replacer"
     replacer.mkdir()
-    replacing = races.Replacing(sources, str(direct), str(link), str(counts))
+    replacing = (sources, direct, link, counts)
+    right = (OLD + 1, NEW + 1)
+    loads = ((direct, direct, direct, link), LOADS // 2, right, tmp_path / "runtime")
+
+    def loaded(number: int) -> processes.Outcome:
+        loader = tmp_path / f"loader-{number}"
+        loader.mkdir()
+        return processes.run(races.load_often, loads, loader, limit_seconds=LIMIT_SECONDS)
+
     with (
-        ThreadPoolExecutor(3) as pool,
+        ThreadPoolExecutor(2) as pool,
         processes.until_the_end(races.replace_often, replacing, replacer),
     ):
-        tasks = []
-        for loader in loaders:
-            loader.mkdir()
-            loads = races.Loads(
-                (str(direct), str(direct), str(direct), str(link)),
-                LOADS // len(loaders),
-                (OLD + 1, NEW + 1),
-                str(tmp_path / "runtime"),
-                str(loader / "found.json"),
-            )
-            tasks.append(
-                pool.submit(
-                    processes.run, races.load_often, loads, loader, limit_seconds=LIMIT_SECONDS
-                )
-            )
-        outcomes = [task.result() for task in tasks]
+        outcomes = list(pool.map(loaded, range(2)))
         assert not (stderr := (replacer / "stderr").read_text()), stderr
     assert [each.status for each in outcomes] == [0, 0], outcomes[0].stderr
-    found = [json.loads((loader / "found.json").read_text()) for loader in loaders]
+    found = [json.loads(each.stdout.splitlines()[-1]) for each in outcomes]
     errors = [error for each in found for error in each["errors"]]
     values = sum((Counter(each["counts"]) for each in found), Counter[str]())
     replaced = json.loads(counts.read_text())
@@ -139,6 +100,6 @@ def test_a_bundle_that_is_replaced_while_it_loads_is_the_old_or_the_new_one(tmp_
             "replaced": replaced,
         },
     )
-    assert not errors, f"{len(errors)}\n\n" + "\n\n".join(errors[:5])
+    check(errors)
     assert values.total() == LOADS // 2 * 2
     assert all(replaced.values()), replaced

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+from tests.encoders import write_encoder
 from tests.warm import WarmPython
 
 from .snippets import ROOT
@@ -54,16 +54,27 @@ def caches(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def shell(caches: dict[str, str], warm: WarmPython) -> Shell:
     """Runs a command line in a directory; `prejit` and `python` are those of the tests.
 
-    A build's process is forked from a warm one and compiles quickly.
+    The process of a `prejit` that needs no shell is forked from a warm one, and builds compile quickly.
+    If the output is `merged`, stdout has stderr as well.
     """
 
-    def run(command: str, directory: Path) -> subprocess.CompletedProcess[str]:
-        if re.fullmatch(r"prejit (build|plan|check-model) [\w .,=/-]+", command):
+    def run(
+        command: str, directory: Path, *, merged: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        plain = re.fullmatch(r"prejit (?!record|run)([^;|&$<>]+?)( > [\w.-]+)?", command)
+        if plain is not None:
+            words = shlex.split(plain[1])
             with contextlib.chdir(directory):
-                return warm.prejit(*shlex.split(command)[1:], env=caches, quick=True)
+                quick = words[0] in ("build", "plan", "check-model")
+                done = warm.prejit(*words, env=caches, quick=quick)
+            if plain[2]:
+                (directory / plain[2].removeprefix(" > ")).write_text(done.stdout)
+            if merged:
+                done.stdout = done.stderr + done.stdout
+            return done
         python = str(Path(sys.executable).parent)
         return subprocess.run(
-            ["/bin/sh", "-c", command],
+            ["/bin/sh", "-c", f"({command}) 2>&1" if merged else command],
             cwd=directory,
             env={**os.environ, **caches, "PATH": f"{python}:{os.environ['PATH']}"},
             capture_output=True,
@@ -89,7 +100,7 @@ def readers_directory(shell: Shell, tmp_path_factory: pytest.TempPathFactory) ->
             json.dumps(config | {"chat_template": CHAT_TEMPLATE})
         )
     (manifests / "demo.toml").write_text(DEMO)
-    _write_encoder(directory / "encoder-model")
+    write_encoder(directory / "encoder-model", pieces=True)
     (directory / "text.txt").write_text("import os\n" * 100)
     for command in ("prejit build manifests/demo.toml", "prejit fingerprint > web-3.json"):
         done = shell(command, directory)
@@ -121,52 +132,3 @@ def page_directory(
     for name, value in caches.items():
         monkeypatch.setenv(name, value)
     return directory
-
-
-def _write_encoder(directory: Path) -> None:
-    """A BERT of one layer with random weights and a tokenizer of letters."""
-    from safetensors.numpy import save_file
-    from tokenizers import Tokenizer, pre_tokenizers, processors
-    from tokenizers.models import WordPiece
-
-    width, inner, letters = 12, 20, "abcdefghijklmnopqrstuvwxyz"
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *letters, *(f"##{letter}" for letter in letters)]
-    directory.mkdir()
-    config = {
-        "model_type": "bert",
-        "architectures": ["BertModel"],
-        "hidden_act": "gelu",
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 3,
-        "vocab_size": len(names),
-        "max_position_embeddings": 64,
-        "type_vocab_size": 2,
-        "layer_norm_eps": 1e-12,
-        "pad_token_id": 0,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    made = Tokenizer(WordPiece({name: at for at, name in enumerate(names)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    made.save(str(directory / "tokenizer.json"))
-    shapes: dict[str, tuple[int, ...]] = {
-        "embeddings.word_embeddings.weight": (len(names), width),
-        "embeddings.position_embeddings.weight": (64, width),
-        "embeddings.token_type_embeddings.weight": (2, width),
-    }
-    layer = "encoder.layer.0"
-    sizes = {f"{layer}.attention.self.{name}": (width, width) for name in ("query", "key", "value")}
-    sizes |= {
-        f"{layer}.attention.output.dense": (width, width),
-        f"{layer}.intermediate.dense": (inner, width),
-        f"{layer}.output.dense": (width, inner),
-    }
-    for name, (outputs, inputs) in sizes.items():
-        shapes |= {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
-    for name in ("embeddings", f"{layer}.attention.output", f"{layer}.output"):
-        shapes |= {f"{name}.LayerNorm.{part}": (width,) for part in ("weight", "bias")}
-    random = np.random.default_rng(0)
-    tensors = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    save_file(tensors, str(directory / "model.safetensors"))

@@ -22,29 +22,21 @@ TRACKED = {
     ).stdout.splitlines()
 }
 """The files of a fresh checkout."""
+THERE = TRACKED.union(*(path.parents for path in TRACKED))
+"""These files, and the directories that they are in."""
 PAGES = sorted(path for path in TRACKED if path.suffix == ".md")
 DECISIONS = sorted(DOCS.glob("decisions/0*.md"))
 NAMING = (*DOCS.glob("architecture/*.md"), DOCS / "tour.md", DOCS / "glossary.md")
 """Pages on which `package.module.name` in backquotes is a name of the code."""
 
 
-def _name(page: Path) -> str:
-    return str(page.relative_to(ROOT))
-
-
-@pytest.fixture(scope="module")
-def generate() -> ModuleType:
-    """docs/generate.py, which is in no package."""
-    return _script("generate")
-
-
-@pytest.fixture(scope="module")
-def check_site() -> ModuleType:
-    """docs/check_site.py."""
-    return _script("check_site")
+def _sentences(page: Path) -> str:
+    """Return the text of a page without its blocks of code."""
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
 
 
 def _script(name: str) -> ModuleType:
+    """Return a script of docs, which is in no package."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -52,6 +44,11 @@ def _script(name: str) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    return _script("generate")
 
 
 @pytest.fixture(scope="module")
@@ -78,30 +75,28 @@ def test_the_readme_is_short_and_no_figure_is_in_it_that_the_performance_page_ha
     assert len(text.splitlines()) <= 135
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_a_module_that_a_sentence_says_to_run_exists(page: Path) -> None:
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    named = set(re.findall(r"`[^`\n]*python -m ((?:benchmarks|scripts|tests|prejit)[\w.]*)", text))
-    assert [name for name in sorted(named) if importlib.util.find_spec(name) is None] == []
+def test_a_module_that_a_sentence_says_to_run_exists() -> None:
+    pattern = r"`[^`\n]*python -m ((?:benchmarks|scripts|tests|prejit)[\w.]*)"
+    named = {name: page for page in PAGES for name in re.findall(pattern, _sentences(page))}
+    assert {n: p for n, p in named.items() if importlib.util.find_spec(n) is None} == {}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_every_relative_link_leads_to_a_file_and_every_anchor_to_a_heading(
-    page: Path,
-) -> None:
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        path, _, anchor = link.partition("#")
-        if "://" in path:
-            continue
-        target = (page.parent / path).resolve() if path else page
-        assert any(each == target or target in each.parents for each in TRACKED), (
-            f"{page.name}: {link}"
-        )
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
-            anchors = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
-            assert anchor in anchors, f"{page.name}: {link}"
+def test_every_relative_link_leads_to_a_file_and_every_anchor_to_a_heading() -> None:
+    dead = []
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", _sentences(page)):
+            path, _, anchor = link.partition("#")
+            if "://" in path:
+                continue
+            target = (page.parent / path).resolve() if path else page
+            if target not in THERE or (anchor and anchor not in _anchors(target)):
+                dead.append(f"{page.relative_to(ROOT)}: {link}")
+    assert dead == []
+
+
+def _anchors(page: Path) -> list[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
 
 
 def test_the_reference_pages_are_those_of_the_code(generate: ModuleType) -> None:
@@ -109,12 +104,10 @@ def test_the_reference_pages_are_those_of_the_code(generate: ModuleType) -> None
         assert file.read_text() == text, f"{file.name}: python docs/generate.py writes it"
 
 
-@pytest.mark.parametrize("page", NAMING, ids=_name)
-def test_a_name_of_the_code_exists(page: Path) -> None:
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    names = set(re.findall(r"`([a-z_]\w*(?:\.\w+)+)`", text))
-    unknown = [name for name in sorted(names) if not _is_file(name) and not _resolves(name)]
-    assert unknown == [], f"{page.name} names what is not there"
+def test_a_name_of_the_code_exists() -> None:
+    pattern = r"`([a-z_]\w*(?:\.\w+)+)`"
+    named = {name: page for page in NAMING for name in re.findall(pattern, _sentences(page))}
+    assert {n: p for n, p in named.items() if not _is_file(n) and not _resolves(n)} == {}
 
 
 def _is_file(name: str) -> bool:
@@ -143,17 +136,18 @@ def _found(path: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("page", [*NAMING, ROOT / "CONTRIBUTING.md"], ids=_name)
-def test_a_path_exists(page: Path) -> None:
+def test_a_path_exists() -> None:
     """A path in capitals, such as NAME.py, stands for a file of the reader's own."""
-    paths = re.findall(
-        r"`((?:compiler|runtime|server|tests|docs|benchmarks)/[^`\s]*)`", page.read_text()
-    )
-    real = [path for path in paths if not re.search(r"NAME|PLATFORM|MODULE|vN|<|\*", path)]
-    assert [path for path in real if not (ROOT / path).exists()] == []
+    pattern = r"`((?:compiler|runtime|server|tests|docs|benchmarks)/[^`\s]*)`"
+    pages = [*NAMING, ROOT / "CONTRIBUTING.md"]
+    named = {path: page for page in pages for path in re.findall(pattern, page.read_text())}
+    real = {
+        p: page for p, page in named.items() if not re.search(r"NAME|PLATFORM|MODULE|vN|<|\*", p)
+    }
+    assert {p: page for p, page in real.items() if not (ROOT / p).exists()} == {}
 
 
-@pytest.mark.parametrize("record", DECISIONS, ids=_name)
+@pytest.mark.parametrize("record", DECISIONS, ids=lambda record: record.stem)
 def test_a_decision_is_short_with_a_date_a_figure_and_a_command(record: Path) -> None:
     text = record.read_text()
     assert len(text.split()) <= 200
@@ -208,14 +202,14 @@ def test_the_manifest_page_has_every_key_with_its_meaning(assembled: Path) -> No
 
 
 def test_the_site_check_finds_dead_links_dead_anchors_and_other_hosts(
-    check_site: ModuleType, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "b.html").write_text('<h1 id="here">b</h1>')
     (tmp_path / "a.html").write_text(
         '<a href="b.html#here">good</a><a href="b.html#gone">anchor</a><a href="c.html">file</a>'
         '<script src="https://example.com/x.js"></script><a href="https://example.com">fine</a>'
     )
-    assert check_site.problems(tmp_path) == [
+    assert _script("check_site").problems(tmp_path) == [
         "a.html: loads https://example.com/x.js",
         "a.html: b.html#gone leads to no anchor",
         "a.html: c.html leads to no file",

@@ -119,7 +119,7 @@ def _run(command: str, snippet: Snippet, directory: Path, shell: Shell) -> None:
 def _check_transcript(snippet: Snippet, directory: Path, shell: Shell) -> None:
     """Compare what a command prints with what the page shows; `[...]` stands for anything."""
     (command,) = commands_of(snippet)
-    done = shell(f"({command}) 2>&1", directory)
+    done = shell(command, directory, merged=True)
     shown = snippet.code.split("\n", 1)[1]
     pattern = ".*".join(re.escape(" ".join(part.split())) for part in shown.split("[...]"))
     pattern = pattern.replace(r"\ .*", r".*").replace(r".*\ ", ".*")

@@ -9,35 +9,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from string import ascii_lowercase
 
 import pytest
+from tests.encoders import write_encoder
 from tests.once import Once
-from tests.parity.encoder_cases import Case
 from tests.warm import WarmPython
-from tokenizers import Tokenizer, pre_tokenizers, processors
-from tokenizers.models import WordPiece
 
 ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("PREJIT_SHARED", ROOT.parent / "shared"))
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-
-ENCODER = {
-    "model_type": "bert",
-    "architectures": ["BertModel"],
-    "hidden_act": "gelu",
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 3,
-    "vocab_size": 30,
-    "max_position_embeddings": 64,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-    "pad_token_id": 0,
-}
-"""Configuration of the encoder of `encoder_dir`."""
 
 
 @pytest.fixture(scope="session")
@@ -156,14 +137,7 @@ def encoder_dir(run: Run, once: Once) -> Path:
     """A tiny sentence encoder whose words are letters."""
 
     def make(directory: Path) -> None:
-        case = Case("tiny", ENCODER, 7, pooling=("mean_tokens",), normalize=True)
-        case.write(directory / "model")
-        names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *ascii_lowercase]
-        ids = {name: i for i, name in enumerate(names)}
-        made = Tokenizer(WordPiece(ids, unk_token="[UNK]"))
-        made.pre_tokenizer = pre_tokenizers.Whitespace()
-        made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-        made.save(str(directory / "model" / "tokenizer.json"))
+        write_encoder(directory / "model", pooling=("mean_tokens",), normalize=True)
         manifest = directory / "encoder.toml"
         manifest.write_text(
             '[bundle]\nname = "sentences"\n[model]\nsource = "model"\n[encode]\nshapes = [[4, 16]]\n'

@@ -18,8 +18,8 @@ import oras.schemas
 import pytest
 from oras.layout.layout import Layout, NewLayoutFromRegistry
 from oras.provider import Registry
+from tests.layouts import blob, index_of
 from tests.layouts import blobs_of as blob_files
-from tests.layouts import index_of
 
 from prejit.runtime import RejectError, load
 from prejit.runtime.__main__ import main
@@ -30,33 +30,34 @@ MODEL = Path(__file__).parents[1] / "format" / "v1" / "decoder"
 """A bundle with tokenizer and chat templates."""
 
 
-def blobs_of(layout: Path, target: str) -> dict[str, int]:
-    """Digest -> size of everything that a target's manifest leads to."""
+def sha256(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def blobs_of(layout: Path, target: str) -> list[str]:
+    """The digests of everything that a target's manifest leads to."""
     index = json.loads((layout / "index.json").read_bytes())
-    [descriptor] = [
-        m
-        for m in index["manifests"]
-        if m["annotations"]["org.opencontainers.image.ref.name"] == target
-    ]
-    digits = descriptor["digest"].removeprefix("sha256:")
-    manifest = json.loads((layout / "blobs" / "sha256" / digits).read_bytes())
-    return {d["digest"]: d["size"] for d in (descriptor, manifest["config"], *manifest["layers"])}
+    named = {m["annotations"]["org.opencontainers.image.ref.name"]: m for m in index["manifests"]}
+    manifest = json.loads(blob(layout, named[target]["digest"]).read_bytes())
+    return [d["digest"] for d in (named[target], manifest["config"], *manifest["layers"])]
 
 
 def test_oras_validates_the_layout_and_finds_every_blob(bundle_dir: Path) -> None:
     layout = Layout(str(bundle_dir))
     for target in TARGETS:
-        found = layout.get_ordered_blobs(tag=target)
-        assert set(found) == blobs_of(bundle_dir, target).keys()
-        for digest in found:
-            content = Path(layout.digest_to_blob_path(digest)).read_bytes()
-            assert f"sha256:{hashlib.sha256(content).hexdigest()}" == digest
-    everything = {path.name for path in (bundle_dir / "blobs" / "sha256").iterdir()}
+        assert set(layout.get_ordered_blobs(tag=target)) == {*blobs_of(bundle_dir, target)}
     whole = layout.get_ordered_blobs(tag="example")
-    assert {digest.removeprefix("sha256:") for digest in whole} == everything
+    for digest in whole:
+        assert sha256(Path(layout.digest_to_blob_path(digest)).read_bytes()) == digest
+    everything = {f"sha256:{path.name}" for path in (bundle_dir / "blobs" / "sha256").iterdir()}
+    assert {*whole} == everything
+    assert everything == {load(bundle_dir).digest}.union(
+        *(blobs_of(bundle_dir, t) for t in TARGETS)
+    )
     assert whole[-1] == load(bundle_dir).digest
+    assert not [path for path in bundle_dir.rglob("*") if path.is_symlink()]
     found = Layout(str(MODEL)).get_ordered_blobs(tag="cpu-x86-64-v2")
-    assert set(found) == blobs_of(MODEL, "cpu-x86-64-v2").keys()
+    assert set(found) == {*blobs_of(MODEL, "cpu-x86-64-v2")}
     assert len(found) == 8, "manifest, config and six layers"
 
 
@@ -124,9 +125,8 @@ def test_index_and_manifests_are_as_the_specification_says(
     for content in (root, index):
         jsonschema.validate(content, INDEX)
         jsonschema.validate(content, oras.schemas.index)
-    blobs = bundle_dir / "blobs" / "sha256"
     for descriptor in index["manifests"]:
-        manifest = json.loads((blobs / descriptor["digest"].removeprefix("sha256:")).read_bytes())
+        manifest = json.loads(blob(bundle_dir, descriptor["digest"]).read_bytes())
         jsonschema.validate(manifest, MANIFEST)
         jsonschema.validate(manifest, oras.schemas.manifest)
         assert manifest["artifactType"] == descriptor["artifactType"]
@@ -135,20 +135,6 @@ def test_index_and_manifests_are_as_the_specification_says(
     layout = json.loads((bundle_dir / "oci-layout").read_bytes())
     assert layout == {"imageLayoutVersion": "1.0.0"}
     assert {path.name for path in bundle_dir.iterdir()} == {"blobs", "index.json", "oci-layout"}
-
-
-def test_every_file_is_named_by_its_digest_and_by_something_that_leads_to_it(
-    bundle_dir: Path,
-) -> None:
-    expected = {d for target in TARGETS for d in blobs_of(bundle_dir, target)}
-    expected.add(load(bundle_dir).digest)
-    found = {
-        f"sha256:{hashlib.sha256(blob.read_bytes()).hexdigest()}": blob
-        for blob in (bundle_dir / "blobs" / "sha256").iterdir()
-    }
-    assert set(found) == expected
-    assert all(digest == f"sha256:{blob.name}" for digest, blob in found.items())
-    assert not [path for path in bundle_dir.rglob("*") if path.is_symlink()]
 
 
 class _Store(ThreadingHTTPServer):
@@ -179,8 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
         kind, reference = self.path.split("?")[0].rsplit("/", 2)[-2:]
         if kind == "manifests" and reference in self.server.manifests:
             media_type, body = self.server.manifests[reference]
-            digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
-            self._answer(200, body, Content_Type=media_type, Docker_Content_Digest=digest)
+            self._answer(200, body, Content_Type=media_type, Docker_Content_Digest=sha256(body))
         elif kind == "blobs" and reference in self.server.blobs:
             self._answer(200, self.server.blobs[reference])
         else:
@@ -194,15 +179,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         body = self._body()
+        digest = sha256(body)
         if "/blobs/uploads/" in self.path:
-            digest = self.path.partition("digest=")[2].replace("%3A", ":")
-            assert f"sha256:{hashlib.sha256(body).hexdigest()}" == digest
+            assert self.path.partition("digest=")[2].replace("%3A", ":") == digest
             self.server.blobs[digest] = body
         else:
             reference = self.path.split("?")[0].rsplit("/", 1)[1]
-            self.server.manifests[reference] = (self.headers["Content-Type"], body)
-            digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
-            self.server.manifests[digest] = self.server.manifests[reference]
+            for name in (reference, digest):
+                self.server.manifests[name] = (self.headers["Content-Type"], body)
         self._answer(201, Location=self.path, Docker_Content_Digest=digest)
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -219,24 +203,33 @@ def registry() -> Iterator[_Store]:
         thread.join()
 
 
-def test_a_bundle_survives_a_push_and_a_pull_by_oras(
-    registry: _Store, bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("tag", "kind", "targets"), [("example", "index", 2), ("cpu-host", "manifest", 1)]
+)
+def test_what_oras_pushed_and_pulled_is_the_bundle_or_one_of_its_targets(
+    registry: _Store,
+    bundle_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    tag: str,
+    kind: str,
+    targets: int,
 ) -> None:
     """One reference names the whole: the registry's digest is the bundle's."""
     provider = Registry(insecure=True, tls_verify=False)
     where = f"127.0.0.1:{registry.server_address[1]}/bundle:v1"
-    Layout(str(bundle_dir)).push_to_registry(provider=provider, target=where, tag="example")
+    Layout(str(bundle_dir)).push_to_registry(provider=provider, target=where, tag=tag)
     media_type, content = registry.manifests["v1"]
-    digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
-    assert media_type == "application/vnd.oci.image.index.v1+json"
+    assert media_type == f"application/vnd.oci.image.{kind}.v1+json"
     NewLayoutFromRegistry(str(tmp_path / "pulled"), provider, where, tag="anything")
-    pulled, whole = load(tmp_path / "pulled", on_mismatch="error"), load(bundle_dir)
-    assert pulled.digest == whole.digest == digest
+    pulled, whole = (load(at, on_mismatch="error") for at in (tmp_path / "pulled", bundle_dir))
+    assert (pulled.name, pulled.target, pulled.digest) == (whole.name, "cpu-host", sha256(content))
+    assert (pulled.digest == whole.digest) == (targets == 2)
     np.testing.assert_array_equal(pulled.call("score", x=X), whole.call("score", x=X))
     assert main(["verify", str(tmp_path / "pulled")]) == 0
     said = capsys.readouterr().out
-    assert "ok: 2 targets" in said
-    assert digest in said
+    assert f"ok: {targets} targets" in said
+    assert pulled.digest in said
 
 
 def copy_of(layout: Path, to: Path, *targets: str, spaced: bool = False) -> Path:
@@ -251,8 +244,7 @@ def copy_of(layout: Path, to: Path, *targets: str, spaced: bool = False) -> Path
             manifests.append({**kept, "annotations": annotations})
             (to / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
             for digest in blobs_of(layout, name):
-                at = Path("blobs", "sha256", digest.removeprefix("sha256:"))
-                shutil.copyfile(layout / at, to / at)
+                shutil.copyfile(blob(layout, digest), blob(to, digest))
     written = {"schemaVersion": 2, "manifests": manifests}
     (to / "index.json").write_text(json.dumps(written, indent=2 if spaced else None))
     version = {"imageLayoutVersion": "1.0.0"}
@@ -260,32 +252,17 @@ def copy_of(layout: Path, to: Path, *targets: str, spaced: bool = False) -> Path
     return to
 
 
-def test_a_target_that_oras_pulled_loads_and_runs(
-    registry: _Store, bundle_dir: Path, tmp_path: Path
-) -> None:
-    provider = Registry(insecure=True, tls_verify=False)
-    where = f"127.0.0.1:{registry.server_address[1]}/bundle:v1"
-    Layout(str(bundle_dir)).push_to_registry(provider=provider, target=where, tag="cpu-host")
-    NewLayoutFromRegistry(str(tmp_path / "pulled"), provider, where, tag="anything")
-    pulled = load(tmp_path / "pulled", on_mismatch="error")
-    whole = load(bundle_dir, on_mismatch="error")
-    assert (pulled.name, pulled.target) == (whole.name, "cpu-host")
-    _, manifest = registry.manifests["v1"]
-    assert pulled.digest == f"sha256:{hashlib.sha256(manifest).hexdigest()}"
-    np.testing.assert_array_equal(pulled.call("score", x=X), whole.call("score", x=X))
-
-
-@pytest.mark.parametrize("spaced", [False, True])
 def test_a_copy_of_one_target_is_a_bundle_of_that_target(
-    bundle_dir: Path, tmp_path: Path, spaced: bool, capsys: pytest.CaptureFixture[str]
+    bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copy = copy_of(bundle_dir, tmp_path / "copy", "cpu-x86-64-v3", spaced=spaced)
-    assert main(["verify", str(copy)]) == 0
-    said = capsys.readouterr().out
-    assert "ok: 1 targets" in said
-    again = copy_of(bundle_dir, tmp_path / "again", "cpu-x86-64-v3", spaced=not spaced)
-    assert main(["verify", str(again)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == said.splitlines()[-1], "one digest"
+    last = set()
+    for spaced in (False, True):
+        copy = copy_of(bundle_dir, tmp_path / f"{spaced}", "cpu-x86-64-v3", spaced=spaced)
+        assert main(["verify", str(copy)]) == 0
+        said = capsys.readouterr().out
+        assert "ok: 1 targets" in said
+        last.add(said.splitlines()[-1])
+    assert len(last) == 1, "one digest"
     both = copy_of(bundle_dir, tmp_path / "both", *TARGETS)
     assert load(both, on_mismatch="error").target == "cpu-host"
 
@@ -295,8 +272,8 @@ def test_a_copy_is_checked_as_a_bundle_is(
 ) -> None:
     for digest in blobs_of(bundle_dir, "cpu-host"):
         copy = copy_of(bundle_dir, tmp_path / digest[-9:], "cpu-host")
-        blob = copy / "blobs" / "sha256" / digest.removeprefix("sha256:")
-        blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+        damaged = blob(copy, digest)
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
         with pytest.raises(RejectError):
             load(copy)
     for change in (
@@ -325,36 +302,36 @@ def test_a_copy_is_checked_as_a_bundle_is(
         load(mixed)
 
 
-@pytest.mark.skipif(
+with_skopeo = pytest.mark.skipif(
     shutil.which("skopeo") is None, reason="skopeo is not installed (Debian has it)"
 )
-def test_skopeo_reads_and_copies_every_target_unchanged(bundle_dir: Path, tmp_path: Path) -> None:
-    def skopeo(*arguments: str) -> bytes:
-        return subprocess.run(["skopeo", *arguments], check=True, capture_output=True).stdout
 
+
+def skopeo(*arguments: str) -> bytes:
+    command = ["skopeo", "--insecure-policy", *arguments]
+    return subprocess.run(command, check=True, capture_output=True).stdout
+
+
+@with_skopeo
+def test_skopeo_reads_and_copies_every_target_unchanged(bundle_dir: Path, tmp_path: Path) -> None:
     for target in TARGETS:
         source = f"oci:{bundle_dir}:{target}"
-        raw = skopeo("inspect", "--raw", source)
+        digest = sha256(skopeo("inspect", "--raw", source))
         copied = tmp_path / target
-        skopeo("--insecure-policy", "copy", "--preserve-digests", source, f"oci:{copied}:{target}")
+        skopeo("copy", "--preserve-digests", source, f"oci:{copied}:{target}")
         blobs = blobs_of(bundle_dir, target)
-        assert f"sha256:{hashlib.sha256(raw).hexdigest()}" in blobs
-        for digest in blobs:
-            name = Path("blobs", "sha256", digest.removeprefix("sha256:"))
-            assert (copied / name).read_bytes() == (bundle_dir / name).read_bytes()
-        assert load(copied).target == target
-        assert load(copied).digest == f"sha256:{hashlib.sha256(raw).hexdigest()}"
+        assert digest in blobs
+        for each in blobs:
+            assert blob(copied, each).read_bytes() == blob(bundle_dir, each).read_bytes()
+        assert (load(copied).target, load(copied).digest) == (target, digest)
         assert main(["verify", str(copied)]) == 0
 
 
-@pytest.mark.skipif(
-    shutil.which("skopeo") is None, reason="skopeo is not installed (Debian has it)"
-)
+@with_skopeo
 def test_skopeo_copies_the_whole_bundle(bundle_dir: Path, tmp_path: Path) -> None:
     """skopeo 1.9 replaces the index by one without our artifact type, and the bundle keeps its name."""
-    source, copied = f"oci:{bundle_dir}:example", tmp_path / "copied"
-    command = ["skopeo", "--insecure-policy", "copy", "--all", source, f"oci:{copied}:other"]
-    subprocess.run(command, check=True, capture_output=True)
+    copied = tmp_path / "copied"
+    skopeo("copy", "--all", f"oci:{bundle_dir}:example", f"oci:{copied}:other")
     assert load(copied).digest == load(bundle_dir).digest
     np.testing.assert_array_equal(
         load(copied).call("score", x=X), load(bundle_dir).call("score", x=X)
@@ -364,18 +341,14 @@ def test_skopeo_copies_the_whole_bundle(bundle_dir: Path, tmp_path: Path) -> Non
     assert found >= {file.name for file in blob_files(bundle_dir).values()}
 
 
-@pytest.mark.skipif(
-    shutil.which("skopeo") is None, reason="skopeo is not installed (Debian has it)"
-)
+@with_skopeo
 def test_skopeo_unpacks_a_target_and_refuses_a_damaged_one(
     bundle_dir: Path, tmp_path: Path
 ) -> None:
-    command = ["skopeo", "--insecure-policy", "copy", f"oci:{bundle_dir}:cpu-host"]
-    subprocess.run([*command, f"dir:{tmp_path}/unpacked"], check=True, capture_output=True)
-    for digest in list(blobs_of(bundle_dir, "cpu-host"))[1:]:
-        name = digest.removeprefix("sha256:")
-        blob = bundle_dir / "blobs" / "sha256" / name
-        assert (tmp_path / "unpacked" / name).read_bytes() == blob.read_bytes()
-    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
-    done = subprocess.run([*command, f"dir:{tmp_path}/again"], capture_output=True, check=False)
-    assert done.returncode != 0
+    skopeo("copy", f"oci:{bundle_dir}:cpu-host", f"dir:{tmp_path}/unpacked")
+    for digest in blobs_of(bundle_dir, "cpu-host")[1:]:
+        file = blob(bundle_dir, digest)
+        assert (tmp_path / "unpacked" / file.name).read_bytes() == file.read_bytes()
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(subprocess.CalledProcessError):
+        skopeo("copy", f"oci:{bundle_dir}:cpu-host", f"dir:{tmp_path}/again")

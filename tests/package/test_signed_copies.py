@@ -6,11 +6,8 @@ skopeo and the Python package oras do not know OCI's referrers: they copy signat
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +17,9 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 
 from oras.layout.layout import Layout, NewLayoutFromRegistry
 from oras.provider import Registry
-from tests.ports import free_port
+from tests.layouts import blob
 from tests.signers import key_table, signer, write_policy
+from tests.store_servers import docker_registry
 
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import UntrustedError, load
@@ -50,37 +48,12 @@ def signed(bundle_dir: Path) -> Path:
 @pytest.fixture
 def registry(tmp_path: Path) -> Iterator[str]:
     """The address of a real registry, without the API of OCI 1.1 for referrers."""
-    program = shutil.which("docker-registry")
-    if program is None:
+    server = docker_registry(tmp_path)
+    if server is None:
         pytest.skip("docker-registry is not installed (Debian has it)")
-    address = f"127.0.0.1:{free_port()}"
-    settings = {
-        "version": 0.1,
-        "storage": {"filesystem": {"rootdirectory": str(tmp_path / "registry")}},
-        "http": {"addr": address},
-    }
-    (tmp_path / "registry.yml").write_text(json.dumps(settings))  # JSON is YAML, too
-    command = [program, "serve", str(tmp_path / "registry.yml")]
-    with (
-        open(os.devnull, "wb") as nothing,
-        subprocess.Popen(command, stdout=nothing, stderr=nothing) as process,
-    ):
-        try:
-            _wait_for(f"http://{address}/v2/")
-            yield f"{address}/models/demo"
-        finally:
-            process.terminate()
-
-
-def _wait_for(url: str) -> None:
-    last = time.monotonic() + 60
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError:
-            assert time.monotonic() < last, f"{url} does not answer"
-            time.sleep(0.05)
+    server.start()
+    yield server.url.removeprefix("oci://").replace("/team/store", "/models/demo")
+    server.kill()
 
 
 def skopeo(source: str, to: str) -> None:
@@ -89,11 +62,15 @@ def skopeo(source: str, to: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
+def listed(layout: Path) -> dict[str, str]:
+    """The digests of what a layout's `index.json` lists, by name."""
+    entries = json.loads((layout / "index.json").read_bytes())["manifests"]
+    return {each.get("annotations", {}).get(NAME, ""): each["digest"] for each in entries}
+
+
 def names(layout: Path) -> list[str]:
     """The names of what is attached to a bundle."""
-    listed = json.loads((layout / "index.json").read_bytes())["manifests"]
-    found = [each.get("annotations", {}).get(NAME, "") for each in listed]
-    return [name for name in found if name.startswith(ATTACHED)]
+    return [name for name in listed(layout) if name.startswith(ATTACHED)]
 
 
 def refused_before(copy: Path, policy: str) -> None:
@@ -158,9 +135,7 @@ def test_signatures_of_the_bundle_and_of_another_target_let_no_copy_of_one_run(
 ) -> None:
     copy = tmp_path / "copy"
     skopeo(f"oci:{signed}:{TARGET}", f"oci:{copy}:{TARGET}")
-    listed = json.loads((signed / "index.json").read_bytes())["manifests"]
-    subject = next(each["digest"] for each in listed if each["annotations"][NAME] == TARGET)
-    others = [name for name in names(signed) if _subject(signed, name) != subject]
+    others = [name for name in names(signed) if _subject(signed, name) != listed(signed)[TARGET]]
     assert len(others) == 2
     for name in others:
         skopeo(f"oci:{signed}:{name}", f"oci:{copy}:{name}")
@@ -169,10 +144,7 @@ def test_signatures_of_the_bundle_and_of_another_target_let_no_copy_of_one_run(
 
 
 def _subject(layout: Path, name: str) -> str:
-    listed = json.loads((layout / "index.json").read_bytes())["manifests"]
-    [digest] = [each["digest"] for each in listed if each["annotations"][NAME] == name]
-    content = (layout / "blobs" / "sha256" / digest.removeprefix("sha256:")).read_bytes()
-    return str(json.loads(content)["subject"]["digest"])
+    return str(json.loads(blob(layout, listed(layout)[name]).read_bytes())["subject"]["digest"])
 
 
 def test_oras_pulls_a_bundle_without_its_signatures(

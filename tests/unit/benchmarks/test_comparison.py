@@ -18,6 +18,7 @@ from benchmarks.harness.comparison import DECODE, FIRST, Goal
 from benchmarks.harness.fresh_processes import Row, Spread
 
 MINE, PEER, SLOW = "prejit float32", "llama.cpp f32", "JAX, persistent cache"
+PYTHON = (sys.executable, "-S", "-c")
 
 
 def rows(*names: str, dtype: str = "float32") -> list[Row]:
@@ -27,6 +28,13 @@ def rows(*names: str, dtype: str = "float32") -> list[Row]:
 def samples(**figures: list[float]) -> list[dict[str, Any]]:
     count = len(next(iter(figures.values())))
     return [{key: values[place] for key, values in figures.items()} for place in range(count)]
+
+
+TWO = {
+    MINE: samples(first_seconds=[0.2], decode_tokens_per_second=[60.0]),
+    PEER: samples(first_seconds=[0.1], decode_tokens_per_second=[50.0]),
+}
+"""prejit starts in twice the time of its peer, and decodes 1.2 times as fast."""
 
 
 def test_a_ratio_is_of_processes_of_one_round_not_of_medians() -> None:
@@ -39,12 +47,8 @@ def test_a_ratio_is_of_processes_of_one_round_not_of_medians() -> None:
 
 
 def test_the_best_peer_is_the_fastest_where_more_is_better_and_the_least_where_less_is() -> None:
-    found = {
-        MINE: samples(first_seconds=[0.1], decode_tokens_per_second=[99.0]),
-        PEER: samples(first_seconds=[0.3], decode_tokens_per_second=[50.0]),
-        SLOW: samples(first_seconds=[1.1], decode_tokens_per_second=[70.0]),
-    }
     everybody = rows(MINE, PEER, SLOW)
+    found = {**TWO, SLOW: samples(first_seconds=[1.1], decode_tokens_per_second=[70.0])}
     assert comparison.best_peer(found, everybody, FIRST, "float32") == PEER
     assert comparison.best_peer(found, everybody, DECODE, "float32") == SLOW
 
@@ -65,20 +69,12 @@ def test_a_peer_that_failed_is_no_peer_and_is_named_below_the_table() -> None:
 
 
 def test_a_goal_is_met_on_the_right_side_of_its_limit() -> None:
-    found = {
-        MINE: samples(first_seconds=[0.2], decode_tokens_per_second=[60.0]),
-        PEER: samples(first_seconds=[0.1], decode_tokens_per_second=[50.0]),
-    }
     goals = [Goal(FIRST, "float32", 1.0), Goal(DECODE, "float32", 1.1, ("llama.cpp",))]
-    start, decode = comparison.targets("decode, ", goals, rows(MINE, PEER), found)
+    start, decode = comparison.targets("decode, ", goals, rows(MINE, PEER), TWO)
     assert (start.found, start.met) == (2.0, False)
     assert (decode.found, decode.met) == (1.2, True)
-
-
-def test_a_goal_against_a_peer_that_did_not_run_is_not_met_by_another() -> None:
-    found = {MINE: samples(first_seconds=[0.1]), PEER: samples(first_seconds=[0.2])}
-    goals = [Goal(FIRST, "float32", 1.2, ("CTranslate2",))]
-    assert comparison.targets("", goals, rows(MINE, PEER), found) == []
+    of_another = [Goal(FIRST, "float32", 1.2, ("CTranslate2",))]
+    assert comparison.targets("", of_another, rows(MINE, PEER), TWO) == [], "it did not run"
 
 
 def test_tokens_that_differ_once_in_one_process_are_counted_up_to_there() -> None:
@@ -109,34 +105,24 @@ def test_the_share_of_the_floor_is_of_the_bandwidth_probed_beside_each_process()
 
 
 def test_ratios_are_bold_only_where_prejit_is_as_good() -> None:
-    found = {
-        MINE: samples(first_seconds=[0.2], decode_tokens_per_second=[60.0]),
-        PEER: samples(first_seconds=[0.1], decode_tokens_per_second=[50.0]),
-    }
-    _, ratios = comparison.tables("t", rows(MINE, PEER), found, [FIRST, DECODE], {})
+    _, ratios = comparison.tables("t", rows(MINE, PEER), TWO, [FIRST, DECODE], {})
     assert ratios.rows == [(MINE, f"2.00 x {PEER}", f"**1.20** x {PEER}")]
 
 
-def test_a_row_that_fails_is_left_out_with_its_reason_and_the_others_go_on() -> None:
-    good = Row("good", (sys.executable, "-c", "print('LAST {\"x\": 1}')"))
-    bad = Row("bad", (sys.executable, "-c", "raise SystemExit('no such model')"))
-    failures: dict[str, str] = {}
-    found = fresh_processes.interleave([bad, good], 2, failures=failures)
-    assert len(found["good"]) == 2
-    assert "bad" not in found
-    assert failures == {"bad": "exit status 1: no such model"}
-
-
-def test_the_probe_runs_before_each_counted_process_and_not_in_the_round_thrown_away(
+def test_rows_take_turns_after_a_probe_and_one_that_fails_is_left_out_with_its_reason(
     tmp_path: Path,
 ) -> None:
     count = tmp_path / "count"
     code = f"open({str(count)!r}, 'a').write('x'); print('LAST {{\"bytes_per_second\": 7}}')"
-    probe = Row("probe", (sys.executable, "-c", code))
-    row = Row("row", (sys.executable, "-c", "print('LAST {}')"))
-    found = fresh_processes.interleave([row], 2, probe)
-    assert [sample["probe_bytes_per_second"] for sample in found["row"]] == [7, 7]
-    assert count.read_text() == "xx"
+    good = Row("good", (*PYTHON, "print('LAST {\"x\": 1}')"))
+    bad = Row("bad", (*PYTHON, "raise SystemExit('no such model')"))
+    failures: dict[str, str] = {}
+    probe = Row("probe", (*PYTHON, code))
+    found = fresh_processes.interleave([bad, good], 2, probe, failures)
+    assert failures == {"bad": "exit status 1: no such model"}
+    assert [sample["probe_bytes_per_second"] for sample in found["good"]] == [7, 7]
+    assert count.read_text() == "xx", "not in the round that is thrown away"
+    assert found.keys() == {"good"}
 
 
 def test_the_first_prompt_of_a_batch_is_that_of_batch_1() -> None:
@@ -146,7 +132,7 @@ def test_the_first_prompt_of_a_batch_is_that_of_batch_1() -> None:
 
 def test_figures_are_taken_at_the_event_that_stops_a_process() -> None:
     code = "import time; print('FIRST {\"seen\": 1}', flush=True); time.sleep(60)"
-    row = Row("row", (sys.executable, "-c", code))
+    row = Row("row", (*PYTHON, code))
     sample = fresh_processes.run_once(row, until="FIRST", at_stop=lambda: {"disk_read_bytes": 7})
     assert (sample["seen"], sample["disk_read_bytes"]) == (1, 7)
 

@@ -32,17 +32,15 @@ def test_receipts_of_an_earlier_process_are_gone(tmp_path: Path) -> None:
     assert start(tmp_path, WARM).run(row(code))["kept"] == 0
 
 
-def test_a_process_on_one_cpu_sees_one(tmp_path: Path) -> None:
-    code = "import os; print('FIRST {\"cpus\": %d}' % len(os.sched_getaffinity(0)), flush=True)"
-    assert start(tmp_path, ONE_CPU).run(row(code))["cpus"] == 1
-    assert start(tmp_path, WARM).run(row(code))["cpus"] == len(os.sched_getaffinity(0))
-
-
-def test_a_process_is_stopped_at_its_first_token(tmp_path: Path) -> None:
-    code = "import time; print('FIRST', flush=True); time.sleep(60); print('LAST', flush=True)"
-    sample = start(tmp_path, WARM).run(row(code))
-    assert sample["exit_seconds"] < 30
-    assert "last_seconds" not in sample
+def test_a_process_on_one_cpu_sees_one_and_is_stopped_at_its_first_token(tmp_path: Path) -> None:
+    code = (
+        "import os, time; print('FIRST {\"cpus\": %d}' % len(os.sched_getaffinity(0)), flush=True)"
+    )
+    for condition, cpus in ((ONE_CPU, 1), (WARM, len(os.sched_getaffinity(0)))):
+        sample = start(tmp_path, condition).run(row(f"{code}; time.sleep(60); print('LAST')"))
+        assert sample["cpus"] == cpus
+        assert sample["exit_seconds"] < 30
+        assert "last_seconds" not in sample
 
 
 def test_a_fresh_root_keeps_no_receipts_and_writes_no_bytecode(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.campaigns.fuzz import edited, encoded
+from tests.campaigns.junk import edited, encoded
 from tests.extent import examples
 from tests.layouts import write_files
 

@@ -1,0 +1,53 @@
+"""What campaigns share: how much one tries, where it works, how it ends, and its file of figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def setting(name: str, usual: int) -> int:
+    """Return the number that the environment gives for a campaign, such as PREJIT_FUZZ_EXAMPLES."""
+    return int(os.environ.get(f"PREJIT_{name}", usual))
+
+
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """Make a directory, in memory where this machine has some for files."""
+    root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=root) as directory:
+        yield Path(directory)
+
+
+def check(bad: Sequence[str]) -> None:
+    """Fail if there are bad outcomes, and show the first of them."""
+    assert not bad, f"{len(bad)} bad outcomes\n\n" + "\n\n".join(bad[:20])
+
+
+def facts(*packages: str) -> dict[str, Any]:
+    """Return the date and the versions of Python, of packages and of the `kernel`."""
+    return {
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        **{p: platform.release() if p == "kernel" else version(p) for p in packages},
+    }
+
+
+def figures_file(campaign: str) -> Path:
+    """Return the file of a campaign's last figures."""
+    return Path(__file__).with_name(f"{campaign}.json")
+
+
+def write_figures(campaign: str, figures: dict[str, Any]) -> None:
+    """Keep the figures of a whole campaign."""
+    figures_file(campaign).write_text(json.dumps(figures, indent=1) + "\n")
