@@ -20,13 +20,10 @@ from prejit.runtime.errors import FallbackWarning, KernelError, MismatchError, R
 from prejit.runtime.fallback import fallback_counts
 from prejit.runtime.format import limits
 from prejit.runtime.format.checks.program_table import check_config
-from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     KERNELS_MEDIA_TYPE,
     kernel_target,
 )
-from prejit.runtime.format.opening import match, read_contents, read_kernels
-from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 
