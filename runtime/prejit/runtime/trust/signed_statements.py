@@ -60,11 +60,10 @@ def field(found: dict[str, Any], name: str, kind: type[_T], case: str, what: str
     Raises:
         RefusedError: the key is missing, or its value has another type.
     """
-    value: Any = found.get(name)
-    if type(value) is not kind or (kind is int and abs(value) > MAX_INTEGER):
-        raise RefusedError(case, f"{what}: {name}: expected {_NAMES[kind]}, found {shown(value)}")
-    checked: _T = value
-    return checked
+    value = found.get(name)
+    if type(value) is kind and (not isinstance(value, int) or abs(value) <= MAX_INTEGER):
+        return value
+    raise RefusedError(case, f"{what}: {name}: expected {_NAMES[kind]}, found {shown(value)}")
 
 
 def _check_text(found: dict[str, Any], name: str, expected: str, case: str, what: str) -> None:

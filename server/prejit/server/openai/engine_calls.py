@@ -260,8 +260,8 @@ async def results(request: Request, calls: Sequence[TextCall]) -> list[list[Resu
     submitted: list[Future[Result]] = []
     try:
         for call in calls:
-            for future in call.begin(call.engine.submit):
-                submitted.append(future)
+            for answer in call.begin(call.engine.submit):
+                submitted.append(answer)  # so that all before one that is refused are cancelled
         finished = await unless_gone(
             request.receive, asyncio.gather(*map(asyncio.wrap_future, submitted))
         )
