@@ -61,7 +61,7 @@ def field(found: dict[str, Any], name: str, kind: type[_T], case: str, what: str
         RefusedError: the key is missing, or its value has another type.
     """
     value: Any = found.get(name)
-    if type(value) is not kind or (kind is int and abs(value) > MAX_INTEGER):
+    if type(value) is not kind or (kind is int and abs(found[name]) > MAX_INTEGER):
         raise RefusedError(case, f"{what}: {name}: expected {_NAMES[kind]}, found {shown(value)}")
     checked: _T = value
     return checked
