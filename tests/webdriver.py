@@ -5,6 +5,7 @@ The protocol is HTTP with JSON: https://www.w3.org/TR/webdriver2/.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -137,16 +138,20 @@ class Browser:
             time.sleep(0.02)
         return found
 
-    def size(self, width: int, height: int) -> None:
+    def size(self, width: int, height: int, *, scale: float = 1) -> None:
         self._devtools(
             "Emulation.setDeviceMetricsOverride",
-            {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
+            {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False},
         )
 
     def scheme(self, name: str) -> None:
         """Prefer `light` or `dark`."""
         features = [{"name": "prefers-color-scheme", "value": name}]
         self._devtools("Emulation.setEmulatedMedia", {"features": features})
+
+    def picture(self) -> bytes:
+        """A PNG of what is in view."""
+        return base64.b64decode(self._send("GET", "/screenshot"))
 
     def console(self) -> list[str]:
         """Messages of the console since the last call: warnings, errors, failed requests."""
