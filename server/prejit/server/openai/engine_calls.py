@@ -266,8 +266,8 @@ async def results(request: Request, calls: Sequence[TextCall]) -> list[list[Resu
             request.receive, asyncio.gather(*map(asyncio.wrap_future, submitted))
         )
     finally:
-        for future in submitted:
-            future.cancel()  # has no effect on those that are finished
+        for each in submitted:
+            each.cancel()  # has no effect on those that are finished
     for result in finished:
         _check_numbers(result.finish_reason)
     following = iter(finished)
