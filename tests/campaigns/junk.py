@@ -8,9 +8,10 @@ import re
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hypothesis import strategies as st
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
 
 HUGE: tuple[str, ...] = (
     *("9" * 5000, "1" + "0" * 400, "-1", "-0", "1e400", "1e5", "1.0", "0x10", "00", "NaN"),
@@ -126,8 +127,12 @@ def _edit(holder: Any, key: Any, generator: Random) -> None:
             holder[key] = nasty(generator)
 
 
-def mutated(plain: Any, more: tuple[str, ...] = ()) -> st.SearchStrategy[Any]:
+def mutated(plain: Any, more: tuple[str, ...] = ()) -> SearchStrategy[Any]:
     """Return a strategy that draws what `edited` returns."""
+    from hypothesis import (
+        strategies as st,
+    )  # here, because each process of a campaign imports this file
+
     return st.integers(0, 2**32 - 1).map(lambda seed: edited(plain, Random(seed), more))
 
 

@@ -62,8 +62,9 @@ PRELOADED = (
     *("prejit.runtime.generation.decode", "prejit.runtime.generation.filling_aside"),
     *("prejit.runtime.generation.finished_text", "prejit.runtime.programs.local"),
     *("prejit.runtime.programs.user_programs", "prejit.runtime.trust.enforcing"),
+    "tests.campaigns.loads",
 )
-"""What a load imports, without a client of XLA."""
+"""What a load imports, without a client of XLA, and what this module imports."""
 
 
 # Attacks on code
