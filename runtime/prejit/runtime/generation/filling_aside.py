@@ -67,7 +67,7 @@ def filling_aside(
                 aside.copy_rows(prefix.at(aside.context), {place: 0})
         entering = {place: members[slot] for place, slot in enumerate(group)}
         computed = {at: member for at, member in entering.items() if not member.can_decode}
-        yield from filling(decoder, lambda aside=aside: aside, computed, limit)
+        yield from filling(decoder, lambda: aside, computed, limit)  # noqa: B023 (done with this one)
         yield from grow(context)
         if aside.context < cache().context:
             aside = aside.grown(cache().context)
