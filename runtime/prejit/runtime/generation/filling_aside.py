@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,7 +67,7 @@ def filling_aside(
                 aside.copy_rows(prefix.at(aside.context), {place: 0})
         entering = {place: members[slot] for place, slot in enumerate(group)}
         computed = {at: member for at, member in entering.items() if not member.can_decode}
-        yield from filling(decoder, partial(_same, aside), computed, limit)
+        yield from filling(decoder, lambda: aside, computed, limit)  # noqa: B023 (done with this one)
         yield from grow(context)
         if aside.context < cache().context:
             aside = aside.grown(cache().context)
@@ -80,10 +79,6 @@ def filling_aside(
                 if member.token is not None and member.token >= 0  # else it may hold NaN
             }
             prefixes.keep_aside(aside, texts)
-
-
-def _same(cache: KVCache) -> KVCache:
-    return cache
 
 
 def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCache:
