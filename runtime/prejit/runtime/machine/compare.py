@@ -73,7 +73,8 @@ def _vector_bits(feature: str) -> int:
 
 def _equal(name: str, needed: str | tuple[str, ...], found: str | tuple[str, ...] | None) -> Axis:
     texts = [side if isinstance(side, str) else " ".join(side or ()) for side in (needed, found)]
-    return Axis(name, "equal", texts[0] or "none", texts[1] or "none", needed == found)
+    same = needed == (found or type(needed)())
+    return Axis(name, "equal", texts[0] or "none", texts[1] or "none", same)
 
 
 def _subset(name: str, needed: tuple[str, ...], found: tuple[str, ...]) -> Axis:
