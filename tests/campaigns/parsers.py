@@ -494,7 +494,7 @@ def _request() -> Callable[[bytes], object]:
             completions._DECODER,
             [completions._check, lambda body: prompts.as_inputs("prompt", body.prompt)],
         ),
-        (embeddings._DECODER, [embeddings._inputs]),
+        (embeddings._EMBED, [embeddings._inputs]),
         (
             responses_schema.DECODER,
             [responses._constraint, responses._tools, responses.messages_of],
