@@ -33,7 +33,7 @@ import numpy as np
 from prejit.runtime.errors import StoreError
 from prejit.runtime.generation.generate import Piece
 from prejit.server.served.say import say
-from prejit.server.telemetry.watched_engine import Watch, WatchedCall
+from prejit.server.telemetry.watched_engine import EngineCall, Watch
 
 if TYPE_CHECKING:
     from prejit.runtime.encoding.encoder import Encoded
@@ -250,7 +250,7 @@ def _open(path: str) -> int:
     return file
 
 
-def record(call: WatchedCall) -> Watch | None:
+def record(call: EngineCall) -> Watch | None:
     """Return what adds the results of a call to the entry of the request that makes it."""
     if (entry := current.get()) is None:
         return None

@@ -21,7 +21,7 @@ from opentelemetry import propagate
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from prejit.server.engine.histograms import TOKEN_BOUNDS
-from prejit.server.telemetry.watched_engine import Watch, WatchedCall
+from prejit.server.telemetry.watched_engine import EngineCall, Watch
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Histogram
@@ -129,7 +129,7 @@ class Telemetry:
 
         return traced
 
-    def watch(self, call: WatchedCall) -> Watch | None:
+    def watch(self, call: EngineCall) -> Watch | None:
         """Return what makes spans of a call of an engine, below that of the request that makes it."""
         if (request := _current.get()) is None:
             return None

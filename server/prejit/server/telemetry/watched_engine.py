@@ -16,7 +16,7 @@ Watch = Callable[[Any], object]
 """Takes what a call gives: a `Result`, an `Encoded`, what a program returned, or each `Piece` of a stream."""
 
 
-class WatchedCall(NamedTuple):
+class EngineCall(NamedTuple):
     """A call of an engine that begins.
 
     Attributes:
@@ -32,7 +32,7 @@ class WatchedCall(NamedTuple):
     options: dict[str, Any]
 
 
-Watcher = Callable[[WatchedCall], Watch | None]
+Watcher = Callable[[EngineCall], Watch | None]
 """Returns what takes the results of a call; None: nothing does."""
 
 
@@ -50,7 +50,7 @@ class WatchedEngine:
         return getattr(self._engine, name)
 
     def _watches(self, kind: str, program: str, options: dict[str, Any]) -> list[Watch]:
-        call = WatchedCall(self._name, kind, program, options)
+        call = EngineCall(self._name, kind, program, options)
         return [watch for each in self._watchers if (watch := each(call)) is not None]
 
     def submit(self, prompt: Any = None, **options: Any) -> Future[Result]:
