@@ -51,7 +51,7 @@ _PLACE_CHARACTERS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedTexts:
     """A request for text, after its body was read and its model found.
 
     Attributes:
@@ -78,7 +78,7 @@ def asked(
     most: str,
     default: int | None = None,
     logprobs: int | None,
-) -> Asked:
+) -> AskedTexts:
     """Return what a request asks for.
 
     Args:
@@ -101,7 +101,7 @@ def asked(
         "max_new_tokens": new_tokens(given, served, settings, name=most, default=default),
         "logprobs": logprobs,
     }
-    return Asked(request, settings, served, body, options)
+    return AskedTexts(request, settings, served, body, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class TextCall:
 
 
 def text_call(
-    asked: Asked,
+    asked: AskedTexts,
     prompt: Sequence[int],
     mask: Callable[[], TokenMask] | None = None,
     *,

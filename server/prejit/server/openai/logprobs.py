@@ -19,7 +19,7 @@ from prejit.runtime.generation.sampling import Logprob
 from prejit.runtime.text.vocabulary import TokenBytes
 from prejit.server.openai import engine_calls
 from prejit.server.openai.bodies import ResponseFields
-from prejit.server.openai.engine_calls import Asked, TextCall
+from prejit.server.openai.engine_calls import AskedTexts, TextCall
 from prejit.server.served.served import Served
 
 LEAST = -9999.0
@@ -160,7 +160,7 @@ class CompletionLogprobLists:
 
 
 async def scores_of_prompts(
-    asked: Asked, wanted: Sequence[TextCall], top: int | None
+    asked: AskedTexts, wanted: Sequence[TextCall], top: int | None
 ) -> list[list[Logprob]]:
     """Return, for each call, the log-probabilities of the tokens of its prompt but the first.
 

@@ -16,7 +16,7 @@ from prejit.server.grammar.grammar_sources import GrammarSource, SchemaPart
 from prejit.server.grammar.tools import ToolForm, tools_source
 from prejit.server.openai.chat_messages import Function, plain_tools
 from prejit.server.openai.constraints import AnyConstraint, TextConstraint, Tools
-from prejit.server.openai.engine_calls import Asked
+from prejit.server.openai.engine_calls import AskedTexts
 from prejit.server.openai.prompts import off_loop
 from prejit.server.served.served import Served
 
@@ -31,7 +31,7 @@ _NO_TOOLS = Tools()
 
 
 async def token_masks(
-    asked: Asked, constraint: AnyConstraint | None, tools: Tools = _NO_TOOLS
+    asked: AskedTexts, constraint: AnyConstraint | None, tools: Tools = _NO_TOOLS
 ) -> Callable[[], TokenMask] | None:
     """Return what makes token masks for the answers of a request; None: they may be anything.
 
@@ -80,7 +80,7 @@ async def token_masks(
 
 
 async def _mask_of_calls(
-    asked: Asked, tools: Tools, answer: SchemaPart | None
+    asked: AskedTexts, tools: Tools, answer: SchemaPart | None
 ) -> Callable[[], TokenMask] | None:
     """Return what makes token masks for answers that may have calls, with right arguments.
 
@@ -122,7 +122,9 @@ def _teaches(served: Served, mark: str) -> bool:
         return False
 
 
-async def _compiled(asked: Asked, source: Callable[[], GrammarSource]) -> Callable[[], TokenMask]:
+async def _compiled(
+    asked: AskedTexts, source: Callable[[], GrammarSource]
+) -> Callable[[], TokenMask]:
     """Return what makes masks of a grammar, which is compiled if it is not kept."""
     request, served = asked.request, asked.served
     made = await off_loop(len(await request.body()), source)
@@ -132,7 +134,7 @@ async def _compiled(asked: Asked, source: Callable[[], GrammarSource]) -> Callab
 
 
 def _limited(
-    asked: Asked,
+    asked: AskedTexts,
     token_ids: list[int] | None,
     words: Sequence[str],
     mask: Callable[[], TokenMask] | None,
