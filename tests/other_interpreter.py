@@ -33,7 +33,6 @@ CHOSEN = {
 }
 """Files and directories of tests, and what can differ."""
 RANDOM = {
-    "test_random_damage_is_never_served",
     "test_whatever_is_passed_gives_a_result_or_an_error_of_prejit",
 }
 """Long tests of random values. Their files have tests with chosen values, which run."""

@@ -1,4 +1,4 @@
-"""What campaigns share: how much one tries, where it works, how it ends, and its file of figures."""
+"""The parts that campaigns share: how much one tries, where it works, how it ends, its file of figures."""
 
 from __future__ import annotations
 

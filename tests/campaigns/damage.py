@@ -243,7 +243,7 @@ def positions(bundle: Path) -> int:
 
 @dataclass(frozen=True)
 class Applied:
-    """What a damage did.
+    """The outcome of one damage.
 
     Attributes:
         differ: the offsets of the bytes that differ.

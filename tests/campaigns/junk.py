@@ -18,7 +18,7 @@ HUGE: tuple[str, ...] = (
     *("Infinity", "true", "null", "[]"),
     *(str(2**63), str(2**63 - 1), str(2**64), str(2**31), str(2**53 + 1)),
 )
-"""What stands in place of an integer."""
+"""Values that replace an integer."""
 NUMBERS = (-2, -1, 0, 1, 3, 7, 100_000, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64, 10**30, 10**400)
 FLOATS = (-1.0, 0.0, 1e-300, 0.5, 1.5, 1e300, math.inf, -math.inf, math.nan)
 NASTY: tuple[Any, ...] = (
@@ -28,7 +28,7 @@ NASTY: tuple[Any, ...] = (
     *('["x"] foo[1]', '["x"] int8[' + "9" * 5000 + "]", '["a"] float32[-1]', "x86-64-v9"),
     *("sha256:" + "0" * 64, "1" + ".1" * 8000, "1." * 8000, "nested 90", "nested 2000"),
 )
-"""What stands in place of any value. `nested N` is written as N lists in each other."""
+"""Values that replace any other. `nested N` is written as N lists in each other."""
 
 
 # Bytes

@@ -64,7 +64,7 @@ PRELOADED = (
     *("prejit.runtime.programs.user_programs", "prejit.runtime.trust.enforcing"),
     "tests.campaigns.loads",
 )
-"""What a load imports, without a client of XLA, and what this module imports."""
+"""The modules that a load imports, without a client of XLA, and those that this module imports."""
 
 
 # Attacks on code

@@ -28,7 +28,7 @@ PRELOADED: tuple[str, ...] = (
     *("prejit.compiler.lowering.export", "prejit.compiler.models"),
     *("prejit.runtime.cli.inspect_command", "transformers", "tokenizers"),
 )
-"""What the server imports. A campaign may name something else before its first process."""
+"""Modules that the server imports. A campaign may name others before its first process."""
 UNEXPECTED = 70
 """Exit status after an exception that reached the top; `sysexits.h` calls it EX_SOFTWARE."""
 _one_reader = threading.Lock()

@@ -94,7 +94,7 @@ class Decoding:
         masks: Masks,
         meanwhile: Callable[[], object],
     ) -> Call:
-        """Compute the next tokens of all live rows, for each of which the cache has room for one at least.
+        """Compute the next tokens of all live rows. The cache has room for at least one token of each.
 
         Slots without a row are free. `meanwhile` is called once while the device computes.
         """

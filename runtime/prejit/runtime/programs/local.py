@@ -139,7 +139,7 @@ class LocalCompiler:
 
 
 SIZE_AXIS = "bucket"
-"""What `fallback_counts` calls a program that is compiled because no bucket has its sizes."""
+"""The name in `fallback_counts` of a program that is compiled because no bucket has its sizes."""
 
 
 def specialized(

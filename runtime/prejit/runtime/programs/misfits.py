@@ -1,4 +1,4 @@
-"""What to do about a call that no bucket takes: the hint of its error."""
+"""Hints of the errors about calls that no bucket takes."""
 
 from __future__ import annotations
 

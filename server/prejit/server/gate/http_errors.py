@@ -129,7 +129,7 @@ def _of_prejit(error: PrejitError, status: int, kind: str, code: str) -> ApiErro
 
 
 class ErrorFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong.
+    """The error of a response.
 
     Attributes:
         message: one sentence with where, what was expected and what was found.
