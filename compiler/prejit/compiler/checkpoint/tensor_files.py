@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401 (safetensors slices bfloat16 tensors only where numpy knows the dtype)
 import numpy as np
 
 from prejit.runtime.errors import CheckpointError
@@ -70,6 +69,7 @@ def read_parameters(path: Path) -> dict[str, Values]:
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
+    import ml_dtypes  # noqa: F401 (safetensors slices bfloat16 only where numpy knows the dtype)
     from safetensors import SafetensorError, safe_open
 
     def read(name: str, part: slice | None = None) -> Values:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prejit.compiler.checkpoint.tensor_files import read_parameters
-from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.model import ModelSource, read_model, stores_out_in
 from prejit.compiler.pipeline.plan import Plan
@@ -29,6 +28,7 @@ from prejit.runtime.format.arrays import DTYPES
 if TYPE_CHECKING:
     from prejit.compiler.lowering.export import LoweredProgram
     from prejit.compiler.lowering.user.found_function import UserFunction
+    from prejit.compiler.lowering.user.modules import UserModules
     from prejit.compiler.lowering.user.own_decoder import OwnModel
 
 Functions = Mapping[str, "UserFunction | LoweredProgram"]
@@ -115,6 +115,8 @@ def find_code(manifest: Manifest, *, out_in: bool = False) -> UserCode:
     """
     if not (manifest.programs or manifest.has_own_model):
         return UserCode()  # and jax is not imported
+    from prejit.compiler.lowering.user.modules import UserModules
+
     modules = UserModules(None if manifest.path is None else manifest.directory)
     own = _find_own_model(manifest, modules, out_in=out_in)
     return UserCode(_find_functions(manifest, modules), own, modules)

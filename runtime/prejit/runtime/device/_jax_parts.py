@@ -110,9 +110,14 @@ def as_result(array: JaxlibArray, *, weak: bool, committed: bool) -> JaxlibArray
     if array._committed == committed and array.aval.weak_type == weak:
         return array
     _, _jax = import_jaxlib()
-    _, shaped_array = _jax_types()
-    aval = shaped_array(array.shape, array.dtype, weak_type=weak)
+    aval = _aval(array.shape, array.dtype, weak)
     return _jax.ArrayImpl(aval, array.sharding, [array], committed=committed, _skip_checks=True)
+
+
+@functools.lru_cache(1024)
+def _aval(shape: tuple[int, ...], dtype: Any, weak: bool) -> Any:
+    """Return jax's type of an array. jax takes longer to make one than to make the array."""
+    return _jax_types()[1](shape, dtype, weak_type=weak)
 
 
 def mesh_runner(loaded: Any, avals: Avals, shardings: Sequence[Any]) -> Run:
@@ -229,6 +234,15 @@ def local_shards(array: JaxlibArray) -> list[JaxlibArray]:
 def dlpack_capsule(array: JaxlibArray) -> Any:
     """Return a DLPack capsule of an array on one device."""
     return import_jaxlib()[1].buffer_to_dlpack_managed_tensor(array)
+
+
+def from_our_cpu(array: JaxlibArray, device: Any) -> JaxlibArray:
+    """Return an array of our CPU device as one of jax's first CPU device, in the same memory.
+
+    `jax.dlpack.from_dlpack` does it too, but then takes three times as long to canonicalize the dtype, which
+    changes only those of 64 bits.
+    """
+    return import_jaxlib()[1].dlpack_managed_tensor_to_buffer(dlpack_capsule(array), device, None)
 
 
 def compile_options(devices: Sequence[Any]) -> Any:

@@ -147,11 +147,17 @@ def to_jax(
             _jaxlib.is_on_cpu(array) or _jax_parts.device_count(array) == 1
         ):
             found = jax.device_put(to_numpy(array), place)
+        elif _jaxlib.is_on_cpu(array) and _is_first_cpu(place) and array.dtype.itemsize < 8:
+            found = _jax_parts.from_our_cpu(array, place)
         else:
             found = jax.dlpack.from_dlpack(_OnCpu(array) if _jaxlib.is_on_cpu(array) else array)
             if found.sharding.device_set != {place}:
                 found = jax.device_put(found, place)
     return _jax_parts.as_result(found, weak=weak, committed=committed)
+
+
+def _is_first_cpu(device: Any) -> bool:
+    return bool(device.platform == "cpu" and device.local_hardware_id == 0)
 
 
 def default_device() -> Any:

@@ -337,10 +337,11 @@ class Calls:
 
     def rebuild(self, chosen: ChosenBucket, results: Sequence[DeviceArray]) -> Any:
         """Return the results of a program, nested as the function returned them."""
-        arrays = self.programs.results(chosen.program.name)
         tree = self.programs.results_tree(chosen.program.name)
-        values = list(map(self.cutter(chosen), arrays, results))
-        return self.nested(tree, values)
+        if not chosen.sizes:
+            return self.nested(tree, [*map(chosen.convert, results)])
+        arrays = self.programs.results(chosen.program.name)
+        return self.nested(tree, [*map(self.cutter(chosen), arrays, results)])
 
     @staticmethod
     def cutter(chosen: ChosenBucket) -> Callable[[Array, DeviceArray], Any]:
@@ -358,6 +359,9 @@ class Calls:
 
     def nested(self, tree: trees.Tree, values: Sequence[Any]) -> Any:
         """Return values, nested as a tree says."""
+        if isinstance(tree, trees.Leaf):  # most functions return one array
+            (value,) = values
+            return as_key(value, tree)
         leaves = trees.leaves(tree)
         keyed = (as_key(value, leaf) for leaf, value in zip(leaves, values, strict=True))
         return pytree.unflatten(tree, keyed, self.types)
