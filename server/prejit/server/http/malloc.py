@@ -11,6 +11,7 @@ _ARENAS = 2
 """How many arenas of glibc serve all threads, as MALLOC_ARENA_MAX says it. The default is 8 for each core:
 what one thread frees then does not serve the others, and after minutes of mixed requests half of the heap was
 free."""
+_PR_SET_THP_DISABLE = 41
 _LIBRARY = ctypes.CDLL(None)
 
 
@@ -23,6 +24,17 @@ def use_few_arenas() -> None:
     mallopt = getattr(_LIBRARY, "mallopt", None)  # musl has none
     if mallopt is not None and not chosen:
         mallopt(_M_ARENA_MAX, _ARENAS)
+
+
+def use_small_pages() -> None:
+    """Keep the kernel from joining pages of this process into huge ones (prctl(2), as Redis does).
+
+    A huge page is resident as a whole. NumPy asks for them wherever an array of 4 MB lies, and keeps them for
+    what the heap holds there later: the memory of a server grew by 80 MB in 10 minutes of mixed requests.
+    """
+    prctl = getattr(_LIBRARY, "prctl", None)  # Linux has it
+    if prctl is not None:
+        prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
 
 
 def trim() -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 
 from prejit.runtime.errors import StoreError
 from prejit.server.gate.server_settings import BACKLOG, Settings
-from prejit.server.http.malloc import use_few_arenas
+from prejit.server.http.malloc import use_few_arenas, use_small_pages
 from prejit.server.served.answer_checks import AnswerChecks
 from prejit.server.served.say import say
 from prejit.server.served.served import Models
@@ -73,6 +73,7 @@ def serve(
     gc.disable()  # imports and loads make many objects and no garbage
     sys.setswitchinterval(_SWITCH_SECONDS)
     use_few_arenas()
+    use_small_pages()
     _allow_many_connections()
     with _bind(address) as listening, _admin_socket(admin) as of_admin:
         models = Models()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 
@@ -83,3 +84,20 @@ print(before - resident())
 def test_free_memory_goes_back_to_the_system() -> None:
     said = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
     assert int(said.stdout) > 50_000_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's prctl")
+def test_huge_pages_are_off() -> None:
+    """The kernel joined pages of the heap that were mostly free: they were resident again."""
+    said = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from prejit.server.http.malloc import use_small_pages; use_small_pages()\n"
+            "print(open('/proc/self/status').read())",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.search(r"^THP_enabled:\s+0$", said.stdout, re.MULTILINE)
