@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import shutil
 import subprocess
@@ -85,12 +84,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     deselect_thorough(config, items)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
-
-
-@pytest.fixture(autouse=True)
-def silent_log() -> None:
-    """prejit's log is as at the start of a process: `--verbose` of an earlier test may have left it on."""
-    logging.getLogger("prejit").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 from tests.waiting import wait_for
 
 from prejit.compiler import progress as progress_module
 from prejit.compiler.progress import Live, Plain, Progress, Quiet, open_progress
+
+
+@pytest.fixture(autouse=True)
+def silent_log() -> Iterator[None]:
+    """The log is off: where it is on the display is plain, and another test may have left it on."""
+    logger = logging.getLogger("prejit")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    yield
+    logger.setLevel(level)
 
 
 class Terminal(io.StringIO):
