@@ -239,7 +239,7 @@ def dlpack_capsule(array: JaxlibArray) -> Any:
 def from_our_cpu(array: JaxlibArray, device: Any) -> JaxlibArray:
     """Return an array of our CPU device as one of jax's first CPU device, in the same memory.
 
-    `jax.dlpack.from_dlpack` does it too, but then takes three times as long to canonicalize the dtype, which
+    `jax.dlpack.from_dlpack` does it too, and then canonicalizes the dtype, which takes long and
     changes only those of 64 bits.
     """
     return import_jaxlib()[1].dlpack_managed_tensor_to_buffer(dlpack_capsule(array), device, None)

@@ -359,9 +359,8 @@ class Calls:
 
     def nested(self, tree: trees.Tree, values: Sequence[Any]) -> Any:
         """Return values, nested as a tree says."""
-        if isinstance(tree, trees.Leaf):  # most functions return one array
-            (value,) = values
-            return as_key(value, tree)
+        if isinstance(tree, trees.Leaf) and len(values) == 1:  # most functions return one array
+            return as_key(values[0], tree)
         leaves = trees.leaves(tree)
         keyed = (as_key(value, leaf) for leaf, value in zip(leaves, values, strict=True))
         return pytree.unflatten(tree, keyed, self.types)
