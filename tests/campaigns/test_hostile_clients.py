@@ -26,7 +26,7 @@ from tests.integration.test_serve import Process
 from tests.lettered import write_lettered
 
 from .hostile_clients import wide_schema
-from .serving import Look, Watcher, metric
+from .serving import MIB, Look, Watcher, metric
 
 RESULTS = Path(__file__).with_name("hostile_clients.json")
 SECONDS = float(os.environ.get("PREJIT_HOSTILE_SECONDS", "5"))
@@ -38,6 +38,8 @@ CONNECTIONS = 10_000 if IS_WHOLE else 200
 ALONE_SECONDS = max(2.0, SECONDS / 10)
 REST_SECONDS = 90.0
 """How long the server may take to be at rest again: longer than it waits for a head."""
+STEADY_LOOKS = 15
+"""How many looks, a second apart, see that a server is at rest: it gives memory back every 10 seconds."""
 MOST_SLOWER = 2.0
 """How many times longer the 99th percentile between tokens may be than alone."""
 SCRAPE_MS = 500.0
@@ -77,7 +79,7 @@ def test_an_honest_client_beside_hostile_ones(bundle_dir: Path, tmp_path: Path) 
         figures["honest client alone"] = alone = told(
             client("honest", server, "honest", ALONE_SECONDS)
         )
-        before = look(server)
+        before = rested(server)
         watcher = Watcher(server.process.pid, lambda: 0.0, 0.25)
         watcher.start()
         hostile = client("hostile", server, "hostile", SECONDS, CONNECTIONS, *KINDS)
@@ -89,13 +91,13 @@ def test_an_honest_client_beside_hostile_ones(bundle_dir: Path, tmp_path: Path) 
         figures["p99 between tokens, times of alone"] = round(
             beside["ms between tokens"]["p99"] / alone["ms between tokens"]["p99"], 2
         )
-        rested(server, before)
+        rested(server)
         again = told(client("honest", server, "honest", 1))  # the same cache of slots as before
-        after = rested(server, before)
+        after = rested(server)
         seen = (before, *watcher.looks, after)
         figures |= {
             "resident MB before, most, after": [
-                round(each / (1 << 20))
+                round(each / MIB)
                 for each in (
                     before.resident_bytes,
                     max(each.resident_bytes for each in seen),
@@ -168,14 +170,21 @@ def look(server: Process) -> Look:
     return Watcher(server.process.pid, lambda: kept, 1.0).look()
 
 
-def rested(server: Process, before: Look) -> Look:
-    """Wait until a server has no more than before, or for a while, and return what it has."""
-    until, found = time.monotonic() + REST_SECONDS, None
-    while found is None or time.monotonic() < until:
+def rested(server: Process) -> Look:
+    """Wait until a server at rest gives no more back, and return what it has then."""
+    until = time.monotonic() + REST_SECONDS
+    looks: list[Look] = []
+    while time.monotonic() < until:
         with suppress(httpx.TimeoutException):
-            found = look(server)
-            is_small = found.resident_bytes <= before.resident_bytes * MOST_MEMORY or not IS_WHOLE
-            if is_small and found.files <= before.files + MOST_FILES:
-                break
-        time.sleep(0.5)
-    return found
+            looks.append(look(server))
+        if not IS_WHOLE or is_steady(looks[-STEADY_LOOKS:]):
+            break
+        time.sleep(1)
+    return looks[-1]
+
+
+def is_steady(looks: list[Look]) -> bool:
+    """Return whether the last looks, a second apart, saw neither memory nor files given back."""
+    first, last = looks[0], looks[-1]
+    has_more = first.resident_bytes > last.resident_bytes + MIB or first.files > last.files
+    return len(looks) == STEADY_LOOKS and not has_more
