@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         UntrustedWarning,
         UsageError,
     )
-    from prejit.runtime.fallback import fallback_counts
+    from prejit.runtime.fallback_reporting import fallback_counts
     from prejit.runtime.generation.batch import Batch
     from prejit.runtime.generation.finished_text import Result, Stats
     from prejit.runtime.generation.generate import Piece
@@ -68,7 +68,7 @@ _HOMES = {
         *("RejectError", "StoreError", "TruncationWarning", "UntrustedError", "UntrustedWarning"),
         "UsageError",
     ),
-    "fallback": ("fallback_counts",),
+    "fallback_reporting": ("fallback_counts",),
     "generation.batch": ("Batch",),
     "generation.finished_text": ("Result", "Stats"),
     "generation.generate": ("Piece",),

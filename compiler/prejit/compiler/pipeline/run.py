@@ -73,7 +73,7 @@ from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import PrejitError
-from prejit.runtime.fallback import expiry_notice
+from prejit.runtime.fallback_reporting import expiry_notice
 
 _Step = TypeVar("_Step")
 
