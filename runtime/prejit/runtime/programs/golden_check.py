@@ -19,7 +19,7 @@ from prejit.runtime.programs.golden_inputs import Values, golden_inputs, words
 if TYPE_CHECKING:
     from prejit.runtime.device.transfer import DeviceArray
     from prejit.runtime.programs.canary import Canary
-    from prejit.runtime.programs.local import LocalCompiler
+    from prejit.runtime.programs.local_compiler import LocalCompiler
 
 _MAX_SAMPLES = 16
 """Maximum number of samples of one result."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from prejit.runtime.format.trees import Tree
     from prejit.runtime.machine.kept_files import KeptAnswer
     from prejit.runtime.programs.canary import Canary
-    from prejit.runtime.programs.local import LocalCompiler
+    from prejit.runtime.programs.local_compiler import LocalCompiler
     from prejit.runtime.programs.mapped_weights import Weights
 
 _log = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ class Programs:
     @once
     def compiler(self) -> LocalCompiler:
         """What compiles portable programs on this machine."""
-        from prejit.runtime.programs.local import LocalCompiler  # only a fallback needs it
+        from prejit.runtime.programs.local_compiler import LocalCompiler  # only a fallback needs it
 
         return LocalCompiler(
             self.device,
@@ -281,7 +281,7 @@ class Programs:
             RejectError: the program with symbolic sizes is damaged.
             BuildError: it does not work for these sizes.
         """
-        from prejit.runtime.programs.local import count_open_size, specialized  # few need it
+        from prejit.runtime.programs.local_compiler import count_open_size, specialized  # few need it
 
         assert program.symbolic is not None
         symbolic = self._portable.unpack(program.symbolic)
