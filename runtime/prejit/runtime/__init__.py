@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from prejit.runtime.fallback_reporting import fallback_counts
-    from prejit.runtime.generation.batch import Batch
+    from prejit.runtime.generation.continuous_batch import Batch
     from prejit.runtime.generation.finished_text import Result, Stats
     from prejit.runtime.generation.generate import Piece
     from prejit.runtime.generation.options import Defaults, Options, Request, Sampling
@@ -69,7 +69,7 @@ _HOMES = {
         "UsageError",
     ),
     "fallback_reporting": ("fallback_counts",),
-    "generation.batch": ("Batch",),
+    "generation.continuous_batch": ("Batch",),
     "generation.finished_text": ("Result", "Stats"),
     "generation.generate": ("Piece",),
     "generation.shared_prefix": ("Prefix",),

@@ -111,7 +111,7 @@ UNRELATED = [
     "compiler.cli.build_commands:build",
     "runtime.format.bundle_schema:ImageManifest",
     "runtime.cli.commands:",
-    "runtime.generation.batch:",
+    "runtime.generation.continuous_batch:",
 ]
 
 
