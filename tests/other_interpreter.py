@@ -25,7 +25,7 @@ CHOSEN = {
     "unit/runtime/base": "errors and files of the standard library",
     "unit/runtime/device": "private parts of jaxlib: executables, arrays, dispatch, settings",
     "unit/runtime/jitted": "jax's own dispatch, which calls go around",
-    "unit/runtime/programs/test_dispatched.py": "calls by jaxlib's dispatch",
+    "unit/runtime/programs/test_dispatched_calls.py": "calls by jaxlib's dispatch",
     "unit/runtime/programs/test_pytree.py": "jax's trees",
     "unit/runtime/recorded": "jax's dispatch and its texts, which recordings watch",
     "unit/runtime/test_call.py": "arrays in and out",

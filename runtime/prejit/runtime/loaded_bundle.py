@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prejit.runtime.encoding.encoder import EncoderPrograms
     from prejit.runtime.machine.fingerprint import Fingerprint
     from prejit.runtime.programs.canary import Checks
-    from prejit.runtime.programs.dispatched import DispatchedCalls
+    from prejit.runtime.programs.dispatched_calls import DispatchedCalls
     from prejit.runtime.text.tokenizer import Tokenizer
 
 

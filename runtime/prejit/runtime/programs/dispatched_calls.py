@@ -13,7 +13,7 @@ from prejit.runtime.device import _jax_parts, _jit_dispatch
 from prejit.runtime.device.transfer import DeviceArray, dtype_of, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
-from prejit.runtime.programs.dispatched_on_jax import JaxDispatchedCalls
+from prejit.runtime.programs.dispatched_calls_on_jax import JaxDispatchedCalls
 from prejit.runtime.programs.known_calls import ChosenBucket
 from prejit.runtime.programs.pytree import has_registered_tuple
 from prejit.runtime.programs.user_programs import Calls
