@@ -27,7 +27,7 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.referrers import ATTACHED, Referrer, attached_entry, reached, referrers
 from prejit.runtime.format.root import encode_root, is_ours, read_root
-from prejit.runtime.format.verifying import check_blob
+from prejit.runtime.format.blob_hashing import check_blob
 
 
 def _digest_of_file(path: Path) -> str:

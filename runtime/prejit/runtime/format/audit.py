@@ -36,7 +36,7 @@ from prejit.runtime.format.names import (
 from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.referrers import Referrer, reached, referrers, unattached
 from prejit.runtime.format.root import Root, encode_root, is_ours
-from prejit.runtime.format.verifying import check_blob
+from prejit.runtime.format.blob_hashing import check_blob
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 CheckGeneration = Callable[[bytes, str], object]
