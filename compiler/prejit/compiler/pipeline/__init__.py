@@ -9,7 +9,7 @@
     libraries.py         the user's libraries of FFI handlers
     workspace.py         what all steps of one build share: its plan, its model, the user's code, the store
     lower                plan -> lowered: checks, lowering here and in processes, and handing to the executor
-    executables.py       lowered -> compiled
+    submitted_jobs.py    lowered -> compiled
     measure              speed of products and programs, accuracy of dtypes, golden answers, other sizes
     pack                 compiled -> packed -> written: tables, layers, index, descriptions
     shards.py            one build by several machines

@@ -10,7 +10,7 @@ from typing import NotRequired, TypedDict
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.pipeline.executables import Jobs
+from prejit.compiler.pipeline.submitted_jobs import Jobs
 from prejit.compiler.pipeline.shards import Packing, Shard
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store

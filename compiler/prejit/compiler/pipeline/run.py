@@ -33,7 +33,7 @@ from prejit.compiler.pipeline.build_interface import (
     Failed,
     Services,
 )
-from prejit.compiler.pipeline.executables import (
+from prejit.compiler.pipeline.submitted_jobs import (
     CompiledTarget,
     Jobs,
     Submitted,

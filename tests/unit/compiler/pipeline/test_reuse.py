@@ -13,7 +13,7 @@ from tests.extent import examples
 from prejit.compiler.compile.jobs import Compiled
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.build_interface import Services
-from prejit.compiler.pipeline.executables import Jobs
+from prejit.compiler.pipeline.submitted_jobs import Jobs
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.reuse import CACHED, COMPILE, TRACED, planned_executables
 from prejit.compiler.pipeline.run import begin

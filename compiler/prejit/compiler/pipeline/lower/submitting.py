@@ -8,7 +8,7 @@ from typing import final
 from prejit.compiler.native.form_table import KnownForms
 from prejit.compiler.native.kernel_library import KernelLibrary, NoKernels, build_kernels
 from prejit.compiler.pipeline.build_interface import Services
-from prejit.compiler.pipeline.executables import Submitted, submit, submit_known
+from prejit.compiler.pipeline.submitted_jobs import Submitted, submit, submit_known
 from prejit.compiler.pipeline.lower.crew import Crew
 from prejit.compiler.pipeline.lower.lowering import (
     has_lost_native,

@@ -10,7 +10,7 @@ from typing import Any
 
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.executables import CompiledTarget, Submitted
+from prejit.compiler.pipeline.submitted_jobs import CompiledTarget, Submitted
 from prejit.compiler.pipeline.libraries import ReadLibrary, libraries_of
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget

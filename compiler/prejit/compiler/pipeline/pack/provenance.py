@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.native.kernel_library import kernel_conditions
-from prejit.compiler.pipeline.executables import CompiledTarget
+from prejit.compiler.pipeline.submitted_jobs import CompiledTarget
 from prejit.compiler.pipeline.pack.attaching import package_url
 from prejit.compiler.pipeline.pack.user_sources import SourceContent, manifest_sources
 from prejit.compiler.pipeline.plan import Plan

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
-from prejit.compiler.pipeline.executables import Jobs
+from prejit.compiler.pipeline.submitted_jobs import Jobs
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
