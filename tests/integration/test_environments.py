@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.compile.jobs import CompileJob, Source
+from prejit.compiler.compile.compile_jobs import CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.directory_store import DirectoryStore

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
-from prejit.compiler.compile.jobs import Compiled, CompileJob
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.schedule import Need
 from prejit.compiler.compile.worker_process import OUTPUT_MARK
 from prejit.compiler.progress import Progress

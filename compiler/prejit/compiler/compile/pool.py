@@ -26,7 +26,7 @@ from prejit.compiler.compile.executor import (
     need_of,
     size_need,
 )
-from prejit.compiler.compile.jobs import Compiled, CompileJob
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.schedule import Need
 from prejit.compiler.compile.worker_process import (
     JOB_SECONDS,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from prejit.compiler.compile.jobs import Compiled, Source
+from prejit.compiler.compile.compile_jobs import Compiled, Source
 from prejit.compiler.native.products import Product
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.toolchain import Toolchain

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prejit.compiler.compile.jobs import Source
+from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.manifest.manifest import Library, Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.store.interface import Store

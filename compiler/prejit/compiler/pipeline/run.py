@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar, Unpack
 
 from prejit.compiler.checkpoint.source import resolve_source
-from prejit.compiler.compile.jobs import Compiled
+from prejit.compiler.compile.compile_jobs import Compiled
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.build_interface import (
     BuildOptions,

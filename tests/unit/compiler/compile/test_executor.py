@@ -16,7 +16,7 @@ from prejit.compiler.compile.executor import (
     need_of,
     size_need,
 )
-from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key

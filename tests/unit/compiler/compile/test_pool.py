@@ -27,7 +27,7 @@ from prejit.compiler.compile.executor import (
     need_of,
     size_need,
 )
-from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.worker.worker_compile import compress
 from prejit.compiler.compile.worker_process import WorkerProcess
@@ -363,7 +363,7 @@ from pathlib import Path
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.compile.executor import collect
-from prejit.compiler.compile.jobs import CompileJob, Source
+from prejit.compiler.compile.compile_jobs import CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from tests.decoders import LARGEST_CONTEXT, write_random
 
 from prejit.compiler.api import plan as plan_of_user
-from prejit.compiler.compile import jobs
+from prejit.compiler.compile import compile_jobs
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels
@@ -218,7 +218,7 @@ def test_a_plan_makes_nothing_and_names_what_a_build_compiles(
 
     program = once_more.plan.programs[0]
     assert program.lowered is not None
-    portable = jobs.Source(program.lowered.portable.raw_digest, program.lowered.platforms)
+    portable = compile_jobs.Source(program.lowered.portable.raw_digest, program.lowered.platforms)
     empty = Native(f"sha256:{0:064x}", ())  # without products
     for with_kernels in (None, kernels):
         assert portable == choose_source(
@@ -400,7 +400,7 @@ def test_the_platforms_of_a_program_are_in_the_key_of_its_executable(
     found = planned(tmp_path / "m", model, "cpu-x86-64-v3")
     toolchain = find_toolchain(found.plan.targets[0])
     assert toolchain is not None
-    source = jobs.Source(f"sha256:{1:064x}", ("cpu", "cuda", "tpu"))
+    source = compile_jobs.Source(f"sha256:{1:064x}", ("cpu", "cuda", "tpu"))
     turned = replace(source, platforms=source.platforms[::-1])
     spec = found.plan.specs[0]
     digests = {

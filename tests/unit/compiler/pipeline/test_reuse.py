@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.compiler.compile.jobs import Compiled
+from prejit.compiler.compile.compile_jobs import Compiled
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.build_interface import Services
 from prejit.compiler.pipeline.submitted_jobs import Jobs

@@ -12,7 +12,7 @@ import pytest
 from tests.layouts import blobs_of, index_file
 
 from prejit.compiler.compile.executor import Executor
-from prejit.compiler.compile.jobs import Compiled, CompileJob
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.pipeline.build_interface import Built

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
 from prejit.compiler.pipeline.submitted_jobs import Jobs
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore

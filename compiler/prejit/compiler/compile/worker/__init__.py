@@ -6,5 +6,5 @@ run in an environment of another jax, which has the server's dependencies and `i
 here imports flax, click or pydantic, directly or through others. A build uses this code only through a worker
 process: no module outside this package imports it.
 
-This package imports `compile.jobs` and what `compile` imports. Begin with `requests`.
+This package imports `compile.compile_jobs` and what `compile` imports. Begin with `requests`.
 """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import zstandard
 
-from prejit.compiler.compile.jobs import Source
+from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.products import Product, called
 from prejit.compiler.pipeline.model import cache_dtype, longest_context, longest_source

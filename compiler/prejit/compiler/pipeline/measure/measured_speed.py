@@ -20,7 +20,7 @@ from pathlib import Path
 
 from prejit.compiler.compile.compile_key import executable_key
 from prejit.compiler.compile.executor import Executor, collect
-from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.worker_process import JOB_SECONDS, WorkerProcess
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ENCODER_KINDS
