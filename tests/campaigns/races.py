@@ -31,7 +31,7 @@ import zstandard
 from prejit.compiler.garbage import collect
 from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach, write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble
-from prejit.compiler.recording.recording_run import RecordedFile, RecordedTarget, packed
+from prejit.compiler.recording.jax_cache_packing import RecordedFile, RecordedTarget, packed
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.runtime.base.files import digest_of
