@@ -13,7 +13,7 @@ from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.format.arrays import Array, Golden
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
-from prejit.runtime.format.checks.program_signatures import cache_arrays
+from prejit.runtime.format.checks.program_interfaces import cache_arrays
 from prejit.runtime.programs.golden_inputs import Values, golden_inputs, words
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from prejit.runtime.format.arrays import Array, parse_sharding
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.layers import check_signature
-from prejit.runtime.format.checks.program_signatures import usage_of
+from prejit.runtime.format.checks.program_interfaces import usage_of
 from prejit.runtime.format.checks.program_table import check_array
 from prejit.runtime.format.verified import VERIFIED, Verification
 

@@ -49,7 +49,7 @@ from prejit.runtime.format.checks.layers import (
     unpack,
 )
 from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
-from prejit.runtime.format.checks.program_signatures import BUCKETS, Signatures, sized
+from prejit.runtime.format.checks.program_interfaces import BUCKETS, Signatures, sized
 from prejit.runtime.format.checks.program_table import check_array, check_config, check_weight_sets
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
