@@ -16,7 +16,7 @@ from prejit.compiler.compile.schedule import Need
 from prejit.compiler.compile.worker_process import OUTPUT_MARK
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.runtime.errors import BuildError, PrejitError, RejectError, StoreError
 
 _BASE_SECONDS, _SECONDS_A_BYTE = 0.1, 100e-6

@@ -46,7 +46,7 @@ from prejit.compiler.pipeline.traces import (
     function_section,
 )
 from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.build_host import can_build
 from prejit.compiler.targets.installing import obstacle

@@ -37,7 +37,7 @@ from prejit.compiler.pipeline.model import (
     longest_context,
     longest_source,
 )
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.lowering_settings import jax_configuration
 from prejit.compiler.store.own_code import (
     ACCURACY,

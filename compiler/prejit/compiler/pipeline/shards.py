@@ -20,7 +20,7 @@ from typing import Any, TypeVar, final
 
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.runtime.errors import UsageError
 
 _Item = TypeVar("_Item")

@@ -29,7 +29,7 @@ from prejit.compiler.sharing.shared_result import (
     send_content,
 )
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.runtime.errors import StoreError
 
 _Item = TypeVar("_Item")

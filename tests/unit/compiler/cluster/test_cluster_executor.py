@@ -22,7 +22,7 @@ from prejit.compiler.compile.schedule import Loss, Need
 from prejit.compiler.progress import Plain, Progress, Quiet
 from prejit.compiler.sharing.sharing_settings import written_address
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.base.files import digest_of

@@ -33,7 +33,7 @@ from prejit.compiler.compile.worker.worker_compile import compress
 from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.progress import Plain
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.targets import cpu_count
 from prejit.compiler.targets.build_host import jaxlib_version
 from prejit.compiler.targets.target_classes import Target
@@ -361,7 +361,7 @@ import signal
 import sys
 from pathlib import Path
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.compile.executor import collect
 from prejit.compiler.compile.compile_jobs import CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool

@@ -42,7 +42,7 @@ from prejit.compiler.pipeline.run import build
 from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.targets import environments, target_table
 from prejit.runtime.device.tuning import Tuning, write
 from prejit.runtime.errors import CheckpointError, ManifestError

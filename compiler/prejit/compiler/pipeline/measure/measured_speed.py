@@ -42,7 +42,7 @@ from prejit.compiler.pipeline.pack.compatibility import requirement_of
 from prejit.compiler.pipeline.program_keys import cost_key, measuring_key
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.compare import compare
