@@ -29,7 +29,7 @@ from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.remote import Patient
 from prejit.compiler.sharing.sharing_settings import read_stores
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.device._jit_dispatch import Dispatch
 from prejit.runtime.errors import ManifestError, StoreError, UsageError
 from prejit.runtime.jitted.jit_call import Chosen, Parameters

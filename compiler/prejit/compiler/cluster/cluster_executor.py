@@ -46,7 +46,7 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS, error_of
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.sharing.sharing_settings import written_address
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets import environments
 from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.machine.fingerprint import read_xla_flags

@@ -34,7 +34,7 @@ from prejit.compiler.compile.worker_process import (
     WorkerProcess,
 )
 from prejit.compiler.progress import Progress, Quiet
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 
 _SWITCH_SECONDS = 1.0
 """Time to start a worker of another jax or platform: its jobs are taken if they last that much longer."""

@@ -13,7 +13,7 @@ from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.submitted_jobs import Jobs
 from prejit.compiler.pipeline.shards import Packing, Shard
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.bundle_schema import Accuracy
 

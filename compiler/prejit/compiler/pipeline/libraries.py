@@ -9,7 +9,7 @@ from pathlib import Path
 from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.manifest.manifest import Library, Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError, ManifestError, StoreError

@@ -19,7 +19,7 @@ from enum import Enum
 from typing import Any, TypeVar, final
 
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.compiler.store.build_cache_key import Key
 from prejit.runtime.errors import UsageError
 

@@ -17,7 +17,7 @@ from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.pipeline.plan import Lowered, Plan, PlannedProgram
 from prejit.compiler.pipeline.reuse import TargetTools, UnknownError, known_job, why_made
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.errors import PrejitError
 
 _log = logging.getLogger(__name__)

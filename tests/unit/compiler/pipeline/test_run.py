@@ -21,7 +21,7 @@ from prejit.compiler.pipeline.pack.contents import PackedBundle
 from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime import load
 from prejit.runtime.errors import BuildError
 

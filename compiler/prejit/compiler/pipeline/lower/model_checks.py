@@ -15,7 +15,7 @@ from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.pipeline.program_keys import weights_key
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.errors import ManifestError
 
 if TYPE_CHECKING:

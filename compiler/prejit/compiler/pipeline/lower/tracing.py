@@ -19,7 +19,7 @@ from prejit.compiler.pipeline.plan import Lowered, OwnFacts, Plan, PlannedProgra
 from prejit.compiler.pipeline.program_keys import Contents
 from prejit.compiler.pipeline.traces import Known, declared_reads, remember_trace, remembered
 from prejit.compiler.pipeline.workspace import Workspace
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import BuildError

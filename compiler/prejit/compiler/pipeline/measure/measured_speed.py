@@ -41,7 +41,7 @@ from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.pack.compatibility import requirement_of
 from prejit.compiler.pipeline.program_keys import cost_key, measuring_key
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError

@@ -21,7 +21,7 @@ from prejit.compiler.pipeline.plan import Lowered, Plan, PlannedProgram
 from prejit.compiler.pipeline.program_keys import Contents, measuring_key, sizes_key
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.compiler.store.build_cache_key import Key
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.process_facts import free_memory_bytes

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from prejit.compiler.native.kernel_library import KernelLibrary
     from prejit.compiler.pipeline.libraries import ReadLibrary
     from prejit.compiler.store.cached_files import BlobWriter
-    from prejit.compiler.store.interface import Store
+    from prejit.compiler.store.store_interface import Store
 
 _SAFETENSORS_NAMES = {numpy: name for name, (numpy, _) in SAFETENSORS_DTYPES.items()}
 

@@ -19,7 +19,7 @@ from prejit.compiler.pipeline.pack.compatibility import readable_until, requirem
 from prejit.compiler.pipeline.pack.model_layers import special_ids
 from prejit.compiler.pipeline.plan import Lowered, Plan, TargetKernels
 from prejit.compiler.pipeline.program_keys import versions
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.format.bundle_schema import (
     Accuracy,
     Config,

@@ -18,7 +18,7 @@ from prejit.compiler.pipeline.pack.attaching import package_url
 from prejit.compiler.pipeline.pack.user_sources import SourceContent, manifest_sources
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.pipeline.program_keys import versions
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.compiler.store.lowering_settings import jax_configuration
 from prejit.compiler.store.own_code import LOWERING, WEIGHTS, code_digest
 from prejit.runtime.base.files import digest_of
