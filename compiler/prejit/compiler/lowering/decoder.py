@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from prejit.compiler.lowering.cache import (
+from prejit.compiler.lowering.kv_cache_arrays import (
     CacheLayout,
     cache_layout,
     decoder_fields,
