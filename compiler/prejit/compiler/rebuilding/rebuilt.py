@@ -24,7 +24,7 @@ from prejit.compiler.pipeline.program_keys import versions
 from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Progress
 from prejit.compiler.rebuilding.compared_parts import ComparedPart, compare
-from prejit.compiler.rebuilding.recorded import Recorded, read_recorded
+from prejit.compiler.rebuilding.build_record import Recorded, read_recorded
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.base.files import digest_of

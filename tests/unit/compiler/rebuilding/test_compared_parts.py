@@ -24,7 +24,7 @@ from prejit.compiler.rebuilding.compared_parts import (
     in_programs,
     in_weights,
 )
-from prejit.compiler.rebuilding.recorded import Recorded
+from prejit.compiler.rebuilding.build_record import Recorded
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.elf import read_sections
