@@ -38,7 +38,7 @@ _ROOTS = {
 
 COMPILING = (
     "prejit.compiler.compile.worker.worker_compile",
-    "prejit.compiler.compile.worker.requests:_compile",
+    "prejit.compiler.compile.worker.worker_requests:_compile",
 )
 """The code that compiles a program."""
 LOWERING = (

@@ -49,7 +49,7 @@ HOST, V3 = target("cpu-host"), target("cpu-x86-64-v3")
 FAKE_WORKER = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from prejit.compiler.compile.worker import requests
+from prejit.compiler.compile.worker import worker_requests
 from prejit.compiler.compile.worker.xla import CompiledProgram
 from prejit.runtime.format.bundle_schema import Memory
 from prejit.runtime.errors import BuildError
@@ -115,8 +115,8 @@ def compile_program(portable, machine):
     )
 
 answers = open(os.dup(1), "wb")
-requests.import_compiler = lambda platform: None  # nothing here needs jaxlib
-requests.main(compile_program)
+worker_requests.import_compiler = lambda platform: None  # nothing here needs jaxlib
+worker_requests.main(compile_program)
 """
 Results = dict[tuple[str, str], Compiled]
 

@@ -28,7 +28,7 @@ from tests.parity.encoder_cases import Case
 
 from prejit.compiler.compile import worker_process
 from prejit.compiler.compile.pool import WorkerPool
-from prejit.compiler.compile.worker import requests
+from prejit.compiler.compile.worker import worker_requests
 from prejit.compiler.compile.worker.worker_compile import compile_program
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline import run, workspace
@@ -166,7 +166,7 @@ def main(manifest_file: Path, output: Path) -> None:
                 lower_native(space, program)
     for request in asked[:2]:  # what the workers did, here
         with watching("COMPILING"):
-            requests._compile(store, compile_program, request)
+            worker_requests._compile(store, compile_program, request)
     for question in questions:
         sys.stdin = io.TextIOWrapper(io.BytesIO(question))
         with watching("GOLDEN"), contextlib.redirect_stdout(io.StringIO()):

@@ -97,7 +97,7 @@ CHANGES = [
 """What decides results makes them again, and no others."""
 UNRELATED = [
     # What starts, feeds, keeps, packs, serves or shows decides nothing, even in the same file.
-    "compiler.compile.worker.requests:serve",
+    "compiler.compile.worker.worker_requests:serve",
     "compiler.compile.worker_process:WorkerProcess",
     "compiler.compile.pool:WorkerPool",
     "compiler.native.kernel_library:find_kernels",
