@@ -16,7 +16,7 @@ from prejit.runtime.format.checks.program_interfaces import (
     is_rewindable,
     source_array,
 )
-from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.ready_programs import Programs
 
 
 @final

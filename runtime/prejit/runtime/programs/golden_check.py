@@ -57,7 +57,7 @@ class Deviation:
 
 
 class Asked(Protocol):
-    """The programs of a bundle: `ready.Programs`, which asks them for answers."""
+    """The programs of a bundle: `ready_programs.Programs`, which asks them for answers."""
 
     config: Config
     device: Device

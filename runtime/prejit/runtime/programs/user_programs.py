@@ -29,7 +29,7 @@ from prejit.runtime.programs.fitted_arguments import (
 )
 from prejit.runtime.programs.known_calls import ChosenBucket, Held, KnownCalls
 from prejit.runtime.programs.placing import Convert, converter, key_name
-from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.ready_programs import Programs
 
 Flatten = Callable[[trees.Tree], list[Any]]
 """Returns the leaves that a caller gave for a tree, or raises `pytree.MisfitError`."""

@@ -75,7 +75,7 @@ from prejit.runtime.format.root import encode_index, read_root
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.ready_programs import Programs
 
 NEXT = str(FORMAT_VERSION + 1)
 PATH = "somewhere/blob"
