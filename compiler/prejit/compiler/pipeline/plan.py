@@ -20,7 +20,7 @@ from typing import Any
 
 from prejit.compiler.checkpoint.source import find_source
 from prejit.compiler.compile.compile_jobs import Source
-from prejit.compiler.lowering.user.inputs import Present
+from prejit.compiler.lowering.user.trace_inputs import Present
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec, program_specs
 from prejit.compiler.native.form_table import (

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prejit.compiler.lowering.user.inputs import UNSET, Input, Present, file_digest, is_input
+from prejit.compiler.lowering.user.trace_inputs import UNSET, Input, Present, file_digest, is_input
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.pipeline.model import cache_dtype, longest_context, longest_source
