@@ -23,7 +23,7 @@ from prejit.compiler.pipeline.plan import (
     plan_build,
 )
 from prejit.compiler.pipeline.reuse import known_native
-from prejit.compiler.pipeline.run import build
+from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.directory_store import DirectoryStore
 

@@ -1,4 +1,4 @@
-"""The steps of a build, each a function of frozen values. Begin with `run.py`: all of them in order.
+"""The steps of a build, each a function of frozen values. Begin with `build_run.py`: all of them in order.
 
     build_interface.py   the options of a build, its services and its result
     plan.py              manifest -> plan: programs x targets, and what the store has of them

@@ -38,7 +38,7 @@ from prejit.compiler.pipeline.plan import (
 )
 from prejit.compiler.pipeline.program_keys import compile_key, versions
 from prejit.compiler.pipeline.reuse import COMPILE, planned_executables
-from prejit.compiler.pipeline.run import build
+from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore

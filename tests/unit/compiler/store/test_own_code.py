@@ -104,7 +104,7 @@ UNRELATED = [
     "compiler.pipeline.lower.lowering:products_of",
     "compiler.pipeline.pack.bundle_files:assemble",
     "compiler.pipeline.plan:plan_build",
-    "compiler.pipeline.run:build",
+    "compiler.pipeline.build_run:build",
     "compiler.store.directory_store:DirectoryStore",
     "compiler.targets.toolchain:Toolchain",
     "compiler.progress:Plain",

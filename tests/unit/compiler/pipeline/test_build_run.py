@@ -18,7 +18,7 @@ from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.pipeline.build_interface import Built
 from prejit.compiler.pipeline.pack.bundle_writing import is_current, write
 from prejit.compiler.pipeline.pack.contents import PackedBundle
-from prejit.compiler.pipeline.run import build
+from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.store_interface import Store
