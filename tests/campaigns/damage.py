@@ -468,7 +468,9 @@ def _use(bundle: Path, mode: str) -> tuple[list[int], Exception | None]:
 
     tokens: list[int] = []
     late = mock.patch.object(
-        blob_hashing, "HashingVerification", partial(_without_threads, blob_hashing.HashingVerification)
+        blob_hashing,
+        "HashingVerification",
+        partial(_without_threads, blob_hashing.HashingVerification),
     )
     try:
         with late if mode == "late" else contextlib.nullcontext():

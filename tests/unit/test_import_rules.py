@@ -75,7 +75,10 @@ def test_every_forbidden_import_is_found_and_every_rule_can_be_broken(tmp_path: 
     printed = lint(tmp_path)
     assert set(re.findall(r"^(.*) BROKEN", printed, re.MULTILINE)) == RULES.keys()
     assert "not listed as layers:\n\n- prejit.runtime.attic\n" in printed
-    in_a_circle = ("prejit.runtime.generation.sampling", "prejit.runtime.generation.continuous_batch")
+    in_a_circle = (
+        "prejit.runtime.generation.sampling",
+        "prejit.runtime.generation.continuous_batch",
+    )
     assert "No cycles are allowed in prejit.runtime.generation." in printed
     assert "\n- .sampling -> .continuous_batch (1 import)\n" in printed
     for module, _, target in BREAKS:

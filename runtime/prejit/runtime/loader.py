@@ -143,7 +143,9 @@ def load(
 
         fallback_reporting.count_fallback(choice.target.verdict, on_fallback)
         portable = choice.config.portable
-        for warning in fallback_reporting.fallback_warnings(opened.layout, choice.target, portable, machine):
+        for warning in fallback_reporting.fallback_warnings(
+            opened.layout, choice.target, portable, machine
+        ):
             warnings.warn(warning, stacklevel=_CALLER)
     sizes = blobs.hashed_bytes, blobs.receipt_bytes, blobs.verity_bytes
     times = LoadTimes(started, is_first, (reading, *blobs.reads), *sizes)

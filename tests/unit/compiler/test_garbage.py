@@ -17,8 +17,8 @@ import pytest
 
 from prejit.compiler import garbage
 from prejit.compiler.garbage import Collection, collect
-from prejit.compiler.store.directory_store import ZIG, DirectoryStore
 from prejit.compiler.store.build_cache_key import Key
+from prejit.compiler.store.directory_store import ZIG, DirectoryStore
 from prejit.compiler.targets import environments
 from prejit.runtime.cli.commands import run
 

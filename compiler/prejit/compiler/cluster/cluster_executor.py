@@ -32,6 +32,7 @@ from prejit.compiler.cluster.node import (
     own_cpu,
     send,
 )
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.executor import (
     compile_once,
     find_compiled,
@@ -39,7 +40,6 @@ from prejit.compiler.compile.executor import (
     give_result,
     need_of,
 )
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
 from prejit.compiler.compile.worker_process import JOB_SECONDS, error_of

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.executor import (
     compile_once,
     find_compiled,
@@ -26,7 +27,6 @@ from prejit.compiler.compile.executor import (
     need_of,
     size_need,
 )
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.schedule import Need
 from prejit.compiler.compile.worker_process import (
     JOB_SECONDS,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from prejit.compiler.lowering.export import LoweredProgram, export_on, export_program, export_with
 from prejit.compiler.lowering.kv_cache_arrays import (
     CacheLayout,
     cache_layout,
@@ -17,7 +18,6 @@ from prejit.compiler.lowering.kv_cache_arrays import (
     padded,
     source_array,
 )
-from prejit.compiler.lowering.export import LoweredProgram, export_on, export_program, export_with
 from prejit.compiler.lowering.sampling_programs import (
     Chosen,
     SamplingInputs,

@@ -33,12 +33,6 @@ from prejit.compiler.pipeline.build_interface import (
     Failed,
     Services,
 )
-from prejit.compiler.pipeline.submitted_jobs import (
-    CompiledTarget,
-    Jobs,
-    Submitted,
-    compiled_targets,
-)
 from prejit.compiler.pipeline.lower.crew import open_crew
 from prejit.compiler.pipeline.lower.lowering import is_lowered_again, lower, products_of
 from prejit.compiler.pipeline.lower.model_checks import check
@@ -64,6 +58,12 @@ from prejit.compiler.pipeline.plan import Lowered, find_toolchain, plan_build
 from prejit.compiler.pipeline.program_keys import versions
 from prejit.compiler.pipeline.reuse import TargetTools
 from prejit.compiler.pipeline.shards import Packing, Turn
+from prejit.compiler.pipeline.submitted_jobs import (
+    CompiledTarget,
+    Jobs,
+    Submitted,
+    compiled_targets,
+)
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
 from prejit.compiler.targets.environments import spec_for

@@ -45,8 +45,8 @@ from prejit.compiler.pipeline.traces import (
     find_trace,
     function_section,
 )
-from prejit.compiler.store.store_interface import Store
 from prejit.compiler.store.build_cache_key import Key
+from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.build_host import can_build
 from prejit.compiler.targets.installing import obstacle

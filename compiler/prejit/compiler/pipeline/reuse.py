@@ -30,8 +30,8 @@ from prejit.compiler.pipeline.plan import (
     kernels_of,
 )
 from prejit.compiler.pipeline.program_keys import compile_key, native_key
-from prejit.compiler.store.store_interface import Store
 from prejit.compiler.store.build_cache_key import Key, nearest, why
+from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.toolchain import Toolchain
 

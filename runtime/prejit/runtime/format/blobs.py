@@ -164,7 +164,11 @@ class Blobs:
         return self._receipts is not None and self._receipts.holds(name, file.identity)
 
     def _begin(
-        self, jobs: Sequence[blob_hashing.Job], names: Iterable[tuple[str, Identity]], *, threads: int
+        self,
+        jobs: Sequence[blob_hashing.Job],
+        names: Iterable[tuple[str, Identity]],
+        *,
+        threads: int,
     ) -> None:
         """Begin jobs. If all succeed, files with these names and identities get receipts."""
         self.hashed_bytes = sum(job.end - job.start for job in jobs)

@@ -281,7 +281,10 @@ class Programs:
             RejectError: the program with symbolic sizes is damaged.
             BuildError: it does not work for these sizes.
         """
-        from prejit.runtime.programs.local_compiler import count_open_size, specialized  # few need it
+        from prejit.runtime.programs.local_compiler import (
+            count_open_size,
+            specialized,
+        )  # few need it
 
         assert program.symbolic is not None
         symbolic = self._portable.unpack(program.symbolic)

@@ -15,8 +15,8 @@ from jax import export
 from tests.unit.compiler.toolchains import HOST, L4, V3, for_gpu, new, old
 
 from prejit.compiler.compile import compile_key
-from prejit.compiler.compile.compile_key import executable_key
 from prejit.compiler.compile.compile_jobs import Source
+from prejit.compiler.compile.compile_key import executable_key
 from prejit.compiler.targets import cpu_count, toolchain
 from prejit.compiler.targets.build_host import host_cpu
 from prejit.compiler.targets.target_classes import catalogue

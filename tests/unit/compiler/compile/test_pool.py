@@ -21,19 +21,19 @@ import zstandard
 from tests.waiting import wait_for
 
 from prejit.compiler.compile import pool, worker_process
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.executor import (
     collect,
     find_compiled,
     need_of,
     size_need,
 )
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.worker.worker_compile import compress
 from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.progress import Plain
-from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.build_cache_key import Key
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets import cpu_count
 from prejit.compiler.targets.build_host import jaxlib_version
 from prejit.compiler.targets.target_classes import Target

@@ -24,6 +24,7 @@ from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels
 from prejit.compiler.pipeline import program_keys
+from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.lower.lowering import lower, source_of
 from prejit.compiler.pipeline.model import ModelSource, read_model
 from prejit.compiler.pipeline.pack.model_layers import find_published, pack_weights
@@ -38,11 +39,10 @@ from prejit.compiler.pipeline.plan import (
 )
 from prejit.compiler.pipeline.program_keys import compile_key, versions
 from prejit.compiler.pipeline.reuse import COMPILE, planned_executables
-from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.build_cache_key import Key
+from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets import environments, target_table
 from prejit.runtime.device.tuning import Tuning, write
 from prejit.runtime.errors import CheckpointError, ManifestError

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from prejit.runtime.errors import RejectError, StoreError
-from prejit.runtime.format.verified import VERIFIED
 from prejit.runtime.format.blob_hashing import SMALL_BYTES, HashingVerification, Job
+from prejit.runtime.format.verified import VERIFIED
 
 LARGE = SMALL_BYTES
 

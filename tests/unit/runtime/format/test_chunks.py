@@ -20,7 +20,7 @@ from tests.layouts import index_file, index_of
 
 from prejit.compiler.pipeline.pack.chunks import VerityHash
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format import blobs, blob_hashing
+from prejit.runtime.format import blob_hashing, blobs
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.bundle_schema import Chunks
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
@@ -129,7 +129,9 @@ def test_damage_that_is_found_late_ends_the_request(
 
     def begin_without_threads(opened: Any, *args: Any) -> None:
         monkeypatch.setattr(
-            blob_hashing, "HashingVerification", lambda jobs, **o: waits(jobs, **{**o, "threads": 0})
+            blob_hashing,
+            "HashingVerification",
+            lambda jobs, **o: waits(jobs, **{**o, "threads": 0}),
         )
         begin(opened, *args)
 

@@ -25,7 +25,7 @@ from tests.layouts import index_of
 from prejit.runtime.base.files import measure
 from prejit.runtime.cli.output import print_start
 from prejit.runtime.errors import RejectError, StoreError
-from prejit.runtime.format import blobs, blob_hashing
+from prejit.runtime.format import blob_hashing, blobs
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 from prejit.runtime.loader import load

@@ -823,7 +823,9 @@ def test_a_decode_step_comes_between_long_copies_for_a_prompt_and_the_prompt(
 ) -> None:
     batch = short_chunks
     for seconds, first in ((0.0, "decode"), (100.0, "first")):
-        monkeypatch.setattr("prejit.runtime.generation.continuous_batch._PREPARING_SECONDS", seconds)
+        monkeypatch.setattr(
+            "prejit.runtime.generation.continuous_batch._PREPARING_SECONDS", seconds
+        )
         batch.insert(request([1, 2, 3], 60))
         for _ in range(2):  # its first token, and a decode step
             batch.step()
