@@ -66,7 +66,7 @@ class DispatchedCalls:
             function = self._functions[name]
         except (KeyError, TypeError):
             try:
-                self._calls.buckets(name)
+                self._calls.choice.buckets(name)
             except UsageError as error:
                 raise error from None  # the look-up in this class is nobody's error
             function = self._functions.setdefault(name, self._function(name))
@@ -93,9 +93,9 @@ class DispatchedCalls:
     def _function(self, name: str) -> Callable[..., Any] | None:
         """Return what jaxlib dispatches; None: the program cannot be dispatched."""
         calls, device = self._calls, self._calls.device
-        if device.cpu_sharding is None or calls.static_names(name):
+        if device.cpu_sharding is None or calls.choice.static_names(name):
             return None
-        first = calls.buckets(name)[0]
+        first = calls.choice.buckets(name)[0]
         if any(array.donated for array in calls.programs.arguments(first.name)):
             return None
 

@@ -220,7 +220,7 @@ class Calling:
         """Return the buckets of a program in families; none: its calls do not share runs."""
         programs = self._calls.programs
         found: dict[Any, list[ProgramEntry]] = {}
-        for program in self._calls.buckets(name):
+        for program in self._calls.choice.buckets(name):
             others = {key: size for key, size in program.bucket.items() if key != BATCH}
             static = sorted((program.static or {}).items())
             key = (tuple(sorted(others.items())), tuple(static), program.arguments_tree)
