@@ -41,7 +41,6 @@ from prejit.runtime.format.checks import program_table as config_checks
 from prejit.runtime.format.checks.call_programs import check_arrays
 from prejit.runtime.format.checks.layers import (
     MAX_WEIGHTS_HEADER_BYTES,
-    SAFETENSORS_DTYPES,
     TensorSlice,
     check_chat,
     check_signature,
@@ -72,6 +71,7 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import encode_index, read_root
+from prejit.runtime.format.safetensors_dtypes import SAFETENSORS_DTYPES
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
