@@ -22,5 +22,5 @@ SAFETENSORS_DTYPES = {
 }
 """NumPy's or ml_dtypes' name and the bytes of an element, by the name in the header of a safetensors file.
 
-A dtype of less than a byte has no place here: the size of a tensor is a whole number of bytes for each element.
+A dtype of less than a byte has no place here: an element takes a whole number of bytes.
 """

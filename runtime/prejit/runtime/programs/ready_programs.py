@@ -281,10 +281,8 @@ class Programs:
             RejectError: the program with symbolic sizes is damaged.
             BuildError: it does not work for these sizes.
         """
-        from prejit.runtime.programs.local_compiler import (
-            count_open_size,
-            specialized,
-        )  # few need it
+        # Few need it.
+        from prejit.runtime.programs.local_compiler import count_open_size, specialized
 
         assert program.symbolic is not None
         symbolic = self._portable.unpack(program.symbolic)
