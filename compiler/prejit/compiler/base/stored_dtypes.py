@@ -20,9 +20,9 @@ These do not, and a new dtype needs a change in each:
                                         today does not know it, this is a new version of the format
     docs/bundle-format.md               the dtypes that a matrix may have
 
-int4 needs more, as an element takes less than a byte: `SAFETENSORS_DTYPES` and `bytes_of` count whole bytes,
-`write_weights` and `open_weights` write and map NumPy's elements, of which two would share no byte, and
-kernels find a row by pointers to elements. tests/kernels/linear_driver.cc and test_kernel_linear.py try each.
+int4 needs more, as its elements take less than a byte: `SAFETENSORS_DTYPES` and `bytes_of` count whole bytes,
+`write_weights` and `open_weights` write and map arrays of NumPy, which gives int4 a byte, and kernels find a
+row by pointers to elements. tests/kernels/linear_driver.cc and test_kernel_linear.py try each dtype.
 """
 
 from __future__ import annotations
