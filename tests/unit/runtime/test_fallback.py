@@ -28,7 +28,7 @@ from prejit.runtime.errors import (
     RejectError,
     UsageError,
 )
-from prejit.runtime.fallback import expiry_notice
+from prejit.runtime.fallback_reporting import expiry_notice
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.verdict import Axis
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from prejit.runtime import start_report as module
-from prejit.runtime.programs.ready import ProgramReport
+from prejit.runtime.programs.ready_programs import ProgramReport
 from prejit.runtime.start_report import StartReport, hints
 
 QUICK = StartReport(0.01, 0.04, 0.01, 0.01, 0.01, 0.01, 0.0, 0.1, 0, 10_000_000, 0)

@@ -20,7 +20,7 @@ from prejit.runtime import StartReport
 from prejit.runtime.base import files, process_facts
 from prejit.runtime.base.process_facts import LoadTimes, Span
 from prejit.runtime.device.device import Device
-from prejit.runtime.format.verifying import HashingVerification, Job
+from prejit.runtime.format.blob_hashing import HashingVerification, Job
 from prejit.runtime.loader import load
 from prejit.runtime.programs import placing
 from prejit.runtime.start_report import split

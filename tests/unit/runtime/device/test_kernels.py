@@ -17,7 +17,7 @@ from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device import kernels
 from prejit.runtime.errors import FallbackWarning, KernelError, MismatchError, RejectError
-from prejit.runtime.fallback import fallback_counts
+from prejit.runtime.fallback_reporting import fallback_counts
 from prejit.runtime.format import limits
 from prejit.runtime.format.checks.program_table import check_config
 from prejit.runtime.format.names import (

@@ -20,7 +20,7 @@ from tests.layouts import index_file, index_of
 
 from prejit.compiler.pipeline.pack.chunks import VerityHash
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format import blobs, verifying
+from prejit.runtime.format import blob_hashing, blobs
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.bundle_schema import Chunks
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
@@ -61,7 +61,7 @@ def weights_with_filler(good: bytes) -> bytes:
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load waits for no chunk, as if each had a size that chunks of real bundles have."""
-    monkeypatch.setattr("prejit.runtime.format.verifying.SMALL_BYTES", 0)
+    monkeypatch.setattr("prejit.runtime.format.blob_hashing.SMALL_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +129,13 @@ def test_damage_that_is_found_late_ends_the_request(
 
     def begin_without_threads(opened: Any, *args: Any) -> None:
         monkeypatch.setattr(
-            verifying, "HashingVerification", lambda jobs, **o: waits(jobs, **{**o, "threads": 0})
+            blob_hashing,
+            "HashingVerification",
+            lambda jobs, **o: waits(jobs, **{**o, "threads": 0}),
         )
         begin(opened, *args)
 
-    waits = verifying.HashingVerification
+    waits = blob_hashing.HashingVerification
     monkeypatch.setattr(blobs.Blobs, "begin", begin_without_threads)
     flip(weights_of(path), len(content) - 1)
     loaded = load(path)
@@ -269,8 +271,8 @@ def test_a_second_load_hashes_nothing(path: Path, monkeypatch: pytest.MonkeyPatc
     def fail(*_: Any) -> None:
         raise AssertionError("it was hashed again")
 
-    monkeypatch.setattr(verifying, "check_chunk", fail)
-    monkeypatch.setattr(verifying, "check_whole", fail)
+    monkeypatch.setattr(blob_hashing, "check_chunk", fail)
+    monkeypatch.setattr(blob_hashing, "check_whole", fail)
     load(path).call("score", x=X)
 
 

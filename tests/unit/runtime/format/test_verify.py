@@ -41,7 +41,6 @@ from prejit.runtime.format.checks import program_table as config_checks
 from prejit.runtime.format.checks.call_programs import check_arrays
 from prejit.runtime.format.checks.layers import (
     MAX_WEIGHTS_HEADER_BYTES,
-    SAFETENSORS_DTYPES,
     TensorSlice,
     check_chat,
     check_signature,
@@ -49,7 +48,7 @@ from prejit.runtime.format.checks.layers import (
     unpack,
 )
 from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
-from prejit.runtime.format.checks.program_signatures import BUCKETS, Signatures, sized
+from prejit.runtime.format.checks.program_interfaces import BUCKETS, Signatures, sized
 from prejit.runtime.format.checks.program_table import check_array, check_config, check_weight_sets
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
@@ -72,10 +71,11 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import encode_index, read_root
+from prejit.runtime.format.safetensors_dtypes import SAFETENSORS_DTYPES
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.ready_programs import Programs
 
 NEXT = str(FORMAT_VERSION + 1)
 PATH = "somewhere/blob"

@@ -25,7 +25,7 @@ from tests.layouts import index_of
 from prejit.runtime.base.files import measure
 from prejit.runtime.cli.output import print_start
 from prejit.runtime.errors import RejectError, StoreError
-from prejit.runtime.format import blobs, verifying
+from prejit.runtime.format import blob_hashing, blobs
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 from prejit.runtime.loader import load
@@ -83,7 +83,7 @@ def test_a_file_that_the_kernel_verifies_is_not_hashed(
 ) -> None:
     expected = load(path).call("score", x=X)
     measured(digest)
-    monkeypatch.setattr(verifying, "check_chunk", None)
+    monkeypatch.setattr(blob_hashing, "check_chunk", None)
     bundle = load(path)
     np.testing.assert_array_equal(bundle.call("score", x=X), expected)
     report = bundle.start_report()

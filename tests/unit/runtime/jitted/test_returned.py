@@ -13,7 +13,7 @@ import pytest
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.trees import Leaf, Node
-from prejit.runtime.jitted.fitting import MissError
+from prejit.runtime.jitted.jit_program_choice import MissError
 from prejit.runtime.jitted.returned import from_bundle, from_trace
 from prejit.runtime.programs.pytree import ORDERED
 

@@ -17,7 +17,7 @@ import pytest
 from prejit.runtime.__main__ import main
 from prejit.runtime.base.files import Identity, digest_of, timed_digest_file
 from prejit.runtime.errors import RejectError, StoreError
-from prejit.runtime.format import verifying
+from prejit.runtime.format import blob_hashing
 from prejit.runtime.format.blobs import check_blobs
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import match, read_manifest
@@ -307,7 +307,7 @@ def test_a_file_that_changes_while_it_is_hashed_gets_no_receipt(
             write_and_set_times_back(blob)
         return digest, seconds
 
-    monkeypatch.setattr(verifying, "timed_digest_file", digest_then_change)
+    monkeypatch.setattr(blob_hashing, "timed_digest_file", digest_then_change)
     hashed(bundle_dir, Receipts(bundle_dir))
     monkeypatch.undo()
     with pytest.raises(RejectError, match=blob.name):

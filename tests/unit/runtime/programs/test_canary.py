@@ -91,7 +91,7 @@ import sys, warnings
 import numpy as np
 warnings.simplefilter("ignore")
 import prejit.runtime
-from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.ready_programs import Programs
 if "later" in sys.argv:
     def never(*_):
         raise SystemExit("an executable in quarantine was loaded")

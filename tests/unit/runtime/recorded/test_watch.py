@@ -11,7 +11,7 @@ import pytest
 
 from prejit.runtime.recorded.hook.watch import Orders
 from prejit.runtime.recorded.hook_events import WatchedProcess, read_events
-from prejit.runtime.recorded.recorded_run import cache_settings, environment_for
+from prejit.runtime.recorded.watched_command import cache_settings, environment_for
 
 
 def watched(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.format.blob_hashing import SMALL_BYTES, HashingVerification, Job
 from prejit.runtime.format.verified import VERIFIED
-from prejit.runtime.format.verifying import SMALL_BYTES, HashingVerification, Job
 
 LARGE = SMALL_BYTES
 
@@ -147,7 +147,7 @@ def test_a_process_that_ends_does_not_wait_for_all_jobs(run_python: Any) -> None
     started = time.monotonic()
     run_python(
         "import time\n"
-        "from prejit.runtime.format.verifying import HashingVerification, Job\n"
+        "from prejit.runtime.format.blob_hashing import HashingVerification, Job\n"
         "slow = [Job('a', 0, 1 << 20, lambda: time.sleep(0.2) or 0.0) for _ in range(1000)]\n"
         "HashingVerification(slow, threads=2)"
     )

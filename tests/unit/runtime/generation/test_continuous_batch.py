@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from prejit.runtime import Bundle, Sampling, load
 from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.generation import decode, kv_cache
-from prejit.runtime.generation.batch import Batch
+from prejit.runtime.generation.continuous_batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.prefixes import PrefixCache
@@ -706,7 +706,7 @@ def test_closing_a_stream_frees_its_memory(bundle: Bundle, monkeypatch: pytest.M
 @pytest.fixture(autouse=True)
 def _copies_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of steps does not depend on how fast the machine is."""
-    monkeypatch.setattr("prejit.runtime.generation.batch._PREPARING_SECONDS", 100.0)
+    monkeypatch.setattr("prejit.runtime.generation.continuous_batch._PREPARING_SECONDS", 100.0)
 
 
 @pytest.fixture
@@ -809,7 +809,7 @@ def test_a_decode_step_comes_after_as_many_positions_as_were_asked_for(
 def test_a_long_stall_ends_with_a_decode_step(
     bundle: Bundle, short_chunks: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prejit.runtime.generation.batch._LONGEST_STALL_SECONDS", 0.0)
+    monkeypatch.setattr("prejit.runtime.generation.continuous_batch._LONGEST_STALL_SECONDS", 0.0)
     batch = short_chunks
     for number in range(3):
         batch.begin(request(TEXT[number : number + 3], 9))
@@ -823,7 +823,9 @@ def test_a_decode_step_comes_between_long_copies_for_a_prompt_and_the_prompt(
 ) -> None:
     batch = short_chunks
     for seconds, first in ((0.0, "decode"), (100.0, "first")):
-        monkeypatch.setattr("prejit.runtime.generation.batch._PREPARING_SECONDS", seconds)
+        monkeypatch.setattr(
+            "prejit.runtime.generation.continuous_batch._PREPARING_SECONDS", seconds
+        )
         batch.insert(request([1, 2, 3], 60))
         for _ in range(2):  # its first token, and a decode step
             batch.step()

@@ -15,7 +15,7 @@ import pytest
 from prejit.runtime.errors import UsageError
 from prejit.runtime.recorded.hook import ENVIRONMENT
 from prejit.runtime.recorded.hook.watch import Orders
-from prejit.runtime.recorded.recorded_run import cache_settings, environment_for, run_command
+from prejit.runtime.recorded.watched_command import cache_settings, environment_for, run_to_end
 
 NOTHING = Orders({})
 
@@ -29,21 +29,21 @@ def environment(**more: str) -> dict[str, str]:
     [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143), ("kill -KILL $$", 137)],
 )
 def test_the_status_is_that_of_the_command(command: str, status: int) -> None:
-    assert run_command(["sh", "-c", command], dict(os.environ)) == status
+    assert run_to_end(["sh", "-c", command], dict(os.environ)) == status
 
 
 def test_a_command_that_does_not_exist_is_named() -> None:
     with pytest.raises(UsageError, match="no-such-command: cannot start the command: No such file"):
-        run_command(["no-such-command"], dict(os.environ))
+        run_to_end(["no-such-command"], dict(os.environ))
 
 
 WRAPPER = """
 import os, signal, sys
-from prejit.runtime.recorded.recorded_run import become, run_command
+from prejit.runtime.recorded.watched_command import become, run_to_end
 # A shell ignores one for what it starts in the background, nohup the other: the command would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-start = run_command if sys.argv[1] == "run" else become
+start = run_to_end if sys.argv[1] == "run" else become
 sys.exit(start(sys.argv[2:], dict(os.environ)))
 """
 TRAPPING = "trap 'echo got it; exit 9' {name}; echo ready; while :; do sleep 0.02; done"
@@ -95,10 +95,10 @@ ssize_t read(int file, void *bytes, size_t count) {
 """
 WAITER = """
 import os, sys
-from prejit.runtime.recorded.recorded_run import run_command
+from prejit.runtime.recorded.watched_command import run_to_end
 plain = dict(os.environ)
 os.environ["READY"] = sys.argv[1]
-sys.exit(run_command(["sh", "-c", sys.argv[2]], plain))
+sys.exit(run_to_end(["sh", "-c", sys.argv[2]], plain))
 """
 
 
@@ -230,5 +230,5 @@ def test_a_hook_that_fails_is_a_line_on_stderr(tmp_path: Path) -> None:
 def test_waiting_costs_no_time() -> None:
     """The parent sleeps until the command ends."""
     before = time.process_time()
-    run_command(["sleep", "0.3"], dict(os.environ))
+    run_to_end(["sleep", "0.3"], dict(os.environ))
     assert time.process_time() - before < 0.1
