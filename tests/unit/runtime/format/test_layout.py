@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from tests.layouts import blobs_of, index_file
 
@@ -31,9 +32,10 @@ from prejit.runtime.format.blobs import check_blobs, read_whole
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import LICENSE_MEDIA_TYPE
-from prejit.runtime.format.opening import match, read_manifest, read_manifests
+from prejit.runtime.format.opening import match, read_manifest
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.loader import load
+from prejit.runtime.machine.fingerprint import Fingerprint
 
 LOAD_AS_NOBODY = """
 import os, sys
@@ -127,13 +129,6 @@ def test_what_is_not_the_expected_regular_file_is_rejected_at_once(
     with pytest.raises(RejectError, match=path.name):
         load(bundle_dir)
     assert time.monotonic() - started < 60, "waited for the other end of a FIFO"
-
-
-def test_bytes_that_have_another_digest_are_not_given_out(bundle_dir: Path) -> None:
-    path, digest, size = blob_of(bundle_dir)
-    path.write_bytes(bytes(size))
-    with Layout(bundle_dir) as layout, pytest.raises(RejectError, match=f"expected {digest}, fo"):
-        layout.read_blob(Descriptor("", digest, size))
 
 
 @pytest.mark.parametrize("replaced", ["a link", "nothing", "empty"])
@@ -273,10 +268,13 @@ def test_every_blob_is_closed_again(bundle_dir: Path) -> None:
         assert open_below(Path(__file__).parent)  # the list sees files that are open
 
 
-def test_a_map_outlives_the_layout_and_the_file(bundle_dir: Path) -> None:
+def test_a_map_outlives_the_file_and_writing_through_it_never_reaches_one(bundle_dir: Path) -> None:
     path, digest, size = blob_of(bundle_dir)
     with Layout(bundle_dir) as layout:
         content = layout.map_blob(digest, size)
+        written = layout.map_blob(digest, size)
+    written[:4] = b"\0\0\0\0"
+    assert digest_of(path.read_bytes()) == digest
     path.unlink()
     assert digest_of(content[:]) == digest
 
@@ -293,49 +291,32 @@ def test_a_file_cut_between_opening_and_mapping_is_damage(tmp_path: Path) -> Non
         os.close(descriptor)
 
 
-def test_writing_through_a_map_never_reaches_the_file(bundle_dir: Path) -> None:
-    path, digest, size = blob_of(bundle_dir)
-    with Layout(bundle_dir) as layout:
-        content = layout.map_blob(digest, size)
-    content[:4] = b"\0\0\0\0"
-    assert digest_of(path.read_bytes()) == digest
-
-
 # Writing
 
 
-def test_a_file_is_replaced_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_file(path, b"first")
-    source = tmp_path / "source"
-    source.write_bytes(b"second" * 1_000_000)
-    write_file(path, source)
-    assert path.read_bytes() == source.read_bytes()
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "source"]
-
-
-def test_replacing_a_link_does_not_write_through_it(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_and_a_link_is_not_written_through(tmp_path: Path) -> None:
+    path, source = tmp_path / "file", tmp_path / "source"
     (tmp_path / "precious").write_bytes(b"precious")
-    (tmp_path / "file").symlink_to(tmp_path / "precious")
-    write_file(tmp_path / "file", b"new")
+    path.symlink_to(tmp_path / "precious")
+    source.write_bytes(b"second" * 1_000_000)
+    for content in (b"first", source):
+        write_file(path, content)
+        assert not path.is_symlink()
+    assert path.read_bytes() == source.read_bytes()
     assert (tmp_path / "precious").read_bytes() == b"precious"
-    assert not (tmp_path / "file").is_symlink()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "precious", "source"]
 
 
-@pytest.mark.parametrize("where", ["missing/file", "a-file/below", "a-directory"])
-def test_writing_where_nothing_can_be_written_is_a_store_error(where: str, tmp_path: Path) -> None:
+def test_writing_where_nothing_can_be_written_is_a_store_error(recipe: Any, tmp_path: Path) -> None:
     (tmp_path / "a-file").write_bytes(b"")
     (tmp_path / "a-directory").mkdir()
-    with pytest.raises(StoreError, match="cannot write"):
-        write_file(tmp_path / where, b"content")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a-directory", "a-file"]
-
-
-def test_a_bundle_that_cannot_be_written_is_a_store_error(recipe: Any, tmp_path: Path) -> None:
     index, blobs = recipe.assemble()
-    (tmp_path / "occupied").write_bytes(b"")
-    with pytest.raises(StoreError, match="occupied"):
-        write_layout(tmp_path / "occupied", index, blobs)
+    for where in ("missing/file", "a-file/below", "a-directory"):
+        with pytest.raises(StoreError, match="cannot write"):
+            write_file(tmp_path / where, b"content")
+    with pytest.raises(StoreError, match="a-file"):
+        write_layout(tmp_path / "a-file", index, blobs)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a-directory", "a-file"]
     blobs[next(iter(blobs))] = tmp_path / "gone"
     with pytest.raises(StoreError, match="gone"):
         write_layout(tmp_path / "bundle", index, blobs)
@@ -432,16 +413,10 @@ def digest_of_bundle(path: Path) -> str | None:
         return None
     with Layout(path) as layout:
         root = read_root(layout)
-        targets = match(root, machine())
+        targets = match(root, Fingerprint.current())
         manifests = [read_manifest(layout, target) for target in targets]
         check_blobs(layout, manifests, None)
     return root.digest
-
-
-def machine() -> Any:
-    from prejit.runtime.machine.fingerprint import Fingerprint
-
-    return Fingerprint.current()
 
 
 WRITERS = """
@@ -525,46 +500,28 @@ def test_a_writer_killed_at_each_of_its_steps_never_leaves_a_broken_bundle(
     assert turn > 5
 
 
-def test_a_full_disk_loses_nothing(
-    recipe: Any, make_recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])
+def test_a_full_disk_or_a_limit_loses_nothing(
+    code: int, recipe: Any, make_recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = recipe.write(tmp_path / "example")
     before = digest_of_bundle(path)
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    index, blobs = make_recipe(score_scale=2.0).assemble()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", mock.Mock(side_effect=full))
-        with pytest.raises(StoreError, match=os.strerror(errno.ENOSPC)) as caught:
-            write_layout(path, *make_recipe(score_scale=2.0).assemble())
+        if code == errno.ENOSPC:
+            patch.setattr(os, "fsync", mock.Mock(side_effect=OSError(code, os.strerror(code))))
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+        with pytest.raises(StoreError, match=os.strerror(code)) as caught:
+            write_layout(path, index, blobs)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "nothing was lost" in (caught.value.hint or "")
     assert digest_of_bundle(path) == before
     assert not list(path.rglob("*.tmp"))
 
 
-def test_a_write_past_a_limit_loses_nothing(recipe: Any, make_recipe: Any, tmp_path: Path) -> None:
-    path = recipe.write(tmp_path / "example")
-    before = digest_of_bundle(path)
-    new = make_recipe(score_scale=2.0)
-    index, blobs = new.assemble()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
-    try:
-        with pytest.raises(StoreError, match=os.strerror(errno.EFBIG)):
-            write_layout(path, index, blobs)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert digest_of_bundle(path) == before
-    assert not list(path.rglob("*.tmp"))
-
-
 # Reading while others write
-
-
-def whole(layout: Layout, root: Root) -> str:
-    """Reads all of a bundle, as `load` does; gives its digest."""
-    targets = match(root, machine())
-    manifests = read_manifests(layout, targets)
-    check_blobs(layout, manifests.values(), None)
-    return root.digest
 
 
 def test_a_load_while_the_bundle_is_replaced(
@@ -574,8 +531,6 @@ def test_a_load_while_the_bundle_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It gets one bundle whole, the old one or the new one, at whichever step the other takes its place."""
-    import numpy as np
-
     old, new = old_and_new
     x = np.ones((2, 16), np.float32)
     expected = {load(one).digest: load(one).call("score", x=x)[0].tolist() for one in old_and_new}
@@ -604,30 +559,18 @@ def test_a_load_while_the_bundle_is_replaced(
     ]
 
 
-def test_a_bundle_that_is_always_being_replaced_is_no_damaged_one(bundle_dir: Path) -> None:
-    attempts = []
-
+def test_a_missing_file_is_no_damage_while_the_bundle_is_being_replaced(bundle_dir: Path) -> None:
     def read(layout: Layout, root: Root) -> None:
         attempts.append(root.digest)
-        (bundle_dir / "index.json").touch()
+        if is_replaced:
+            (bundle_dir / "index.json").touch()
         raise RejectError("blob", "expected a file, found: No such file or directory")
 
-    with pytest.raises(StoreError, match="replaced 20 times"):
-        read_whole(bundle_dir, read)
-    assert len(attempts) == 20
-
-
-def test_a_missing_blob_is_damage_where_nobody_replaces_the_bundle(bundle_dir: Path) -> None:
-    attempts = []
-    blob_of(bundle_dir)[0].unlink()
-
-    def read(layout: Layout, root: Root) -> str:
-        attempts.append(root.digest)
-        return whole(layout, root)
-
-    with pytest.raises(RejectError, match="No such file"):
-        read_whole(bundle_dir, read)
-    assert len(attempts) == 1
+    for is_replaced, kind, count in ((True, StoreError, 20), (False, RejectError, 1)):
+        attempts: list[str] = []
+        with pytest.raises(kind, match=f"replaced {count} times" if is_replaced else "No such"):
+            read_whole(bundle_dir, read)
+        assert len(attempts) == count
 
 
 def test_a_disk_that_fails_while_hashing_is_named(

@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import re
-import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 from tests.format import second_reader
-from tests.layouts import blob, index_file, index_of, write_files
+from tests.layouts import index_file, index_of, write_files
 
 from prejit.runtime import __main__
 from prejit.runtime.base.files import digest_of
@@ -60,12 +59,9 @@ from prejit.runtime.format.names import (
     FORMAT_VERSION,
     INDEX_MEDIA_TYPE,
     KERNEL_LEVELS,
-    LAYER_MEDIA_TYPES,
-    LIBRARY_MEDIA_TYPE,
     LICENSE_MEDIA_TYPE,
     MANIFEST_MEDIA_TYPE,
     PORTABLE_MEDIA_TYPE,
-    RECORDED_MEDIA_TYPE,
     REF_NAME,
     REQUIREMENT,
     WEIGHTS_MEDIA_TYPE,
@@ -203,15 +199,15 @@ def at_first(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (at_first(digest="sha512:" + "0" * 128), "expected a sha256 digest"),
         (at_first(digest="sha256:../../../../etc/passwd"), "expected a sha256 digest"),
         (at_first(size=limits.MAX_MANIFEST_BYTES + 1), "expected at most 65536 bytes"),
+        (at_first(size=1), "expected 1 bytes, found"),
     ],
 )
 def test_2_to_4_an_index_that_is_not_one_is_rejected(
     change: Any, complaint: str, recipe: Any, tmp_path: Path
 ) -> None:
     path = with_index(recipe, tmp_path / "b", change)
-    with pytest.raises(RejectError, match=complaint) as caught, Layout(path) as layout:
-        match(read_root(layout), Fingerprint.current())
-    assert caught.value.path == str(index_file(path))
+    error = reject(path, complaint)
+    assert complaint.endswith("bytes, found") or error.path == str(index_file(path))
 
 
 def test_2_the_bundle_of_an_index_is_that_of_its_configs(recipe: Any, tmp_path: Path) -> None:
@@ -242,15 +238,6 @@ def test_4_a_cap_holds_at_its_edge() -> None:
     for size in (11, -1, 1 << 64):
         with pytest.raises(RejectError, match=f"expected at most 10 bytes, found {size}"):
             check_descriptor(Descriptor("a", digest, size), "a", 10, PATH)
-
-
-def test_4_a_blob_of_another_size_is_not_read(recipe: Any, tmp_path: Path) -> None:
-    reject(with_index(recipe, tmp_path / "a", at_first(size=1)), "expected 1 bytes, found")
-    path = recipe.write(tmp_path / "b")
-    digest = index_of(path)["manifests"][0]["digest"]
-    with open(path / "blobs" / "sha256" / digest.removeprefix("sha256:"), "r+b") as file:
-        file.truncate(1 << 40)
-    reject(path, "found 1099511627776")
 
 
 # 5. digests of manifests and configs, before they are parsed
@@ -796,14 +783,6 @@ def test_7_ends_outside_the_vocabulary_are_ends_that_never_come() -> None:
     assert found.decoder.eos_token_ids == (-1, 10**9)
 
 
-def test_7_a_mesh_splits_caches_of_four_axes_alone() -> None:
-    config = golden_config("decoder")
-    three = tuple(text.replace("[1,2,1,4]", "[1,2,1]")[:-1] for text in (KEYS, VALUES))
-    decoder = dataclasses.replace(config.decoder, cache=three)
-    change = replaced(mesh=Mesh(1, 2), decoder=decoder)
-    rejected(config, change, "cache: expected arrays of four axes on a mesh")
-
-
 def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs() -> None:
     """Contexts times sources would be 640,000 buckets, of 100 MB."""
     config = golden_config("reader")
@@ -895,7 +874,7 @@ def starts(decoder: Any) -> tuple[int, ...]:
 
 @settings(max_examples=examples(40, 150), deadline=None)
 @given(data=st.data())
-@pytest.mark.parametrize("name", ["decoder", "reader"])
+@pytest.mark.parametrize("name", ["decoder", "reader", "encoder"])
 def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
     name: str, data: st.DataObject
 ) -> None:
@@ -907,6 +886,10 @@ def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
         return
     device = Device("cpu")
     programs = Programs(config, device, None, Layer(b"", PATH), None)
+    if name == "encoder":
+        encoder = EncoderPrograms(config.encoder, programs, device)
+        assert all(programs.arguments(n) for bucket in encoder.buckets for n in bucket.programs)
+        return
     decoder = DecoderPrograms(config.decoder, programs, device)
     smallest = decoder.batches[0]
     for batch, context in itertools.product(decoder.batches, decoder.contexts):
@@ -937,23 +920,6 @@ def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
     assert all(0 <= token < config.decoder.vocab_size for token in starts(config.decoder))
 
 
-@settings(max_examples=examples(30, 100), deadline=None)
-@given(data=st.data())
-def test_7_whatever_a_program_table_says_an_encoder_finds_its_programs(
-    data: st.DataObject,
-) -> None:
-    config = forged(data.draw, "encoder")
-    try:
-        check(config)
-    except RejectError:
-        return
-    device = Device("cpu")
-    programs = Programs(config, device, None, Layer(b"", PATH), None)
-    encoder = EncoderPrograms(config.encoder, programs, device)
-    for name in (name for bucket in encoder.buckets for name in bucket.programs):
-        assert programs.arguments(name)
-
-
 @pytest.mark.parametrize(
     "paths",
     [
@@ -967,13 +933,6 @@ def test_7_paths_that_are_no_tree_are_rejected(paths: list[str], recipe: Any) ->
         check_arrays([f"{path} int8[]" for path in paths], "call", None, PATH)
     for path in paths[: len(paths[0]) < 99]:
         check_arrays([f"{path} int8[]"], "call", None, PATH)
-
-
-@pytest.mark.parametrize("level", ["x86-64-v9", "", "x86-64-v3 "])
-def test_7_kernels_of_an_unknown_level_are_rejected(level: str) -> None:
-    config = golden_config("kernels", "cpu-x86-64-v2")
-    kernels = dataclasses.replace(config.kernels, level=level)
-    rejected(config, replaced(kernels=kernels), "level: expected one of x86-64-v2")
 
 
 @pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
@@ -994,6 +953,9 @@ def test_7_kernels_need_every_feature_of_their_level(level: str) -> None:
             RejectError, match=rf"(?m)all extensions of {level} .*none of {missing}$"
         ):
             check(with_features(set(features) - {missing}))
+    for unknown in ("x86-64-v9", "", f"{level} "):
+        kernels = dataclasses.replace(config.kernels, level=unknown)
+        rejected(config, replaced(kernels=kernels), "level: expected one of x86-64-v2")
 
 
 def test_7_levels_have_the_features_of_the_catalogue() -> None:
@@ -1018,20 +980,6 @@ def forged_golden(path: Path, name: str, change: Callable[[Any], Any]) -> Path:
         )
     config = change(contents.config)
     return write(path, assemble(config.bundle, [PackedTarget(config, layers)]))
-
-
-def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
-    """Before anything is compiled."""
-
-    def same_arrays(config: Any) -> Any:
-        decoder = dataclasses.replace(config.decoder, cache=(KEYS, KEYS))
-        return dataclasses.replace(config, decoder=decoder)
-
-    steps = (lacking(DECODE, "steps"), rf"{DECODE}: arguments\[3\].*st")
-    twice = (same_arrays, "decoder: cache: expected each path once")
-    for place, (change, complaint) in enumerate((steps, twice)):
-        path = forged_golden(tmp_path / str(place), "decoder", change)
-        assert "blobs/sha256/" in reject(path, complaint).path
 
 
 def huge_heads(config: Any) -> Any:
@@ -1098,31 +1046,6 @@ def test_7_a_config_cannot_ask_for_less_than_the_index_says(recipe: Any, tmp_pat
         lying = dataclasses.replace(targets[0], annotations={**annotations, **changed})
         encoded = encode_index("example", (lying,))
         reject(write(tmp_path / "b", (encoded, blobs)), "with the requirement of the index")
-
-
-# 8. layers
-
-
-def test_8_every_layer_of_the_target_is_hashed(recipe: Any, tmp_path: Path) -> None:
-    """Also those that are only used later."""
-    seen = set()
-    for name in ("recipe", "decoder", "kernels"):
-        path = tmp_path / name
-        if name == "recipe":
-            recipe.only("cpu-host").write(path)
-        else:
-            shutil.copytree(GOLDEN / name, path)
-        for target in index_of(path)["manifests"]:
-            for layer in json.loads(blob(path, target["digest"]).read_bytes())["layers"]:
-                file = blob(path, layer["digest"])
-                content = file.read_bytes()
-                file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-                with pytest.raises(RejectError, match=file.name):
-                    load(path)
-                file.write_bytes(content)
-                seen.add(layer["mediaType"])
-    # tests/integration/test_libraries.py tries a library, which takes a C++ compiler.
-    assert seen == {*LAYER_MEDIA_TYPES} - {RECORDED_MEDIA_TYPE, LIBRARY_MEDIA_TYPE}
 
 
 # 9. frames
@@ -1201,17 +1124,6 @@ def test_9_a_bomb_is_rejected_before_it_takes_memory() -> None:
     tracemalloc.stop()
     with pytest.raises(RejectError, match="expected sha256:"):
         unpack(bomb, honest_size, PATH)
-
-
-def test_9_any_changed_byte_of_a_frame_fails_even_without_its_digest() -> None:
-    """The checksum alone would notice; the digest notices first."""
-    raw = bytes(np.random.default_rng(0).integers(0, 8, 700, np.uint8))
-    frame = frame_of(raw)
-    segment = segment_of(frame, raw)
-    for at in range(len(frame)):
-        damaged = frame[:at] + bytes([frame[at] ^ 1 << at % 8]) + frame[at + 1 :]
-        with pytest.raises(RejectError, match=segment.digest):
-            unpack(damaged, segment, PATH)
 
 
 def test_9_frames_are_checked_again_when_a_program_is_wanted(bundle_dir: Path, recipe: Any) -> None:
@@ -1363,10 +1275,7 @@ def test_10_a_right_file_gives_where_its_tensors_lie() -> None:
     assert slices["b"] == TensorSlice("bfloat16", (), data + 64, data + 66)
     assert slices["empty"] == TensorSlice("float32", (0, 3), data + 64, data + 64)
     assert "__metadata__" not in slices
-
-
-def test_10_empty_tensors_may_share_a_place_in_any_order() -> None:
-    for names in (("a", "b"), ("b", "a")):
+    for names in (("a", "b"), ("b", "a")):  # empty ones may share a place, in any order
         header = {name: entry(0, 64 if name == "a" else 0) for name in names}
         assert check_weights(safetensors(header), PATH).keys() == {"a", "b"}
 
@@ -1464,17 +1373,6 @@ def test_10_whatever_a_header_says_its_arrays_lie_in_the_file(header: dict[str, 
         assert array.nbytes == array.dtype.itemsize * math.prod(array.shape)
 
 
-def test_10_forged_weights_are_rejected_by_load(recipe: Any, tmp_path: Path) -> None:
-    good = recipe.content(WEIGHTS_MEDIA_TYPE)
-    size = int.from_bytes(good[:8], "little")
-    header = json.loads(good[8 : 8 + size])
-    header["score:kernel"]["data_offsets"][1] += 64
-    forged = json.dumps(header, separators=(",", ":")).encode().ljust(size) + good[8 + size :]
-    path = recipe.with_content(WEIGHTS_MEDIA_TYPE, good[:8] + forged).write(tmp_path / "b")
-    digest = digest_of(good[:8] + forged)
-    assert digest.removeprefix("sha256:") in reject(path, "safetensors header").path
-
-
 def test_10_a_weight_set_of_tensors_that_are_not_there_is_rejected(
     recipe: Any, tmp_path: Path
 ) -> None:
@@ -1533,13 +1431,6 @@ def test_any_message_about_a_bundle_is_short() -> None:
     error = RejectError("index.json", f"expected a type, found {'x' * 100_000}")
     assert len(str(error)) < 2_100
     assert str(error).endswith("xxx...")
-    config = golden_config("encoder")
-    name, members = next(iter(config.weight_sets.items()))
-    sets = {**config.weight_sets, name: (*members, "x" * 100_000)}
-    shapes = {name: (4, 4) for names in config.weight_sets.values() for name in names}
-    with pytest.raises(RejectError, match="no tensor 'xxx") as caught:
-        check_weight_sets(dataclasses.replace(config, weight_sets=sets), shapes, PATH)
-    assert len(str(caught.value)) < 400
 
 
 # 11. chat templates
@@ -1563,35 +1454,3 @@ def test_11_chat_templates_that_are_none_are_rejected(content: bytes, complaint:
     with pytest.raises(RejectError, match=complaint) as caught:
         check_chat(content, PATH)
     assert caught.value.path == PATH
-
-
-# The order
-
-
-def test_nothing_of_a_rejected_bundle_is_deserialized_or_compiled(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from prejit.runtime.device.device import Device
-
-    reached = []
-    monkeypatch.setattr(Device, "load", lambda *_: reached.append("load"))
-    monkeypatch.setattr(Device, "compile", lambda *_: reached.append("compile"))
-    path = recipe.only("cpu-host").write(tmp_path / "b")
-    machines = itertools.cycle((None, dataclasses.replace(Fingerprint.current(), jaxlib="0")))
-    for file in sorted(file for file in path.rglob("*") if file.is_file()):
-        content = file.read_bytes()
-        file.write_bytes(content[:-1] + bytes([content[-1] ^ 2]))
-        with pytest.raises(RejectError):
-            load(path, fingerprint=next(machines)).prepare()
-        file.write_bytes(content)
-    assert reached == []
-
-
-def test_a_damaged_bundle_neither_falls_back_nor_warns(recipe: Any, tmp_path: Path) -> None:
-    """Warnings are errors here: a FallbackWarning would show instead of the RejectError."""
-    path = recipe.only("cpu-host").write(tmp_path / "b")
-    blob = max((path / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
-    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
-    machine = dataclasses.replace(Fingerprint.current(), platform="tpu")
-    with pytest.raises(RejectError):
-        load(path, fingerprint=machine)

@@ -16,20 +16,11 @@ from hypothesis import strategies as st
 from tests.extent import examples
 
 from prejit.runtime import load
-from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import RejectError, UsageError
-from prejit.runtime.format import limits
-from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
 from prejit.runtime.format.checks.layers import Chat, check_chat
-from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.names import (
-    ARTIFACT_TYPE,
     CHAT_MEDIA_TYPE,
-    CONFIG_MEDIA_TYPE,
-    EXECUTABLES_MEDIA_TYPE,
-    MANIFEST_MEDIA_TYPE,
-    PORTABLE_MEDIA_TYPE,
     TOKENIZER_MEDIA_TYPE,
 )
 from prejit.runtime.text.chat_template import ChatTemplates
@@ -560,19 +551,3 @@ def test_jinja_comes_with_the_first_chat_and_not_before(
         "assert bundle.apply_chat_template([{'role': 'user', 'content': 'hi'}])\n"
         "assert 'jinja2' in sys.modules and 'transformers' not in sys.modules"
     )
-
-
-def test_a_huge_chat_layer_is_not_read() -> None:
-    digest = digest_of(b"")
-    config = Descriptor(CONFIG_MEDIA_TYPE, digest, 1)
-    layers = tuple(
-        Descriptor(media_type, digest, size)
-        for media_type, size in (
-            (EXECUTABLES_MEDIA_TYPE, 1),
-            (PORTABLE_MEDIA_TYPE, 1),
-            (CHAT_MEDIA_TYPE, limits.MAX_CHAT_BYTES + 1),
-        )
-    )
-    manifest = ImageManifest(2, MANIFEST_MEDIA_TYPE, ARTIFACT_TYPE, config, layers, {})
-    with pytest.raises(RejectError, match=re.escape(f"at most {limits.MAX_CHAT_BYTES} bytes")):
-        check_manifest(to_json(manifest), "manifest")

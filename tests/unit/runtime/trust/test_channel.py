@@ -121,11 +121,8 @@ def test_the_minimum_holds_on_a_machine_that_saw_none() -> None:
 def test_too_few_signers_are_refused(threshold: int, by: list[str]) -> None:
     last = trusted("a", "b", threshold=threshold)
     assert refused(last, release(1, by=by)) == "channel-signature"
-
-
-def test_two_of_three_are_enough() -> None:
-    last = trusted("a", "b", "c", threshold=2)
-    assert run(last, release(1, by=["c", "a"])).release.version == 1
+    enough = trusted("a", "b", "c", threshold=2)
+    assert run(enough, release(1, by=["c", "a"])).release.version == 1
 
 
 def test_an_expired_release_says_so_and_is_still_compared() -> None:
@@ -146,13 +143,6 @@ def test_what_is_signed_for_something_else_or_by_a_revoked_key_is_no_release() -
 
 
 # --- rotation ---------------------------------------------------------------------------------------------
-
-
-def test_old_keys_sign_new_ones() -> None:
-    turn = rotation(1, ["b"], by=["a", "b"])
-    found = run(trusted("a"), release(1, by=["b"], keys=1), turn)
-    assert found.accepted.keys.version == 1
-    assert [key.id for key in found.accepted.keys.keys] == [signer("b").public.id]
 
 
 def test_rotations_are_walked_one_after_the_other() -> None:
@@ -295,11 +285,6 @@ def test_what_was_accepted_is_read_again(state: ChannelState) -> None:
     assert (found.keys.threshold, found.keys.expires) == (1, LATER.timestamp())
 
 
-def test_each_policy_and_channel_has_its_own(state: ChannelState) -> None:
-    paths = {ChannelState(p, c).path for p in ("/a/t.toml", "/b/t.toml") for c in ("x", "y")}
-    assert len(paths | {state.path}) == 5
-
-
 @pytest.mark.parametrize(
     "damage", [b"", b"{}", b'{"keys":["x"]}', b'{"keys":["\\ud800"]}', b"\xff"]
 )
@@ -308,6 +293,11 @@ def test_a_damaged_state_is_an_error_and_no_first_time(state: ChannelState, dama
         state.write(trusted("a"))
     state.path.write_bytes(damage)
     with pytest.raises(PolicyError, match="state of a channel"):
+        state.read()
+    with state.locked():
+        state.write(trusted("a"))
+    state.path.chmod(0o666)
+    with pytest.raises(PolicyError, match="others may write"):
         state.read()
 
 
@@ -322,14 +312,6 @@ def test_a_damaged_mark_is_an_error_and_no_first_time(state: ChannelState, damag
     path.write_bytes(damage)
     with pytest.raises(PolicyError, match="state of a channel"):
         state.mark("1" * 64)
-
-
-def test_a_state_that_others_may_write_is_an_error(state: ChannelState) -> None:
-    with state.locked():
-        state.write(trusted("a"))
-    state.path.chmod(0o666)
-    with pytest.raises(PolicyError, match="others may write"):
-        state.read()
 
 
 def test_a_kill_right_after_a_state_got_its_name_locks_nobody_out(

@@ -525,26 +525,19 @@ def test_patterns_match_whole_names() -> None:
         allowed(Scene(names=names, target=target, attached=[of_index("a")]), "a")
 
 
-def test_audit_reports_and_lets_run() -> None:
+def test_audit_and_permissive_report_and_let_run() -> None:
+    def reported(*signers: str, **changes: Any) -> list[str]:
+        return [reason.case for reason in allowed(Scene(**changes), *signers).reported]
+
     for attached, case in (([], "unsigned"), ([of_index("b")], "unknown-key")):
-        decision = allowed(Scene(rule='level = "audit"\nkeys = ["a"]', attached=[*attached]))
-        assert [reason.case for reason in decision.reported] == [case]
-
-
-def test_permissive_reports_what_is_late() -> None:
-    scene = Scene(rule='level = "permissive"\nkeys = ["a"]', attached=[of_index("a")])
-    scene.keys = key_table("a", expires="2026-11-21")
-    assert [reason.case for reason in allowed(scene, "a").reported] == ["key-expired"]
-    scene.keys, scene.more = key_table("a"), f'[revoked]\nkeys = ["a"]\ndigests = ["{INDEX}"]'
-    reported = [reason.case for reason in allowed(scene, "a").reported]
-    assert reported == ["digest-revoked", "key-revoked"]
-
-
-def test_permissive_reports_an_expired_channel() -> None:
-    late = Reason("channel-expired", "expiry", "expired")
+        assert reported(rule='level = "audit"\nkeys = ["a"]', attached=attached) == [case]
+    late = {"rule": 'level = "permissive"\nkeys = ["a"]', "attached": [of_index("a")]}
+    assert reported("a", **late, keys=EXPIRED) == ["key-expired"]
+    revoked = f'[revoked]\nkeys = ["a"]\ndigests = ["{INDEX}"]'
+    assert reported("a", **late, more=revoked) == ["digest-revoked", "key-revoked"]
+    expired = release(INDEX, expired=Reason("channel-expired", "expiry", "expired"))
     rule = 'level = "permissive"\nchannel = "stable"'
-    scene = Scene(**channel(release(INDEX, expired=late), rule))
-    assert [reason.case for reason in allowed(scene).reported] == ["channel-expired"]
+    assert reported(**channel(expired, rule)) == ["channel-expired"]
 
 
 def test_the_current_release_runs_by_its_index_or_its_manifest() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tests.signers import key_table, signer, write_policy
 
 from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
 from prejit.compiler.signing.bundle_signing import sign
-from prejit.compiler.signing.channels import release_bundle, rotate_keys, sign_channel
+from prejit.compiler.signing.channels import release_bundle, rotate_keys
 from prejit.runtime import load
 from prejit.runtime.__main__ import main
 from prejit.runtime.base import process_facts
@@ -86,13 +85,15 @@ def signatures(bundle: Path, digest: str | None = None) -> tuple[Any, ...]:
         return referrers(layout, read_root(layout), digest)
 
 
-def test_a_signed_bundle_runs_and_keeps_its_digest(bundle_dir: Path, policy: Path) -> None:
+def test_a_signed_bundle_runs_and_a_stripped_one_does_not(bundle_dir: Path, policy: Path) -> None:
+    before = entries(bundle_dir)
     with Layout(bundle_dir) as layout:
-        before = read_root(layout).digest
+        digest = read_root(layout).digest
     signed = sign(bundle_dir, signer("a"))
-    assert signed.digest == before
-    assert signed.added == 3  # the index and two targets
+    assert (signed.digest, signed.added) == (digest, 3)  # the index and two targets
     runs(bundle_dir, policy)
+    write_root(bundle_dir, before)
+    assert case_of(bundle_dir, policy) == "unsigned"
 
 
 def test_an_unsigned_bundle_is_refused_before_a_layer_is_opened(
@@ -107,14 +108,6 @@ def test_an_unsigned_bundle_is_refused_before_a_layer_is_opened(
     assert case_of(bundle_dir, policy) == "unsigned"
     with pytest.raises(RejectError, match="expected a file"):  # they are really gone
         load(bundle_dir)
-
-
-def test_two_people_reach_a_threshold_one_after_the_other(bundle_dir: Path, tmp_path: Path) -> None:
-    both = write_policy(tmp_path / "two.toml", KEYS, rule('keys = ["a", "b"]\nthreshold = 2'))
-    sign(bundle_dir, signer("a"))
-    assert case_of(bundle_dir, both) == "threshold"
-    sign(bundle_dir, signer("b"))
-    runs(bundle_dir, both)
 
 
 # --- which policies apply ---------------------------------------------------------------------------------
@@ -144,35 +137,20 @@ def test_each_policy_can_refuse_what_the_others_allow(
     assert case_of(bundle_dir, other) == "unknown-key"
 
 
-def test_a_policy_that_is_not_there_is_an_error(bundle_dir: Path, tmp_path: Path) -> None:
+def test_a_policy_that_is_not_there_or_behind_a_dead_link_is_an_error(
+    bundle_dir: Path, tmp_path: Path
+) -> None:
     with pytest.raises(PolicyError, match="cannot read"):
         load(bundle_dir, trust=tmp_path / "gone.toml")
-
-
-def test_a_policy_of_the_machine_behind_a_dead_link_is_an_error(bundle_dir: Path) -> None:
     process_facts.SYSTEM_POLICY.symlink_to("nowhere")
     with pytest.raises(PolicyError, match="cannot read"):
         load(bundle_dir)
-
-
-def test_without_a_policy_nothing_is_asked(bundle_dir: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UntrustedWarning)
-        runs(bundle_dir, None)
 
 
 def test_audit_warns_and_runs(bundle_dir: Path, tmp_path: Path) -> None:
     audit = write_policy(tmp_path / "audit.toml", KEYS, rule('level = "audit"\nkeys = ["a"]'))
     with pytest.warns(UntrustedWarning, match=r"reports about target cpu-\S+ \(unsigned\)"):
         runs(bundle_dir, audit)
-
-
-def test_another_name_needs_another_rule(
-    make_recipe: Callable[..., Any], tmp_path: Path, policy: Path
-) -> None:
-    bundle = make_recipe(name="other").write(tmp_path / "other")
-    sign(bundle, signer("a"))
-    assert case_of(bundle, policy) == "no-rule"
 
 
 def test_recorded_bundles_are_asked_about_too(
@@ -241,27 +219,16 @@ def test_signatures_of_another_bundle_do_not_count(
     assert case_of(forged, policy) == "other-subject"
 
 
-def test_stripped_signatures_leave_an_unsigned_bundle(bundle_dir: Path, policy: Path) -> None:
-    before = entries(bundle_dir)
-    sign(bundle_dir, signer("a"))
-    write_root(bundle_dir, before)
-    assert case_of(bundle_dir, policy) == "unsigned"
-
-
-def test_a_damaged_signature_does_not_count(bundle_dir: Path, policy: Path) -> None:
-    sign(bundle_dir, signer("a"))
-    for each in signatures(bundle_dir):
-        file = blob(bundle_dir, each.layers[0].digest)
-        file.write_bytes(file.read_bytes()[:-1] + b" ")
-    assert case_of(bundle_dir, policy) == "referrer-damaged"
-
-
-def test_a_damaged_manifest_of_a_signature_is_a_damaged_bundle(
+def test_a_damaged_signature_does_not_count_and_a_damaged_manifest_is_a_damaged_bundle(
     bundle_dir: Path, policy: Path
 ) -> None:
     sign(bundle_dir, signer("a"))
-    file = blob(bundle_dir, signatures(bundle_dir)[0].descriptor.digest)
-    file.write_bytes(file.read_bytes()[:-1] + b" ")
+    damaged = signatures(bundle_dir)
+    for at in (*(each.layers[0] for each in damaged), damaged[0].descriptor):
+        file = blob(bundle_dir, at.digest)
+        file.write_bytes(file.read_bytes()[:-1] + b" ")
+        if at is damaged[-1].layers[0]:
+            assert case_of(bundle_dir, policy) == "referrer-damaged"
     with pytest.raises(RejectError) as raised:
         load(bundle_dir, trust=policy)
     assert not isinstance(raised.value, UntrustedError)
@@ -332,20 +299,6 @@ def test_a_channel_goes_forward_back_by_a_higher_version_and_never_down(
     second = release_bundle(file, newer, "stable", [signer("a")], 1)
     assert (second, release_bundle(file, bundle_dir, "stable", [signer("a")], 1)) == (2, 3)
     runs(bundle_dir, policy)  # back, by a higher version
-
-
-def test_keys_are_rotated_end_to_end(bundle_dir: Path, tmp_path: Path) -> None:
-    policy = channel_policy(tmp_path / "trust.toml")
-    file, public = tmp_path / "stable.json", [public_of(name, tmp_path) for name in "bc"]
-    release_bundle(file, bundle_dir, "stable", [signer("a")], 1)
-    runs(bundle_dir, policy)
-    everybody = [signer("a"), signer("b"), signer("c")]
-    assert rotate_keys(file, "stable", public, 2, everybody, 1) == 1
-    runs(bundle_dir, policy)
-    release_bundle(file, bundle_dir, "stable", [signer("b")], 1)  # one of two
-    assert case_of(bundle_dir, policy) == "channel-signature"
-    sign_channel(file, signer("c"))
-    runs(bundle_dir, policy)
 
 
 def channel_policy(path: Path, keys: str = '["a"]', more: str = "") -> Path:
@@ -431,35 +384,28 @@ def public_of(name: str, directory: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("keys", "more"), [('["a", "b"]', "threshold = 2"), ('["b"]', "")], ids=["threshold", "keys"]
-)
-def test_an_edited_policy_counts_at_once(
-    bundle_dir: Path, tmp_path: Path, keys: str, more: str
-) -> None:
+def test_an_edited_policy_counts_at_once(bundle_dir: Path, tmp_path: Path) -> None:
     policy = channel_policy(tmp_path / "trust.toml")
     release_bundle(tmp_path / "stable.json", bundle_dir, "stable", [signer("a")], 1)
-    runs(bundle_dir, policy)
-    channel_policy(policy, keys, more)
-    assert case_of(bundle_dir, policy) == "channel-signature"
+    for keys, more in (('["a", "b"]', "threshold = 2"), ('["b"]', "")):
+        channel_policy(policy)
+        runs(bundle_dir, policy)
+        channel_policy(policy, keys, more)
+        assert case_of(bundle_dir, policy) == "channel-signature"
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [lambda text: text[:-9], lambda text: text.replace('"sig":"', '"sig":"!'), lambda _: "[]"],
-    ids=["cut", "envelope", "list"],
-)
 def test_a_damaged_file_of_a_channel_is_named_with_its_own_hint(
-    damage: Callable[[str], str], bundle_dir: Path, tmp_path: Path
+    bundle_dir: Path, tmp_path: Path
 ) -> None:
     policy, file = channel_policy(tmp_path / "trust.toml"), tmp_path / "stable.json"
     release_bundle(file, bundle_dir, "stable", [signer("a")], 1)
-    file.write_text(damage(file.read_text()))
-    with pytest.raises(UntrustedError, match=str(file)) as raised:
-        load(bundle_dir, trust=policy)
-    assert raised.value.case.startswith("channel-")
-    assert raised.value.hint is not None
-    assert "get the channel's file again" in raised.value.hint
+    whole = file.read_text()
+    for damaged in (whole[:-9], whole.replace('"sig":"', '"sig":"!'), "[]"):
+        file.write_text(damaged)
+        with pytest.raises(UntrustedError, match=str(file)) as raised:
+            load(bundle_dir, trust=policy)
+        assert raised.value.case.startswith("channel-")
+        assert "get the channel's file again" in (raised.value.hint or "")
 
 
 def test_verify_says_who_signed_the_release(bundle_dir: Path, tmp_path: Path, ran: Any) -> None:
