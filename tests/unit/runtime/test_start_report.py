@@ -278,23 +278,19 @@ def test_a_process_starts_before_its_imports(settled_dir: Path, run_python: Any)
     assert found["by_clock"] - 0.5 < found["total_seconds"] < found["by_clock"] + 0.01
 
 
-def test_a_decoder_has_its_first_token_in_the_report(decoder_dir: Path) -> None:
-    bundle = load(decoder_dir)
+def test_a_decoder_has_its_first_token_in_the_report_also_by_a_batch(decoder_dir: Path) -> None:
+    bundle, other = load(decoder_dir), load(decoder_dir)
     stream = bundle.stream([1, 2, 3], max_new_tokens=4)
     next(stream)
     first = bundle.start_report()
     assert first.first_run_seconds > 0
     list(stream)
     assert bundle.start_report().total_seconds == pytest.approx(first.total_seconds)
-
-
-def test_requests_of_a_batch_start_it_too(decoder_dir: Path) -> None:
-    bundle = load(decoder_dir)
-    batch = bundle.batch(1)
     time.sleep(SLOW)
-    batch.insert(bundle.request([1, 2, 3], max_new_tokens=2))
-    assert bundle.start_report().first_run_seconds == 0
+    batch = other.batch(1)
+    batch.insert(other.request([1, 2, 3], max_new_tokens=2))
+    assert other.start_report().first_run_seconds == 0
     batch.step()
-    found = bundle.start_report()
+    found = other.start_report()
     assert found.first_run_seconds > 0
     assert found.other_seconds > 0.9 * SLOW

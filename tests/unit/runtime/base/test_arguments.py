@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from tests.extent import examples
 
 from prejit.runtime import (
     Bundle,
-    Options,
     PrejitError,
     PrejitWarning,
     Request,
@@ -329,10 +327,6 @@ def test_none_alone_stands_for_an_option_that_is_not_given(bundle: Bundle) -> No
     assert wanted.common == {"logprobs": 0, "prompt_lookup": False}
 
 
-def test_options_are_what_the_type_says() -> None:
-    assert set(OPTIONS) == set(Options.__annotations__)
-
-
 def test_one_text_is_a_list_of_one_and_not_of_its_characters(bundle: Bundle) -> None:
     for prompts in ("abc", ["abc"]):
         with pytest.raises(UsageError, match="has no tokenizer, so a prompt cannot be text"):
@@ -341,9 +335,6 @@ def test_one_text_is_a_list_of_one_and_not_of_its_characters(bundle: Bundle) -> 
         UsageError, match="prompts: expected a prompt or a list of prompts, found 5"
     ):
         bundle.generate_batch(5)  # type: ignore[arg-type]
-
-
-def test_options_of_sampling_beside_a_list_of_them_are_refused(bundle: Bundle) -> None:
     with pytest.raises(UsageError, match=r"sampling: expected it without .* temperature"):
         bundle.generate_batch([[1]], sampling=[Sampling(seed=1)], temperature=0.5)
 
@@ -354,30 +345,10 @@ def test_a_token_mask_that_gives_something_else_is_an_error(bundle: Bundle, give
         bundle.generate([1], max_new_tokens=2, token_mask=lambda ids: given)
 
 
-def test_a_deleted_array_is_an_error_of_usage(settled_dir: Path) -> None:
-    functions = load(settled_dir, on_mismatch="error")
-    array = jax.numpy.ones((2, 16))
-    array.delete()
-    with pytest.raises(UsageError, match=r"x: expected an array, found .* deleted or donated"):
-        functions.call("score", x=array)
-    with pytest.raises(UsageError, match="expected x as an array, found list"):
-        functions.call("score", x=nested(5000))
-    for name in (5, nested(5000), Hostile(), 10**6000):
-        with pytest.raises(UsageError, match="name: expected text, found"):
-            functions.call(name, x=nested(5000))
-
-
 def test_every_value_has_a_short_description_of_one_line() -> None:
     for text in map(described, JUNK):
         assert 0 < len(text) <= 80
         assert text.isprintable(), ascii(text)
-
-
-def test_a_request_is_plain_python_whatever_it_was_made_from() -> None:
-    made = Request(np.array([1, 2]), max_new_tokens=np.int64(3), stop_token_ids={4})  # type: ignore[arg-type]
-    assert dataclasses.astuple(made)[0] == [1, 2]
-    assert type(made.max_new_tokens) is int
-    assert made.stop_token_ids == frozenset((4,))
 
 
 class _Text(str):

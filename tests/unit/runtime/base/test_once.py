@@ -8,9 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from prejit.runtime.base.threads_and_forks import once
-from prejit.runtime.bundle_decodes import BundleDecodes
-from prejit.runtime.bundle_encodes import BundleEncodes
-from prejit.runtime.text.bundle_text import BundleText
 
 
 class Slow:
@@ -56,13 +53,3 @@ def test_what_fails_is_tried_again() -> None:
         with pytest.raises(KeyError):
             slow.failing  # noqa: B018
     assert slow.made == ["failing", "failing"]
-
-
-def test_what_a_bundle_makes_when_it_is_wanted_is_made_once() -> None:
-    for owner, name in (
-        (BundleDecodes, "decoder"),
-        (BundleEncodes, "encoder"),
-        (BundleText, "tokenizer"),
-        (BundleText, "chat"),
-    ):
-        assert isinstance(vars(owner)[name], once), name

@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
-from typing import Any
 
 import click
 import pytest
@@ -164,15 +163,6 @@ def test_a_shell_completes(
     assert {line.partition(",")[2] for line in lines} == expected
 
 
-def test_a_shell_gets_its_script(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for shell in ("zsh", "fish"):
-        monkeypatch.setenv("_PREJIT_COMPLETE", f"{shell}_source")
-        assert __main__.main([]) == 0
-        assert "_PREJIT_COMPLETE" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -188,12 +178,3 @@ def test_a_size_is_read_as_dd_reads_it(text: str, expected: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="expected a number of bytes or a size such as"):
         byte_count(text)
-
-
-def test_the_library_imports_no_click(run_python: Any) -> None:
-    run_python(
-        "import sys, prejit.runtime\n"
-        "for name in prejit.runtime.__all__:\n"
-        "    getattr(prejit.runtime, name)\n"
-        "sys.exit('click' in sys.modules)"
-    )

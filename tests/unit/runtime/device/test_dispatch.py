@@ -59,13 +59,6 @@ def test_a_signature_misses_once(device: Device) -> None:
     assert doubling.misses == 3
 
 
-def test_later_calls_take_host_arrays(device: Device) -> None:
-    doubling, host = Doubling(device), np.arange(4, dtype=np.float32)
-    for _ in range(3):
-        np.testing.assert_array_equal(doubling.function(host), host * 2)
-    assert doubling.misses == 1
-
-
 def test_donated_arguments_are_deleted_at_later_calls_too(device: Device) -> None:
     doubling, x = Doubling(device, donate=True), jnp.ones(4)
     for _ in range(3):
@@ -96,15 +89,3 @@ def test_a_jax_with_other_parts_has_no_dispatch(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
     monkeypatch.setattr(_jit_dispatch, "_STATE_KEYS", {*_jit_dispatch._STATE_KEYS, "new"})
     assert _jit_dispatch.Dispatch.of(jitted) is None
-
-
-def test_tracing_is_seen() -> None:
-    seen = []
-
-    def function(x: Any) -> Any:
-        seen.append(_jax_parts.is_tracing())
-        return x
-
-    function(1.0)
-    jax.jit(function)(1.0)
-    assert seen == [False, True]

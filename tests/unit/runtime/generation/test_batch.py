@@ -31,7 +31,6 @@ VOCAB, CONTEXT = 48, 72
 TEXT = np.random.default_rng(3).integers(0, VOCAB, CONTEXT).tolist()
 GREEDY = Sampling()
 REPEATING = [7, 8, 9, 10] * 4
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +147,14 @@ def test_greedy_tokens_are_those_of_the_model(
         assert (list(result.token_ids), result.finish_reason) == (expected, reason)
 
 
-def test_a_prompt_beyond_the_context_is_refused(bundle: Bundle) -> None:
+def test_a_prompt_beyond_the_context_and_a_foreign_prefix_are_refused(
+    bundle: Bundle, decoder_dir: Path
+) -> None:
     with pytest.raises(ContextError, match=r"at most 72 tokens \(the longest context\), found 73"):
         greedy(bundle, [*TEXT, 1])
+    prefix = load(decoder_dir, on_mismatch="error").prefix(TEXT[:5])
+    with pytest.raises(UsageError, match="prefix: expected one that this bundle computed"):
+        bundle.generate(TEXT[:9], prefix=prefix)
 
 
 @pytest.mark.parametrize("length", [1, 5])
@@ -169,38 +173,13 @@ def test_one_token_is_all_that_is_asked_for(bundle: Bundle, length: int) -> None
 
 
 @pytest.mark.parametrize("length", [1, 5])
-def test_a_stop_token_may_be_the_first(bundle: Bundle, length: int) -> None:
-    first = greedy(bundle, TEXT[:length], 1).token_ids[0]
-    result = greedy(bundle, TEXT[:length], 9, stop_token_ids=[first], logprobs=2)
-    assert (result.token_ids, result.finish_reason, result.logprobs) == ((), "stop", ())
-    assert result.stats.new_tokens == 0
-
-
-def test_any_of_several_stop_tokens_ends_a_text(bundle: Bundle, sixteen_steps: None) -> None:
-    tokens = list(greedy(bundle, TEXT[:6], 20).token_ids)
-    stops = {tokens[9], tokens[5]}
-    first = min(map(tokens.index, stops))
-    result = greedy(bundle, TEXT[:6], 20, stop_token_ids=stops)
-    assert (list(result.token_ids), result.finish_reason) == (tokens[:first], "stop")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "error"),
-    [
-        ([], {}, "prompt: expected at least one token"),
-        ([VOCAB], {}, "prompt: expected token ids of 0 to 47, found 48"),
-        ([-1], {}, "found -1"),
-        ([1], {"max_new_tokens": 0}, "max_new_tokens: expected 1 or more, found 0"),
-        ([1], {"logprobs": 21}, "logprobs: expected 0 to 20, found 21"),
-        ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias: expected token ids of 0 to 47"),
-        ([1], {"temprature": 1.0}, "found 'temprature'"),
-    ],
-)
-def test_a_request_that_cannot_be_served_is_refused(
-    bundle: Bundle, prompt: list[int], options: dict[str, Any], error: str
-) -> None:
-    with pytest.raises(UsageError, match=error):
-        bundle.generate(prompt, **options)
+def test_a_stop_token_may_be_the_first_or_any_of_several(bundle: Bundle, length: int) -> None:
+    tokens = list(greedy(bundle, TEXT[:length], 20).token_ids)
+    for stops in ({tokens[0]}, {tokens[9], tokens[5]}):
+        first = min(map(tokens.index, stops))
+        result = greedy(bundle, TEXT[:length], 20, stop_token_ids=stops, logprobs=2)
+        assert (list(result.token_ids), result.finish_reason) == (tokens[:first], "stop")
+        assert len(result.logprobs) == result.stats.new_tokens == first
 
 
 # ---------------------------------------------------------------------- slots
@@ -215,6 +194,9 @@ def test_a_full_batch_refuses_and_goes_on(bundle: Bundle) -> None:
     found = finish(batch)
     for place, slot in enumerate(slots):
         assert tuple(ids(found[slot])) == greedy(bundle, TEXT[: 3 + place]).token_ids
+    for slot in (-1, 3):
+        with pytest.raises(UsageError, match=f"slot: expected 0 to 2, found {slot}"):
+            batch.evict(slot)
     with pytest.raises(UsageError, match="at most 3 rows at once, found 4"):
         bundle.batch(4)
     with pytest.raises(UsageError, match="slots: expected 1 or more, found 0"):
@@ -243,12 +225,6 @@ def test_a_slot_that_is_evicted_serves_another_and_keeps_what_it_has_cached(
         assert tuple(ids(got[slot] + found[slot])) == expected
 
 
-def test_a_slot_that_is_not_there_is_an_error(bundle: Bundle) -> None:
-    for slot in (-1, 3):
-        with pytest.raises(UsageError, match=f"slot: expected 0 to 2, found {slot}"):
-            bundle.batch(3).evict(slot)
-
-
 def test_rows_finish_inside_a_call_and_others_go_on(bundle: Bundle, sixteen_steps: None) -> None:
     batch = bundle.batch(3)
     counts = (1, 5, 18)
@@ -259,7 +235,7 @@ def test_rows_finish_inside_a_call_and_others_go_on(bundle: Bundle, sixteen_step
     assert calls == 3, "what prefill gave, 16 steps, one more"
     for slot, count in zip(slots, counts, strict=True):
         assert tuple(ids(found[slot])) == greedy(bundle, TEXT[: 4 + count], count).token_ids
-        assert [token.finish_reason for token in found[slot]][-1] == "length"
+        assert found[slot][-1].finish_reason == "length"
         assert found[slot][-1].usage.passes <= 17
     # Steps that ran on in a slot whose row was finished are not taken for its text.
     text = [*TEXT[:9], *ids(found[slots[1]]), 5, 6, 7]
@@ -384,19 +360,19 @@ def test_only_tokens_that_a_mask_allows_come(
     assert {len(one) for one in asked} == set(range(6))
 
 
-@pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("length", [1, 5])
-def test_a_mask_that_allows_nothing_ends_the_text(bundle: Bundle, length: int, after: int) -> None:
-    def mask(generated: Sequence[int]) -> Any:
-        return allow() if len(generated) == after else None
-
-    batch = bundle.batch(3)
-    slots = batch.insert(request(TEXT[:length], token_mask=mask), request(TEXT[:length], 8))
-    found = finish(batch)
+def test_a_mask_that_allows_nothing_ends_the_text(bundle: Bundle, length: int) -> None:
     expected = greedy(bundle, TEXT[:length], 8).token_ids
-    assert tuple(ids(found[slots[0]])) == expected[:after]
-    assert found[slots[0]][-1].finish_reason == "mask"
-    assert tuple(ids(found[slots[1]])) == expected
+    batch = bundle.batch(3)
+    for after in (0, 2):
+        masked = request(
+            TEXT[:length], token_mask=lambda ids, n=after: allow() if len(ids) == n else None
+        )
+        slots = batch.insert(masked, request(TEXT[:length], 8))
+        found = finish(batch)
+        assert tuple(ids(found[slots[0]])) == expected[:after]
+        assert found[slots[0]][-1].finish_reason == "mask"
+        assert tuple(ids(found[slots[1]])) == expected
 
 
 @pytest.mark.parametrize(
@@ -533,15 +509,6 @@ def check_logprob(one: Logprob, logits: np.ndarray[Any, Any], count: int) -> Non
     assert [value for _, value in one.top] == pytest.approx(expected[best].tolist(), abs=1e-4)
 
 
-def test_logprobs_of_one_row_are_no_matter_of_another(bundle: Bundle) -> None:
-    batch = bundle.batch(3)
-    slots = batch.insert(request(TEXT[:5], logprobs=1), request(TEXT[:5]), request([3], logprobs=0))
-    found = finish(batch)
-    assert [token.logprob is None for slot in slots for token in found[slot]] == [
-        wanted for wanted in (False, True, False) for _ in range(8)
-    ]
-
-
 # ---------------------------------------------------------------------- several requests
 
 
@@ -584,12 +551,6 @@ def test_a_prefix_serves_whatever_begins_so(bundle: Bundle) -> None:
             [prompt, [3], [*TEXT[:30], 1]], max_new_tokens=8, stop_token_ids=(), prefix=prefix
         )
         assert together[0].token_ids == plain.token_ids
-
-
-def test_a_prefix_of_another_bundle_is_refused(bundle: Bundle, decoder_dir: Path) -> None:
-    other = load(decoder_dir, on_mismatch="error")
-    with pytest.raises(UsageError, match="prefix: expected one that this bundle computed"):
-        bundle.generate(TEXT[:9], prefix=other.prefix(TEXT[:5]))
 
 
 # ---------------------------------------------------------------------- accounting
@@ -777,16 +738,6 @@ def order_of(batch: Batch, positions: int) -> list[tuple[str, int]]:
     return order
 
 
-def test_each_first_token_comes_when_its_prompt_is_computed(
-    bundle: Bundle, short_chunks: Batch
-) -> None:
-    """Not when the prompts behind it are computed too, though no decode step comes between them."""
-    batch = short_chunks
-    for number in range(3):
-        batch.begin(request(TEXT[number : number + 3], 9))
-    assert order_of(batch, 1000) == [("first", 1)] * 3
-
-
 def test_a_decode_step_comes_after_as_many_positions_as_were_asked_for(
     bundle: Bundle, short_chunks: Batch
 ) -> None:
@@ -806,16 +757,20 @@ def test_a_decode_step_comes_after_as_many_positions_as_were_asked_for(
     assert found[2 * size - 1] == [("first", 1), ("decode", 2), ("first", 1)]
 
 
-def test_a_long_stall_ends_with_a_decode_step(
-    bundle: Bundle, short_chunks: Batch, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stall_seconds", [100.0, 0.0])
+def test_each_first_token_comes_when_its_prompt_is_computed_and_a_long_stall_ends(
+    short_chunks: Batch, monkeypatch: pytest.MonkeyPatch, stall_seconds: float
 ) -> None:
-    monkeypatch.setattr("prejit.runtime.generation.batch._LONGEST_STALL_SECONDS", 0.0)
-    batch = short_chunks
+    """Not when the prompts behind it are computed too; a decode step comes between them after a while."""
+    name = "prejit.runtime.generation.batch._LONGEST_STALL_SECONDS"
+    monkeypatch.setattr(name, stall_seconds)
     for number in range(3):
-        batch.begin(request(TEXT[number : number + 3], 9))
-    assert order_of(batch, 1000) == [
-        *(("first", 1), ("decode", 1), ("first", 1), ("decode", 2), ("first", 1))
-    ]
+        short_chunks.begin(request(TEXT[number : number + 3], 9))
+    between = [("decode", 1), ("decode", 2)] if not stall_seconds else []
+    expected = [("first", 1)] * 3
+    for place, step_between in enumerate(between):
+        expected.insert(2 * place + 1, step_between)
+    assert order_of(short_chunks, 1000) == expected
 
 
 def test_a_decode_step_comes_between_long_copies_for_a_prompt_and_the_prompt(

@@ -12,7 +12,7 @@ from prejit.runtime.cli.commands import commands
 from prejit.runtime.cli.generate_command import generate
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decode import CALL_SECONDS, steps_per_call
-from prejit.runtime.generation.options import OPTIONS, SAMPLING_OPTIONS, resolve
+from prejit.runtime.generation.options import OPTIONS, resolve
 
 
 def test_the_typed_options_are_those_that_are_defined() -> None:
@@ -51,16 +51,6 @@ def test_every_option_has_a_check_that_takes_its_default_and_refuses_nonsense(na
     assert option.check(name, option.default) == option.default
     with pytest.raises(UsageError, match=name):
         option.check(name, object())
-
-
-def test_options_of_sampling_are_kept_apart_from_the_others() -> None:
-    resolved = resolve(
-        {"temperature": 2, "max_new_tokens": 3, "stop": "x"}, {"top_k": 4, "seed": 5}
-    )
-    assert resolved.sampling == Sampling(temperature=2, top_k=4, seed=5)
-    assert (resolved.common, resolved.stop) == ({"max_new_tokens": 3}, ("x",))
-    assert {"temperature", "logit_bias"} <= set(SAMPLING_OPTIONS)
-    assert not {"max_new_tokens", "stop"} & set(SAMPLING_OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -137,18 +136,6 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
 # None
 
 
-def test_a_machine_without_any_is_told_in_a_moment() -> None:
-    """The real files of this machine, with whatever is installed."""
-    if any(os.path.exists(path) for path in ("/dev/nvidiactl", "/proc/driver/nvidia")):
-        pytest.skip("this machine has a GPU")
-    seconds = []
-    for _ in range(20):
-        started = time.perf_counter()
-        assert find_accelerator({}) is None
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 1e-3
-
-
 def test_nothing_heavy_is_imported_where_there_is_none(run_python: Any) -> None:
     run_python(
         "import sys\n"
@@ -160,19 +147,20 @@ def test_nothing_heavy_is_imported_where_there_is_none(run_python: Any) -> None:
     )
 
 
-def test_devices_without_a_plugin_do_not_count(box: Box) -> None:
+def test_devices_without_a_plugin_or_a_plugin_without_devices_do_not_count(
+    box: Box, tmp_path: Path
+) -> None:
     """jax would run on the CPU as well."""
     box.add_gpus(Gpu())
     box.add_pci("0x1ae0", "0x0063")
     assert box.find() is None
-
-
-def test_a_plugin_without_devices_does_not_count(box: Box) -> None:
+    (tmp_path / "empty").mkdir()
+    empty = Box(tmp_path / "empty", box.monkeypatch)
     for name in ("jax-cuda13-pjrt", "libtpu"):
-        box.install(name, "1.0")
-    assert box.find() is None
-    (box.root / "sys/bus/pci/devices").mkdir(parents=True)
-    assert box.find() is None
+        empty.install(name, "1.0")
+    assert empty.find() is None
+    (empty.root / "sys/bus/pci/devices").mkdir(parents=True)
+    assert empty.find() is None
 
 
 # CUDA
@@ -375,6 +363,7 @@ def test_the_environment_says_what_the_bus_cannot(
         ("tpu,cpu", "tpu"),
         ("cpu,tpu", None),
         (" cuda , cpu", "cuda"),
+        ("rocm,cpu", None),
     ],
 )
 def test_jax_platforms_chooses_as_it_does_for_jax(
@@ -386,15 +375,6 @@ def test_jax_platforms_chooses_as_it_does_for_jax(
     box.add_pci("0x1ae0", "0x0063")
     found = box.find(**({} if platforms is None else {"JAX_PLATFORMS": platforms}))
     assert (found and found.platform) == chosen
-
-
-def test_the_first_platform_that_is_there_wins(box: Box) -> None:
-    box.install("jax-cuda13-pjrt", "1.0")
-    box.add_gpus(Gpu())
-    found = box.found(JAX_PLATFORMS="tpu,cuda,cpu")
-    assert found.platform == "cuda"
-    assert box.find(JAX_PLATFORMS="tpu,cpu") is None
-    assert box.find(JAX_PLATFORMS="rocm,cpu") is None
 
 
 @pytest.mark.parametrize("platforms", ["tpu", "cuda,tpu", "gpuu", "CPU", ","])

@@ -168,12 +168,9 @@ def test_the_nearest_recorded_program_is_compared() -> None:
     near = replace(PROGRAM, arguments=("float32[16]",))
     [cause] = why(differing(jax_texts.COMPUTATION), far, near)
     assert cause.recorded == "(float32[16])"
-
-
-def test_equal_arguments_are_nearer_than_others() -> None:
     others = replace(PROGRAM, arguments=("float32[99]",), file=f"a{PROGRAM.file}")
     [cause] = why(differing(jax_texts.COMPUTATION), others, PROGRAM)
-    assert cause.name == "computation"
+    assert cause.name == "computation", "equal arguments are nearer than others"
 
 
 def bundle(directory: Path | None) -> RecordedBundle:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +47,6 @@ def test_the_files_are_those_that_were_recorded_and_cannot_be_written(
     assert [path.name for path in opened.directory.parent.iterdir()] == [opened.directory.name]
 
 
-def test_a_second_start_unpacks_nothing(
-    write_recorded: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_recorded()
-    first = open_recorded(path)
-
-    def fail(*_: object) -> None:
-        raise AssertionError("unpacked again")
-
-    monkeypatch.setattr(recorded_bundle, "read_files", fail)
-    assert open_recorded(path).directory == first.directory
-
-
 def test_files_that_no_start_used_for_a_month_make_room(write_recorded: Write) -> None:
     first = open_recorded(write_recorded())
     assert first.directory is not None
@@ -77,19 +63,17 @@ def test_files_that_no_start_used_for_a_month_make_room(write_recorded: Write) -
     assert sorted(old.parent.iterdir()) == sorted([first.directory, used])
 
 
-def test_a_third_start_hashes_nothing(
+def test_a_second_start_unpacks_nothing_and_a_third_one_hashes_nothing(
     write_recorded: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The receipts of the second say what it would find."""
     monkeypatch.setattr(receipts, "SETTLED_SECONDS", -1.0)
     path = write_recorded()
-    open_recorded(path)
-
-    def fail(descriptor: int) -> str:
-        raise AssertionError("hashed again")
-
-    monkeypatch.setattr(recorded_bundle, "digest_file", fail)
-    assert found_in(open_recorded(path).directory) == EXPECTED
+    first = open_recorded(path).directory
+    for name in ("read_files", "digest_file"):
+        monkeypatch.setattr(recorded_bundle, name, lambda *_: pytest.fail("done again"))
+        assert open_recorded(path).directory == first
+    assert found_in(first) == EXPECTED
 
 
 def damage_content(directory: Path) -> None:
@@ -150,13 +134,6 @@ def test_what_somebody_changed_in_the_cache_is_replaced(
     assert not any(file.is_symlink() for file in again.iterdir())
     assert again.stat().st_mode & 0o777 == 0o555
     assert {file.stat().st_mode & 0o777 for file in again.iterdir()} == {0o444}
-
-
-def test_many_starts_at_once_get_the_same_whole_directory(write_recorded: Write) -> None:
-    path = write_recorded()
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda _: found_in(open_recorded(path).directory), range(24)))
-    assert all(each == EXPECTED for each in found)
 
 
 def test_two_first_starts_unpack_once_and_never_take_away_the_directory(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.extent import examples
 
 from prejit.runtime import load
-from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format.checks.layers import Chat, check_chat
 from prejit.runtime.format.names import (
@@ -460,29 +460,6 @@ def test_deep_nesting_is_no_crash_of_the_parser() -> None:
             check_template(source)
 
 
-@pytest.mark.parametrize(
-    ("chat", "says"),
-    [
-        (Chat({}, {}), "at least one chat template"),
-        (Chat({"": "x"}, {}), "expected a name"),
-        (Chat({"default": "\ud800"}, {}), "'default': expected Unicode"),
-        (Chat({"default": ""}, {"bos_token": "\ud800"}), "'bos_token': expected Unicode"),
-    ],
-)
-def test_a_chat_layer_that_means_nothing_is_rejected(chat: Chat, says: str) -> None:
-    with pytest.raises(RejectError, match=says):
-        check_chat(to_json(chat), "chat.json")
-
-
-def test_a_chat_layer_is_read_as_strictly_as_all_others() -> None:
-    chat = Chat({"default": "é {{ x }}"}, SPECIAL)
-    content = to_json(chat)
-    assert from_json(Chat, content, "chat.json") == chat
-    for damaged in (content + b" ", content.replace(b'"default"', b"3", 1), b"{}", b"\xff"):
-        with pytest.raises(RejectError):
-            check_chat(damaged, "chat.json")
-
-
 def with_chat(recipe: Any, content: bytes, *, tokenizer: bool = True) -> Any:
     """A bundle that holds a chat layer of these bytes, and the demo model's tokenizer."""
     from prejit.compiler.pipeline.pack.bundle_files import layer
@@ -526,16 +503,6 @@ def test_a_bundle_without_template_or_tokenizer_says_so(recipe: Any, tmp_path: P
     assert bare.render_chat_template(messages).startswith("<|user|>")
     with pytest.raises(UsageError, match="no tokenizer"):
         bare.apply_chat_template(messages)
-
-
-def test_a_damaged_chat_layer_is_found_by_verify_and_at_first_use(
-    recipe: Any, prejit: Any, tmp_path: Path
-) -> None:
-    damaged = with_chat(recipe, b'{"special_tokens":{},"templates":{}}').write(tmp_path / "chat")
-    done = prejit("verify", damaged, status=4)
-    assert "expected at least one chat template, found none" in done.stderr
-    with pytest.raises(RejectError, match="at least one chat template"):
-        load(damaged).apply_chat_template([{"role": "user", "content": "hi"}])
 
 
 def test_jinja_comes_with_the_first_chat_and_not_before(
