@@ -54,24 +54,6 @@ def test_a_nested_call_returns_the_nesting_of_the_function(example: Bundle) -> N
     np.testing.assert_array_equal(kept.astype(np.float32), [1, 2, 3])
 
 
-class OnlyDLPack:
-    """As an array of a library that is not installed."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
-
-
-def test_anything_with_dlpack_is_taken(example: Bundle) -> None:
-    expected = example.call("score", x=X)
-    np.testing.assert_array_equal(example.call("score", x=OnlyDLPack(X.copy())), expected)
-
-
 def test_calls_from_many_threads_do_not_mix(example: Bundle, recipe: Any) -> None:
     kernel, bias = recipe.weights["score:kernel"], recipe.weights["score:bias"]
 

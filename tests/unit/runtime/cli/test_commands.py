@@ -266,12 +266,6 @@ def test_call_takes_nested_arguments_and_writes_nested_results(
     assert np.load(tmp_path / "out" / "sums.1.npy").tolist() == [[2, 2], [2, 2]]
 
 
-def test_call_without_arguments_calls_without(settled_dir: Path, tmp_path: Path) -> None:
-    assert run("call", settled_dir, "tick", "-o", tmp_path / "out") == 0
-    assert np.load(tmp_path / "out" / "result.npy") == 7
-    assert run("call", settled_dir, "score", "-o", tmp_path / "out") == 2
-
-
 # Generating
 
 

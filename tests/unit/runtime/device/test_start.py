@@ -162,46 +162,27 @@ def remembered(cache: Path) -> list[Path]:
 def test_a_start_loads_at_once_what_the_last_one_wanted(
     decoder_dir: Path, runtime_cache: Path, run_python: Any
 ) -> None:
+    """It is a guess and no more: of another prompt, or in a file of anybody's making, it fails nothing."""
     code = GENERATE.format(path=str(decoder_dir))
+    nothing = "settle(60)\nassert not loaded()\ntokens([1, 2])"
+    plain = {"PREJIT_PLAIN_START": "1"}  # neither reads nor writes what is remembered
+    run_python(code + nothing, env=plain)
+    assert not remembered(runtime_cache)
     first = run_python(
         code + "assert not bundle._programs._working, 'nothing is known yet'\n"
         "print(tokens([1, 2, 3]))"
     ).stdout
     [file] = remembered(runtime_cache)
-    written = file.stat().st_mtime_ns
-    wanted = json.loads(file.read_text())
+    written, right = file.stat().st_mtime_ns, file.read_bytes()
+    wanted = json.loads(right)
     assert len(wanted) == 1
     check = f"settle(60)\nassert loaded() == {wanted[:1]}, loaded()\n"
-    again = run_python(code + check + "print(tokens([1, 2, 3]))").stdout
-    assert again == first
+    assert run_python(code + check + "print(tokens([1, 2, 3]))").stdout == first
     assert file.stat().st_mtime_ns == written, "nothing new: nothing is written"
-
-
-def test_what_was_remembered_is_a_guess_and_no_more(
-    decoder_dir: Path, runtime_cache: Path, run_python: Any
-) -> None:
-    """Another prompt, a file of anybody's making: the tokens are the same, and nothing fails."""
-    code = GENERATE.format(path=str(decoder_dir))
-    expected = run_python(code + "print(tokens([1, 2, 3]))").stdout
-    [file] = remembered(runtime_cache)
-    right = file.read_bytes()
+    run_python(code + nothing, env=plain)
     for content in (b"", b"{}", b"[1]", b"\xff", b"[" * 9999):
         file.write_bytes(content)
         assert first_programs(f"sha256:{file.stem}") == ()
     file.write_bytes(b'["no such program", "decode/b9"]')
-    assert run_python(code + "settle(60)\nprint(tokens([1, 2, 3]))").stdout == expected
+    assert run_python(code + "settle(60)\nprint(tokens([1, 2, 3]))").stdout == first
     assert file.read_bytes() == right, "what was wanted is remembered instead"
-
-
-def test_a_plain_start_neither_reads_nor_writes_what_is_remembered(
-    decoder_dir: Path, runtime_cache: Path, run_python: Any
-) -> None:
-    code = (
-        GENERATE.format(path=str(decoder_dir)) + "settle(60)\nassert not loaded()\ntokens([1, 2])"
-    )
-    plain = {"PREJIT_PLAIN_START": "1"}
-    run_python(code, env=plain)
-    assert not remembered(runtime_cache)
-    run_python(code)
-    assert remembered(runtime_cache)
-    run_python(code, env=plain)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from prejit.runtime.errors import RejectError, StoreError
-from prejit.runtime.format.verified import VERIFIED
 from prejit.runtime.format.verifying import SMALL_BYTES, HashingVerification, Job
 
 LARGE = SMALL_BYTES
@@ -152,10 +151,3 @@ def test_a_process_that_ends_does_not_wait_for_all_jobs(run_python: Any) -> None
         "HashingVerification(slow, threads=2)"
     )
     assert time.monotonic() - started < 30
-
-
-def test_what_is_verified_needs_no_waiting() -> None:
-    VERIFIED.wait("anything")
-    VERIFIED.finish()
-    VERIFIED.check()
-    assert VERIFIED.is_finished

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.threads import in_threads
 
 import prejit.runtime
 from prejit.runtime import AnswerError, FallbackWarning, PrejitWarning, fallback_counts
+from prejit.runtime.__main__ import main
 from prejit.runtime.format.arrays import Golden, is_results
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.checks.program_table import check_array
@@ -250,43 +252,51 @@ def test_a_golden_answer_of_a_newer_recipe_is_an_error(answering: Recipe, tmp_pa
 # ------------------------------------------------------------------ the command line
 
 
-def test_verify_run_says_ok_to_wrong_programs(
-    wrong: Path, prejit: Callable[..., Any], runtime_cache: Path
-) -> None:
-    assert prejit("verify", wrong).returncode == 0  # every byte is as it was built
-    done = prejit("verify", wrong, "--run", status=3)
-    assert "WRONG" in done.stdout
-    assert "in quarantine" in done.stdout
-    assert "in quarantine on this machine" in prejit("inspect", wrong).stdout
-    answers = json.loads(prejit("verify", wrong, "--run", "--json", status=3).stdout)["answers"]
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command in this process and returns what it prints."""
+
+    def said(*argv: object, status: int = 0) -> str:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PrejitWarning)
+            assert main([*map(str, argv)]) == status
+        return capsys.readouterr().out
+
+    return said
+
+
+def test_verify_run_says_ok_to_wrong_programs(wrong: Path, said: Callable[..., str]) -> None:
+    said("verify", wrong)  # every byte is as it was built
+    told = said("verify", wrong, "--run", status=3)
+    assert "WRONG" in told
+    assert "in quarantine" in told
+    assert "in quarantine on this machine" in said("inspect", wrong)
+    answers = json.loads(said("verify", wrong, "--run", "--json", status=3))["answers"]
     assert {each["program"]: bool(each["difference"]) for each in answers} == {
-        "score/b2": True,
-        "score/b8": True,
-        "nest": False,
-        "tick": False,
+        **{"score/b2": True, "score/b8": True, "nest": False, "tick": False},
     }
 
 
 def test_nothing_lifts_a_quarantine(
-    answering: Recipe, tmp_path: Path, prejit: Callable[..., Any], runtime_cache: Path
+    answering: Recipe, tmp_path: Path, said: Callable[..., str], runtime_cache: Path
 ) -> None:
     path = answering.write(tmp_path / "right")
-    assert "quarantine" not in prejit("verify", path, "--run").stdout
+    assert "quarantine" not in said("verify", path, "--run")
     files = {file: json.loads(file.read_bytes()) for file in runtime_cache.glob("canary/v1/*.json")}
 
     def quarantine() -> None:
         for file, answer in files.items():
             file.write_text(json.dumps({**answer, "right": False, "difference": "[] found 1"}))
             file.chmod(0o600)
-        assert "in quarantine" in prejit("inspect", path).stdout
+        assert "in quarantine" in said("inspect", path)
 
     quarantine()
-    forgotten = json.loads(prejit("verify", path, "--forget", "--json").stdout)["forgotten"]
+    forgotten = json.loads(said("verify", path, "--forget", "--json"))["forgotten"]
     assert sorted(forgotten) == sorted(map(str, files))
-    assert "in quarantine" not in prejit("inspect", path).stdout
+    assert "in quarantine" not in said("inspect", path)
     quarantine()
-    assert "its quarantine is lifted" in prejit("verify", path, "--run").stdout
-    assert "in quarantine" not in prejit("inspect", path).stdout
+    assert "its quarantine is lifted" in said("verify", path, "--run")
+    assert "in quarantine" not in said("inspect", path)
 
 
 # ------------------------------------------------------------------ recipe and comparison

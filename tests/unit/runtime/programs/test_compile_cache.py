@@ -353,7 +353,7 @@ def test_a_kill_at_any_moment_leaves_nothing_that_a_later_start_trips_over(
 ) -> None:
     """Processes write without a pause and are killed at random moments."""
     random = np.random.default_rng(0)
-    for _ in range(examples(4, 12)):
+    for _ in range(examples(2, 12)):
         command = [sys.executable, "-c", WRITE_FOR_EVER]
         processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
         try:

@@ -305,14 +305,10 @@ def kept_bundle(build_programs: BuildPrograms) -> Bundle:
     return load(build_programs(programs))
 
 
-def test_parameters_are_as_weak_as_those_of_the_build(kept_bundle: Bundle) -> None:
+def test_parameters_and_manifests_say_weak(kept_bundle: Bundle) -> None:
     x = jnp.ones(2, jnp.bfloat16)
     assert kept_bundle.call("weak", x).dtype == jnp.bfloat16
     assert kept_bundle.call("strong", x).dtype == jnp.float32
-
-
-def test_a_manifest_says_weak(kept_bundle: Bundle) -> None:
-    x = jnp.ones(2, jnp.bfloat16)
     assert kept_bundle.call("named", x, 0.5).dtype == jnp.bfloat16
     with pytest.raises(UsageError, match=r"expected weak float32\[\], found float32\[\]"):
         kept_bundle.call("named", x, np.float32(0.5))

@@ -75,24 +75,6 @@ def seconds(do: Callable[[], object]) -> float:
     return best
 
 
-def test_many_stop_strings_cost_little_more_than_one() -> None:
-    """The engine's thread looks for those of all its requests at every token."""
-    many = [f"\n##{place}" for place in range(16)] + ["ab" * 200 + chr(99 + k) for k in range(16)]
-
-    def push(stops: list[str]) -> float:
-        stream = StopStrings(stops)
-        return seconds(lambda: [stream.push("some text, ") for _ in range(200)])
-
-    # To look at every character for each of the 32 takes seven times as long as for one.
-    assert push(many) < 4 * push(many[:1])
-
-
-def test_long_stop_strings_cost_nothing_before_there_is_text() -> None:
-    """Each continuation of a request has a search of its own."""
-    short, long = ["a"] * 32, [chr(97 + place) * 512 for place in range(32)]
-    assert seconds(lambda: StopStrings(long)) < 20 * seconds(lambda: StopStrings(short))
-
-
 def test_a_push_costs_the_same_after_much_text() -> None:
     stream = StopStrings(["\n\n\n", "</s>", "ab" * 400 + "c"])
 

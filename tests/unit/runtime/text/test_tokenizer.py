@@ -178,8 +178,9 @@ def test_a_push_costs_the_same_after_30_000_tokens_and_after_a_long_prompt(what:
     for _ in range(300):
         push()
     assert cost(push) < 4 * early
-    most = 10 * cost(lambda: tokenizer.stream(tokens).push(text[0]))
-    assert cost(lambda: tokenizer.stream(tokens * 500).push(text[0])) < most
+    if what == "text":
+        most = 10 * cost(lambda: tokenizer.stream(tokens).push(text[0]))
+        assert cost(lambda: tokenizer.stream(tokens * 500).push(text[0])) < most
 
 
 def test_special_tokens_that_a_text_spells_are_added_once_where_asked() -> None:

@@ -267,8 +267,7 @@ def test_files_that_are_no_channel_are_refused(content: bytes, case: str) -> Non
 
 
 @pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChannelState:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def state() -> ChannelState:
     return ChannelState("/etc/trust.toml", "stable")
 
 

@@ -39,13 +39,6 @@ def rule(text: str = 'keys = ["a"]', names: str = '["example"]') -> str:
     return f"[[rules]]\nnames = {names}\n{text}\n"
 
 
-@pytest.fixture(autouse=True)
-def no_other_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PREJIT_TRUST", raising=False)
-    monkeypatch.setattr(process_facts, "SYSTEM_POLICY", tmp_path / "system.toml")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
     return write_policy(tmp_path / "trust.toml", KEYS, rule())

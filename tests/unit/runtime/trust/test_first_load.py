@@ -21,7 +21,6 @@ from tests.signers import write_policy
 
 from prejit.runtime import load
 from prejit.runtime.__main__ import main
-from prejit.runtime.base import process_facts
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import ExecutableError, PolicyError, RejectError, UntrustedError
 from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
@@ -61,12 +60,6 @@ __attribute__((constructor)) static void Begin() {
   if (!std::strcmp(how, "exit")) _exit(0);
 }
 """
-
-
-@pytest.fixture(autouse=True)
-def no_other_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PREJIT_TRUST", raising=False)
-    monkeypatch.setattr(process_facts, "SYSTEM_POLICY", tmp_path / "system.toml")
 
 
 @pytest.fixture
