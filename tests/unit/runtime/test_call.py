@@ -124,9 +124,7 @@ def test_positional_arguments_do_not_pass_for_named_ones(example: Bundle) -> Non
         (X[:0], "pass at least one row: axis 0 of x has none"),
     ],
 )
-def test_a_hint_names_the_axis_that_no_bucket_takes(
-    x: np.ndarray[Any, Any], hint: str, example: Bundle
-) -> None:
+def test_a_hint_names_the_wrong_axis(x: np.ndarray[Any, Any], hint: str, example: Bundle) -> None:
     with pytest.raises(UsageError) as caught:
         example.call("score", x=x)
     assert caught.value.hint == hint

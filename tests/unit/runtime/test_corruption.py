@@ -154,9 +154,7 @@ def test_changed_bytes_in_every_layer_of_a_bundle_are_all_rejected(
             assert names_the_file(caught.value, file)
 
 
-def test_changed_bytes_are_found_behind_receipts(
-    bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_is_found_behind_receipts(bundle_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the receipts of a good load, and the times set back after the change."""
     monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)
     load(bundle_dir)
@@ -193,9 +191,7 @@ except RejectError as error:
 """
 
 
-def test_changed_bytes_are_found_by_fresh_processes_with_receipts(
-    bundle_dir: Path, run_python: Any
-) -> None:
+def test_fresh_processes_find_damage_behind_receipts(bundle_dir: Path, run_python: Any) -> None:
     path = bundle_dir
     wait_until_settled(path)
     good = run_python(LOAD_AND_CALL, path).stdout

@@ -60,9 +60,7 @@ def other(request: pytest.FixtureRequest) -> tuple[str, Fingerprint]:
     return request.param, OTHER_MACHINES[request.param]()
 
 
-def test_a_mismatch_warns_of_its_axis_and_computes_the_same(
-    other: tuple[str, Fingerprint], settled_dir: Path
-) -> None:
+def test_a_mismatch_warns_of_its_axis(other: tuple[str, Fingerprint], settled_dir: Path) -> None:
     axis, machine = other
     loaded = load(settled_dir)
     with pytest.warns(FallbackWarning, match=rf"none of the bundle's targets.*{axis}: needs"):
@@ -127,7 +125,7 @@ def test_every_axis_of_a_fallback_is_counted_and_told_once(settled_dir: Path) ->
         assert fallback_counts()[name] == before.get(name, 0) + 1
 
 
-def test_what_is_no_fallback_is_not_counted_and_one_whose_warning_is_an_error_is(
+def test_fallbacks_are_counted_and_nothing_else(
     settled_dir: Path,
 ) -> None:
     before = fallback_counts()
@@ -167,9 +165,7 @@ def foreign(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_second_start_compiles_nothing(
-    settled_dir: Path, foreign: Path, run_python: Any
-) -> None:
+def test_a_second_start_compiles_nothing(settled_dir: Path, foreign: Path, run_python: Any) -> None:
     first, second, matching = (
         run_python(RUN_ALL, settled_dir, *machine, env=XLA_SAYS_WHAT_IT_COMPILES)
         for machine in ([foreign], [foreign], [])
@@ -200,9 +196,7 @@ def cache_files(cache: Path) -> list[Path]:
     return sorted(p for p in (cache / "compiled" / "v1").iterdir() if not p.suffix)
 
 
-def test_a_cache_entry_that_xla_refuses_is_compiled_again(
-    settled_dir: Path, runtime_cache: Path
-) -> None:
+def test_what_xla_refuses_is_compiled_again(settled_dir: Path, runtime_cache: Path) -> None:
     """Whole, but not an executable of this jaxlib: that is no fault of the bundle."""
     import hashlib
 
@@ -233,9 +227,7 @@ def test_a_program_is_made_ready_once_for_many_threads(settled_dir: Path) -> Non
 
 
 @pytest.mark.parametrize("part", ["portable", "executable"])
-def test_a_damaged_program_is_rejected_when_it_is_wanted(
-    part: str, recipe: Any, tmp_path: Path
-) -> None:
+def test_a_damaged_program_is_rejected_late(part: str, recipe: Any, tmp_path: Path) -> None:
     """Not a mismatch, not a failed build: the frame is wrong although the layer's digest is right."""
 
     def change(config: Any) -> Any:

@@ -74,9 +74,7 @@ NOT_TO_LOAD = {
 }
 
 
-def test_loading_imports_neither_the_build_side_nor_all_of_jax(
-    settled_dir: Path, run_python: Any
-) -> None:
+def test_loading_imports_no_build_side_and_not_all_jax(settled_dir: Path, run_python: Any) -> None:
     run_python(
         "import sys\n"
         "import numpy as np\n"

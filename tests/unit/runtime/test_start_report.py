@@ -99,9 +99,7 @@ def test_before_the_first_result_a_start_ends_with_load(at_zero: None) -> None:
         assert parts_of(**unfinished) == {"process": 5, "loading": 40, "other": 15}
 
 
-def test_a_later_load_begins_when_it_is_called(
-    at_zero: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_load_begins_later(at_zero: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_facts, "imports", [Span("imports", ME, 6, 18)])
     assert parts_of(times=LoadTimes(20, False, (), 1, 2, 3)) == {
         "loading": 40,
@@ -111,9 +109,7 @@ def test_a_later_load_begins_when_it_is_called(
 
 
 @pytest.mark.parametrize("forked", [10.0, 50.0, 90.0])
-def test_a_fork_after_the_imports_begins_later(
-    forked: float, at_zero: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_begins_later(forked: float, at_zero: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_facts, "exec_time", lambda: forked)
     found = parts_of()
     assert "process" not in found

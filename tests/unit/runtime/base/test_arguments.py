@@ -205,9 +205,7 @@ def test_whatever_is_passed_gives_a_result_or_an_error_of_prejit(
 
 @settings(max_examples=examples(50, 200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(VALUES)
-def test_whatever_a_batch_a_session_and_load_get_they_say_what_is_wrong(
-    bundle: Bundle, held: Held
-) -> None:
+def test_batches_sessions_and_load_say_what_is_wrong(bundle: Bundle, held: Held) -> None:
     batch, value = bundle.batch(1), held.value
     functions: tuple[Callable[[], object], ...] = (
         lambda: batch.evict(value),
@@ -256,9 +254,7 @@ def test_whatever_a_batch_a_session_and_load_get_they_say_what_is_wrong(
         ({"temperature": -1e308}, r"temperature: expected 0 or more, found -1e\+308"),
     ],
 )
-def test_a_wrong_option_is_named_with_both_sides(
-    bundle: Bundle, options: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_option_is_named(bundle: Bundle, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"^{message}$"):
         bundle.generate([1], **options)
 
@@ -359,7 +355,5 @@ class _Text(str):
     ("expected", "found", "text"),
     [(1, 2, "2"), (1, True, "True"), ("a", _Text("a"), "'a' of class _Text")],
 )
-def test_a_value_that_looks_like_another_is_shown_with_its_class(
-    expected: object, found: object, text: str
-) -> None:
+def test_a_lookalike_is_shown_with_its_class(expected: object, found: object, text: str) -> None:
     assert instead(expected, found) == text

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.extent import every_second
-from tests.threads import in_threads
 
 from prejit.compiler.compile.worker.disassembly import (
     NEVER_CHOSEN,
@@ -116,9 +113,7 @@ def test_mapped_weights_are_taken_without_a_copy(settled_dir: Path, device: Devi
         lambda x: x.tobytes() and np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape),
     ],
 )
-def test_memory_that_cannot_be_shared_is_copied_right(
-    change: Callable[[Any], Any], device: Device
-) -> None:
+def test_memory_that_is_not_shared_is_copied(change: Callable[[Any], Any], device: Device) -> None:
     values = change(aligned(np.arange(70, dtype=np.float32).reshape(7, 10)))
     assert same_bytes(to_numpy(device.put(values)), np.ascontiguousarray(values))
 
@@ -172,18 +167,21 @@ def test_a_program_survives_serializing(device: Device) -> None:
 
 
 def test_donated_memory_is_reused_and_the_argument_is_gone(device: Device) -> None:
+    """Neither a caller's memory nor what was read changes."""
     cache = aligned_zeros((1 << 16,), np.dtype(np.float32))
     step = device.compile(
         export(lambda cache, x: (cache.at[0].add(x), x), cache, np.float32(0), donate_argnums=0)
     )
     one = device.put(np.float32(1).reshape(()))
     [first, _] = step.run([device.put(cache), one])
-    where = address(to_numpy(first))
-    gc.collect()  # what was read of it holds on to it
+    read = to_numpy(first)
     [second, _] = step.run([first, one])
-    assert address(to_numpy(second)) == where
-    assert to_numpy(second)[0] == 2
-    for use in (lambda: to_numpy(first), lambda: step.run([first, one])):
+    assert (read[0], read.sum(), to_numpy(second)[0], cache.any()) == (1, 1, 2, False)
+    where = address(to_numpy(second))
+    gc.collect()  # what was read of it holds on to it
+    [third, _] = step.run([second, one])
+    assert (address(to_numpy(third)), to_numpy(third)[0]) == (where, 3)
+    for use in (lambda: to_numpy(second), lambda: step.run([second, one])):
         with pytest.raises(Exception, match=r"deleted|[Ii]nvalid buffer"):
             use()
 
@@ -207,17 +205,6 @@ def test_zeros_are_the_devices_own(device: Device) -> None:
         assert (found[1], found.sum()) == (7, 7)
 
 
-def test_donating_changes_neither_a_callers_memory_nor_what_was_read(device: Device) -> None:
-    cache = aligned_zeros((1 << 16,), np.dtype(np.float32))
-    step = device.compile(export(lambda cache: cache + 1, cache, donate_argnums=0))
-    [first] = step.run([device.put(cache)])
-    read = to_numpy(first)
-    [second] = step.run([first])
-    assert read.min() == read.max() == 1
-    assert to_numpy(second).min() == 2
-    assert not cache.any()
-
-
 def test_wrong_arguments_are_refused_and_never_read_outside(device: Device) -> None:
     """The program table may lie about shapes; the compiled program does not believe it."""
     x, y = (np.ones(shape, np.float32) for shape in ((4, 16), (16, 8)))
@@ -228,28 +215,6 @@ def test_wrong_arguments_are_refused_and_never_read_outside(device: Device) -> N
         with pytest.raises(Exception, match="expected"):
             program.run(arguments)
     assert to_numpy(program.run(good)[0]).max() == 16
-
-
-def test_a_program_runs_in_many_threads_at_once(device: Device) -> None:
-    x = np.arange(64 * 64, dtype=np.float32).reshape(64, 64) / 4096
-    program = device.compile(export(lambda x: x @ x, x))
-    expected = to_numpy(program.run([device.put(x)])[0]).copy()
-
-    def work(_: int) -> None:
-        for _ in range(30):
-            found = to_numpy(program.run([device.put(x.copy())])[0])
-            np.testing.assert_array_equal(found, expected)
-
-    in_threads(6, work)
-
-
-def test_linear_algebra_finds_its_library(device: Device) -> None:
-    x = np.eye(5, dtype=np.float32) * 4 + 1
-    import jax.numpy as jnp
-
-    serialized = device.compile(export(jnp.linalg.inv, x)).serialize()
-    [inverse] = device.load(serialized, "somewhere").run([device.put(x)])
-    np.testing.assert_allclose(to_numpy(inverse) @ x, np.eye(5), atol=1e-5)
 
 
 def check_on_cpu(function: Callable[..., Any], *arguments: Any, device: Device) -> None:
@@ -327,9 +292,7 @@ def test_bytes_that_xla_does_not_take_are_an_error_of_ours(device: Device) -> No
         compile_portable(b"")
 
 
-def test_what_this_machine_cannot_load_is_not_called_damaged(
-    kernel_recipe: Any, device: Device
-) -> None:
+def test_what_does_not_load_here_is_not_called_damaged(kernel_recipe: Any, device: Device) -> None:
     """The bytes are right, and a library that they call is not here: no fault of the bundle."""
     import zstandard
 
@@ -448,9 +411,7 @@ LEVELS = {
 
 
 @pytest.mark.parametrize("name", LEVELS)
-def test_a_target_uses_no_more_than_it_says_and_computes_the_same(
-    name: str, device: Device
-) -> None:
+def test_a_target_uses_what_it_says_and_computes_the_same(name: str, device: Device) -> None:
     from prejit.compiler.targets.target_table import target
 
     wanted = target(name)
@@ -564,54 +525,8 @@ def test_a_jax_that_is_there_already_is_left_alone(before: str, run_python: Any)
     run_python(before + "\n" + START + "assert there_before\n" + USE)
 
 
-def test_a_host_may_begin_to_use_jax_in_another_thread(run_python: Any, tmp_path: Path) -> None:
-    """While this side makes, reads and compiles for the first time, some of a dtype that is not Python's."""
-    (tmp_path / "program").write_bytes(export(lambda x: x + 1, np.float32(1)))
-    code = """
-import sys, threading
-import numpy as np, ml_dtypes
-from pathlib import Path
-from prejit.runtime.device import _jaxlib
-from prejit.runtime.device import _jax_parts
-from prejit.runtime.device.device import Device
-from prejit.runtime.device.transfer import to_numpy
-
-errors = []
-def reads():
-    device = Device()
-    for _ in range(20):
-        x = np.ones((8, 8), ml_dtypes.bfloat16)
-        assert (to_numpy(device.put(x)) == x).all()
-
-def compiles():
-    Device().compile(Path("program").read_bytes())
-
-def host():
-    import jax.numpy as jnp
-    from jax import export, random
-    assert float(jnp.ones(3).sum()) == 3
-
-def guarded(function):
-    try:
-        function()
-    except BaseException as error:
-        errors.append(error)
-
-Device()
-work = (reads, host, compiles, reads)
-threads = [threading.Thread(target=guarded, args=(f,), daemon=True) for f in work]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join(25)
-assert not errors, errors
-assert not any(thread.is_alive() for thread in threads), "they wait for each other"
-"""
-    run_python(code)
-
-
 @pytest.mark.parametrize("calls", [0, 1])
-def test_a_process_may_end_while_a_program_is_made_ready(
+def test_a_process_may_end_while_it_prepares(
     settled_dir: Path, run_python: Any, calls: int
 ) -> None:
     """XLA's threads and ours must not abort it: the exit status is what a supervisor looks at."""
@@ -623,15 +538,6 @@ bundle._programs.prepare("score/b2", "score/b8", "nest", "tick")
 if {calls}:
     bundle.call("score", x=np.ones((8, 16), np.float32))
 """)
-
-
-def test_importing_the_module_starts_nothing() -> None:
-    code = (
-        "import sys, threading, prejit.runtime.device.device\n"
-        "assert 'jaxlib._jax' not in sys.modules and 'jax' not in sys.modules\n"
-        "assert threading.active_count() == 1"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_one_thread_at_a_time_imports_jaxlibs_mlir(run_python: Any, tmp_path: Path) -> None:

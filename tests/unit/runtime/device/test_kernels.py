@@ -208,19 +208,6 @@ def test_kernels_of_a_higher_level_than_the_machine_are_a_mismatch(
         load(kernels_dir, on_mismatch="error", fingerprint=machine)
 
 
-def test_inspect_and_verify_tell_of_kernels(
-    kernels_dir: Path, capsys: pytest.CaptureFixture[str], toy_library: Any
-) -> None:
-    library, content = toy_library
-    assert __main__.main(["verify", str(kernels_dir)]) == 0
-    assert __main__.main(["inspect", str(kernels_dir)]) == 0
-    said = capsys.readouterr().out
-    assert (
-        f"kernels x86-64-v2, {library.compiler}, {len(content) / 1e3:.1f} kB: root, scale" in said
-    )
-    assert "kernels.v1+elf" in said
-
-
 # Compiling
 
 
@@ -334,9 +321,7 @@ def test_a_descriptor_that_comes_again_is_not_taken_for_the_first_library(
     assert mapped == "3 3"
 
 
-def test_a_library_that_lacks_a_symbol_is_an_error_that_says_so(
-    toy_library: Any, tmp_path: Path, run_python: Any
-) -> None:
+def test_a_library_may_lack_a_symbol(toy_library: Any, tmp_path: Path, run_python: Any) -> None:
     """As with an older glibc: the same message of the dynamic linker."""
     content = toy_library[1].replace(b"GLIBC_2.3\0", b"GLIBC_9.3\0")
     assert content != toy_library[1]

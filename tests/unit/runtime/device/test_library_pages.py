@@ -50,7 +50,7 @@ def test_the_listed_pages_of_a_cold_library_are_read(library: Path) -> None:
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_a_library_that_is_in_memory_is_left(
+def test_a_library_in_memory_is_left(
     library: Path, is_old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_old:  # a kernel without the call

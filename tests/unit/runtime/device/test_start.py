@@ -66,9 +66,7 @@ def test_one_switch_turns_all_of_it_off(settled_dir: Path, run_python: Any) -> N
     )
 
 
-def test_a_host_that_set_things_itself_finds_them_as_they_were(
-    settled_dir: Path, run_python: Any
-) -> None:
+def test_what_a_host_set_itself_stays_as_it_was(settled_dir: Path, run_python: Any) -> None:
     run_python(
         "import gc\ngc.disable()"
         + WATCHED
@@ -88,9 +86,7 @@ thread.start()
 """
 
 
-def test_nothing_is_set_for_the_whole_process_beside_threads_of_the_host(
-    settled_dir: Path, run_python: Any
-) -> None:
+def test_nothing_is_set_beside_threads_of_the_host(settled_dir: Path, run_python: Any) -> None:
     """They make garbage, read the environment, and start processes that inherit it."""
     run_python(
         THREADED
@@ -101,9 +97,7 @@ def test_nothing_is_set_for_the_whole_process_beside_threads_of_the_host(
     )
 
 
-def test_a_load_in_another_thread_than_the_main_one_leaves_the_collector_on(
-    settled_dir: Path, run_python: Any
-) -> None:
+def test_a_load_in_a_thread_leaves_the_collector_on(settled_dir: Path, run_python: Any) -> None:
     lines = CALL.format(path=str(settled_dir)).strip().replace("\n", "\n    ")
     run_python(
         "import numpy, threading\n"

@@ -132,7 +132,7 @@ def test_damage_in_every_chunk_is_found_with_file_and_place(path: Path, content:
     load(path).call("score", x=X)
 
 
-def test_damage_that_is_found_late_ends_the_request(
+def test_late_damage_ends_the_request(
     path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last chunk is not verified before everything else is done, and still no result comes."""
@@ -154,9 +154,7 @@ def test_damage_that_is_found_late_ends_the_request(
         loaded.call("tick")
 
 
-def test_weights_do_not_reach_a_device_before_they_are_verified(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_weights_reach_a_device_unverified(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from prejit.runtime.device.device import Device
 
     put, given = Device.put, list[bytes]()
@@ -220,20 +218,13 @@ def test_7_chunks_that_do_not_cover_their_layer_are_rejected(
     ).write(tmp_path / "forged")
     with pytest.raises(RejectError, match="expected 49 for "):
         read(forged)
-
-
-def test_7_chunks_of_no_layer_are_rejected(
-    chunks_recipe: Any, content: bytes, tmp_path: Path
-) -> None:
-    chunks = {"application/x": chunked(content)}
+    chunks = {"application/x": chunked(b"")}
     forged = chunks_recipe.configured(lambda c: dataclasses.replace(c, chunks=chunks))
     with pytest.raises(RejectError, match="expected media types of layers, found 'application/x'"):
-        load(forged.write(tmp_path / "layer"))
+        read(forged.write(tmp_path / "layer"))
 
 
-def test_8_digests_of_chunks_that_do_not_fit_the_whole_are_found_by_verify(
-    chunks_recipe: Any, tmp_path: Path
-) -> None:
+def test_8_chunks_that_do_not_fit_the_whole_are_found(chunks_recipe: Any, tmp_path: Path) -> None:
     """Of every target: they share a layer, and each has chunks of its own for it, which may differ."""
     one, other = chunks_recipe.targets
     forged = with_chunks(chunks_recipe, forged_first)
@@ -319,11 +310,12 @@ def test_a_load_reads_no_file_of_a_target_that_it_does_not_serve(
             audit(path, lambda *_: None)
         assert caught.value.path == str(file)
         content = file.read_bytes()
-        file.unlink()
-        assert load(path).call("tick") == 7
-        with pytest.raises(RejectError, match="No such file"):
-            audit(path, lambda *_: None)
-        file.write_bytes(content)
+        if features is not None:
+            file.unlink()
+            assert load(path).call("tick") == 7
+            with pytest.raises(RejectError, match="No such file"):
+                audit(path, lambda *_: None)
+            file.write_bytes(content)
         flip(file, file.stat().st_size - 2)
     audit(path, lambda *_: None)
 

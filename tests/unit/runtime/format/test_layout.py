@@ -134,9 +134,7 @@ def test_what_is_not_the_expected_regular_file_is_rejected_at_once(
 
 @pytest.mark.parametrize("replaced", ["a link", "nothing", "empty"])
 @pytest.mark.parametrize("name", ["index.json", "oci-layout"])
-def test_top_level_files_are_held_to_the_same(
-    name: str, replaced: str, bundle_dir: Path, tmp_path: Path
-) -> None:
+def test_top_level_files_too(name: str, replaced: str, bundle_dir: Path, tmp_path: Path) -> None:
     REPLACEMENTS[replaced](bundle_dir / name, tmp_path / "aside")
     with pytest.raises(RejectError) as caught:
         load(bundle_dir)
@@ -144,16 +142,14 @@ def test_top_level_files_are_held_to_the_same(
 
 
 @pytest.mark.parametrize("name", ["blobs", "blobs/sha256"])
-def test_a_linked_directory_of_blobs_is_rejected(
-    name: str, bundle_dir: Path, tmp_path: Path
-) -> None:
+def test_linked_directories_are_rejected(name: str, bundle_dir: Path, tmp_path: Path) -> None:
     (bundle_dir / name).rename(tmp_path / "elsewhere")
     (bundle_dir / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RejectError, match="expected an OCI image layout"):
         Layout(bundle_dir)
 
 
-def test_a_bundle_may_be_reached_through_a_link_and_moved_while_open(
+def test_a_bundle_may_be_behind_a_link_and_move_while_open(
     bundle_dir: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "current").symlink_to(bundle_dir)
@@ -186,7 +182,7 @@ def test_a_directory_that_is_replaced_and_deleted_while_it_opens_is_no_damage(
     assert (tmp_path / "old").exists()
 
 
-def test_a_writer_that_waited_has_the_lock_of_the_directory_that_is_there(
+def test_a_writer_that_waited_locks_the_directory_that_is_there(
     recipe: Any, tmp_path: Path
 ) -> None:
     path = recipe.write(tmp_path / "example")
@@ -324,9 +320,7 @@ def test_writing_where_nothing_can_be_written_is_a_store_error(recipe: Any, tmp_
     assert not (tmp_path / "bundle" / "index.json").exists()
 
 
-def test_replacing_a_bundle_drops_what_it_no_longer_needs(
-    recipe: Any, make_recipe: Any, tmp_path: Path
-) -> None:
+def test_replacing_drops_what_is_not_needed(recipe: Any, make_recipe: Any, tmp_path: Path) -> None:
     path = recipe.write(tmp_path / "example")
     blobs = path / "blobs" / "sha256"
     old = {file.name for file in blobs.iterdir()}
@@ -359,7 +353,7 @@ def test_blobs_that_are_there_already_are_not_written_again(recipe: Any, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["a link", "a FIFO", "shorter", "nothing", "of the right size"])
-def test_writing_again_mends_what_is_no_blob(
+def test_writing_again_mends_blobs(
     name: str, recipe: Any, bundle_dir: Path, tmp_path: Path
 ) -> None:
     before = digest_of_bundle(bundle_dir)
@@ -418,9 +412,7 @@ for attempt in range(4):
 """
 
 
-def test_two_writers_of_one_bundle_do_not_break_it(
-    old_and_new: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_two_writers_do_not_break_a_bundle(old_and_new: tuple[Path, Path], tmp_path: Path) -> None:
     allowed = {digest_of_bundle(path) for path in old_and_new}
     subprocess.run([sys.executable, "-c", WRITERS, tmp_path, *old_and_new], check=True)
     for attempt in range(4):

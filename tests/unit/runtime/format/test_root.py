@@ -61,7 +61,7 @@ def test_a_bundle_is_named_by_the_digest_of_its_index(bundle_dir: Path) -> None:
     assert root.others == ()
 
 
-def test_an_index_json_with_the_bytes_of_the_index_is_a_copy_of_all_targets(
+def test_an_index_json_with_the_bytes_of_the_index_is_a_copy_of_all(
     bundle_dir: Path,
 ) -> None:
     content = index_file(bundle_dir).read_bytes()
@@ -120,7 +120,7 @@ def with_strangers(path: Path) -> None:
         *(with_keys_of_others, with_strangers),
     ],
 )
-def test_whoever_writes_index_json_the_bundle_is_the_same(
+def test_whoever_writes_it_the_bundle_is_the_same(
     write: Callable[[Path], None], bundle_dir: Path
 ) -> None:
     before = root_of(bundle_dir)
@@ -198,9 +198,7 @@ def test_an_index_json_that_leads_to_no_bundle_is_rejected(
     rejected(bundle_dir, complaint)
 
 
-def test_two_bundles_in_one_layout_are_rejected(
-    bundle_dir: Path, make_recipe: Any, tmp_path: Path
-) -> None:
+def test_two_bundles_are_rejected(bundle_dir: Path, make_recipe: Any, tmp_path: Path) -> None:
     other = make_recipe(score_scale=2.0).write(tmp_path / "other")
     for file in (other / "blobs" / "sha256").iterdir():
         (bundle_dir / "blobs" / "sha256" / file.name).write_bytes(file.read_bytes())

@@ -129,9 +129,7 @@ def test_a_file_that_the_kernel_does_not_verify_is_hashed(path: Path, content: b
         load(path).call("score", x=X)
 
 
-def test_verify_hashes_a_file_that_the_kernel_verifies(
-    path: Path, content: bytes, digest: str, measured: Any
-) -> None:
+def test_verify_hashes_all_the_same(path: Path, content: bytes, digest: str, measured: Any) -> None:
     measured(digest)
     assert audit(path, lambda *_: None).hashed_bytes > len(content)
     flip(weights_of(path), len(content) - 1)
@@ -139,7 +137,7 @@ def test_verify_hashes_a_file_that_the_kernel_verifies(
         audit(path, lambda *_: None)
 
 
-def test_a_receipt_does_not_hide_another_digest(
+def test_a_receipt_hides_no_digest(
     path: Path, measured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)

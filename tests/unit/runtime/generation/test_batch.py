@@ -148,9 +148,7 @@ def test_greedy_tokens_are_those_of_the_model(
         assert (list(result.token_ids), result.finish_reason) == (expected, reason)
 
 
-def test_a_prompt_beyond_the_context_and_a_foreign_prefix_are_refused(
-    bundle: Bundle, decoder_dir: Path
-) -> None:
+def test_a_long_prompt_and_a_foreign_prefix_are_refused(bundle: Bundle, decoder_dir: Path) -> None:
     with pytest.raises(ContextError, match=r"at most 72 tokens \(the longest context\), found 73"):
         greedy(bundle, [*TEXT, 1])
     prefix = load(decoder_dir, on_mismatch="error").prefix(TEXT[:5])
@@ -171,7 +169,7 @@ def test_a_stop_token_may_be_the_first_or_any_of_several(bundle: Bundle, length:
 # ---------------------------------------------------------------------- slots
 
 
-def test_a_slot_that_is_evicted_serves_another_and_keeps_what_it_has_cached(
+def test_an_evicted_slot_serves_another_and_keeps_what_it_has_cached(
     bundle: Bundle,
 ) -> None:
     batch = bundle.batch(3)
@@ -284,7 +282,7 @@ def test_no_number_in_one_row_spoils_no_other(broken_dir: Path, options: dict[st
             assert tuple(ids(found[slot])) == greedy(broken, TEXT[:n], 6).token_ids
 
 
-def test_no_numbers_end_the_command_with_an_error(
+def test_no_numbers_are_an_error_of_the_command(
     broken_dir: Path, prejit: Callable[..., Any]
 ) -> None:
     """Not with a blank line and exit status 0."""
@@ -304,9 +302,7 @@ def allow(*tokens: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 @pytest.mark.parametrize("length", [1, 30])
-def test_only_tokens_that_a_mask_allows_come(
-    bundle: Bundle, reference: Reference, length: int
-) -> None:
+def test_only_allowed_tokens_come(bundle: Bundle, reference: Reference, length: int) -> None:
     asked: list[list[int]] = []
 
     def mask(generated: Sequence[int]) -> Any:
@@ -348,7 +344,7 @@ def test_a_mask_that_allows_nothing_ends_the_text(bundle: Bundle, length: int) -
         (np.ones(VOCAB, np.float32), UsageError, 2),
     ],
 )
-def test_a_mask_that_fails_leaves_the_batch_usable(
+def test_a_failed_mask_spoils_no_batch(
     bundle: Bundle, after: int, says: Any, error: type[Exception]
 ) -> None:
     broken = True
@@ -673,9 +669,7 @@ def order_of(batch: Batch, positions: int) -> list[tuple[str, int]]:
     return order
 
 
-def test_a_decode_step_comes_after_as_many_positions_as_were_asked_for(
-    bundle: Bundle, short_chunks: Batch
-) -> None:
+def test_a_decode_step_comes_after_so_many_positions(bundle: Bundle, short_chunks: Batch) -> None:
     """Each prompt is computed by one program; so many positions have room for two of them, or for one."""
     batch = short_chunks
     size = bundle.decoder.prefills(1, 24)[0].bucket["prompt"]
@@ -729,9 +723,7 @@ def wide(wide_dir: Path) -> Bundle:
     return bundle
 
 
-def test_prompts_that_fill_a_call_are_computed_together(
-    wide: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_computed_together(wide: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)
     batch = Batch(wide.decoder, 4, together=2)
     assert batch.call_for(7, 1, 100) == (1, 7)

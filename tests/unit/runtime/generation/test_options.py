@@ -63,7 +63,5 @@ def test_every_option_has_a_check_that_takes_its_default_and_refuses_nonsense(na
         (CALL_SECONDS, 1, 1),
     ],
 )
-def test_a_decode_call_takes_the_steps_that_fit_into_its_time(
-    step_seconds: float, most: int, steps: int
-) -> None:
+def test_a_call_takes_the_steps_that_fit(step_seconds: float, most: int, steps: int) -> None:
     assert steps_per_call(step_seconds, most) == steps

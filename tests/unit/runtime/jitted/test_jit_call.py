@@ -53,7 +53,7 @@ def call(
         (call(wrapped, 1, mode="m", static=(1, None)), "args[0]", "args[0]", False),
     ],
 )
-def test_arguments_by_place_and_in_jaxs_order(
+def test_arguments_in_jaxs_order(
     bound: JittedCall, placed_: str, order: str, nameable: bool
 ) -> None:
     assert bound.placed == tuple(placed_.split())

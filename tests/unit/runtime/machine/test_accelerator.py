@@ -147,9 +147,7 @@ def test_nothing_heavy_is_imported_where_there_is_none(run_python: Any) -> None:
     )
 
 
-def test_devices_without_a_plugin_or_a_plugin_without_devices_do_not_count(
-    box: Box, tmp_path: Path
-) -> None:
+def test_devices_without_a_plugin_or_the_reverse_do_not_count(box: Box, tmp_path: Path) -> None:
     """jax would run on the CPU as well."""
     box.add_gpus(Gpu())
     box.add_pci("0x1ae0", "0x0063")
@@ -296,7 +294,7 @@ def test_nvml_is_shut_down_when_it_fails_halfway(box: Box, monkeypatch: pytest.M
         ("0x0063", 3, "TPU v5 lite", None),
     ],
 )
-def test_a_tpu_is_told_by_its_place_on_the_bus(
+def test_a_tpu_is_on_the_bus(
     device: str, chips: int, kind: str, topology: str | None, box: Box
 ) -> None:
     box.install("libtpu", "0.0.51")
@@ -338,7 +336,7 @@ def test_every_tpu_of_the_catalogue_is_found_as_it_stands_there(box: Box) -> Non
         ({"TPU_VISIBLE_CHIPS": "0", "TPU_TOPOLOGY": "4x4"}, 1, "1x1"),
     ],
 )
-def test_the_environment_says_what_the_bus_cannot(
+def test_the_environment_is_asked(
     environ: dict[str, str], count: int, topology: str, box: Box
 ) -> None:
     box.install("libtpu", "0.0.51")
@@ -366,9 +364,7 @@ def test_the_environment_says_what_the_bus_cannot(
         ("rocm,cpu", None),
     ],
 )
-def test_jax_platforms_chooses_as_it_does_for_jax(
-    platforms: str | None, chosen: str | None, box: Box
-) -> None:
+def test_jax_platforms_chooses(platforms: str | None, chosen: str | None, box: Box) -> None:
     for name in ("jax-cuda13-pjrt", "libtpu"):
         box.install(name, "1.0")
     box.add_gpus(Gpu())
@@ -378,9 +374,7 @@ def test_jax_platforms_chooses_as_it_does_for_jax(
 
 
 @pytest.mark.parametrize("platforms", ["tpu", "cuda,tpu", "gpuu", "CPU", ","])
-def test_a_platform_that_is_not_there_is_an_error_as_it_is_for_jax(
-    platforms: str, box: Box
-) -> None:
+def test_a_platform_that_is_not_there_is_an_error(platforms: str, box: Box) -> None:
     with pytest.raises(
         UsageError, match="JAX_PLATFORMS: expected a platform of this machine"
     ) as it:
@@ -391,9 +385,7 @@ def test_a_platform_that_is_not_there_is_an_error_as_it_is_for_jax(
 # The fingerprint
 
 
-def test_the_fingerprint_has_the_accelerator_in_it(
-    box: Box, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_accelerator_is_in_the_fingerprint(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the environment alone: what `current` calls is not replaced."""
     box.install("libtpu", "0.0.51")
     box.add_pci("0x1ae0", "0x0063")

@@ -126,9 +126,7 @@ def test_no_two_features_share_a_flag_by_mistake() -> None:
         assert re.fullmatch(r"[a-z0-9_]+", flag)
 
 
-def test_a_saved_fingerprint_is_read_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_saved_ones_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fingerprint"]) == 0
     (tmp_path / "machine.json").write_text(capsys.readouterr().out)
     assert Fingerprint.read(tmp_path / "machine.json") == Fingerprint.current()
@@ -388,9 +386,7 @@ def test_what_fits_is_not_turned_away(platform: str, field: str) -> None:
 
 
 @pytest.mark.parametrize(("platform", "field", "change"), FALLING_BACK)
-def test_what_does_not_fit_falls_back_by_that_axis_alone(
-    platform: str, field: str, change: tuple[Any, Any]
-) -> None:
+def test_what_does_not_fit_falls_back(platform: str, field: str, change: tuple[Any, Any]) -> None:
     [axis] = compare("t", *changed(platform, field, change)).mismatches
     assert axis.name == axis_of(field)
     assert axis.needed != axis.found, "both sides must show what differs"
@@ -405,9 +401,7 @@ def mesh_of(needs: Requirement) -> Mesh | None:
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_an_axis_without_meaning_is_rejected_by_its_name(
-    field: str, recipe: Any, tmp_path: Path
-) -> None:
+def test_an_axis_without_meaning_is_rejected(field: str, recipe: Any, tmp_path: Path) -> None:
     """It never falls back: who wrote it did not write a bundle. A saved fingerprint is held to the same."""
     path = recipe.only("cpu-host").write(tmp_path / "bundle")
     index = from_json(Index, index_file(path).read_bytes(), "")
@@ -447,9 +441,7 @@ def test_an_axis_without_meaning_is_rejected_by_its_name(
         ("driver", "0" * 5000 + "580", "580", True),
     ],
 )
-def test_versions_are_compared_as_numbers(
-    axis: str, needed: Any, found: str | None, fits: bool
-) -> None:
+def test_versions_are_numbers(axis: str, needed: Any, found: str | None, fits: bool) -> None:
     """CUDA is compatible within a major version."""
     needs, machine = changed("cuda", axis, (needed, found))
     assert compare("t", needs, machine).matches == fits
@@ -475,9 +467,7 @@ def test_flags_that_change_nothing_do_not_count(flags: str, effective: tuple[str
     assert effective_xla_flags(flags) == effective
 
 
-def test_the_flags_of_this_process_are_in_its_fingerprint(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_flags_are_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_b=1 --xla_dump_to=x")
     assert Fingerprint.current().xla_flags == ("--xla_b=1",)
     (tmp_path / "flags").write_text("--xla_a=1\n--xla_b=1\n")
@@ -517,9 +507,7 @@ def test_the_target_that_uses_most_of_the_machine_is_taken(two_levels: Path) -> 
     assert targets_of(two_levels, poorer) == [("cpu-x86-64-v3", False), ("cpu-host", True)]
 
 
-def test_what_is_tuned_for_the_very_device_goes_before_what_uses_more_of_the_cpu(
-    recipe: Any, tmp_path: Path
-) -> None:
+def test_what_is_tuned_for_the_very_device_goes_first(recipe: Any, tmp_path: Path) -> None:
     kinds = {"cpu-host": "NVIDIA L40S", "cpu-x86-64-v3": "NVIDIA L4"}
     features = {"cpu-host": ("avx", "avx2"), "cpu-x86-64-v3": ()}
 

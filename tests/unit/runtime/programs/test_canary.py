@@ -60,9 +60,7 @@ def kept(cache: Path) -> list[dict[str, Any]]:
     return [json.loads(each.read_bytes()) for each in sorted(cache.glob("canary/v1/*.json"))]
 
 
-def test_a_result_of_a_wrong_executable_is_given_out(
-    wrong: Path, answering: Recipe, runtime_cache: Path
-) -> None:
+def test_a_wrong_result_is_given_out(wrong: Path, answering: Recipe, runtime_cache: Path) -> None:
     before = fallback_counts().get("canary", 0)
     told: list[str] = []
     bundle = prejit.runtime.load(wrong, on_fallback=lambda axis: told.append(axis.name))
@@ -172,7 +170,7 @@ def test_a_miscompiled_program_is_within_the_tolerance(
     assert not found["nest"].difference
 
 
-def test_one_executable_is_asked_where_all_shall_be(
+def test_too_few_executables_are_asked(
     answering: Recipe, tmp_path: Path, runtime_cache: Path
 ) -> None:
     path = answering.write(tmp_path / "right")
@@ -343,7 +341,7 @@ def test_the_recipe_changes_and_old_answers_are_wrong() -> None:
         ([3, -1], [4, 0], False),
     ],
 )
-def test_a_difference_is_missed_or_invented(
+def test_differences_are_missed_or_invented(
     value: list[float], other: list[float], right: bool
 ) -> None:
     kinds = ("float32", "complex64") if value != [3, -1] else ("int32",)

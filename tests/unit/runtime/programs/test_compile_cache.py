@@ -141,7 +141,7 @@ def test_what_a_bundle_says_of_a_program_is_in_the_key(other: PortableKey) -> No
     assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
 
 
-def test_threads_of_xla_its_flags_and_our_own_code_are_in_the_key(
+def test_threads_flags_and_our_own_code_are_in_the_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Slow code of a capped start is not served to others."""
@@ -184,7 +184,7 @@ def test_what_xla_refused_is_replaced_and_nothing_else_is() -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(where=st.floats(0, 1, exclude_max=True), bits=st.integers(1, 255), cut=st.booleans())
-def test_no_flipped_bit_and_no_cut_file_is_ever_served(
+def test_no_damaged_file_is_ever_served(
     directory: Path, where: float, bits: int, cut: bool
 ) -> None:
     content = b"machine code " * 40
@@ -259,7 +259,7 @@ def test_leftovers_of_killed_processes_go_and_those_of_living_ones_stay(director
     assert len(list(directory.iterdir())) == 2
 
 
-def test_readers_and_writers_and_eviction_at_once_give_right_bytes_only(
+def test_readers_writers_and_eviction_give_right_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A limit for two of six programs: files vanish all the time."""
@@ -348,7 +348,7 @@ for turn in itertools.count():
 """
 
 
-def test_a_kill_at_any_moment_leaves_nothing_that_a_later_start_trips_over(
+def test_a_kill_leaves_nothing_that_a_later_start_trips_over(
     directory: Path,
 ) -> None:
     """Processes write without a pause and are killed at random moments."""

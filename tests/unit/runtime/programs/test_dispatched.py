@@ -219,7 +219,7 @@ def test_it_needs_no_jax_and_leaves_jax_as_it_is(path: Path, run_python: Any) ->
     )
 
 
-def test_a_jaxlib_without_these_parts(
+def test_another_jaxlib(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, entered: list[str]
 ) -> None:
     monkeypatch.setattr(_jit_dispatch, "cpu_function", lambda *_: None)

@@ -293,9 +293,7 @@ def test_no_part_of_a_constant_is_left_out(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     "made", [lambda: lambda v: v * FACTOR, lambda: lambda v: HELPER(v), inner_code]
 )
-def test_globals_that_a_function_reads_are_parts_of_it(
-    made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_globals_of_a_function_are_parts_of_it(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before, again = constants.encode(made()), constants.encode(made())
     monkeypatch.setitem(globals(), "FACTOR", 5.0)
     monkeypatch.setitem(globals(), "HELPER", lambda v: v * FACTOR)

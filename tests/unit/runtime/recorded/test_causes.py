@@ -146,9 +146,7 @@ def differing(*names: str, **conditions: str) -> JaxRequest:
     ],
     ids=lambda value: value.partition(",")[0] if isinstance(value, str) else "",
 )
-def test_the_cause_is_the_first_thing_that_differs(
-    found: JaxRequest, expected: str, hint: str
-) -> None:
+def test_the_cause_is_what_differs_first(found: JaxRequest, expected: str, hint: str) -> None:
     jaxlib = "4.5.6" if "4.5.6" in expected else "1.2.3"
     [cause] = why(found, PROGRAM, jaxlib=jaxlib, features=("avx512f", "sse"))
     assert str(cause) == expected

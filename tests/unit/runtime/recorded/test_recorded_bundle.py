@@ -33,7 +33,7 @@ def found_in(directory: Path | None) -> dict[str, bytes]:
 EXPECTED = {file: content_of(name) for name, file in FILES.items()}
 
 
-def test_the_files_are_those_that_were_recorded_and_cannot_be_written(
+def test_recorded_files_come_and_cannot_be_written(
     write_recorded: Write, runtime_cache: Path
 ) -> None:
     opened = open_recorded(write_recorded())
@@ -161,9 +161,7 @@ def test_two_first_starts_unpack_once_and_never_take_away_the_directory(
     assert len(unpacked) == 1
 
 
-def test_what_a_killed_start_unpacked_goes_when_the_next_one_unpacks(
-    write_recorded: Write, runtime_cache: Path
-) -> None:
+def test_what_a_killed_start_unpacked_goes(write_recorded: Write, runtime_cache: Path) -> None:
     root = runtime_cache / "recorded" / "v1"
     (root / ".abc.12.34.tmp").mkdir(parents=True)
     (root / ".abc.12.34.tmp" / "file").write_bytes(b"half")
@@ -171,9 +169,7 @@ def test_what_a_killed_start_unpacked_goes_when_the_next_one_unpacks(
     assert list(root.iterdir()) == [directory]
 
 
-def test_directories_of_a_clock_that_was_wrong_grow_old_from_now_on(
-    write_recorded: Write, runtime_cache: Path
-) -> None:
+def test_a_wrong_clock_keeps_nothing_for_ever(write_recorded: Write, runtime_cache: Path) -> None:
     directory = runtime_cache / "recorded" / "v1" / ("0" * 64)
     directory.mkdir(parents=True)
     os.utime(directory, (0, time.time() + 5000 * 86400))

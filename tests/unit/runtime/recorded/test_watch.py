@@ -39,9 +39,7 @@ def recording(tmp_path: Path) -> Orders:
     return Orders(settings, str(tmp_path / "events"), functions=True)
 
 
-def test_functions_lines_and_arguments_are_those_of_the_program(
-    tmp_path: Path, recording: Orders
-) -> None:
+def test_functions_and_lines_are_those_of_the_program(tmp_path: Path, recording: Orders) -> None:
     """Of two lowered programs of one name nothing tells which is compiled first."""
     (tmp_path / "model.py").write_text("import jax\n@jax.jit\ndef score(x, y): return x * y\n")
     code = (
@@ -129,9 +127,7 @@ def test_a_failure_is_reported_and_the_program_goes_on(tmp_path: Path, error: st
         "jax.config.update('jax_enable_compilation_cache', False)\n",
     ],
 )
-def test_a_compile_is_refused_however_it_is_hidden(
-    code: str, tmp_path: Path, recording: Orders
-) -> None:
+def test_a_hidden_compile_is_refused(code: str, tmp_path: Path, recording: Orders) -> None:
     settings = cache_settings(tmp_path / "cache", write=False)
     orders = Orders(settings, recording.events, refuse=True)
     run = f"{code}def score(x): return x + 1\njax.jit(score)(1.0)\nprint('went on')\n"

@@ -36,9 +36,7 @@ def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
 @example("aab", ["aab", "ab", "b"], [1])  # one ends another
 @example("aaab", ["aab"], [1])  # a match begins inside a false start
 @example("abab", ["abc", "b"], [2])  # one lies inside another
-def test_text_is_cut_at_the_first_match_however_it_comes(
-    text: str, stops: list[str], sizes: list[int]
-) -> None:
+def test_text_is_cut_at_the_first_match(text: str, stops: list[str], sizes: list[int]) -> None:
     stream = StopStrings(stops)
     longest = max(map(len, stops), default=1)
     given_out, place, turn = "", 0, 0

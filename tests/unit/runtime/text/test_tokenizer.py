@@ -64,9 +64,7 @@ def readings(tokenizer: Tokenizer, prompt: list[int], piece: str) -> list[str]:
 
 @TOKENIZERS
 @given(text=TEXT, share=st.floats(0, 1))
-def test_pieces_are_the_text_wherever_the_prompt_ends(
-    made: type[Tokenizer], text: str, share: float
-) -> None:
+def test_pieces_are_the_text(made: type[Tokenizer], text: str, share: float) -> None:
     tokenizer = made()
     ids = tokenizer.encode(text)
     prompt, new = ids[: int(share * len(ids))], ids[int(share * len(ids)) :]
@@ -77,9 +75,7 @@ def test_pieces_are_the_text_wherever_the_prompt_ends(
 
 @TOKENIZERS
 @pytest.mark.parametrize("text", ["\ufffdéé:", "é\ufffdé", "\ufffd\ufffd😀é", "\ufffd😀\ufffdé"])
-def test_pieces_after_a_prompt_of_replacement_characters(
-    made: Callable[[], Tokenizer], text: str
-) -> None:
+def test_pieces_after_replacement_characters(made: Callable[[], Tokenizer], text: str) -> None:
     """A prompt may end in a character begun that follows U+FFFD itself."""
     tokenizer = made()
     ids = tokenizer.encode(text)
@@ -92,9 +88,7 @@ def test_pieces_after_a_prompt_of_replacement_characters(
     prompt=st.lists(st.integers(0, VOCAB - 1), max_size=20),
     new=st.lists(st.integers(0, VOCAB - 1), max_size=60),
 )
-def test_any_tokens_of_a_byte_level_model_give_the_text_of_all_at_once(
-    prompt: list[int], new: list[int]
-) -> None:
+def test_tokens_of_bytes_give_the_text_of_all_at_once(prompt: list[int], new: list[int]) -> None:
     tokenizer = byte_level()
     whole = tokenizer.decode(prompt + new)
     piece = streamed(tokenizer.stream(prompt), new)

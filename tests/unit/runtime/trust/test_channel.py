@@ -330,9 +330,7 @@ def test_a_kill_right_after_a_state_got_its_name_locks_nobody_out(
     assert state.read() is not None
 
 
-def test_a_state_that_cannot_be_kept_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_must_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with pytest.raises(PolicyError, match="cannot keep"), ChannelState("x", "y").locked():

@@ -188,9 +188,7 @@ def test_a_process_that_gets_no_memory_is_nothing_against_the_bundle(
     runs(crashing, policy)  # the first process aborts, the second one has no limit
 
 
-def test_one_crash_is_no_proof(
-    crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_is_no_proof(crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = policy.with_name("processes")
     monkeypatch.setenv("TEST_FIRST_LOADS", str(processes))
     monkeypatch.setenv("TEST_FIRST_LOAD", "write")
