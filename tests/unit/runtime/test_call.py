@@ -30,7 +30,7 @@ def tree(half: Any = None, count: Any = None, flag: Any = True) -> dict[str, Any
     return {"half": half, "pair": (count, flag)}
 
 
-def test_the_right_bucket_answers(example: Bundle, recipe: Any) -> None:
+def test_the_right_bucket_answers_in_many_threads_too(example: Bundle, recipe: Any) -> None:
     kernel, bias = recipe.weights["score:kernel"], recipe.weights["score:bias"]
     for size in (2, 8):
         x = np.random.default_rng(size).standard_normal((size, 16), np.float32)
@@ -39,22 +39,6 @@ def test_the_right_bucket_answers(example: Bundle, recipe: Any) -> None:
         )
     used = {report.program: report.source for report in example.report()}
     assert used["score/b2"] == used["score/b8"] == "loaded"
-
-
-def test_a_nested_call_returns_the_nesting_of_the_function(example: Bundle) -> None:
-    result = example.call("nest", tree=tree())
-    assert result.keys() == {"scalar", "sums"}
-    assert result["scalar"] == np.float32(2.5)
-    assert result["scalar"].shape == ()
-    doubled, counted = result["sums"]
-    assert doubled.dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(doubled.astype(np.float32), [2, 4, 6])
-    np.testing.assert_array_equal(counted, [[2, 3], [4, 5]])
-    kept = example.call("nest", tree=tree(flag=np.False_))["sums"][0]
-    np.testing.assert_array_equal(kept.astype(np.float32), [1, 2, 3])
-
-
-def test_calls_from_many_threads_do_not_mix(example: Bundle, recipe: Any) -> None:
     kernel, bias = recipe.weights["score:kernel"], recipe.weights["score:bias"]
 
     def work(seed: int) -> None:
@@ -66,6 +50,30 @@ def test_calls_from_many_threads_do_not_mix(example: Bundle, recipe: Any) -> Non
             )
 
     in_threads(6, work)
+
+
+def test_results_are_nested_as_the_functions_and_others_are_refused(example: Bundle) -> None:
+    result = example.call("nest", tree=tree())
+    assert result.keys() == {"scalar", "sums"}
+    assert result["scalar"] == np.float32(2.5)
+    assert result["scalar"].shape == ()
+    doubled, counted = result["sums"]
+    assert doubled.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(doubled.astype(np.float32), [2, 4, 6])
+    np.testing.assert_array_equal(counted, [[2, 3], [4, 5]])
+    kept = example.call("nest", tree=tree(flag=np.False_))["sums"][0]
+    np.testing.assert_array_equal(kept.astype(np.float32), [1, 2, 3])
+    with pytest.raises(UsageError, match="unexpected 0: its arguments are given by name"):
+        example.call("score", X)
+    with pytest.raises(UsageError, match="this bundle holds no decoder") as caught:
+        example.generate([1, 2, 3])
+    assert str(caught.value.hint).endswith("`Bundle.call`: nest, score, tick")
+    with pytest.raises(UsageError, match="this bundle holds no encoder") as caught:
+        example.encode(["text"])
+    assert str(caught.value.hint).endswith("`Bundle.call`: nest, score, tick")
+    with pytest.raises(UsageError, match="this bundle holds no decoder"):
+        example.generate("text")
+    assert not example.has_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -111,11 +119,6 @@ def test_wrong_arguments_say_what_was_expected_and_found(
     assert caught.value.hint is not None
 
 
-def test_positional_arguments_do_not_pass_for_named_ones(example: Bundle) -> None:
-    with pytest.raises(UsageError, match="unexpected 0: its arguments are given by name"):
-        example.call("score", X)
-
-
 @pytest.mark.parametrize(
     ("x", "hint"),
     [
@@ -128,18 +131,6 @@ def test_a_hint_names_the_wrong_axis(x: np.ndarray[Any, Any], hint: str, example
     with pytest.raises(UsageError) as caught:
         example.call("score", x=x)
     assert caught.value.hint == hint
-
-
-def test_a_bundle_of_functions_says_that_it_cannot_generate(example: Bundle) -> None:
-    with pytest.raises(UsageError, match="this bundle holds no decoder") as caught:
-        example.generate([1, 2, 3])
-    assert str(caught.value.hint).endswith("`Bundle.call`: nest, score, tick")
-    with pytest.raises(UsageError, match="this bundle holds no encoder") as caught:
-        example.encode(["text"])
-    assert str(caught.value.hint).endswith("`Bundle.call`: nest, score, tick")
-    with pytest.raises(UsageError, match="this bundle holds no decoder"):
-        example.generate("text")
-    assert not example.has_tokenizer
 
 
 def test_a_report_names_every_program_once(settled_dir: Path) -> None:

@@ -105,14 +105,7 @@ def test_on_mismatch_error_compiles_nothing(
     assert {m.name for v in caught.value.verdicts for m in v.mismatches} == {axis}
 
 
-def test_a_wish_that_is_none_is_refused(settled_dir: Path) -> None:
-    with pytest.raises(UsageError, match="expected 'jit' or 'error', found 'ignore'"):
-        load(settled_dir, on_mismatch="ignore")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="expected 'wait' or 'smaller', found 'hope'"):
-        load(settled_dir, while_compiling="hope")  # type: ignore[arg-type]
-
-
-def test_every_axis_of_a_fallback_is_counted_and_told_once(settled_dir: Path) -> None:
+def test_fallbacks_are_counted_told_once_and_nothing_else(settled_dir: Path) -> None:
     told: list[Axis] = []
     machine = dataclasses.replace(v2_machine(), jaxlib="0.9.9")
     before = fallback_counts()
@@ -123,11 +116,6 @@ def test_every_axis_of_a_fallback_is_counted_and_told_once(settled_dir: Path) ->
     assert tuple(told) == closest.mismatches
     for name in ("cpu_features", "jaxlib"):
         assert fallback_counts()[name] == before.get(name, 0) + 1
-
-
-def test_fallbacks_are_counted_and_nothing_else(
-    settled_dir: Path,
-) -> None:
     before = fallback_counts()
     load(settled_dir, on_fallback=lambda axis: pytest.fail(str(axis)))
     with pytest.raises(MismatchError):
@@ -141,6 +129,10 @@ def test_fallbacks_are_counted_and_nothing_else(
     with pytest.raises(FallbackWarning):  # its warning is an error here, and it counts
         load(settled_dir, fingerprint=v2_machine())
     assert fallback_counts()["cpu_features"] == before.get("cpu_features", 0) + 1
+    with pytest.raises(UsageError, match="expected 'jit' or 'error', found 'ignore'"):
+        load(settled_dir, on_mismatch="ignore")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="expected 'wait' or 'smaller', found 'hope'"):
+        load(settled_dir, while_compiling="hope")  # type: ignore[arg-type]
 
 
 RUN_ALL = """

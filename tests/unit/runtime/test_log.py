@@ -27,7 +27,9 @@ def said(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(lines)
 
 
-def test_a_load_says_what_it_did(settled_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_says_what_it_did_and_why_none_matches(
+    settled_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "prejit")
     with load(settled_dir) as bundle:
         bundle.call("score", x=X)
@@ -41,9 +43,6 @@ def test_a_load_says_what_it_did(settled_dir: Path, caplog: pytest.LogCaptureFix
     again = said(caplog)
     assert "blobs: verifying: 0 bytes are hashed, " in again  # by receipts
     assert "verified: all" not in again
-
-
-def test_a_load_says_why_none_matches(settled_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "prejit")
     other = dataclasses.replace(Fingerprint.current(), jaxlib="0.9.9")
     with (

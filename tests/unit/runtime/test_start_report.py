@@ -57,11 +57,21 @@ def at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_facts, "imports", [])
 
 
-def test_a_start_without_spans_is_process_load_and_first_run(at_zero: None) -> None:
+def test_a_start_is_process_load_and_first_run_of_one_thread(at_zero: None) -> None:
+    """One thread loads, another makes the first request, and waits while the first still prepares."""
     assert parts_of() == {"process": 5, "loading": 40, "first_run": 30, "other": 25}
+    busy = [Span("verification", OTHER, 22, 59), Span("loading", OTHER, 70, 99)]
+    assert parts_of(*busy) == parts_of()
+    both = [Span("loading", ME, 62, 80), Span("loading", OTHER, 75, 85)]
+    found = parts_of(*both, asked=(70.0, OTHER), answered=(100.0, OTHER))
+    assert found == {"process": 5, "loading": 40 + 8 + 10, "first_run": 20, "other": 17}
+    for unfinished in ({"asked": None}, {"answered": None}, {"asked": None, "answered": None}):
+        assert parts_of(**unfinished) == {"process": 5, "loading": 40, "other": 15}
 
 
-def test_the_inner_part_has_the_time(at_zero: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_inner_part_has_the_time_and_a_later_load_begins_later(
+    at_zero: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         process_facts, "imports", [Span("imports", ME, 6, 18), Span("imports", ME, 21, 24)]
     )
@@ -80,26 +90,6 @@ def test_the_inner_part_has_the_time(at_zero: None, monkeypatch: pytest.MonkeyPa
         "first_run": 10,
         "other": 100 - 5 - 15 - 9 - 9 - 39 - 10 + 0,
     }
-
-
-def test_what_other_threads_do_meanwhile_counts_nothing(at_zero: None) -> None:
-    busy = [Span("verification", OTHER, 22, 59), Span("loading", OTHER, 70, 99)]
-    assert parts_of(*busy) == parts_of()
-
-
-def test_two_threads_of_one_start_do_not_count_twice(at_zero: None) -> None:
-    """One thread loads, another makes the first request, and waits while the first still prepares."""
-    both = [Span("loading", ME, 62, 80), Span("loading", OTHER, 75, 85)]
-    found = parts_of(*both, asked=(70.0, OTHER), answered=(100.0, OTHER))
-    assert found == {"process": 5, "loading": 40 + 8 + 10, "first_run": 20, "other": 17}
-
-
-def test_before_the_first_result_a_start_ends_with_load(at_zero: None) -> None:
-    for unfinished in ({"asked": None}, {"answered": None}, {"asked": None, "answered": None}):
-        assert parts_of(**unfinished) == {"process": 5, "loading": 40, "other": 15}
-
-
-def test_a_later_load_begins_later(at_zero: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_facts, "imports", [Span("imports", ME, 6, 18)])
     assert parts_of(times=LoadTimes(20, False, (), 1, 2, 3)) == {
         "loading": 40,
@@ -134,9 +124,6 @@ def test_reading_and_hashing_share_what_a_caller_waits() -> None:
     verification.finish()
     verification.wait("a")
     assert len(verification.waits) == 1, "what is verified keeps nobody waiting"
-
-
-# A real bundle
 
 
 def slow_reading(patch: pytest.MonkeyPatch) -> None:

@@ -281,7 +281,7 @@ def test_a_wrong_prompt_is_named_with_both_sides(bundle: Bundle, prompt: Any, me
             use(prompt)
 
 
-def test_integers_of_every_library_are_token_ids(bundle: Bundle) -> None:
+def test_integers_of_every_library_are_token_ids_and_seeds(bundle: Bundle) -> None:
     expected = bundle.generate([1, 2, 3], max_new_tokens=np.int32(3), seed=np.uint64(7))
     for prompt in (
         *((1, 2, 3), range(1, 4), deque([1, 2, 3]), [np.int8(1), np.uint64(2), 3]),
@@ -289,9 +289,6 @@ def test_integers_of_every_library_are_token_ids(bundle: Bundle) -> None:
     ):
         result = bundle.generate(prompt, max_new_tokens=3, seed=7)
         assert result.token_ids == expected.token_ids
-
-
-def test_a_seed_of_numpy_goes_round_at_its_end_as_one_of_python(bundle: Bundle) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 3}
     last = 2**64 - 1
     numpy = bundle.generate_n([1], 2, seed=np.uint64(last), **options)
@@ -309,12 +306,6 @@ def test_token_ids_are_checked_before_a_tokenizer_decodes_them(bundles: dict[str
                 use(prompt)
 
 
-def test_too_many_sequences_are_refused_before_any_is_made(bundle: Bundle) -> None:
-    for n in (0, -1, 1.0, "3", 16_385, 10**30):
-        with pytest.raises(UsageError, match=r"^n: expected"):
-            bundle.generate_n([1], n)  # type: ignore[arg-type]
-
-
 def test_none_alone_stands_for_an_option_that_is_not_given(bundle: Bundle) -> None:
     assert resolve(dict.fromkeys(OPTIONS)) == resolve({})
     for name in OPTIONS:
@@ -323,7 +314,7 @@ def test_none_alone_stands_for_an_option_that_is_not_given(bundle: Bundle) -> No
     assert wanted.common == {"logprobs": 0, "prompt_lookup": False}
 
 
-def test_one_text_is_a_list_of_one_and_not_of_its_characters(bundle: Bundle) -> None:
+def test_one_text_is_one_prompt_and_too_many_sequences_are_refused(bundle: Bundle) -> None:
     for prompts in ("abc", ["abc"]):
         with pytest.raises(UsageError, match="has no tokenizer, so a prompt cannot be text"):
             bundle.generate_batch(prompts)
@@ -333,6 +324,9 @@ def test_one_text_is_a_list_of_one_and_not_of_its_characters(bundle: Bundle) -> 
         bundle.generate_batch(5)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"sampling: expected it without .* temperature"):
         bundle.generate_batch([[1]], sampling=[Sampling(seed=1)], temperature=0.5)
+    for n in (0, -1, 1.0, "3", 16_385, 10**30):
+        with pytest.raises(UsageError, match=r"^n: expected"):
+            bundle.generate_n([1], n)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", [5, "ab", [[True], [1, 2]], Hostile(), np.zeros((48,), np.int8)])

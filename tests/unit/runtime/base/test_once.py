@@ -38,16 +38,13 @@ class Slow:
         return self.value
 
 
-def test_eight_threads_get_the_one_that_was_made() -> None:
+def test_threads_get_the_one_that_was_made_and_failures_are_tried_again() -> None:
     slow = Slow()
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(slow.ask, range(8)))
     assert len(set(map(id, found))) == 1
     assert slow.made == ["value", "other"]
     assert Slow().value is not slow.value
-
-
-def test_what_fails_is_tried_again() -> None:
     slow = Slow()
     for _ in range(2):
         with pytest.raises(KeyError):

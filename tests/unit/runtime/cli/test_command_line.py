@@ -41,7 +41,7 @@ def kind_of(option: click.Option) -> tuple[str, bool, bool]:
     return kind, option.is_flag, option.multiple
 
 
-def test_help_lists_all_commands_by_house(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_versions_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert __main__.main(["--help"]) == 0
     printed = capsys.readouterr().out
     _, *parts = re.split(r"^Commands that .*:$", printed, flags=re.MULTILINE)
@@ -49,6 +49,10 @@ def test_help_lists_all_commands_by_house(capsys: pytest.CaptureFixture[str]) ->
         assert re.findall(r"^  ([a-z-]+)  ", part, re.MULTILINE) == [*house.commands]
     assert "Commands that serve bundles (pip install 'prejit[server]'):" in printed
     assert "Commands that build and compare (pip install 'prejit[compiler]'):" in printed
+    assert __main__.main(["--version"]) == 0
+    python = ".".join(map(str, sys.version_info[:3]))
+    packages = [f"{name} {version(name)}" for name in ("prejit", "jax", "jaxlib")]
+    assert capsys.readouterr().out.splitlines() == [*packages, f"python {python}"]
 
 
 @pytest.mark.parametrize("name", LEAVES)
@@ -69,7 +73,7 @@ def test_every_command_has_help_with_examples_that_it_takes(
         assert re.fullmatch(r"[A-Z].*\.", parameter.help or ""), parameter.name
 
 
-def test_a_name_means_one_thing_in_all_commands() -> None:
+def test_a_name_and_a_value_mean_one_thing_in_all_commands() -> None:
     kinds: dict[str, dict[tuple[str, bool, bool], str]] = {}
     for name, command in LEAVES.items():
         for option in options_of(command):
@@ -78,9 +82,6 @@ def test_a_name_means_one_thing_in_all_commands() -> None:
     several = {spelling: found for spelling, found in kinds.items() if len(found) > 1}
     # A key of `sign` is one; a channel has several.
     assert several.keys() <= {"--key"}, several
-
-
-def test_a_value_is_written_in_one_way() -> None:
     options = [option for command in LEAVES.values() for option in options_of(command)]
     for spelling, metavar in {
         "--(trust|fingerprint|key|manifest)": "FILE",
@@ -130,13 +131,6 @@ def test_the_nearest_command_or_option_is_named(
     error, _, hint = capsys.readouterr().err.partition("\n\n")
     assert re.search(rf"^error\[usage\]: No such .*Did you mean.*{nearest}", error)
     assert re.match(r"hint: expected prejit .*; `prejit.* --help` says more$", hint)
-
-
-def test_the_versions_are_those_that_matter(capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["--version"]) == 0
-    python = ".".join(map(str, sys.version_info[:3]))
-    packages = [f"{name} {version(name)}" for name in ("prejit", "jax", "jaxlib")]
-    assert capsys.readouterr().out.splitlines() == [*packages, f"python {python}"]
 
 
 @pytest.mark.parametrize(

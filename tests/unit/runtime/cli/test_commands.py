@@ -59,10 +59,9 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
     return said
 
 
-# Reading
-
-
-def test_inspect_says_what_a_bundle_holds(settled_dir: Path, recipe: Any, said: Said) -> None:
+def test_inspect_and_verify_say_what_a_bundle_holds(
+    settled_dir: Path, recipe: Any, said: Said
+) -> None:
     shown = said("inspect", settled_dir)
     for part in (
         *("example", "cpu-host: fits this machine", "cpu-x86-64-v3", "score/b8", "nest", "jaxlib"),
@@ -77,9 +76,6 @@ def test_inspect_says_what_a_bundle_holds(settled_dir: Path, recipe: Any, said: 
     assert programs[0]["arguments"] == ['["x"] float32[2,16]']
     titles = [layer["annotations"][TITLE] for layer in plain["targets"][0]["layers"]]
     assert titles == ["programs.xla", "LICENSE", "weights.safetensors", "programs.stablehlo"]
-
-
-def test_verify_says_what_it_checked(settled_dir: Path, recipe: Any, said: Said) -> None:
     digest = digest_of(recipe.assemble()[0])
     shown = said("verify", settled_dir)
     assert "ok: 2 targets, 8 programs" in shown
@@ -142,9 +138,6 @@ def nest(bundle: Path, tmp_path: Path, half: str = "tree.half") -> int:
     return run("call", bundle, "nest", *files, "-o", tmp_path / "out")
 
 
-# Exit codes and the shape of errors
-
-
 def test_missing_and_damaged_and_foreign_end_differently(
     settled_dir: Path, recipe: Any, foreign: Path, x_file: Path, tmp_path: Path
 ) -> None:
@@ -170,7 +163,7 @@ def test_missing_and_damaged_and_foreign_end_differently(
         assert run(*argv) == status, argv
 
 
-def test_an_error_is_a_sentence_and_a_hint(
+def test_an_error_is_a_sentence_and_a_hint_with_the_nearest_path(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("verify", tmp_path / "none") == 6
@@ -180,9 +173,16 @@ def test_an_error_is_a_sentence_and_a_hint(
     assert head.startswith(f"error[store]: {tmp_path}/none: cannot open a bundle")
     assert blank == ""
     assert hint.startswith("hint: ")
-
-
-# Calling
+    (tmp_path / "artifacts" / "encoder").mkdir(parents=True)
+    (tmp_path / "artifacts" / "encodr.json").touch()
+    for path in ("artifacts/encodr", "artfacts/encodr/", "artifacts/ENCODER"):
+        for command in (("inspect",), ("encode", "a"), ("explain",)):
+            given = [command[0], str(tmp_path / path), *command[1:]]
+            assert __main__.main(given) == 6
+            said = capsys.readouterr().err
+            assert said.endswith(f"hint: did you mean {tmp_path / 'artifacts' / 'encoder'}?\n")
+    assert __main__.main(["inspect", str(tmp_path / "elsewhere" / "x")]) == 6
+    assert "give the directory of a bundle" in capsys.readouterr().err
 
 
 def test_call_writes_results_and_says_how(
@@ -262,9 +262,6 @@ def test_call_takes_nested_arguments_and_writes_nested_results(
         *("scalar.npy", "sums.0.npy", "sums.1.npy"),
     ]
     assert np.load(tmp_path / "out" / "sums.1.npy").tolist() == [[2, 2], [2, 2]]
-
-
-# Generating
 
 
 def test_an_option_that_is_0_or_empty_is_given(
@@ -386,9 +383,6 @@ def test_an_argument_may_have_a_dot_in_a_key(
     assert nest(seven, tmp_path, "tree.7") == 0
 
 
-# Pipes and processes
-
-
 @pytest.mark.parametrize("argv", [["inspect", "{bundle}"], ["--help"]])
 def test_a_reader_that_goes_away_ends_it_quietly(argv: list[str], settled_dir: Path) -> None:
     command = [sys.executable, "-m", "prejit.runtime"]
@@ -403,23 +397,18 @@ def test_a_reader_that_goes_away_ends_it_quietly(argv: list[str], settled_dir: P
     assert done.returncode == 141
 
 
-def test_a_full_disk_behind_stdout_is_told(settled_dir: Path) -> None:
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "prejit.runtime", "inspect", str(settled_dir)],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            check=False,
-        )
-    assert done.returncode not in (0, 120)
-    assert b"No space left" in done.stderr
-    assert b"Traceback" not in done.stderr
-
-
-def test_a_closed_stdout_is_nobodys_failure(settled_dir: Path) -> None:
-    command = f"exec {sys.executable} -m prejit.runtime inspect {settled_dir} >&-"
-    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
+def test_a_full_disk_behind_stdout_is_told_and_a_closed_one_is_nobodys_failure(
+    settled_dir: Path,
+) -> None:
+    command = f"exec {sys.executable} -m prejit.runtime inspect {settled_dir}"
+    full, closed = (
+        subprocess.run(["/bin/sh", "-c", f"{command} {to}"], capture_output=True, check=False)
+        for to in (">/dev/full", ">&-")
+    )
+    assert full.returncode not in (0, 120)
+    assert b"No space left" in full.stderr
+    assert b"Traceback" not in full.stderr
+    assert (closed.returncode, closed.stderr) == (0, b"")
 
 
 def test_output_is_readable_without_unicode(make_recipe: Any, tmp_path: Path, prejit: Any) -> None:
@@ -463,18 +452,3 @@ def test_a_wheel_is_named_where_it_is_missing(command: str, house: str, run_pyth
     done = run_python(code, status=2)
     assert done.stderr.startswith(f"error[usage]: `prejit {command}` needs prejit's {house}")
     assert f"hint: pip install 'prejit[{house}]'" in done.stderr
-
-
-def test_a_misspelt_path_names_the_nearest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "artifacts" / "encoder").mkdir(parents=True)
-    (tmp_path / "artifacts" / "encodr.json").touch()
-    for path in ("artifacts/encodr", "artfacts/encodr/", "artifacts/ENCODER"):
-        for command in (("inspect",), ("encode", "a"), ("explain",)):
-            given = [command[0], str(tmp_path / path), *command[1:]]
-            assert __main__.main(given) == 6
-            said = capsys.readouterr().err
-            assert said.endswith(f"hint: did you mean {tmp_path / 'artifacts' / 'encoder'}?\n")
-    assert __main__.main(["inspect", str(tmp_path / "elsewhere" / "x")]) == 6
-    assert "give the directory of a bundle" in capsys.readouterr().err

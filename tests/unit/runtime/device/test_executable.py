@@ -69,9 +69,6 @@ def sample(dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     return (values.reshape(shape) - (dtype_of(dtype).kind in "ifc")).astype(dtype_of(dtype))
 
 
-# Putting and reading
-
-
 @pytest.mark.parametrize("dtype", every_second(DTYPES))
 def test_every_dtype_and_shape_comes_back_as_it_went(dtype: str, device: Device) -> None:
     for shape in SHAPES:
@@ -118,7 +115,7 @@ def test_memory_that_is_not_shared_is_copied(change: Callable[[Any], Any], devic
     assert same_bytes(to_numpy(device.put(values)), np.ascontiguousarray(values))
 
 
-def test_memory_on_the_device_outlives_the_array_it_came_from(device: Device) -> None:
+def test_memory_outlives_the_array_it_came_from(device: Device) -> None:
     values = aligned(np.arange(1 << 18, dtype=np.float32))
     expected = values.copy()
     held = device.put(values)
@@ -129,9 +126,6 @@ def test_memory_on_the_device_outlives_the_array_it_came_from(device: Device) ->
     assert len(noise) == 8
     with pytest.raises(ValueError, match="read-only"):  # it is the device's own memory
         to_numpy(held)[0] = 1
-
-
-def test_what_is_read_outlives_the_array_on_the_device(device: Device) -> None:
     program = device.compile(export(lambda x: x + 1, np.zeros(1 << 18, np.float32)))
     [result] = program.run([device.put(aligned_zeros((1 << 18,), np.dtype(np.float32)))])
     read = to_numpy(result)
@@ -150,9 +144,6 @@ def test_zeros_are_aligned_and_zero(shape: tuple[int, ...]) -> None:
         assert address(zeros) % 64 == 0 or not zeros.size
         assert not zeros.astype(np.float32).any()
         zeros[...] = 1  # its own memory
-
-
-# Running
 
 
 def test_a_program_survives_serializing(device: Device) -> None:
@@ -241,7 +232,7 @@ def check_on_cpu(function: Callable[..., Any], *arguments: Any, device: Device) 
             np.testing.assert_allclose(to_numpy(ours), theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_a_platform_is_chosen_inside_branches_and_loops(device: Device) -> None:
+def test_a_platform_is_chosen_and_no_branch_for_another_is_left(device: Device) -> None:
     """There XLA looks for the custom calls of every platform, unless their branches are dropped."""
     import jax
     from jax import lax
@@ -256,11 +247,7 @@ def test_a_platform_is_chosen_inside_branches_and_loops(device: Device) -> None:
         *(x, np.int32(3)),
         device=device,
     )
-
-
-def test_no_branch_for_another_platform_is_left(device: Device) -> None:
-    import jax
-    from jax import export, lax
+    from jax import export
 
     @jax.jit
     def elsewhere(x: Any) -> Any:
@@ -371,9 +358,6 @@ def test_every_dtype_of_a_manifest_goes_in_and_comes_out(dtype: str, device: Dev
                 assert same_bytes(np.asarray(to_jax(same)), values)
 
 
-# Meshes
-
-
 @pytest.mark.parametrize("sharding", [("data", "tensor"), ("", "data"), ("tensor", ""), ()])
 def test_what_a_mesh_has_split_is_read_whole(sharding: tuple[str, ...]) -> None:
     import jax
@@ -400,8 +384,6 @@ def test_what_a_mesh_has_split_is_read_whole(sharding: tuple[str, ...]) -> None:
     assert in_jax.devices() == {jax.devices()[0]}
     assert float(jnp.sum(in_jax)) == x.sum() + 36
 
-
-# Compiling for targets
 
 LEVELS = {
     "cpu-x86-64-v2": ("sse4.2", {"avx", "avx2", "avx512f", "bmi2", "fma"}),
@@ -435,10 +417,6 @@ def test_a_target_uses_what_it_says_and_computes_the_same(name: str, device: Dev
     np.testing.assert_allclose(to_numpy(ours), to_numpy(expected), rtol=1e-3)
 
 
-def test_the_version_of_jaxlib_decides_whether_it_compiles_for_a_described_cpu() -> None:
-    assert _jax_parts.compiles_for_topology() == cross_compiles(jaxlib_version())
-
-
 def test_a_host_executable_asks_for_what_this_machine_has() -> None:
     """Else a bundle would not even match the machine that built it."""
     compiled = compile_portable(export(lambda x: x + 1, np.float32(1)))
@@ -446,6 +424,7 @@ def test_a_host_executable_asks_for_what_this_machine_has() -> None:
     assert set(declared) - set(NEVER_CHOSEN) <= set(Fingerprint.current().cpu_features)
     assert len(declared) > 5
     assert compiled.memory.argument_bytes == compiled.memory.output_bytes == 4
+    assert _jax_parts.compiles_for_topology() == cross_compiles(jaxlib_version())
 
 
 def test_a_capped_worker_says_what_it_was_allowed(run_python: Any, tmp_path: Path) -> None:
@@ -461,9 +440,6 @@ def test_a_capped_worker_says_what_it_was_allowed(run_python: Any, tmp_path: Pat
     ).stdout.split()
     assert "avx2" in said
     assert not [name for name in said if name.startswith("avx512")]
-
-
-# A host program that uses jax as well
 
 
 START = """

@@ -208,9 +208,6 @@ def test_kernels_of_a_higher_level_than_the_machine_are_a_mismatch(
         load(kernels_dir, on_mismatch="error", fingerprint=machine)
 
 
-# Compiling
-
-
 STAND_IN = """
 import sys
 import numpy as np
@@ -295,9 +292,6 @@ def test_xla_wants_kernels_to_compile_and_to_load(
     assert [missing in line for line in said] == [True, True]
 
 
-# What one process does with libraries.
-
-
 DESCRIPTORS = """
 import os, sys
 from prejit.runtime.device import kernels
@@ -360,7 +354,7 @@ def test_a_system_that_forbids_files_in_memory_is_told_as_such_and_an_old_one_ma
     assert len(kernels.load(toy_library[1] + b"\0\0\0").handlers) == 2
 
 
-def test_what_is_loaded_cannot_be_changed(toy_library: Any) -> None:
+def test_what_is_loaded_cannot_be_changed_and_has_its_exports(toy_library: Any) -> None:
     descriptor = kernels._memory_file(toy_library[1], "test")
     try:
         with pytest.raises(PermissionError):
@@ -370,9 +364,6 @@ def test_what_is_loaded_cannot_be_changed(toy_library: Any) -> None:
         assert os.pread(descriptor, 1 << 20, 0) == toy_library[1]
     finally:
         os.close(descriptor)
-
-
-def test_exports_are_those_that_the_dynamic_linker_finds(toy_library: Any) -> None:
     assert kernels.kernels_of(toy_library[1]) == ("root", "scale")
     with pytest.raises(KernelError, match="expected a shared library"):
         kernels.kernels_of(b"\x7fELF")

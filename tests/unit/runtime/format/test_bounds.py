@@ -40,8 +40,6 @@ PATH = "somewhere/blob"
 SECONDS = 5.0
 MEGABYTES = 256
 
-# Memory
-
 
 def names(count: int) -> Iterator[str]:
     letters = "abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -136,9 +134,6 @@ def test_nothing_refused_takes_more_memory_than_this(tmp_path: Path, run_python:
         assert said in ("read", "rejected")
         held = (tmp_path / name).stat().st_size >> 20
         assert int(megabytes) < MEGABYTES + held * (name == "long header"), name
-
-
-# Time
 
 
 def elf(*sections: tuple[int, int, int, int], data: bytes = b"", start: int = 64) -> bytes:

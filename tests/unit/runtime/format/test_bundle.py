@@ -108,7 +108,7 @@ st.register_type_strategy(
     ),
 )
 
-quick = settings(max_examples=examples(30, 60), deadline=None)
+quick = settings(max_examples=examples(20, 60), deadline=None)
 
 
 @pytest.mark.parametrize("cls", FORMAT_CLASSES)

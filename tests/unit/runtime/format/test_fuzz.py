@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 from tests.campaigns.fuzz import Fuzzer
+from tests.extent import examples
 
 from prejit.runtime.format import audit
 
-EXAMPLES = 150
+EXAMPLES = examples(90, 150)
 
 
 def test_verify_and_load_reject_the_same_hostile_bundles() -> None:

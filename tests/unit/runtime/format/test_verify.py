@@ -113,9 +113,6 @@ def with_manifest(
     return write(path, (encoded, blobs)), descriptor["digest"].removeprefix("sha256:")
 
 
-# 1 to 4. oci-layout, the bundle's index, its targets and their descriptors
-
-
 @pytest.mark.parametrize(
     "content",
     [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b"[" * 4000, b"1" * 4096],
@@ -229,16 +226,16 @@ def test_3_two_targets_of_one_name_cannot_lend_their_fit(recipe: Any, tmp_path: 
     reject(dataclasses.replace(recipe, targets=targets).write(tmp_path / "b"), "each target once")
 
 
-def test_4_a_cap_holds_at_its_edge() -> None:
+def test_a_cap_holds_at_its_edge_and_messages_are_short() -> None:
     digest = digest_of(b"")
     for size in (0, 10):
         check_descriptor(Descriptor("a", digest, size), "a", 10, PATH)
     for size in (11, -1, 1 << 64):
         with pytest.raises(RejectError, match=f"expected at most 10 bytes, found {size}"):
             check_descriptor(Descriptor("a", digest, size), "a", 10, PATH)
-
-
-# 5. digests of manifests and configs, before they are parsed
+    error = RejectError("index.json", f"expected a type, found {'x' * 100_000}")
+    assert len(str(error)) < 2_100
+    assert str(error).endswith("xxx...")
 
 
 def test_5_a_digest_is_checked_before_the_bytes_are_parsed(
@@ -268,9 +265,6 @@ def test_5_a_digest_is_checked_before_the_bytes_are_parsed(
             assert "Manifest" not in parsed
             assert parsed[:2] == before
         (blobs / damaged).write_bytes(content)
-
-
-# 6. manifests
 
 
 def layer_of(manifest: dict[str, Any], media_type: str) -> dict[str, Any]:
@@ -312,8 +306,6 @@ def test_6_what_a_bundle_may_do_without_it_may_do_without(recipe: Any, tmp_path:
     )
     assert load(path).call("tick") == 7
 
-
-# 7. configs
 
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 Change = Callable[[Any], Any]
@@ -685,8 +677,6 @@ def test_7_and_10_prejit_verify_reads_what_load_puts_off(
     assert "error[" in capsys.readouterr().err
 
 
-# 7. programs of a model
-
 KEYS, VALUES = (f'["cache",0,{place}] float32[1,2,1,4] ~batch,,context,' for place in (0, 1))
 SOURCE = '["source"] int32[1,1] ~batch,source'
 
@@ -772,11 +762,16 @@ def test_7_an_endless_cache_is_rejected_before_it_is_read(
     rejected(config, model("decoder", cache=endless), "cache: expected 1 to 16384 arrays, found 16")
 
 
-def test_7_ends_outside_the_vocabulary_are_ends_that_never_come() -> None:
+def test_7_ends_and_levels_are_those_of_models_and_machines() -> None:
     """A model's files may name such tokens, and no program gives one. -1 is no token either."""
     config = golden_config("decoder")
     found = check(model("decoder", eos_token_ids=[-1, 10**9])(config), config)
     assert found.decoder.eos_token_ids == (-1, 10**9)
+    from prejit.compiler.targets.target_classes import catalogue
+
+    for level, features in KERNEL_LEVELS.items():
+        assert tuple(sorted(features)) in ((), catalogue()[f"cpu-{level}"].cpu_features)
+    assert f"cpu-{max(KERNEL_LEVELS)}" == max(n for n in catalogue() if "x86" in n)
 
 
 def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs() -> None:
@@ -954,14 +949,6 @@ def test_7_kernels_need_every_feature_of_their_level(level: str) -> None:
         rejected(config, replaced(kernels=kernels), "level: expected one of x86-64-v2")
 
 
-def test_7_levels_have_the_features_of_the_catalogue() -> None:
-    from prejit.compiler.targets.target_classes import catalogue
-
-    for level, features in KERNEL_LEVELS.items():
-        assert tuple(sorted(features)) in ((), catalogue()[f"cpu-{level}"].cpu_features)
-    assert f"cpu-{max(KERNEL_LEVELS)}" == max(n for n in catalogue() if "x86" in n)
-
-
 def forged_golden(path: Path, name: str, change: Callable[[Any], Any]) -> Path:
     """A golden bundle of another config, with right digests everywhere."""
     from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
@@ -1006,7 +993,10 @@ def huge_vocabulary(config: Any) -> Any:
     ("name", "change", "options", "complaint"),
     [
         ("decoder", huge_vocabulary, {"prompt": [1, 2, 3]}, "float32.*2147483647"),
-        ("reader", huge_heads, {"source": [3, 4]}, "float32.*2147483647"),
+        pytest.param(
+            *("reader", huge_heads, {"source": [3, 4]}, "float32.*2147483647"),
+            marks=pytest.mark.thorough,
+        ),
         ("reader", huge_sources, {"source": [3] * 9}, "int32.*1,2147483647"),
     ],
 )
@@ -1044,9 +1034,6 @@ def test_7_a_config_cannot_ask_for_less_than_the_index_says(recipe: Any, tmp_pat
         reject(write(tmp_path / "b", (encoded, blobs)), "with the requirement of the index")
 
 
-# 9. frames
-
-
 RAW = bytes(range(256)) * 64
 
 
@@ -1060,9 +1047,21 @@ def frame_of(raw: bytes = RAW, **options: Any) -> bytes:
     return zstandard.ZstdCompressor(**{"write_checksum": True, **options}).compress(raw)
 
 
-def test_9_a_right_frame_gives_the_bytes_that_were_verified() -> None:
+def test_9_a_bomb_is_rejected_before_it_takes_memory() -> None:
+    """64 MB of zeros in 6 kB, said to be 1 kB."""
     for raw in (RAW, b"", b"x"):
         assert unpack(frame_of(raw), segment_of(frame_of(raw), raw), PATH) == raw
+    bomb = frame_of(bytes(64 << 20))
+    assert len(bomb) < 10_000
+    tracemalloc = pytest.importorskip("tracemalloc")
+    tracemalloc.start()
+    with pytest.raises(RejectError, match="content size"):
+        unpack(bomb, segment_of(bomb, bytes(1024)), PATH)
+    honest_size = dataclasses.replace(segment_of(bomb, b""), raw_size=64 << 20)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    with pytest.raises(RejectError, match="expected sha256:"):
+        unpack(bomb, honest_size, PATH)
 
 
 def lying(raw: bytes, said: int) -> bytes:
@@ -1105,21 +1104,6 @@ def test_9_a_frame_that_is_not_what_its_segment_says_is_rejected(
     with pytest.raises(RejectError, match=complaint) as caught:
         unpack(frame, segment, PATH)
     assert caught.value.path == PATH
-
-
-def test_9_a_bomb_is_rejected_before_it_takes_memory() -> None:
-    """64 MB of zeros in 6 kB, said to be 1 kB."""
-    bomb = frame_of(bytes(64 << 20))
-    assert len(bomb) < 10_000
-    tracemalloc = pytest.importorskip("tracemalloc")
-    tracemalloc.start()
-    with pytest.raises(RejectError, match="content size"):
-        unpack(bomb, segment_of(bomb, bytes(1024)), PATH)
-    honest_size = dataclasses.replace(segment_of(bomb, b""), raw_size=64 << 20)
-    assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    tracemalloc.stop()
-    with pytest.raises(RejectError, match="expected sha256:"):
-        unpack(bomb, honest_size, PATH)
 
 
 def test_9_frames_are_checked_again_when_a_program_is_wanted(bundle_dir: Path, recipe: Any) -> None:
@@ -1201,7 +1185,7 @@ def test_9_a_table_that_contradicts_its_executable_is_rejected(
         found.prepare()
 
 
-def test_9_a_program_may_not_donate_what_the_table_keeps() -> None:
+def test_9_a_program_takes_what_the_table_keeps_and_splits() -> None:
     """Or the weights would be gone after the first call."""
     arrays = [Array.parse(X), Array.parse(f"{X} donated")]
     shape = ("float32", (2, 16))
@@ -1218,9 +1202,6 @@ def test_9_a_program_may_not_donate_what_the_table_keeps() -> None:
             "found one that the program donates",
         ):
             check_with(donated)
-
-
-def test_9_a_mesh_has_a_share_of_each_array_on_each_device() -> None:
     split = Array.parse('["x"] float32[4,6] @data,tensor')
 
     def check_with(*shape: int) -> None:
@@ -1234,9 +1215,6 @@ def test_9_a_mesh_has_a_share_of_each_array_on_each_device() -> None:
         RejectError, match=r"expected float32\[2,2\] as in the program table, found"
     ):
         check_with(4, 6)
-
-
-# 10. weights
 
 
 def safetensors(header: bytes | dict[str, Any], data: bytes = bytes(256)) -> memoryview:
@@ -1253,7 +1231,8 @@ def entry(start: int, end: int, shape: Any = None, dtype: Any = "U8") -> dict[st
     }
 
 
-def test_10_a_right_file_gives_where_its_tensors_lie() -> None:
+def test_10_a_right_file_gives_where_its_tensors_lie_and_layers_have_one_shape() -> None:
+    """They run through one program: it would read beyond a tensor that is smaller."""
     content = safetensors(
         {
             "__metadata__": {"format": "pt"},
@@ -1274,6 +1253,13 @@ def test_10_a_right_file_gives_where_its_tensors_lie() -> None:
     for names in (("a", "b"), ("b", "a")):  # empty ones may share a place, in any order
         header = {name: entry(0, 64 if name == "a" else 0) for name in names}
         assert check_weights(safetensors(header), PATH).keys() == {"a", "b"}
+    config = golden_config("encoder")
+    shapes = {name: (4, 4) for names in config.weight_sets.values() for name in names}
+    check_weight_sets(config, shapes, PATH)
+    first, second = (config.weight_sets[name][0] for name in config.encoder.layers)
+    shapes[second] = (4, 2)
+    with pytest.raises(RejectError, match=rf"{second}: expected the shape of {first}, found"):
+        check_weight_sets(config, shapes, PATH)
 
 
 @pytest.mark.parametrize(
@@ -1408,26 +1394,6 @@ def test_10_weights_that_the_mesh_cannot_split_so_are_rejected(
         path = recipe.only(config.target).configured(lambda _: forged).write(tmp_path / "b")
         weights = digest_of(recipe.content(WEIGHTS_MEDIA_TYPE))
         assert reject(path, complaint).path.endswith(weights.removeprefix("sha256:"))
-
-
-def test_10_layers_of_several_shapes_are_rejected() -> None:
-    """They run through one program: it would read beyond a tensor that is smaller."""
-    config = golden_config("encoder")
-    shapes = {name: (4, 4) for names in config.weight_sets.values() for name in names}
-    check_weight_sets(config, shapes, PATH)
-    first, second = (config.weight_sets[name][0] for name in config.encoder.layers)
-    shapes[second] = (4, 2)
-    with pytest.raises(RejectError, match=rf"{second}: expected the shape of {first}, found"):
-        check_weight_sets(config, shapes, PATH)
-
-
-def test_any_message_about_a_bundle_is_short() -> None:
-    error = RejectError("index.json", f"expected a type, found {'x' * 100_000}")
-    assert len(str(error)) < 2_100
-    assert str(error).endswith("xxx...")
-
-
-# 11. chat templates
 
 
 @pytest.mark.parametrize(

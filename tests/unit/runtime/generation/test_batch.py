@@ -128,9 +128,6 @@ def greedy(bundle: Bundle, prompt: Sequence[int], count: int | None = 8, **optio
     return bundle.generate(prompt, max_new_tokens=count, **{"stop_token_ids": (), **options})
 
 
-# ---------------------------------------------------------------------- the shortest and the longest
-
-
 @pytest.mark.parametrize(
     ("length", "count", "reason"),
     [
@@ -164,9 +161,6 @@ def test_a_stop_token_may_be_the_first_or_any_of_several(bundle: Bundle, length:
         result = greedy(bundle, TEXT[:length], 20, stop_token_ids=stops, logprobs=2)
         assert (list(result.token_ids), result.finish_reason) == (tokens[:first], "stop")
         assert len(result.logprobs) == result.stats.new_tokens == first
-
-
-# ---------------------------------------------------------------------- slots
 
 
 def test_an_evicted_slot_serves_another_and_keeps_what_it_has_cached(
@@ -282,17 +276,12 @@ def test_no_number_in_one_row_spoils_no_other(broken_dir: Path, options: dict[st
             assert tuple(ids(found[slot])) == greedy(broken, TEXT[:n], 6).token_ids
 
 
-def test_no_numbers_are_an_error_of_the_command(
-    broken_dir: Path, prejit: Callable[..., Any]
-) -> None:
+def test_no_numbers_are_an_error_of_the_command(broken_dir: Path, prejit: Any) -> None:
     """Not with a blank line and exit status 0."""
     command = ("generate", broken_dir, "--prompt-ids", "1,47,2", "--max-new-tokens", "3")
-    ran = prejit(*command, status=1)
+    ran = prejit(*command, "--json", status=1)
     assert "error[no-numbers]: decoder: expected logits that are numbers, found NaN" in ran.stderr
-    assert json.loads(prejit(*command, "--json", status=1).stdout)["finish_reason"] == "nan"
-
-
-# ---------------------------------------------------------------------- token masks
+    assert json.loads(ran.stdout)["finish_reason"] == "nan"
 
 
 def allow(*tokens: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -371,19 +360,6 @@ def test_a_failed_mask_spoils_no_batch(
     broken = False
     found = finish(batch)
     assert (*got, *ids(found[other])) == greedy(bundle, TEXT[:9], 12).token_ids
-
-
-def test_drafts_do_not_go_round_a_mask(bundle: Bundle) -> None:
-    def mask(generated: Sequence[int]) -> Any:
-        return ~allow(expected[2])
-
-    expected = greedy(bundle, REPEATING, 3).token_ids
-    result = greedy(bundle, REPEATING, 12, token_mask=mask, prompt_lookup=True)
-    assert expected[2] not in result.token_ids
-    assert result.token_ids == greedy(bundle, REPEATING, 12, token_mask=mask).token_ids
-
-
-# ---------------------------------------------------------------------- sampling
 
 
 PENALTIES = (
@@ -470,10 +446,7 @@ def check_logprob(one: Logprob, logits: np.ndarray[Any, Any], count: int) -> Non
     assert [value for _, value in one.top] == pytest.approx(expected[best].tolist(), abs=1e-4)
 
 
-# ---------------------------------------------------------------------- several requests
-
-
-def test_more_requests_than_slots_wait_for_one(bundle: Bundle) -> None:
+def test_what_prompts_share_is_computed_once_and_more_wait(bundle: Bundle) -> None:
     prompts = [TEXT[:n] for n in (30, 1, 5, 11, 60, 2, 24)]
     results = bundle.generate_batch(prompts, max_new_tokens=9, stop_token_ids=())
     for prompt, result in zip(prompts, results, strict=True):
@@ -482,9 +455,6 @@ def test_more_requests_than_slots_wait_for_one(bundle: Bundle) -> None:
     assert results[-1].stats.queue_seconds > results[0].stats.queue_seconds
     with pytest.raises(UsageError, match="sampling: expected 2, one for each prompt; found 1"):
         bundle.generate_batch([[1], [2]], sampling=[Sampling()])
-
-
-def test_what_prompts_share_is_computed_once(bundle: Bundle) -> None:
     prompts = [[*TEXT[:30], tail, tail + 1] for tail in range(3)]
     results = bundle.generate_batch(prompts, max_new_tokens=4, stop_token_ids=())
     for prompt, result in zip(prompts, results, strict=True):
@@ -512,9 +482,6 @@ def test_a_prefix_serves_whatever_begins_so(bundle: Bundle) -> None:
             [prompt, [3], [*TEXT[:30], 1]], max_new_tokens=8, stop_token_ids=(), prefix=prefix
         )
         assert together[0].token_ids == plain.token_ids
-
-
-# ---------------------------------------------------------------------- accounting
 
 
 def test_figures_add_up(decoder_dir: Path, sixteen_steps: None) -> None:
@@ -552,7 +519,7 @@ def test_figures_add_up(decoder_dir: Path, sixteen_steps: None) -> None:
     assert [row.stats.padding for row in rows] == pytest.approx([1 / 3, 1 / 3])  # 3 slots
 
 
-def test_drafts_save_passes_and_change_no_token(bundle: Bundle) -> None:
+def test_drafts_save_passes_change_no_token_and_do_not_go_round_a_mask(bundle: Bundle) -> None:
     saved = 0
     for start in range(6):
         prompt = [*TEXT[start : start + 4]] * 4
@@ -562,8 +529,13 @@ def test_drafts_save_passes_and_change_no_token(bundle: Bundle) -> None:
         saved += drafted.stats.accepted_tokens
     assert saved > 0
 
+    def mask(generated: Sequence[int]) -> Any:
+        return ~allow(expected[2])
 
-# ---------------------------------------------------------------------- sessions and streams
+    expected = greedy(bundle, REPEATING, 3).token_ids
+    result = greedy(bundle, REPEATING, 12, token_mask=mask, prompt_lookup=True)
+    assert expected[2] not in result.token_ids
+    assert result.token_ids == greedy(bundle, REPEATING, 12, token_mask=mask).token_ids
 
 
 def test_a_session_does_one_generation_at_a_time(bundle: Bundle) -> None:

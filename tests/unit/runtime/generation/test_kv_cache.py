@@ -61,6 +61,8 @@ def test_a_cache_that_grows_keeps_its_rows_and_is_another(bundle: Bundle) -> Non
         np.testing.assert_array_equal(new[:, :, :24], old)
         np.testing.assert_array_equal(new[:, :, 24:], 0)
         np.testing.assert_array_equal(old_still, old)
+    with pytest.raises(UsageError, match="copies caches of 3 x 72 to 3 x 24, found none"):
+        numbered(bundle, 3, 24).copy_rows(numbered(bundle, 3, 72), {0: 0})
 
 
 def test_a_cache_is_allocated_in_pieces(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,11 +79,6 @@ def test_a_cache_is_allocated_in_pieces(bundle: Bundle, monkeypatch: pytest.Monk
         each.shape for each in values(KVCache(bundle.decoder, 3, 72))
     ]
     assert not any(each.any() for each in values(made))
-
-
-def test_a_copy_that_no_program_makes_is_an_error(bundle: Bundle) -> None:
-    with pytest.raises(UsageError, match="copies caches of 3 x 72 to 3 x 24, found none"):
-        numbered(bundle, 3, 24).copy_rows(numbered(bundle, 3, 72), {0: 0})
 
 
 def test_a_prefix_is_kept_once_for_each_context(bundle: Bundle) -> None:

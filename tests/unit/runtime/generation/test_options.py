@@ -15,21 +15,15 @@ from prejit.runtime.generation.decode import CALL_SECONDS, steps_per_call
 from prejit.runtime.generation.options import OPTIONS, resolve
 
 
-def test_the_typed_options_are_those_that_are_defined() -> None:
+def test_options_are_typed_published_and_flags() -> None:
     assert Options.__annotations__.keys() == OPTIONS.keys()
     defined = {
         field.name: str(field.type) for kind in (Sampling, Request) for field in fields(kind)
     }
     for name in OPTIONS.keys() - {"stop"}:  # text, which no request has
         assert defined[name].startswith(Options.__annotations__[name].__forward_arg__), name
-
-
-def test_a_generation_config_may_set_what_the_options_say() -> None:
     names = {field.name for field in fields(Defaults)} - {"do_sample"}
     assert names == {option.name for option in OPTIONS.values() if option.published}
-
-
-def test_the_command_line_has_a_flag_for_each_option_that_text_can_spell() -> None:
     given = ["bundle", "--prompt-ids", "1"]
     top = click.Context(commands, **commands.context_settings)
     plain = generate.make_context("generate", [*given], top).params

@@ -38,7 +38,7 @@ def test_a_value_out_of_range_is_refused_by_its_name_with_both_sides(name: str, 
     assert str(found) in str(caught.value)
 
 
-def test_the_ends_of_every_range_are_taken() -> None:
+def test_ends_of_ranges_and_biases_are_taken_however_written() -> None:
     for options in (
         {"temperature": 3e38, "top_k": 2**31 - 1, "top_p": 1e-9, "seed": 2**64 - 1, "min_p": 1},
         {"repetition_penalty": 1e-38, "presence_penalty": -2, "frequency_penalty": 2},
@@ -48,9 +48,6 @@ def test_the_ends_of_every_range_are_taken() -> None:
         assert {name: getattr(sampling, name) for name in options} == options
     biased = Sampling(logit_bias={np.int64(0): -np.inf})
     assert bias_row(biased, 2).tolist() == [-np.inf, 0]
-
-
-def test_a_bias_is_the_same_however_it_is_written_and_does_not_change() -> None:
     pairs = Sampling(logit_bias=((9, 2.0), (1, -np.inf)))
     bias = {1: -np.inf, 9: 2}
     mapping = Sampling(logit_bias=bias)
@@ -62,7 +59,7 @@ def test_a_bias_is_the_same_however_it_is_written_and_does_not_change() -> None:
         arrays([mapping], 4, [0])
 
 
-def test_arrays_are_the_programs_arguments_in_order() -> None:
+def test_arrays_and_history_are_the_programs_arguments() -> None:
     rows = [
         Sampling(),
         Sampling(0.5, 3, 0.9, 2**40 + 7, 0.1, 1.2, 1.0, -0.5, {2: -np.inf, 0: 1.5}),
@@ -91,9 +88,6 @@ def test_arrays_are_the_programs_arguments_in_order() -> None:
         found = arrays([Sampling(temperature=small, repetition_penalty=small)], 4, [0])
         assert found["temperature"] == 0
         assert found["repetition_penalty"] == np.finfo(np.float32).tiny
-
-
-def test_history_tells_prompt_from_generated() -> None:
     row = history_row([1, 1, 2], [2, 3, 3], 5)
     assert row.dtype == np.int32
     assert row.tolist() == [0, 1, 3, 4, 0]

@@ -133,9 +133,6 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
     return Box(tmp_path, monkeypatch)
 
 
-# None
-
-
 def test_nothing_heavy_is_imported_where_there_is_none(run_python: Any) -> None:
     run_python(
         "import sys\n"
@@ -159,9 +156,6 @@ def test_devices_without_a_plugin_or_the_reverse_do_not_count(box: Box, tmp_path
     assert empty.find() is None
     (empty.root / "sys/bus/pci/devices").mkdir(parents=True)
     assert empty.find() is None
-
-
-# CUDA
 
 
 def test_a_gpu_is_told_with_all_that_compare_asks_for(box: Box) -> None:
@@ -279,9 +273,6 @@ def test_nvml_is_shut_down_when_it_fails_halfway(box: Box, monkeypatch: pytest.M
     assert nvml.open == 0
 
 
-# TPU
-
-
 @pytest.mark.parametrize(
     ("device", "chips", "kind", "topology"),
     [
@@ -345,9 +336,6 @@ def test_the_environment_is_asked(
     assert (found.device_count, found.topology) == (count, topology)
 
 
-# Which of them
-
-
 @pytest.mark.parametrize(
     ("platforms", "chosen"),
     [
@@ -380,9 +368,6 @@ def test_a_platform_that_is_not_there_is_an_error(platforms: str, box: Box) -> N
     ) as it:
         box.find(JAX_PLATFORMS=platforms)
     assert "JAX_PLATFORMS" in (it.value.hint or "")
-
-
-# The fingerprint
 
 
 def test_the_accelerator_is_in_the_fingerprint(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:

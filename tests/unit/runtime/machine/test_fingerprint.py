@@ -45,7 +45,8 @@ MACHINE = Fingerprint(
 NEEDS = Requirement("cpu", "x86_64", ("avx", "avx2"), "0.12.0")
 
 
-def test_all_axes_that_mismatch_are_named_at_once_with_what_is_missing() -> None:
+def test_mismatches_are_named_at_once_flag_by_flag() -> None:
+    """Joined by spaces, these two would look the same."""
     other = Fingerprint("tpu", "aarch64", ("avx",), "1", "", 1, 1)
     needs = dataclasses.replace(NEEDS, cpu_features=("avx", "gfni", "bmi2"))
     verdict = compare("t", needs, other)
@@ -54,10 +55,8 @@ def test_all_axes_that_mismatch_are_named_at_once_with_what_is_missing() -> None
     ]
     assert verdict.mismatches[2].found == "all but bmi2 gfni"
     assert verdict.reason().count("; ") == 3
-
-
-def test_wider_vectors_go_before_more_extensions() -> None:
-    """Code for x86-64-v2 may use as many extensions as code for v3, and would be taken for it."""
+    needs, machine = changed("cuda", "environment", (("A=1 B=2",), ("A=1", "B=2")))
+    assert not compare("t", needs, machine).matches
     machine = dataclasses.replace(
         MACHINE, cpu_features=("avx", "avx2", "fma", "sse", "sse2", "sse3")
     )
@@ -68,7 +67,7 @@ def test_wider_vectors_go_before_more_extensions() -> None:
     assert ranked == [v4, v3, v2]
 
 
-def test_this_machine_is_told_as_the_kernel_tells_it() -> None:
+def test_features_are_told_as_the_kernel_tells_them() -> None:
     machine = Fingerprint.current()
     assert machine == Fingerprint.current(), "it must not change from one look to the next"
     assert machine.platform == "cpu"
@@ -79,6 +78,13 @@ def test_this_machine_is_told_as_the_kernel_tells_it() -> None:
     from jaxlib import version
 
     assert machine.jaxlib == version.__version__
+    flags = list(CPU_FEATURES.values())
+    shared = {flag for flag in flags if flags.count(flag) > 1}
+    assert shared == {"sse4_2"}, "crc32 is part of SSE4.2; no others are"
+    assert list(CPU_FEATURES) == sorted(CPU_FEATURES)
+    for name, flag in CPU_FEATURES.items():  # as LLVM and Linux spell them
+        assert re.fullmatch(r"[a-z0-9.-]+", name)
+        assert re.fullmatch(r"[a-z0-9_]+", flag)
 
 
 @pytest.fixture
@@ -114,16 +120,6 @@ flags\t\t: fpu avx2
 def test_a_machine_without_proc_has_no_features(cpuinfo: Path) -> None:
     assert Fingerprint.current().cpu_features == ()
     assert not compare("t", NEEDS, Fingerprint.current()).matches
-
-
-def test_no_two_features_share_a_flag_by_mistake() -> None:
-    flags = list(CPU_FEATURES.values())
-    shared = {flag for flag in flags if flags.count(flag) > 1}
-    assert shared == {"sse4_2"}, "crc32 is part of SSE4.2; no others are"
-    assert list(CPU_FEATURES) == sorted(CPU_FEATURES)
-    for name, flag in CPU_FEATURES.items():  # as LLVM and Linux spell them
-        assert re.fullmatch(r"[a-z0-9.-]+", name)
-        assert re.fullmatch(r"[a-z0-9_]+", flag)
 
 
 def test_saved_ones_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,8 +169,6 @@ def test_a_fingerprint_that_cannot_be_read_is_a_store_error(tmp_path: Path) -> N
         with pytest.raises(StoreError, match="cannot read a fingerprint"):
             Fingerprint.read(path)
 
-
-# Every axis on every platform: what still matches, what falls back, what is refused
 
 CPU = (
     Requirement(
@@ -420,9 +414,6 @@ def test_an_axis_without_meaning_is_rejected(field: str, recipe: Any, tmp_path: 
             assert caught.value.path == str(at)
 
 
-# Rules in detail
-
-
 @pytest.mark.parametrize(
     ("axis", "needed", "found", "fits"),
     [
@@ -445,12 +436,6 @@ def test_versions_are_numbers(axis: str, needed: Any, found: str | None, fits: b
     """CUDA is compatible within a major version."""
     needs, machine = changed("cuda", axis, (needed, found))
     assert compare("t", needs, machine).matches == fits
-
-
-def test_flags_are_compared_one_by_one() -> None:
-    """Joined by spaces, these two would look the same."""
-    needs, machine = changed("cuda", "environment", (("A=1 B=2",), ("A=1", "B=2")))
-    assert not compare("t", needs, machine).matches
 
 
 @pytest.mark.parametrize(
@@ -478,9 +463,6 @@ def test_flags_are_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch, tmp_path:
         Fingerprint.current()
 
 
-# Which target a machine loads
-
-
 def targets_of(path: Path, machine: Fingerprint) -> list[tuple[str, bool]]:
     with Layout(path) as layout:
         root = read_root(layout)
@@ -501,10 +483,19 @@ def two_levels(recipe: Any, tmp_path: Path) -> Path:
     return recipe.configured(change).write(tmp_path / "two-levels")
 
 
-def test_the_target_that_uses_most_of_the_machine_is_taken(two_levels: Path) -> None:
+def test_the_target_that_uses_most_is_taken_and_all_mismatches_are_told(two_levels: Path) -> None:
     assert targets_of(two_levels, MACHINE) == [("cpu-x86-64-v3", True), ("cpu-host", True)]
     poorer = dataclasses.replace(MACHINE, cpu_features=("avx",))
     assert targets_of(two_levels, poorer) == [("cpu-x86-64-v3", False), ("cpu-host", True)]
+    machine = dataclasses.replace(MACHINE, cpu_features=(), jaxlib="9")
+    with pytest.raises(MismatchError) as caught:
+        load(two_levels, on_mismatch="error", fingerprint=machine)
+    message = str(caught.value)
+    for part in ("cpu-host", "cpu-x86-64-v3", "all but avx", "avx2", "needs 0.12.0, found 9"):
+        assert part in message
+    assert [verdict.target for verdict in caught.value.verdicts] == ["cpu-x86-64-v3", "cpu-host"]
+    assert caught.value.exit_code == 3
+    assert "[[target]]" in (caught.value.hint or "")
 
 
 def test_what_is_tuned_for_the_very_device_goes_first(recipe: Any, tmp_path: Path) -> None:
@@ -542,21 +533,6 @@ def test_the_closest_target_is_one_of_the_machines_platform(recipe: Any, tmp_pat
     machine = dataclasses.replace(CPU[1], **{**found, "plugin": CUDA[1].plugin, "cuda": "13.0"})
     with pytest.warns(FallbackWarning, match="closest is cpu-x86-64-v3: driver: needs"):
         load(path, fingerprint=machine)
-
-
-def test_a_mismatch_of_every_target_is_told_of_every_target(two_levels: Path) -> None:
-    machine = dataclasses.replace(MACHINE, cpu_features=(), jaxlib="9")
-    with pytest.raises(MismatchError) as caught:
-        load(two_levels, on_mismatch="error", fingerprint=machine)
-    message = str(caught.value)
-    for part in ("cpu-host", "cpu-x86-64-v3", "all but avx", "avx2", "needs 0.12.0, found 9"):
-        assert part in message
-    assert [verdict.target for verdict in caught.value.verdicts] == ["cpu-x86-64-v3", "cpu-host"]
-    assert caught.value.exit_code == 3
-    assert "[[target]]" in (caught.value.hint or "")
-
-
-# What a format part may import
 
 
 def test_the_format_part_and_commands_that_run_nothing_import_no_jax(

@@ -247,9 +247,6 @@ def test_a_golden_answer_of_a_newer_recipe_is_an_error(answering: Recipe, tmp_pa
         assert all(not each.source for each in bundle.check_answers())
 
 
-# ------------------------------------------------------------------ the command line
-
-
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs a command in this process and returns what it prints."""
@@ -295,9 +292,6 @@ def test_nothing_lifts_a_quarantine(
     quarantine()
     assert "its quarantine is lifted" in said("verify", path, "--run")
     assert "in quarantine" not in said("inspect", path)
-
-
-# ------------------------------------------------------------------ recipe and comparison
 
 
 def test_the_recipe_changes_and_old_answers_are_wrong() -> None:

@@ -349,7 +349,7 @@ def test_a_part_that_is_missing_or_too_many_is_named(value: Any, problem: str) -
         pytree.flatten(CIRCLE, value)
 
 
-def test_only_its_own_class_or_a_list_stands_for_a_node() -> None:
+def test_own_classes_lists_and_none_stand_for_nodes() -> None:
     """The parts of another class may come in another order."""
     tree = Node("node", (0, 1), (Leaf(), Leaf()), "shapes:Turned")
     for value in ([1, 2], (1, 2), namedtuple("Turned", "b z")(1, 2)):
@@ -357,6 +357,15 @@ def test_only_its_own_class_or_a_list_stands_for_a_node() -> None:
     for value in (namedtuple("Pair", "z b")(1, 2), jax.tree_util.Partial(print, 1, 2)):
         with pytest.raises(MisfitError, match="expected x as Turned, found Pa"):
             pytree.flatten(tree, value, ("x",))
+    tree = trees.parse('["dict",[["a",null],["b",["tuple",[]]],["c",["list",["*",null]]]]]')
+    value = {"a": None, "b": (), "c": [7, None]}
+    assert pytree.flatten(tree, value) == [7]
+    assert pytree.unflatten(tree, iter([7])) == value
+    with pytest.raises(MisfitError, match="unexpected a: expected None"):
+        pytree.flatten(tree, {**value, "a": 1})
+    for less, missing in (({"b": (), "c": [7, None]}, "a"), ({**value, "c": [7]}, r"c\[1\]")):
+        with pytest.raises(MisfitError, match=f"{missing} is missing: expected None"):
+            pytree.flatten(tree, less)
 
 
 PAIR = Node("dict", ("b", "w"), (Leaf(), Leaf()))
@@ -405,15 +414,3 @@ def test_the_parts_of_a_dict_are_found_by_name(value: Any) -> None:
 def test_the_parts_of_a_dict_have_no_order(tree: Tree, value: Any, problem: str) -> None:
     with pytest.raises(MisfitError, match=problem):
         pytree.flatten(tree, value)
-
-
-def test_none_and_empty_containers_are_kept() -> None:
-    tree = trees.parse('["dict",[["a",null],["b",["tuple",[]]],["c",["list",["*",null]]]]]')
-    value = {"a": None, "b": (), "c": [7, None]}
-    assert pytree.flatten(tree, value) == [7]
-    assert pytree.unflatten(tree, iter([7])) == value
-    with pytest.raises(MisfitError, match="unexpected a: expected None"):
-        pytree.flatten(tree, {**value, "a": 1})
-    for less, missing in (({"b": (), "c": [7, None]}, "a"), ({**value, "c": [7]}, r"c\[1\]")):
-        with pytest.raises(MisfitError, match=f"{missing} is missing: expected None"):
-            pytree.flatten(tree, less)

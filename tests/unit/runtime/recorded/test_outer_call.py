@@ -137,7 +137,7 @@ def test_a_call_has_its_tree_its_static_and_its_donated_arguments(calls: Any, re
     }
 
 
-def test_calls_have_the_names_the_places_and_the_functions_that_the_program_has(calls: Any) -> None:
+def test_calls_have_the_names_the_places_and_the_functions_of_the_program(calls: Any) -> None:
     """A transformed function is not taken for the one that it wraps; only what an import makes has a name."""
     [chosen] = called(calls, "jit_chosen")
     assert [name for name, _ in chosen["arguments"]] == ["x", "n"]
@@ -154,17 +154,10 @@ def test_calls_have_the_names_the_places_and_the_functions_that_the_program_has(
     assert (keywords["by_place"], places["by_place"]) == (False, True)
     assert len(places["arguments"]) == 3
     assert [call for name, call in calls if name == "jit_tanh"] == [None], "a function of jax"
-
-
-def test_arguments_of_a_wrapper_are_passed_as_the_call_passed_them(calls: Any) -> None:
-    """`in_axes` of jax.vmap is of arguments by position."""
     placed, named, mixed = called(calls, "jit_shares")
     assert [each["trouble"] for each in (placed, named)] == ["", ""]
     assert (placed["by_place"], named["by_place"]) == (True, False)
     assert "some arrays by position only and others by name only" in mixed["trouble"]
-
-
-def test_a_class_that_fails_to_compare_is_no_failure_of_the_hook(calls: Any) -> None:
     [odd] = called(calls, "jit_odd")
     assert odd["name"] == "program:odd"
     assert "value is of __main__.Odd, which only code can make" in odd["trouble"]

@@ -161,15 +161,14 @@ def test_two_first_starts_unpack_once_and_never_take_away_the_directory(
     assert len(unpacked) == 1
 
 
-def test_what_a_killed_start_unpacked_goes(write_recorded: Write, runtime_cache: Path) -> None:
+def test_leftovers_and_wrong_clocks_keep_nothing_for_ever(
+    write_recorded: Write, runtime_cache: Path
+) -> None:
     root = runtime_cache / "recorded" / "v1"
     (root / ".abc.12.34.tmp").mkdir(parents=True)
     (root / ".abc.12.34.tmp" / "file").write_bytes(b"half")
     directory = open_recorded(write_recorded()).directory
     assert list(root.iterdir()) == [directory]
-
-
-def test_a_wrong_clock_keeps_nothing_for_ever(write_recorded: Write, runtime_cache: Path) -> None:
     directory = runtime_cache / "recorded" / "v1" / ("0" * 64)
     directory.mkdir(parents=True)
     os.utime(directory, (0, time.time() + 5000 * 86400))

@@ -283,7 +283,7 @@ def test_reasoning_has_every_name_that_templates_read(key: str) -> None:
     assert render(source, messages) == expected
 
 
-def test_tools_choose_the_template_that_is_made_for_them() -> None:
+def test_tools_choose_the_template_and_what_cannot_be_rendered_is_told() -> None:
     made = templates("plain", tool_use="with tools", rag="cites")
     given: dict[str, Any] = {"add_generation_prompt": False, "variables": {}}
     messages = [{"role": "user", "content": ""}]
@@ -292,6 +292,14 @@ def test_tools_choose_the_template_that_is_made_for_them() -> None:
     assert made.render(messages, **given, tools=[TOOL], template="rag") == "cites"
     with pytest.raises(UsageError, match="one of default, rag, tool_use, found 'other'"):
         made.render(messages, **given, template="other")
+    with pytest.raises(UsageError, match="found both"):
+        render(CHATML, add_generation_prompt=True, continue_final_message=True)
+    with pytest.raises(UsageError, match="expected the last message unchanged"):
+        render("nothing", continue_final_message=True)
+    with pytest.raises(UsageError, match="expected text as the content of the last message"):
+        render(CHATML, [{"role": "assistant", "content": 3}], continue_final_message=True)
+    with pytest.raises(UsageError, match="chat template 'default': no role tool"):
+        render(CHATML, [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}])
 
 
 @pytest.mark.parametrize(
@@ -429,17 +437,6 @@ def test_threads_do_not_share_what_a_rendering_may_use() -> None:
 def test_messages_of_another_shape_are_a_usage_error(messages: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         templates(CHATML).render(messages, add_generation_prompt=True, variables={})
-
-
-def test_what_a_template_cannot_render_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="found both"):
-        render(CHATML, add_generation_prompt=True, continue_final_message=True)
-    with pytest.raises(UsageError, match="expected the last message unchanged"):
-        render("nothing", continue_final_message=True)
-    with pytest.raises(UsageError, match="expected text as the content of the last message"):
-        render(CHATML, [{"role": "assistant", "content": 3}], continue_final_message=True)
-    with pytest.raises(UsageError, match="chat template 'default': no role tool"):
-        render(CHATML, [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}])
 
 
 @pytest.mark.parametrize(

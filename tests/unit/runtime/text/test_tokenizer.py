@@ -115,25 +115,19 @@ def test_an_unfinished_character_comes_at_the_end() -> None:
     assert stream.finish() == ""
 
 
-def test_the_space_after_a_prompt_is_kept_and_that_of_a_text_is_not() -> None:
+def test_a_prompt_ends_at_a_space_within_a_character_or_in_special_tokens() -> None:
     tokenizer = sentencepiece()
     word = tokenizer.encode("def")[1:]
     assert streamed(tokenizer.stream([1]), word) == "def"
     assert streamed(tokenizer.stream(tokenizer.encode("a")), word) == " def"
     # Special tokens make no text: the word before them still counts.
     assert streamed(tokenizer.stream([*tokenizer.encode("a"), *[1] * 40]), word) == " def"
-
-
-def test_a_long_prompt_of_byte_tokens_is_not_cut_within_a_character() -> None:
     tokenizer = sentencepiece()
     for extra in range(4):
         prompt, new = tokenizer.encode("a" * extra + "😀" * 10), tokenizer.encode("😀")[-4:]
         for cut in range(4):  # the prompt may end within one as well
             begun, rest = [*prompt, *new[:cut]], new[cut:]
             assert streamed(tokenizer.stream(begun), rest) == "😀"
-
-
-def test_special_tokens_make_no_text_and_unknown_ids_neither() -> None:
     tokenizer = sentencepiece()
     a, b = tokenizer.encode("ab")[-1], 10_000_000
     assert streamed(tokenizer.stream([1]), [a, 2, b, 1, a, *[b] * 40, a]) == "ababab"
@@ -177,16 +171,13 @@ def test_a_push_costs_the_same_after_30_000_tokens_and_after_a_long_prompt(what:
         assert cost(lambda: tokenizer.stream(tokens * 500).push(text[0])) < most
 
 
-def test_special_tokens_that_a_text_spells_are_added_once_where_asked() -> None:
+def test_special_tokens_truncation_and_padding_do_not_change_prompts() -> None:
+    """sentence-transformers publishes tokenizer.json with both."""
     tokenizer = sentencepiece()
     assert tokenizer.encode("<s>ab")[:2] == [1, 1]
     assert tokenizer.encode("<s>ab", add_special_tokens=False).count(1) == 1
     many = tokenizer.encode_batch(["<s>ab", ""], add_special_tokens=False)
     assert many == [tokenizer.encode(x, add_special_tokens=False) for x in ("<s>ab", "")]
-
-
-def test_truncation_and_padding_of_the_file_do_not_cut_prompts() -> None:
-    """sentence-transformers publishes tokenizer.json with both."""
     tokenizer = sentencepiece()
     text = "abdef" * 20
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -195,10 +186,14 @@ def test_truncation_and_padding_of_the_file_do_not_cut_prompts() -> None:
     assert tokenizer.encode_batch(text) == [tokenizer.encode(text)]  # and not of each letter
 
 
-def test_text_that_no_encoding_has_is_a_usage_error() -> None:
+def test_texts_that_cannot_be_encoded_are_errors() -> None:
     for encode in (byte_level().encode, lambda text: byte_level().encode_batch(["a", text])):
         with pytest.raises(UsageError, match=r"lone surrogate '\\ud800' at character 1"):
             encode("a\ud800")
+    tokenizer = Tokenizer(crafted(WORDS, pre_tokenizer=SLOW), "somewhere")
+    with pytest.raises(ContextError, match=r"at most 4 tokens .*, found a text of 4097 characters"):
+        tokenizer.encode("a" * 4097, max_tokens=4)
+    assert len(byte_level().encode("ab" * 2048, max_tokens=4)) > 4, "near the bound: tokens decide"
 
 
 def crafted(model: Mapping[str, object], **parts: object) -> bytes:
@@ -239,13 +234,6 @@ def test_ids_that_the_library_does_not_take_are_usage_errors(token_id: int) -> N
                 UsageError, match=rf"token ids that the tokenizer can decode, found \[{token_id}"
             ):
                 decode([token_id])
-
-
-def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
-    tokenizer = Tokenizer(crafted(WORDS, pre_tokenizer=SLOW), "somewhere")
-    with pytest.raises(ContextError, match=r"at most 4 tokens .*, found a text of 4097 characters"):
-        tokenizer.encode("a" * 4097, max_tokens=4)
-    assert len(byte_level().encode("ab" * 2048, max_tokens=4)) > 4, "near the bound: tokens decide"
 
 
 @pytest.mark.parametrize("what", ["encode", "decode"])

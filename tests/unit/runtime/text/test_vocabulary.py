@@ -108,7 +108,7 @@ def test_a_tokenizer_whose_tokens_depend_on_others_is_refused(decoder: Any, foun
     assert found in str(error.value)
 
 
-def test_byte_level_tokens_are_bytes() -> None:
+def test_tokens_are_bytes() -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Library(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -119,9 +119,6 @@ def test_byte_level_tokens_are_bytes() -> None:
         assert b"".join(found[each] for each in made.encode(text).ids) == text.encode()
     assert found[made.token_to_id("<|end|>")] == b"<|end|>"
     assert found[made.get_vocab_size() + 7] == b"", "padding of a vocabulary"
-
-
-def test_a_tokenizer_of_pieces_with_neighbours_has_bytes_all_the_same() -> None:
     made = Library(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
     made.decoder = decoders.WordPiece()
     found = TokenBytes(made)

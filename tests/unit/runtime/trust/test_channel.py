@@ -97,7 +97,7 @@ def refused(last: Accepted, current: Envelope, *rotations: Envelope, **options: 
     return raised.value.reason.case
 
 
-def test_a_release_is_accepted_and_remembered() -> None:
+def test_a_release_is_accepted_and_remembered_from_a_minimum_on() -> None:
     found = run(trusted("a"), release(7))
     assert found.expired is None
     assert found.release.digests == {NEW}
@@ -107,9 +107,6 @@ def test_a_release_is_accepted_and_remembered() -> None:
     assert refused(last, release(6, OLD)) == "channel-rollback"
     assert refused(last, release(7, OLD)) == "channel-two-releases"
     assert run(last, release(8, OLD)).release.digests == {OLD}  # back, by a higher version
-
-
-def test_the_minimum_holds_on_a_machine_that_saw_none() -> None:
     assert refused(trusted("a"), release(7), minimum_version=8) == "channel-minimum"
     assert run(trusted("a"), release(8), minimum_version=8).release.version == 8
 
@@ -125,16 +122,13 @@ def test_too_few_signers_are_refused(threshold: int, by: list[str]) -> None:
     assert run(enough, release(1, by=["c", "a"])).release.version == 1
 
 
-def test_an_expired_release_says_so_and_is_still_compared() -> None:
+def test_an_expired_release_says_so_and_another_statement_is_none() -> None:
     late = release(7, expires=NOW)
     found = run(trusted("a"), late)
     assert found.expired is not None
     assert found.expired.case == "channel-expired"
     last = run(trusted("a"), release(8)).accepted
     assert refused(last, late) == "channel-rollback"
-
-
-def test_what_is_signed_for_something_else_or_by_a_revoked_key_is_no_release() -> None:
     assert refused(trusted("a"), release(1, name="canary")) == "channel-name"
     payload = encode_statement(Statement(SIGNATURE_PREDICATE, (SignedSubject(NEW),)))
     assert refused(trusted("a"), signed(payload, ["a"])) == "predicate-type"
@@ -145,7 +139,7 @@ def test_what_is_signed_for_something_else_or_by_a_revoked_key_is_no_release() -
 # --- rotation ---------------------------------------------------------------------------------------------
 
 
-def test_rotations_are_walked_one_after_the_other() -> None:
+def test_rotations_are_walked_and_the_last_keys_not_expired() -> None:
     first = rotation(1, ["b", "c"], by=["a", "b", "c"], threshold=2)
     second = rotation(2, ["d"], by=["b", "c", "d"])
     found = run(trusted("a"), release(1, by=["d"], keys=2), first, second)
@@ -154,6 +148,12 @@ def test_rotations_are_walked_one_after_the_other() -> None:
     assert run(found.accepted, release(1, by=["d"], keys=2), first, second).release.version == 1
     newer = trusted("b", "c", threshold=2, version=1)
     assert run(newer, release(1, by=["d"], keys=2), first, second).accepted.keys.version == 2
+    first = rotation(1, ["b"], by=["a", "b"], expires=NOW)
+    found = run(trusted("a"), release(1, by=["b"], keys=1), first)
+    assert found.expired is not None
+    assert found.expired.case == "channel-keys-expired"
+    second = rotation(2, ["c"], by=["b", "c"])
+    assert run(trusted("a"), release(1, by=["c"], keys=2), first, second).expired is None
 
 
 def test_a_rotation_needs_the_old_keys_and_the_new_ones() -> None:
@@ -169,7 +169,7 @@ def test_a_rotation_needs_the_old_keys_and_the_new_ones() -> None:
     assert refused(trusted("a"), by_new, elsewhere) == "channel-name"
 
 
-def test_old_keys_sign_no_release_after_a_rotation() -> None:
+def test_old_and_stolen_keys_neither_sign_nor_block() -> None:
     turn = rotation(1, ["b"], by=["a", "b"])
     last = run(trusted("a"), release(1, by=["b"], keys=1), turn).accepted
     assert refused(last, release(9)) == "channel-signature"
@@ -177,22 +177,10 @@ def test_old_keys_sign_no_release_after_a_rotation() -> None:
     stays = rotation(1, ["a", "b"], by=["a", "b"])
     last = run(trusted("a"), release(1, by=["a"], keys=1), stays).accepted
     assert refused(last, release(9)) == "channel-release-keys"
-
-
-def test_a_stolen_key_does_not_block_the_channel() -> None:
     blocked = run(trusted("a"), release((1 << 53) - 1)).accepted
     turn = rotation(1, ["b"], by=["a", "b"])
     found = run(blocked, release(1, by=["b"], keys=1), turn)
     assert found.release.version == 1
-
-
-def test_only_the_last_keys_must_not_be_expired() -> None:
-    first = rotation(1, ["b"], by=["a", "b"], expires=NOW)
-    found = run(trusted("a"), release(1, by=["b"], keys=1), first)
-    assert found.expired is not None
-    assert found.expired.case == "channel-keys-expired"
-    second = rotation(2, ["c"], by=["b", "c"])
-    assert run(trusted("a"), release(1, by=["c"], keys=2), first, second).expired is None
 
 
 Change = Callable[[dict[str, Any]], None]

@@ -461,7 +461,7 @@ def test_allowed(name: str) -> None:
     assert not allowed(Scene(**changes), *signers).reported
 
 
-def test_patterns_match_whole_names() -> None:
+def test_whole_names_and_the_current_release_are_allowed() -> None:
     for names, name in (
         ('["*"]', "anything\nat all"),
         ('["team-*"]', "team-"),
@@ -470,6 +470,9 @@ def test_patterns_match_whole_names() -> None:
     ):
         target = TrustTarget(name, INDEX, MANIFEST)
         allowed(Scene(names=names, target=target, attached=[of_index("a")]), "a")
+    for digest in (INDEX, MANIFEST):
+        scene = Scene(**channel(release(digest)))
+        assert allowed(scene).release == CurrentRelease("stable", 3, ("a",))
 
 
 def test_audit_and_permissive_report_and_let_run() -> None:
@@ -485,9 +488,3 @@ def test_audit_and_permissive_report_and_let_run() -> None:
     expired = release(INDEX, expired=Reason("channel-expired", "expiry", "expired"))
     rule = 'level = "permissive"\nchannel = "stable"'
     assert reported(**channel(expired, rule)) == ["channel-expired"]
-
-
-def test_the_current_release_runs_by_its_index_or_its_manifest() -> None:
-    for digest in (INDEX, MANIFEST):
-        scene = Scene(**channel(release(digest)))
-        assert allowed(scene).release == CurrentRelease("stable", 3, ("a",))

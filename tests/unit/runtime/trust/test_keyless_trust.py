@@ -178,7 +178,7 @@ def test_refused(name: str) -> None:
     assert refusal.case == expected, refusal.text
 
 
-def test_a_revoked_bundle_and_an_identity_out_of_date_are_refused() -> None:
+def test_revoked_bundles_late_identities_and_rules_of_keys() -> None:
     signed = SIGSTORE.sign(STATEMENTS[MANIFEST])
     revoked = identity() + RULE + f'[revoked]\ndigests = ["{INDEX}"]\n'
     late = identity(more="expires = 2020-01-01") + RULE
@@ -186,9 +186,6 @@ def test_a_revoked_bundle_and_an_identity_out_of_date_are_refused() -> None:
         refusal = decided(signed, by=policy(text)).refusal
         assert refusal is not None
         assert refusal.case == case
-
-
-def test_a_keyless_signature_is_no_damage_for_a_rule_of_keys() -> None:
     text = key_table("a") + '[[rules]]\nnames = ["demo"]\nkeys = ["a"]\n'
     refusal = decided(SIGSTORE.sign(STATEMENTS[INDEX]), by=policy(text)).refusal
     assert refusal is not None
