@@ -210,10 +210,9 @@ def test_fresh_processes_find_damage_behind_receipts(bundle_dir: Path, run_pytho
     assert run_python(LOAD_AND_CALL, path).stdout == good
     generator = random.Random(3)
     roles = {file for (target, _), file in files_by_role(path).items() if target == "cpu-host"}
-    for file in (index_file(path), path / "oci-layout", *sorted(roles)[::3]):
+    for file in (index_file(path), *sorted(roles)[:: examples(5, 1)]):
         with changed(file, corrupt(file.read_bytes(), generator), hide=True):
             assert run_python(LOAD_AND_CALL, path).stdout == f"rejected {file}\n"
-    assert run_python(LOAD_AND_CALL, path).stdout == good
 
 
 def wait_until_settled(path: Path) -> None:

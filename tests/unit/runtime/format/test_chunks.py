@@ -218,7 +218,7 @@ def test_7_chunks_that_do_not_cover_their_layer_are_rejected(
     ).write(tmp_path / "forged")
     with pytest.raises(RejectError, match="expected 49 for "):
         read(forged)
-    chunks = {"application/x": chunked(b"")}
+    chunks = {"application/x": chunked(b"x")}
     forged = chunks_recipe.configured(lambda c: dataclasses.replace(c, chunks=chunks))
     with pytest.raises(RejectError, match="expected media types of layers, found 'application/x'"):
         read(forged.write(tmp_path / "layer"))

@@ -119,16 +119,6 @@ def test_8_a_file_with_another_digest_is_rejected(
     assert f"expected the fs-verity digest {digest}, found {OTHER}" in str(caught.value)
 
 
-def test_a_file_that_the_kernel_does_not_verify_is_hashed(path: Path, content: bytes) -> None:
-    """The file system of the temporary directory is asked."""
-    report = load(path).start_report()
-    assert report.verity_bytes == 0
-    assert report.hashed_bytes > len(content)
-    flip(weights_of(path), len(content) - 1)
-    with pytest.raises(RejectError, match="expected blake3"):
-        load(path).call("score", x=X)
-
-
 def test_verify_hashes_all_the_same(path: Path, content: bytes, digest: str, measured: Any) -> None:
     measured(digest)
     assert audit(path, lambda *_: None).hashed_bytes > len(content)
