@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,92 +65,57 @@ def differing(*names: str, **conditions: str) -> JaxRequest:
     )
 
 
-@pytest.mark.parametrize(
-    ("found", "expected", "hint"),
-    [
-        (
-            replace(differing(jax_texts.COMPUTATION), arguments=("float32[16]",)),
-            "arguments: recorded (float32[8]), found (float32[16])",
-            "record this run too",
-        ),
-        (
-            differing(jax_texts.COMPUTATION),
-            "computation: recorded another program of these arguments, found this one",
-            "a static argument, or a shape that it takes from outside",
-        ),
-        (
-            differing(jax_texts.JAXLIB, jax_texts.COMPUTATION, jax_texts.ACCELERATOR),
-            "jaxlib: recorded 1.2.3, found 4.5.6",
-            "install jaxlib 1.2.3",
-        ),
-        (
-            differing(jax_texts.XLA_FLAGS, jax_texts.COMPILE_OPTIONS, **{"XLA flags": "--xla_x=1"}),
-            "XLA flags: recorded none, found --xla_x=1",
-            "set XLA_FLAGS",
-        ),
-        (
-            differing(jax_texts.COMPILE_OPTIONS, device_count="2"),
-            "device count: recorded 1, found 2",
-            "use as many devices",
-        ),
-        (
-            differing(jax_texts.COMPILE_OPTIONS),
-            "compile_options: recorded another one, found this one",
-            "compiler options of jit",
-        ),
-        (
-            differing(jax_texts.ACCELERATOR, device_kind="NVIDIA L4"),
-            "device kind: recorded cpu, found NVIDIA L4",
-            "it adds what this machine needs",
-        ),
-        (
-            differing(jax_texts.ACCELERATOR),
-            "CPU features: recorded also avx2, found also avx512f",
-            "it adds what this machine needs",
-        ),
-        (
-            differing(jax_texts.BACKEND, backend_version="2"),
-            "backend version: recorded 1, found 2",
-            "plugin and driver",
-        ),
-        (
-            differing(jax_texts.COMPRESSION),
-            "compression: recorded another compression, found this one",
-            "install zstandard in both",
-        ),
-        (
-            replace(FOUND, name="jit_other"),
-            "program: recorded none of this name, found (float32[8])",
-            "record this run too",
-        ),
-        (
-            replace(FOUND, name="jit_other", outcome="refused"),
-            "program: recorded none of this name, found (float32[8])",
-            "but jax before 0.12 keeps no program that calls Python",
-        ),
-        (
-            replace(FOUND, name="jit_other", not_kept=f"... {jax_texts.CALLBACKS} (...)"),
-            "callbacks: recorded none, found (float32[8])",
-            "it compiles in every process, unless you take the call out of it",
-        ),
-        (
-            replace(FOUND, outcome="uncached"),
-            "jax's cache: recorded on, found off",
-            "jax_enable_compilation_cache",
-        ),
-        (
-            replace(FOUND, ingredients={}),
-            "cause: recorded 1 of this name, found not known",
-            "logging.disable",
-        ),
-        (FOUND, f"file: recorded {PROGRAM.file}, found not loaded", "warnings of jax"),
-    ],
-    ids=lambda value: value.partition(",")[0] if isinstance(value, str) else "",
-)
-def test_the_cause_is_what_differs_first(found: JaxRequest, expected: str, hint: str) -> None:
-    jaxlib = "4.5.6" if "4.5.6" in expected else "1.2.3"
+T = jax_texts
+SHAPES, OTHERS = "(float32[8])", ("float32[16]",)
+NO_NAME = replace(FOUND, name="jit_other")
+CAUSES = [
+    (
+        replace(differing(T.COMPUTATION), arguments=OTHERS),
+        f"arguments: {SHAPES} | (float32[16]) => record this run too",
+    ),
+    (
+        differing(T.COMPUTATION),
+        "computation: another program of these arguments | this one => a static argument, or a shape",
+    ),
+    (
+        differing(T.JAXLIB, T.COMPUTATION, T.ACCELERATOR),
+        "jaxlib: 1.2.3 | 4.5.6 => install jaxlib 1.2.3",
+    ),
+    (
+        differing(T.XLA_FLAGS, T.COMPILE_OPTIONS, **{"XLA flags": "--xla_x=1"}),
+        "XLA flags: none | --xla_x=1 => set XLA_FLAGS",
+    ),
+    (differing(T.COMPILE_OPTIONS, device_count="2"), "device count: 1 | 2 => as many devices"),
+    (differing(T.COMPILE_OPTIONS), "compile_options: another one | this one => options of jit"),
+    (differing(T.ACCELERATOR, device_kind="NVIDIA L4"), "device kind: cpu | NVIDIA L4 => it adds"),
+    (
+        differing(T.ACCELERATOR),
+        "CPU features: also avx2 | also avx512f => it adds what this machine",
+    ),
+    (differing(T.BACKEND, backend_version="2"), "backend version: 1 | 2 => plugin and driver"),
+    (differing(T.COMPRESSION), "compression: another compression | this one => zstandard in both"),
+    (NO_NAME, f"program: none of this name | {SHAPES} => record this run too"),
+    (
+        replace(NO_NAME, outcome="refused"),
+        f"program: none of this name | {SHAPES} => jax before 0.12 keeps no program that calls",
+    ),
+    (
+        replace(NO_NAME, not_kept=f"... {T.CALLBACKS} (...)"),
+        f"callbacks: none | {SHAPES} => it compiles in every process, unless you take the call out",
+    ),
+    (replace(FOUND, outcome="uncached"), "jax's cache: on | off => jax_enable_compilation_cache"),
+    (replace(FOUND, ingredients={}), "cause: 1 of this name | not known => logging.disable"),
+    (FOUND, f"file: {PROGRAM.file} | not loaded => warnings of jax"),
+]
+"""What was found; its cause, what is recorded | what was found => a part of the hint."""
+
+
+@pytest.mark.parametrize(("found", "expected"), CAUSES, ids=[text[:25] for _, text in CAUSES])
+def test_the_cause_is_what_differs_first(found: JaxRequest, expected: str) -> None:
+    name, recorded, now, hint = re.split(": | \\| | => ", expected, maxsplit=3)
+    jaxlib = "4.5.6" if now == "4.5.6" else "1.2.3"
     [cause] = why(found, PROGRAM, jaxlib=jaxlib, features=("avx512f", "sse"))
-    assert str(cause) == expected
+    assert str(cause) == f"{name}: recorded {recorded}, found {now}"
     assert hint in cause.hint
 
 
