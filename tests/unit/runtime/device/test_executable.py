@@ -196,7 +196,7 @@ def test_zeros_are_the_devices_own(device: Device) -> None:
         assert (found[1], found.sum()) == (7, 7)
 
 
-def test_wrong_arguments_are_refused_and_never_read_outside(device: Device) -> None:
+def test_wrong_arguments_and_bytes_are_refused_and_never_read_outside(device: Device) -> None:
     """The program table may lie about shapes; the compiled program does not believe it."""
     x, y = (np.ones(shape, np.float32) for shape in ((4, 16), (16, 8)))
     program = device.compile(export(lambda x, y: x @ y, x, y))
@@ -206,6 +206,12 @@ def test_wrong_arguments_are_refused_and_never_read_outside(device: Device) -> N
         with pytest.raises(Exception, match="expected"):
             program.run(arguments)
     assert to_numpy(program.run(good)[0]).max() == 16
+    with pytest.raises(ExecutableError, match="somewhere: XLA cannot load this executable"):
+        device.load(b"no executable", "somewhere")
+    with pytest.raises(BuildError, match="XLA cannot compile"):
+        device.compile(b"no StableHLO")
+    with pytest.raises(BuildError, match="XLA cannot compile"):
+        compile_portable(b"")
 
 
 def check_on_cpu(function: Callable[..., Any], *arguments: Any, device: Device) -> None:
@@ -268,15 +274,6 @@ def test_a_platform_is_chosen_and_no_branch_for_another_is_left(device: Device) 
         disabled_checks=[export.DisabledSafetyCheck.custom_call("nobody_has_this")],
     )(jax.ShapeDtypeStruct(x.shape, x.dtype))
     check_on_cpu(lambda x: inner.call(x) + choose(x), x, device=device)
-
-
-def test_bytes_that_xla_does_not_take_are_an_error_of_ours(device: Device) -> None:
-    with pytest.raises(ExecutableError, match="somewhere: XLA cannot load this executable"):
-        device.load(b"no executable", "somewhere")
-    with pytest.raises(BuildError, match="XLA cannot compile"):
-        device.compile(b"no StableHLO")
-    with pytest.raises(BuildError, match="XLA cannot compile"):
-        compile_portable(b"")
 
 
 def test_what_does_not_load_here_is_not_called_damaged(kernel_recipe: Any, device: Device) -> None:

@@ -186,19 +186,14 @@ def test_a_target_without_kernels_serves_where_they_cannot_be_loaded(
     assert (loaded.target, loaded.matched) == ("plain", True)
 
 
-def test_a_library_for_a_later_glibc_is_a_mismatch_before_it_is_read(
-    kernel_recipe: Any, tmp_path: Path, nothing_is_mapped: None
+def test_a_library_for_another_machine_is_a_mismatch_before_it_is_read(
+    kernel_recipe: Any, tmp_path: Path, nothing_is_mapped: None, kernels_dir: Path
 ) -> None:
+    """The library itself is for v2; a machine without sse4.2 must not see it."""
     needs = dataclasses.replace(kernel_recipe.targets[0].config.requirement, glibc="99.1")
     path = forged(kernel_recipe, requirement=needs).write(tmp_path / "later")
     with pytest.raises(MismatchError, match=r"glibc: needs 99\.1, found \d+\.\d+"):
         load(path, on_mismatch="error")
-
-
-def test_kernels_of_a_higher_level_than_the_machine_are_a_mismatch(
-    kernels_dir: Path, kernel_recipe: Any, nothing_is_mapped: None
-) -> None:
-    """The library itself is for v2; a machine without sse4.2 must not see it."""
     here = Fingerprint.current()
     lesser = tuple(name for name in here.cpu_features if name != "sse4.2")
     machine = dataclasses.replace(here, cpu_features=lesser)

@@ -52,7 +52,7 @@ def test_rows_are_copied_to_their_slots_and_the_others_stay(
         np.testing.assert_array_equal(now, then)
 
 
-def test_a_cache_that_grows_keeps_its_rows_and_is_another(bundle: Bundle) -> None:
+def test_a_cache_that_grows_keeps_its_rows_and_is_kept_once(bundle: Bundle) -> None:
     cache = numbered(bundle, 3, 24)
     before = values(cache)
     grown = cache.grown(72)
@@ -63,6 +63,16 @@ def test_a_cache_that_grows_keeps_its_rows_and_is_another(bundle: Bundle) -> Non
         np.testing.assert_array_equal(old_still, old)
     with pytest.raises(UsageError, match="copies caches of 3 x 72 to 3 x 24, found none"):
         numbered(bundle, 3, 24).copy_rows(numbered(bundle, 3, 72), {0: 0})
+    prefix = bundle.prefix([1, 2, 3, 4, 5])
+    assert prefix.context == 24
+    assert prefix.token_ids == (1, 2, 3, 4, 5)
+    longer = prefix.at(72)
+    assert longer.context == 72
+    assert prefix.at(72) is longer
+    for long, short in zip(values(longer), values(prefix.at(24)), strict=True):
+        np.testing.assert_array_equal(long[:, :, :24], short)
+        assert np.abs(short[0, :, :5]).min() > 0
+    assert prefix.context == 24
 
 
 def test_a_cache_is_allocated_in_pieces(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,16 +89,3 @@ def test_a_cache_is_allocated_in_pieces(bundle: Bundle, monkeypatch: pytest.Monk
         each.shape for each in values(KVCache(bundle.decoder, 3, 72))
     ]
     assert not any(each.any() for each in values(made))
-
-
-def test_a_prefix_is_kept_once_for_each_context(bundle: Bundle) -> None:
-    prefix = bundle.prefix([1, 2, 3, 4, 5])
-    assert prefix.context == 24
-    assert prefix.token_ids == (1, 2, 3, 4, 5)
-    longer = prefix.at(72)
-    assert longer.context == 72
-    assert prefix.at(72) is longer
-    for long, short in zip(values(longer), values(prefix.at(24)), strict=True):
-        np.testing.assert_array_equal(long[:, :, :24], short)
-        assert np.abs(short[0, :, :5]).min() > 0
-    assert prefix.context == 24

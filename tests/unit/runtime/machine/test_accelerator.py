@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -34,52 +34,43 @@ class Gpu:
 class FakeNvml(ModuleType):
     """The part of pynvml that we call; as strict as NVML itself about what a handle may be asked."""
 
-    NVMLError = pynvml.NVMLError
-
     def __init__(self, gpus: list[Gpu], parts: list[Gpu] | None = None) -> None:
         super().__init__("pynvml")
-        self.gpus, self.parts = gpus, parts or []
         self.open = 0
 
-    def nvmlInit(self) -> None:  # noqa: N802
-        self.open += 1
+        def count(change: int) -> None:
+            self.open += change
 
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.open -= 1
+        def by_uuid(uuid: str) -> Gpu:
+            for gpu in (*gpus, *(parts or [])):
+                if gpu.uuid == uuid:
+                    return gpu
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
-    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
-        return "580.95.05"
+        def whole_of(gpu: Gpu) -> Gpu:
+            if gpu.part_of is None:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            return gpu.part_of
 
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return len(self.gpus)
+        def capability(gpu: Gpu) -> tuple[int, int]:
+            if gpu.part_of is not None:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            return gpu.capability
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:  # noqa: N802
-        return self.gpus[index]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Gpu:  # noqa: N802
-        for gpu in (*self.gpus, *self.parts):
-            if gpu.uuid == uuid:
-                return gpu
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, gpu: Gpu) -> Gpu:  # noqa: N802
-        if gpu.part_of is None:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return gpu.part_of
-
-    def nvmlDeviceGetUUID(self, gpu: Gpu) -> str:  # noqa: N802
-        return gpu.uuid
-
-    def nvmlDeviceGetName(self, gpu: Gpu) -> str:  # noqa: N802
-        return gpu.name
-
-    def nvmlDeviceGetCudaComputeCapability(self, gpu: Gpu) -> tuple[int, int]:  # noqa: N802
-        if gpu.part_of is not None:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return gpu.capability
-
-    def nvmlDeviceGetMemoryInfo(self, gpu: Gpu) -> Any:  # noqa: N802
-        return type("Memory", (), {"total": gpu.total})
+        vars(self).update(
+            NVMLError=pynvml.NVMLError,
+            nvmlInit=lambda: count(1),
+            nvmlShutdown=lambda: count(-1),
+            nvmlSystemGetDriverVersion=lambda: "580.95.05",
+            nvmlDeviceGetCount=lambda: len(gpus),
+            nvmlDeviceGetHandleByIndex=gpus.__getitem__,
+            nvmlDeviceGetHandleByUUID=by_uuid,
+            nvmlDeviceGetDeviceHandleFromMigDeviceHandle=whole_of,
+            nvmlDeviceGetUUID=lambda gpu: gpu.uuid,
+            nvmlDeviceGetName=lambda gpu: gpu.name,
+            nvmlDeviceGetCudaComputeCapability=capability,
+            nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(total=gpu.total),
+        )
 
 
 @dataclass

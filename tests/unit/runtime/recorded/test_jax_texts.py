@@ -67,7 +67,7 @@ def logged(found: Any, logger: str, text: str) -> list[list[str]]:
     return [words for name, message, words in found["seen"] if (name, message) == (logger, text)]
 
 
-def test_keys_hits_misses_arguments_and_what_is_not_kept_are_logged(found: Any) -> None:
+def test_keys_hits_misses_arguments_and_events_are_told_as_ever(found: Any) -> None:
     words = logged(found, jax_texts.KEY_LOGGER, jax_texts.INGREDIENT)
     names = tuple(name for name, digest in words[: len(jax_texts.INGREDIENTS)])
     assert names == jax_texts.INGREDIENTS
@@ -90,9 +90,6 @@ def test_keys_hits_misses_arguments_and_what_is_not_kept_are_logged(found: Any) 
     assert len(mine) == len(others) + (jax.__version_info__ < (0, 12))
     assert others
     assert all(jax_texts.TOO_QUICK in text for text in others)
-
-
-def test_the_events_of_one_program_have_this_order(found: Any) -> None:
     wanted = {
         jax_texts.COMPILE_EVENT,
         jax_texts.REQUEST_EVENT,

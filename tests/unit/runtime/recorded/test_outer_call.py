@@ -119,7 +119,10 @@ def called(calls: list[tuple[str, dict[str, Any] | None]], name: str) -> list[di
     return [call for found, call in calls if found == name and call is not None]
 
 
-def test_a_call_has_its_tree_its_static_and_its_donated_arguments(calls: Any, request: Any) -> None:
+def test_calls_have_the_trees_names_places_and_functions_of_the_program(
+    calls: Any, request: Any
+) -> None:
+    """A transformed function is not taken for the one that it wraps; only what an import makes has a name."""
     [own] = called(calls, "jit_own")
     assert own.pop("home").endswith("calls0")
     assert own == {
@@ -135,10 +138,6 @@ def test_a_call_has_its_tree_its_static_and_its_donated_arguments(calls: Any, re
         "lowering": {"placed": ["x", "n"], "keep_unused": False, "x64": False},
         "trouble": "",
     }
-
-
-def test_calls_have_the_names_the_places_and_the_functions_of_the_program(calls: Any) -> None:
-    """A transformed function is not taken for the one that it wraps; only what an import makes has a name."""
     [chosen] = called(calls, "jit_chosen")
     assert [name for name, _ in chosen["arguments"]] == ["x", "n"]
     assert (chosen["static"], chosen["fixed"], chosen["donated"]) == ({}, {}, [])

@@ -139,7 +139,7 @@ def test_an_expired_release_says_so_and_another_statement_is_none() -> None:
 # --- rotation ---------------------------------------------------------------------------------------------
 
 
-def test_rotations_are_walked_and_the_last_keys_not_expired() -> None:
+def test_rotations_are_walked_and_need_the_old_keys_and_the_new_ones() -> None:
     first = rotation(1, ["b", "c"], by=["a", "b", "c"], threshold=2)
     second = rotation(2, ["d"], by=["b", "c", "d"])
     found = run(trusted("a"), release(1, by=["d"], keys=2), first, second)
@@ -154,9 +154,6 @@ def test_rotations_are_walked_and_the_last_keys_not_expired() -> None:
     assert found.expired.case == "channel-keys-expired"
     second = rotation(2, ["c"], by=["b", "c"])
     assert run(trusted("a"), release(1, by=["c"], keys=2), first, second).expired is None
-
-
-def test_a_rotation_needs_the_old_keys_and_the_new_ones() -> None:
     by_new = release(1, by=["b"], keys=1)
     for by in (["b"], ["a"], ["stranger", "b"]):
         assert refused(trusted("a"), by_new, rotation(1, ["b"], by=by)) == "channel-signature"
