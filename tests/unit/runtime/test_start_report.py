@@ -126,18 +126,6 @@ def test_reading_and_hashing_share_what_a_caller_waits() -> None:
     assert len(verification.waits) == 1, "what is verified keeps nobody waiting"
 
 
-def slow_reading(patch: pytest.MonkeyPatch) -> None:
-    real, first = os.preadv, [True]
-
-    def preadv(*args: Any) -> int:
-        if first:
-            first.clear()
-            time.sleep(SLOW)
-        return real(*args)
-
-    patch.setattr(os, "preadv", preadv)
-
-
 def slow_verifying(patch: pytest.MonkeyPatch) -> None:
     first = [True]
 
@@ -174,7 +162,7 @@ def slow_method(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
 @pytest.mark.parametrize(
     ("part", "make_slow"),
     [
-        ("reading", slow_reading),
+        ("reading", slow_method(os, "preadv")),
         ("verifying", slow_verifying),
         ("loading", slow_method(Device, "load")),
         ("first_run", slow_method(placing, "to_numpy")),

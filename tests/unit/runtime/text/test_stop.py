@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,8 @@ from hypothesis import strategies as st
 from prejit.runtime.errors import UsageError
 from prejit.runtime.text.stop import StopStrings
 from prejit.runtime.text.tokenizer import Tokenizer
+
+from .test_tokenizer import cost
 
 DEMO = Path(__file__).resolve().parents[4] / "manifests" / "demo-model" / "tokenizer.json"
 LETTERS = "ab\n🙂"  # few, so that stop strings come, overlap and repeat
@@ -63,16 +63,6 @@ def test_an_empty_stop_string_is_refused(stops: list[str]) -> None:
         StopStrings(stops)
 
 
-def seconds(do: Callable[[], object]) -> float:
-    """The least CPU time of 20 runs."""
-    best = 1.0
-    for _ in range(20):
-        started = time.thread_time()
-        do()
-        best = min(best, time.thread_time() - started)
-    return best
-
-
 def test_a_push_costs_the_same_after_much_text() -> None:
     stream = StopStrings(["\n\n\n", "</s>", "ab" * 400 + "c"])
 
@@ -80,10 +70,10 @@ def test_a_push_costs_the_same_after_much_text() -> None:
         for _ in range(100):
             stream.push("abababab")  # all but the last letter of the long one is always held
 
-    early = seconds(push)
+    early = cost(push)
     for _ in range(200):
         push()
-    assert seconds(push) < 5 * early
+    assert cost(push) < 5 * early
 
 
 @given(
