@@ -56,6 +56,7 @@ def test_a_process_left_behind_or_late_delays_no_result() -> None:
     code, output, errors = run_child(python(_LEAVES_ONE), seconds=300)
     assert (code, output, errors) == (3, b"done\n", "last words\n")
     assert time.monotonic() - started < 250
+    # The second process ignores the end of the first one.
     code, output, _ = run_child(python(f"print(1, flush=True)\n{_PARENT}"), seconds=5)
     assert code is None
     assert output.startswith(b"1\n")

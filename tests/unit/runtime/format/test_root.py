@@ -59,7 +59,6 @@ def test_a_bundle_is_named_by_the_digest_of_its_index(bundle_dir: Path) -> None:
     assert root.path == str(index_file(bundle_dir))
     assert names(root) == ["cpu-host", "cpu-x86-64-v3"]
     assert root.others == ()
-    content = index_file(bundle_dir).read_bytes()
     (bundle_dir / "index.json").write_bytes(content)
     root = root_of(bundle_dir)
     assert (root.digest, root.subject) == (digest_of(content), None)

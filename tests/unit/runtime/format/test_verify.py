@@ -1204,17 +1204,17 @@ def test_9_a_program_takes_what_the_table_keeps_and_splits() -> None:
             check_with(donated)
     split = Array.parse('["x"] float32[4,6] @data,tensor')
 
-    def check_with(*shape: int) -> None:
+    def check_share(*shape: int) -> None:  # of a mesh, on each device
         found = [("float32", shape)]
         check_signature(
             found, found, set(), takes=[split], gives=[split], mesh=Mesh(2, 3), path=PATH
         )
 
-    check_with(2, 2)
+    check_share(2, 2)
     with pytest.raises(
         RejectError, match=r"expected float32\[2,2\] as in the program table, found"
     ):
-        check_with(4, 6)
+        check_share(4, 6)
 
 
 def safetensors(header: bytes | dict[str, Any], data: bytes = bytes(256)) -> memoryview:

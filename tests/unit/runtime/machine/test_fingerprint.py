@@ -46,7 +46,6 @@ NEEDS = Requirement("cpu", "x86_64", ("avx", "avx2"), "0.12.0")
 
 
 def test_mismatches_are_named_at_once_flag_by_flag() -> None:
-    """Joined by spaces, these two would look the same."""
     other = Fingerprint("tpu", "aarch64", ("avx",), "1", "", 1, 1)
     needs = dataclasses.replace(NEEDS, cpu_features=("avx", "gfni", "bmi2"))
     verdict = compare("t", needs, other)
@@ -55,8 +54,13 @@ def test_mismatches_are_named_at_once_flag_by_flag() -> None:
     ]
     assert verdict.mismatches[2].found == "all but bmi2 gfni"
     assert verdict.reason().count("; ") == 3
+    # Joined by spaces, these two would look the same.
     needs, machine = changed("cuda", "environment", (("A=1 B=2",), ("A=1", "B=2")))
     assert not compare("t", needs, machine).matches
+
+
+def test_wider_vectors_go_before_more_extensions() -> None:
+    """Code for x86-64-v2 may use as many extensions as code for v3, and would be taken for it."""
     machine = dataclasses.replace(
         MACHINE, cpu_features=("avx", "avx2", "fma", "sse", "sse2", "sse3")
     )

@@ -153,6 +153,7 @@ def test_calls_have_the_trees_names_places_and_functions_of_the_program(
     assert (keywords["by_place"], places["by_place"]) == (False, True)
     assert len(places["arguments"]) == 3
     assert [call for name, call in calls if name == "jit_tanh"] == [None], "a function of jax"
+    # `in_axes` of jax.vmap is of arguments by position.
     placed, named, mixed = called(calls, "jit_shares")
     assert [each["trouble"] for each in (placed, named)] == ["", ""]
     assert (placed["by_place"], named["by_place"]) == (True, False)
