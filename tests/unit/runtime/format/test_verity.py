@@ -119,19 +119,7 @@ def test_8_a_file_with_another_digest_is_rejected(
     assert f"expected the fs-verity digest {digest}, found {OTHER}" in str(caught.value)
 
 
-def test_a_file_that_the_kernel_does_not_verify_is_hashed(path: Path, content: bytes) -> None:
-    """The file system of the temporary directory is asked."""
-    report = load(path).start_report()
-    assert report.verity_bytes == 0
-    assert report.hashed_bytes > len(content)
-    flip(weights_of(path), len(content) - 1)
-    with pytest.raises(RejectError, match="expected blake3"):
-        load(path).call("score", x=X)
-
-
-def test_verify_hashes_a_file_that_the_kernel_verifies(
-    path: Path, content: bytes, digest: str, measured: Any
-) -> None:
+def test_verify_hashes_all_the_same(path: Path, content: bytes, digest: str, measured: Any) -> None:
     measured(digest)
     assert audit(path, lambda *_: None).hashed_bytes > len(content)
     flip(weights_of(path), len(content) - 1)
@@ -139,7 +127,7 @@ def test_verify_hashes_a_file_that_the_kernel_verifies(
         audit(path, lambda *_: None)
 
 
-def test_a_receipt_does_not_hide_another_digest(
+def test_a_receipt_hides_no_digest(
     path: Path, measured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)
