@@ -286,7 +286,7 @@ def test_environments_go_when_they_are_not_used_or_not_whole(
     assert gone(collection) == {"environments": 3, "locks": 1}
     assert reasons == {None, "not used", "half made", "broken"}
     assert {path.name for path in environments_root.iterdir()} == {
-        *("used", "used.lock", "running", "running.lock"),
+        *("used", "used.lock", "running", "running.lock")
     }
     [removed] = [found for found in collection.found if found.reason == "not used"]
     assert (removed.name, removed.size > 1000) == ("jax==0.12.0.1", True)

@@ -305,7 +305,7 @@ def test_a_foreign_file_is_no_baseline(content: bytes, tmp_path: Path) -> None:
 
 def test_values_are_spelled_with_three_digits_and_compiled_programs_stand_out() -> None:
     assert [spelled(v, "s") for v in (12.345, 1.0, 0.5, 0.012345, 1.2345e-5)] == [
-        *("12.3 s", "1.00 s", "500 ms", "12.3 ms", "0.0123 ms"),
+        *("12.3 s", "1.00 s", "500 ms", "12.3 ms", "0.0123 ms")
     ]
     assert spelled(None, "s") == ""
     assert spelled(1.5e6, "bytes") == "1.5 MB"

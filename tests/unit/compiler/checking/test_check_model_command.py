@@ -114,8 +114,7 @@ def test_an_error_of_the_model_has_the_line_of_its_code(
 
 
 @pytest.mark.parametrize(
-    "example",
-    ["state_space", pytest.param("mixture_of_experts", marks=pytest.mark.thorough)],
+    "example", ["state_space", pytest.param("mixture_of_experts", marks=pytest.mark.thorough)]
 )
 def test_the_models_of_the_examples_keep_the_rules(
     example: str, directory: Path, capsys: pytest.CaptureFixture[str]
@@ -147,25 +146,15 @@ WRONG: list[tuple[list[str], str, str | None]] = [  # arguments, error, hint
     (["own:linen_decoder"], "check-model: expected --params beside own:linen_decoder", "orbax"),
     (["model:number"], "has no make_cache, no __call__", None),
     (["model:make_sized"], "takes no arguments, and 'model:make_sized' does", "make an object"),
-    (
-        ["model:model", "--reference", "model:number"],
-        "expected a function, found int",
-        "tokens",
-    ),
-    (
-        ["model:model", "--reference", "zeros"],
-        "--reference: expected package.module:",
-        "object",
-    ),
+    (["model:model", "--reference", "model:number"], "expected a function, found int", "tokens"),
+    (["model:model", "--reference", "zeros"], "--reference: expected package.module:", "object"),
     (["model:model", "--reference", "model:one"], "'model' has no 'one'", None),
     (["model:model", "--params", "w.npz"], "expected a .safetensors file", "save_file"),
     (["model:model", "--tolerance", "0"], "0.0 is not in the range x>0", None),
 ]
 
 
-def test_wrong_arguments_are_errors_without_a_traceback(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_wrong_arguments_are_errors_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     Path("own.py").write_text(Path(own_decoders.__file__).read_text())
     for arguments, error, hint in WRONG:
         assert main(["check-model", *arguments]) in (1, 2)

@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.compile.executor import (
-    WORKER_BYTES,
-    collect,
-    compile_once,
-    need_of,
-    size_need,
-)
+from prejit.compiler.compile.executor import WORKER_BYTES, collect, compile_once, need_of, size_need
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore

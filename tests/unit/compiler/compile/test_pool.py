@@ -21,12 +21,7 @@ import zstandard
 from tests.waiting import wait_for
 
 from prejit.compiler.compile import pool, worker_process
-from prejit.compiler.compile.executor import (
-    collect,
-    find_compiled,
-    need_of,
-    size_need,
-)
+from prejit.compiler.compile.executor import collect, find_compiled, need_of, size_need
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.worker.worker_compile import compress
@@ -568,10 +563,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("peak_mb", [3000, 30_000])
 def test_jobs_that_do_not_fit_together_never_run_together(
-    place: Place,
-    monkeypatch: pytest.MonkeyPatch,
-    beside: list[tuple[str, ...]],
-    peak_mb: int,
+    place: Place, monkeypatch: pytest.MonkeyPatch, beside: list[tuple[str, ...]], peak_mb: int
 ) -> None:
     """Also those that alone need more than the machine has: they must run, and beside nothing."""
     monkeypatch.setattr(pool, "_available_bytes", lambda: 6 << 30)

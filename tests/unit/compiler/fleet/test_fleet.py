@@ -375,10 +375,7 @@ def test_it_is_what_the_loader_would_choose(
     with Layout(fleet_bundle) as layout:
         root = read_root(layout)
         needs = [
-            (
-                t.name,
-                from_json(Requirement, t.descriptor.annotations[REQUIREMENT].encode(), ""),
-            )
+            (t.name, from_json(Requirement, t.descriptor.annotations[REQUIREMENT].encode(), ""))
             for t in match(root, HOST)
             if t.descriptor.annotations is not None
         ]

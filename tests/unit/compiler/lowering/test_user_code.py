@@ -248,30 +248,15 @@ head = Head()
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (
-            'args = "mymodel:args"\ndonate = ["sate"]',
-            r"donate: .*\(did you mean \"state\"\?\)",
-        ),
-        (
-            'args = "mymodel:args"\ndonate = [9]',
-            r"donate: .* one of \"state\", \"x\"; found 9",
-        ),
-        (
-            'args = "mymodel:args"\nmask = "xx"\npad = "unchecked"',
-            r"mask: .*\(did you mean \"x\"\?\)",
-        ),
+        ('args = "mymodel:args"\ndonate = ["sate"]', r"donate: .*\(did you mean \"state\"\?\)"),
+        ('args = "mymodel:args"\ndonate = [9]', r"donate: .* one of \"state\", \"x\"; found 9"),
+        ('args = "mymodel:args"\nmask = "xx"\npad = "unchecked"', r"mask: .*mean \"x\"\?"),
         (
             'args = { state = "float32[3]", x = "float32[3]" }\nstatic = { knd = ["a"] }',
             r"static: .* one of state, x, kind; found knd \(did you mean \"kind\"\?\)",
         ),
-        (
-            'args = { state = "float64[3]", x = "float32[3]" }',
-            r"args\['state'\]: expected a dtype of at most 32 bits, found 'float64\[3\]'",
-        ),
-        (
-            'args = ["float32[4]"]\nparams = "w.safetensors"',
-            r"params: kernel: expected float32\[4, 8\], as in mymodel:head; found float32\[8, 4\]",
-        ),
+        ('args = { state = "float64[3]", x = "float32[3]" }', r"args\['state'\]: .* 32 bits"),
+        ('args = ["float32[4]"]\nparams = "w.safetensors"', r"params: kernel: .*\[4, 8\]"),
     ],
 )
 def test_names_and_shapes_are_checked_before_anything_is_traced(

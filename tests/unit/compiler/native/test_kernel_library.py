@@ -314,7 +314,7 @@ def test_a_library_needs_nothing_but_glibc(toy_library: Any) -> None:
     """Not libstdc++ or libgcc, which a server may lack; and glibc no later than that it was built on."""
     told = read_shared_library(toy_library[1])
     assert set(told.needed) <= {
-        *("libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "ld-linux-x86-64.so.2"),
+        *("libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "ld-linux-x86-64.so.2")
     }
     assert all(version.startswith("GLIBC_") for version in told.versions)
     assert told.glibc == toy_library[0].glibc

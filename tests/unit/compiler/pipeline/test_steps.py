@@ -57,7 +57,7 @@ STORING = (
 )
 BESIDE = {
     # Weights are made while they are packed: the key of a layer has the digests of both.
-    "PACKING": ("WEIGHTS", "OWN_WEIGHTS"),
+    "PACKING": ("WEIGHTS", "OWN_WEIGHTS")
 }
 SIZES = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [24]\n"
 ENCODER = {

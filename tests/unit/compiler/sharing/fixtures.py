@@ -26,9 +26,7 @@ from prejit.runtime.base.files import digest_of
 
 def private_pem() -> bytes:
     return ec.generate_private_key(ec.SECP256R1()).private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
@@ -290,9 +288,5 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
         yield f"http://{host}"
 
 
-S3_SETTINGS = {
-    "AWS_ACCESS_KEY_ID": "x",
-    "AWS_SECRET_ACCESS_KEY": "y",
-    "AWS_REGION": "us-east-1",
-}
+S3_SETTINGS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_REGION": "us-east-1"}
 """The environment variables of a client of `s3_store`, beside AWS_ENDPOINT."""

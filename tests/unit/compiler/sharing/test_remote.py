@@ -16,13 +16,7 @@ from pathlib import Path
 
 import pytest
 from tests.store_servers import azurite, docker_registry, moto, nginx
-from tests.unit.compiler.sharing.fixtures import (
-    S3_SETTINGS,
-    Memory,
-    http_store,
-    registry,
-    s3_store,
-)
+from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, Memory, http_store, registry, s3_store
 
 from prejit.compiler.sharing import objects
 from prejit.compiler.sharing import oci_registry as registry_module
@@ -166,10 +160,7 @@ def test_of_machines_that_create_a_file_at_once_one_succeeds_and_all_see_it(
 
 
 def test_who_makes_a_damaged_result_again_replaces_it(
-    connect: Connect,
-    files: dict[str, bytes],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    connect: Connect, files: dict[str, bytes], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if "docker-registry" in request.node.name:
         pytest.skip("it takes no contents that it has: its operator deletes them")
@@ -408,8 +399,7 @@ def test_the_command_makes_room(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    "options",
-    [["--max-size", "1GB"], ["--store", "x"], ["--store", "x", "--max-size", "much"]],
+    "options", [["--max-size", "1GB"], ["--store", "x"], ["--store", "x", "--max-size", "much"]]
 )
 def test_half_a_request_removes_nothing(options: list[str], tmp_path: Path) -> None:
     with pytest.raises(UsageError):

@@ -57,9 +57,7 @@ def test_what_a_server_writes_is_what_is_read(tmp_path: Path) -> None:
 
 def test_bundles_of_a_server_are_not_mixed(tmp_path: Path) -> None:
     path = log(
-        tmp_path,
-        request(1.0, 0.5, generate("a")),
-        request(2.0, 0.5, generate("b", new_tokens=9)),
+        tmp_path, request(1.0, 0.5, generate("a")), request(2.0, 0.5, generate("b", new_tokens=9))
     )
     with pytest.raises(UsageError, match=r"one of the bundles of the log \(a, b\), found none"):
         read_log(path)

@@ -166,11 +166,7 @@ def test_a_gpu_that_nobody_knows_is_described_in_the_table(tmp_path: Path) -> No
         ({"name": "cuda-h1000"}, "name", 'unknown target "cuda-h1000" (did you mean "cuda-h100"?)'),
         ({"name": "a b", "platform": "cpu"}, "name", "expected letters, digits"),
         ({"platform": "gpu"}, "platform", "expected one of cpu, cuda, tpu"),
-        (
-            {"name": "cuda-l4", "platform": "cpu"},
-            "platform",
-            'expected "cuda", the platform of cuda-l4',
-        ),
+        ({"name": "cuda-l4", "platform": "cpu"}, "platform", 'expected "cuda", the platform of'),
         ({"name": "cpu-host", "jax": "latest"}, "jax", "expected a version"),
         (
             {"name": "cpu-host", "constraints": ("x @ https://host",)},

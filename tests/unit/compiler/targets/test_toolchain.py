@@ -14,11 +14,7 @@ from tests.unit.compiler.toolchains import HOST, L4, V3, for_gpu, new, old
 
 from prejit.compiler.targets.target_classes import catalogue
 from prejit.compiler.targets.target_table import target
-from prejit.compiler.targets.toolchain import (
-    Tuned,
-    gpu_config,
-    read_tuning,
-)
+from prejit.compiler.targets.toolchain import Tuned, gpu_config, read_tuning
 from prejit.runtime.device.tuning import Tuning, write
 from prejit.runtime.errors import BuildError, RejectError, StoreError
 from prejit.runtime.machine.fingerprint import Fingerprint

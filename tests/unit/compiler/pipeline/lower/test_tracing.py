@@ -725,9 +725,7 @@ def test_no_shared_store_learns_anything_of_a_variable_that_code_reads(
     names = {"pin": "MY_PIN", "setting": "JAX_MY_SETTING", "unset": "MY_UNSET_SETTING"}
     manifests = {
         name: Project(
-            tmp_path / name,
-            {name: f"{name}_module:f"},
-            **{f"{name}_module": read.format(variable)},
+            tmp_path / name, {name: f"{name}_module:f"}, **{f"{name}_module": read.format(variable)}
         )
         for name, variable in names.items()
     }

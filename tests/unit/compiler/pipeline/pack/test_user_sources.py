@@ -5,11 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from prejit.compiler.manifest.manifest import Manifest, Program
-from prejit.compiler.pipeline.pack.user_sources import (
-    SourceContent,
-    digest_now,
-    manifest_sources,
-)
+from prejit.compiler.pipeline.pack.user_sources import SourceContent, digest_now, manifest_sources
 from prejit.runtime.base.files import digest_of
 
 
