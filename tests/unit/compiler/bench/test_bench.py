@@ -145,13 +145,10 @@ def test_both_directions_agree_and_nothing_is_worse_than_itself(
     assert verdict(one, one, 0.0) in ("same", "shown")
 
 
-def test_samples_that_overlap_are_noise_whatever_their_medians_say() -> None:
+def test_samples_that_overlap_or_are_few_are_noise_and_memory_is_not() -> None:
     many = MIN_QUARTILE_SAMPLES
     assert verdict([1, 1, 3.5], [2, 3, 3]) == "same"  # few: 3.5 was seen before
     assert verdict([1.0] * many + [3.5], [2.0] * many) == "worse"  # one in many counts for nothing
-
-
-def test_times_with_hardly_any_samples_are_not_judged_but_memory_is() -> None:
     assert verdict([1, 1], [9, 9]) == "shown"
     before, after = (report(row("m", [x], unit="bytes", group="memory")) for x in (100.0, 200.0))
     assert beside(before, after).deltas[0].verdict == "worse"
@@ -228,14 +225,13 @@ def test_ratios_in_turns_cancel_what_slows_a_turn_down(turns: list[tuple[float, 
     assert ratio_in_turns([[2.0], [], [2.0]], [[1.0], [1.0], []]) == Ratio(2, 2, 2, 2), "both sides"
 
 
-def test_of_two_measurements_the_better_counts() -> None:
+def test_the_error_names_every_row_that_is_worse_and_of_two_measurements_the_better_counts() -> (
+    None
+):
     first = report(row("a", [2.0] * 3), row("b", [1.0] * 3))
     found = better_of(first, report(row("a", [1.0] * 3), row("c", [1.0] * 3)))
     assert [(one.name, one.p50) for one in found.rows] == [("a", 1.0), ("b", 1.0)]
     assert better_of(first, report(row("b", [9.0] * 3))) == first
-
-
-def test_the_error_names_every_row_that_is_worse() -> None:
     before = report(row("one", [1.0] * 3), row("two", [1e-3] * 3), row("three", [1.0] * 3))
     after = report(row("one", [2.0] * 3), row("two", [3e-3] * 3), row("three", [1.0] * 3))
     error = regression(beside(before, after))

@@ -31,14 +31,11 @@ def check(kind: type[Layer], name: str, **changed: Any) -> Finding | None:
     return _CHECKS[name](Subject(model, values, TOLERANCE, 16))
 
 
-def test_a_model_that_keeps_the_rules_passes_every_check() -> None:
+def test_models_that_keep_the_rules_pass_every_check() -> None:
     found = list(check_model(*apart(random_model(Tiny))))
     assert [one for one in found if not one.passed] == []
     assert [one.name for one in found] == _OF_DECODERS
     assert all(one.difference is None or one.difference < 1e-5 for one in found)
-
-
-def test_an_encoder_decoder_is_checked_with_its_sources() -> None:
     found = list(check_model(*apart(random_model(TinyWriter))))
     assert [one for one in found if not one.passed] == []
     assert [one.name for one in found] == [*_CHECKS]
@@ -65,7 +62,7 @@ def test_weights_of_zeros_fail_because_they_hide_everything() -> None:
     assert "--params" in found.change
 
 
-def test_what_a_model_raises_is_a_failed_check() -> None:
+def test_what_a_model_raises_is_a_failed_check_and_an_interrupt_none() -> None:
     class Raises(Tiny):
         def last(self, x: Any, length: Any) -> Any:
             raise KeyError("no last token")
@@ -76,8 +73,6 @@ def test_what_a_model_raises_is_a_failed_check() -> None:
     assert [one.name for one in passed] == ["attributes", "cache"]
     assert last.found == "expected a result, found <KeyError('no last token')>"
 
-
-def test_an_interrupt_is_no_finding() -> None:
     class Interrupted(Tiny):
         def last(self, x: Any, length: Any) -> Any:
             raise KeyboardInterrupt

@@ -201,6 +201,9 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
         "both transformer.wpe.weight and wpe.weight are given",
     ):
         assert said in str(caught.value)
+    tensors = {"transformer.wte.weight": gpt2()["transformer.wte.weight"]}
+    with pytest.raises(CheckpointError, match="and 7 more"):
+        _ = open_checkpoint(write(tmp_path, GPT2, tensors)).names
 
 
 def test_a_quantized_checkpoint_is_told_to_come_from_another_model(tmp_path: Path) -> None:
@@ -223,12 +226,6 @@ def test_the_head_of_a_reward_model_is_told_to_come_from_another_model(
     classified = {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}
     with pytest.raises(CheckpointError, match=r"expected .* for \[generate\], found \"LlamaForSeq"):
         _ = open_checkpoint(write(tmp_path, classified, llama())).names
-
-
-def test_long_lists_are_shortened(tmp_path: Path) -> None:
-    tensors = {"transformer.wte.weight": gpt2()["transformer.wte.weight"]}
-    with pytest.raises(CheckpointError, match="and 7 more"):
-        _ = open_checkpoint(write(tmp_path, GPT2, tensors)).names
 
 
 @pytest.mark.parametrize("how", [write, write_flax])
@@ -407,16 +404,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     server.server_close()
 
 
-def test_a_relative_directory_starts_from_the_manifest(tmp_path: Path) -> None:
-    (tmp_path / "demo-model").mkdir()
-    assert resolve_source("demo-model", tmp_path) == tmp_path / "demo-model"
-    assert resolve_source(str(tmp_path), Path("elsewhere")) == tmp_path
-
-
 @pytest.mark.parametrize(
     "source", ["nowhere", "hf://", "hf://name", "hf://a/b/c", "hf://org/name@"]
 )
-def test_a_source_that_cannot_be_is_refused(source: str, tmp_path: Path) -> None:
+def test_a_source_is_beside_the_manifest_or_refused(tmp_path: Path, source: str) -> None:
+    (tmp_path / "demo-model").mkdir()
+    assert resolve_source("demo-model", tmp_path) == tmp_path / "demo-model"
+    assert resolve_source(str(tmp_path), Path("elsewhere")) == tmp_path
     with pytest.raises(ManifestError, match=r"model\.source: expected"):
         resolve_source(source, tmp_path)
 
@@ -496,10 +490,16 @@ def assert_equal(read: Tensors, expected: dict[str, Any]) -> None:
         assert np.array_equal(read[name], values)
 
 
-def test_parameters_from_safetensors_keep_their_types(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["nothing", "params.npz"])
+def test_parameters_of_safetensors_keep_their_types_and_other_formats_are_refused(
+    tmp_path: Path, name: str
+) -> None:
     tensors = {"layer.w": np.ones((2, 3), ml_dtypes.bfloat16), "layer.steps": np.arange(3)}
     save_file(tensors, tmp_path / "p.safetensors")
     assert_equal(read_parameters(tmp_path / "p.safetensors"), tensors)
+    (tmp_path / "params.npz").touch()
+    with pytest.raises(CheckpointError, match=r"expected a \.safetensors file or an orbax"):
+        read_parameters(tmp_path / name)
 
 
 def test_parameters_from_orbax(tmp_path: Path) -> None:
@@ -523,9 +523,6 @@ def test_parameters_from_orbax(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="_METADATA") as caught:
         read_parameters(tmp_path / "manager")
     assert str(tmp_path / "manager" / "7") in str(caught.value.hint)
-
-
-def test_a_damaged_orbax_checkpoint_is_named(tmp_path: Path) -> None:
     from orbax import checkpoint as ocp
 
     with ocp.PyTreeCheckpointer() as pytree:
@@ -533,10 +530,3 @@ def test_a_damaged_orbax_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "c" / "_METADATA").write_text("{")
     with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / 'c'}: orbax cannot restore")):
         read_parameters(tmp_path / "c")
-
-
-@pytest.mark.parametrize("name", ["nothing", "params.npz"])
-def test_parameters_of_another_format_are_refused(name: str, tmp_path: Path) -> None:
-    (tmp_path / "params.npz").touch()
-    with pytest.raises(CheckpointError, match=r"expected a \.safetensors file or an orbax"):
-        read_parameters(tmp_path / name)

@@ -126,7 +126,7 @@ def test_a_job_is_compiled_on_the_cluster_once_by_a_node_that_is_named(site: Sit
     assert shown.startswith("compiled p7 for cpu-x86-64-v3 on node7 in ")
 
 
-def test_a_job_that_does_not_compile_is_named_and_is_not_tried_again(site: Site) -> None:
+def test_a_job_that_does_not_compile_or_kills_its_workers_is_named(site: Site) -> None:
     error = {"code": BuildError.code, "message": "no such operation", "hint": "change it"}
     cluster = FakeCluster(lambda order: Ended(order.attempt, body={"error": error}))
     with site.executor(cluster) as executor:
@@ -134,9 +134,6 @@ def test_a_job_that_does_not_compile_is_named_and_is_not_tried_again(site: Site)
             executor.submit(site.job("p")).result(60)
     assert caught.value.hint == "change it"
     assert len(cluster.orders) == 1
-
-
-def test_a_job_that_kills_its_workers_is_an_error_that_says_so(site: Site) -> None:
     cluster = FakeCluster(lambda order: Ended(order.attempt, loss=Loss.WORKER))
     with site.executor(cluster) as executor:
         with pytest.raises(BuildError, match="2 attempts ended without an answer") as caught:
@@ -241,7 +238,7 @@ def test_code_for_this_cpu_is_not_taken_from_a_node_with_another(site: Site) -> 
     assert cluster.orders[0].host is not None
 
 
-def test_contents_that_are_not_what_was_asked_for_are_refused(tmp_path: Path) -> None:
+def test_a_store_must_be_written_and_contents_be_those_that_were_asked_for(tmp_path: Path) -> None:
     remote, store = open_exchange(str(tmp_path / "s")), DirectoryStore.open(tmp_path / "c")
     digest = digest_of(b"good")
     remote.write(f"cas/{digest.removeprefix('sha256:')}", b"bad")
@@ -250,9 +247,6 @@ def test_contents_that_are_not_what_was_asked_for_are_refused(tmp_path: Path) ->
     with pytest.raises(StoreError, match="found none"):
         bring(remote, store, digest_of(b"other"))
     assert store.blob_path(digest) is None
-
-
-def test_a_store_that_is_only_read_is_refused_for_a_cluster(tmp_path: Path) -> None:
     stores = tmp_path / "stores.toml"
     stores.write_text(
         '[[store]]\nurl = "http://a.example"\n[[store]]\nurl = "s3://b"\nwrite = true\n'

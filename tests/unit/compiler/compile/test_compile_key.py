@@ -33,7 +33,7 @@ def ingredients(
     return executable_key("name", toolchain, source, environ).ingredients
 
 
-def test_the_program_its_platforms_and_its_cpu_are_in_the_key() -> None:
+def test_what_decides_an_executable_is_in_its_key_and_nothing_else() -> None:
     sources = [
         SOURCE,
         replace(SOURCE, program="sha256:1"),
@@ -41,9 +41,6 @@ def test_the_program_its_platforms_and_its_cpu_are_in_the_key() -> None:
     ]
     assert len({ingredients(new(V3), {}, source) for source in sources}) == len(sources)
     assert dict(ingredients(new(V3), {}))["cpu"] == "x86-64-v3"
-
-
-def test_the_hosts_features_are_in_the_key_where_they_get_into_the_code() -> None:
     for name in ("cpu", "cpu_features"):
         found = dict(ingredients(old(V3), {}))[name]
         assert (
@@ -51,6 +48,21 @@ def test_the_hosts_features_are_in_the_key_where_they_get_into_the_code() -> Non
             == dict(ingredients(old(HOST), {}))[name]
             == dict(ingredients(new(HOST), {}))[name]
         )
+    other = Toolchain(V3, ("python",), (("jax", "0.12.1"), ("jaxlib", "0.12.0")))
+    assert ingredients(other, {}) == ingredients(new(V3), {})
+    newer = replace(for_gpu(), versions=(("jax", "0.12.1"), *for_gpu().versions[1:]))
+    assert ingredients(newer, {}) != ingredients(for_gpu(), {}), "jax describes its devices"
+    found = [new(HOST), *(new(on) for on in catalogue().values() if on.platform == "cpu")]
+    found += [for_gpu(on) for on in catalogue().values() if on.platform == "cuda"]
+    assert len({ingredients(one, {}) for one in found}) == len(found)
+    versions = (("jax", "0.12.0"), ("jaxlib", "0.12.0"), ("libtpu", "0.0.51"))
+    tpu = Toolchain(target("tpu-v5e"), ("python",), versions, isolated=True)
+    assert ingredients(tpu, {"LIBTPU_INIT_ARGS": "--xla_tpu_a=1"}) != ingredients(tpu, {})
+    assert ingredients(new(V3), {"LIBTPU_INIT_ARGS": "--xla_tpu_a=1"}) == ingredients(new(V3), {})
+    one = for_gpu()
+    assert ingredients(replace(one, command=("other",)), {}) == ingredients(one, {})
+    versions = (*one.versions[:2], ("jaxlib", "0.12.0.1"))
+    assert ingredients(replace(one, versions=versions), {}) != ingredients(one, {})
 
 
 def test_cpus_of_one_kind_have_one_key_whatever_name_they_are_sold_by(
@@ -90,13 +102,6 @@ def test_the_cpus_that_xla_sees_are_in_the_key_where_a_target_cannot_have_its_ow
         assert dict(ingredients(new(replace(HOST, cpus=2)), {}))["cpus"] == "2"
 
 
-def test_jax_is_no_part_of_a_key_where_jaxlib_alone_compiles() -> None:
-    other = Toolchain(V3, ("python",), (("jax", "0.12.1"), ("jaxlib", "0.12.0")))
-    assert ingredients(other, {}) == ingredients(new(V3), {})
-    newer = replace(for_gpu(), versions=(("jax", "0.12.1"), *for_gpu().versions[1:]))
-    assert ingredients(newer, {}) != ingredients(for_gpu(), {}), "jax describes its devices"
-
-
 def test_a_worker_for_cpus_imports_no_jax(tmp_path: Path, run_python: Any) -> None:
     """This is why jax is in no key of theirs."""
     portable = tmp_path / "portable"
@@ -129,12 +134,6 @@ def test_flags_count_unless_they_only_print_and_neither_their_order_nor_their_pa
     assert ingredients(new(V3), last[0]) != ingredients(new(V3), last[1]), "XLA takes the last"
 
 
-def test_each_target_has_ingredients_of_its_own() -> None:
-    found = [new(HOST), *(new(on) for on in catalogue().values() if on.platform == "cpu")]
-    found += [for_gpu(on) for on in catalogue().values() if on.platform == "cuda"]
-    assert len({ingredients(one, {}) for one in found}) == len(found)
-
-
 def test_whatever_describes_a_gpu_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = (
         replace(L4, memory_bytes=1),
@@ -157,13 +156,6 @@ def test_our_code_that_compiles_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -
     assert "prejit.compiler.compile.worker.worker_compile" in dict(after)["our code"]
 
 
-def test_flags_of_libtpu_are_in_the_key() -> None:
-    versions = (("jax", "0.12.0"), ("jaxlib", "0.12.0"), ("libtpu", "0.0.51"))
-    tpu = Toolchain(target("tpu-v5e"), ("python",), versions, isolated=True)
-    assert ingredients(tpu, {"LIBTPU_INIT_ARGS": "--xla_tpu_a=1"}) != ingredients(tpu, {})
-    assert ingredients(new(V3), {"LIBTPU_INIT_ARGS": "--xla_tpu_a=1"}) == ingredients(new(V3), {})
-
-
 def test_names_of_targets_and_cores_of_the_build_host_are_in_no_key() -> None:
     renamed = replace(V3, name="web-servers")
     assert ingredients(new(renamed), {}) == ingredients(new(V3), {})
@@ -174,13 +166,6 @@ def test_names_of_targets_and_cores_of_the_build_host_are_in_no_key() -> None:
         assert ingredients(new(V3), {}) == before
     finally:
         os.sched_setaffinity(0, host)
-
-
-def test_the_version_that_compiles_is_in_the_key_and_where_it_is_installed_is_not() -> None:
-    one = for_gpu()
-    assert ingredients(replace(one, command=("other",)), {}) == ingredients(one, {})
-    versions = (*one.versions[:2], ("jaxlib", "0.12.0.1"))
-    assert ingredients(replace(one, versions=versions), {}) != ingredients(one, {})
 
 
 def test_what_was_measured_counts_by_what_it_says() -> None:

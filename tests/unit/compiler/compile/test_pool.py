@@ -298,7 +298,7 @@ def test_real_xla_tells_of_a_flag_that_it_does_not_know(
         place.run(place.job("f", b"whatever", real=True))
 
 
-def test_a_store_that_is_damaged_or_cannot_be_written_is_reported(place: Place) -> None:
+def test_a_store_or_a_worker_that_cannot_be_used_is_reported(place: Place) -> None:
     damaged, breaks = place.job("a", "ok:"), f"break-cache:{place.cache.root / 'v1' / 'temp'}"
     path = place.cache.blob_path(damaged.source.program)
     assert path is not None
@@ -307,9 +307,6 @@ def test_a_store_that_is_damaged_or_cannot_be_written_is_reported(place: Place) 
         place.run(damaged)
     with pytest.raises(StoreError, match="cannot write the build cache"):
         place.run(place.job("b", breaks))
-
-
-def test_a_worker_that_cannot_be_started_is_reported_for_every_program(place: Place) -> None:
     nowhere = replace(place, command=("/nonexistent",))
     with pytest.raises(BuildError, match="3 of 3 programs") as caught:
         place.run(*(nowhere.job(f"p{n}", f"ok:{n}") for n in range(3)))
@@ -490,11 +487,21 @@ def test_a_job_of_another_build_stops_no_other_job_and_ends_with_the_pool(place:
     assert workers.compiled == {first.key.digest, third.key.digest}
 
 
-def test_workers_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_taken_is_given_to_no_job(
+    monkeypatch: pytest.MonkeyPatch, place: Place
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     for available, workers in ((0, 1), (3 * size_need(0).bytes, 3), (1 << 50, 16)):
         monkeypatch.setattr(pool, "_available_bytes", lambda found=available: found)
         assert default_workers() == workers
+    for available, free in ((8 << 30, 7 << 30), (1 << 30, 1 << 30)):
+        monkeypatch.setattr(pool, "_available_bytes", lambda: 8 << 30)
+        workers = WorkerPool(place.cache, workers=2)
+        monkeypatch.setattr(pool, "_available_bytes", lambda found=available: found)
+        one = place.job("a", "ok:")
+        need = replace(need_of(place.cache, one), bytes=1 << 30)
+        workers._running.add(pool._Attempt(one, Future(), need))
+        assert workers._free_bytes() == free
 
 
 def remember(place: Place, program: str, seconds: float, peak_mb: int, on: Target = HOST) -> None:
@@ -589,19 +596,6 @@ def test_a_job_whose_worker_is_killed_runs_once_more_beside_nothing(
         assert len(workers.compiled) == len(found) == 5
     assert [each for each in beside if "greedy" in each][-1] == ("greedy",)
     assert len(beside) == 6, "each of the others once, and it twice"
-
-
-def test_memory_that_somebody_else_takes_is_not_given_to_jobs(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for available, free in ((8 << 30, 7 << 30), (1 << 30, 1 << 30)):
-        monkeypatch.setattr(pool, "_available_bytes", lambda: 8 << 30)
-        workers = WorkerPool(place.cache, workers=2)
-        monkeypatch.setattr(pool, "_available_bytes", lambda found=available: found)
-        one = place.job("a", "ok:")
-        need = replace(need_of(place.cache, one), bytes=1 << 30)
-        workers._running.add(pool._Attempt(one, Future(), need))
-        assert workers._free_bytes() == free
 
 
 def test_a_frame_has_its_size_and_a_checksum_and_equal_contents_have_equal_frames() -> None:

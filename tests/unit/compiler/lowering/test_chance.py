@@ -128,13 +128,11 @@ def test_what_is_the_same_each_time_is_allowed(call: Callable[[], Any]) -> None:
         call()
 
 
-def test_an_error_of_the_code_itself_comes_first() -> None:
+def test_an_error_of_the_code_itself_comes_first_and_another_profiler_stays() -> None:
     with pytest.raises(ZeroDivisionError), refusing_chance("here"):
         1 / (time.time() * 0)
     assert sys.getprofile() is None
 
-
-def test_another_profiler_keeps_its_place() -> None:
     def profile(*_: Any) -> None:
         pass
 

@@ -130,22 +130,6 @@ def f(x):
     assert "platform_dependent" in str(caught.value.hint)
 
 
-def test_a_function_is_traced_once(tmp_path: Path) -> None:
-    """Tracing runs its Python, which may take minutes."""
-    module = """
-def f(x):
-    with open({!r}, "a") as file:
-        file.write("traced ")
-    return {}
-"""
-    for place, returned in enumerate(
-        ("x + 1", "lax.platform_dependent(x, cpu=jnp.sin, cuda=jnp.cos)")
-    ):
-        log = tmp_path / f"log{place}"
-        lower(tmp_path, module.format(str(log), returned))
-        assert log.read_text() == "traced "
-
-
 # Results
 
 

@@ -84,7 +84,9 @@ def model_of(config: dict[str, Any], directory: Path) -> tuple[Any, layer_config
     return model_registry.make_decoder(loaded), model_registry.describe(loaded)
 
 
-def test_llama_is_split_by_heads_and_by_the_inner_width(tmp_path: Path) -> None:
+def test_llama_is_split_by_heads_and_inner_width_and_an_odd_vocabulary_is_whole(
+    tmp_path: Path,
+) -> None:
     model, _ = model_of(LLAMA, tmp_path)
     found = shardings(model, Mesh(1, 2))
     layer = "model.layers.1"
@@ -102,9 +104,6 @@ def test_llama_is_split_by_heads_and_by_the_inner_width(tmp_path: Path) -> None:
         *("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight"),
         *("self_attn.o_proj.bias", "mlp.down_proj.bias"),
     }
-
-
-def test_a_vocabulary_that_does_not_divide_is_on_every_device(tmp_path: Path) -> None:
     model, _ = model_of({**GPT2, "vocab_size": 97}, tmp_path)
     found = shardings(model, Mesh(1, 2))
     assert "transformer.wte.weight" not in found
@@ -173,7 +172,7 @@ def test_devices_send_activations_and_never_weights_or_the_cache(
     assert sorted(others) == sorted(gathered)
 
 
-def test_the_program_table_says_what_is_split(tmp_path: Path) -> None:
+def test_the_program_table_says_what_is_split_and_one_device_has_no_mesh(tmp_path: Path) -> None:
     lowered = _lowered("llama", "decode", Mesh(2, 2), tmp_path)
     cache = [a for a in lowered.arguments if a.path[0] == "cache"]
     assert {a.sharding for a in cache} == {("data", "tensor", "", "")}
@@ -182,9 +181,6 @@ def test_the_program_table_says_what_is_split(tmp_path: Path) -> None:
     assert [Array.parse(str(r)) for r in lowered.results] == list(lowered.results)
     assert {r.sharding for r in lowered.results[: -len(cache)]} == {()}
     assert {r.sharding for r in lowered.results[-len(cache) :]} == {("data", "tensor", "", "")}
-
-
-def test_one_device_is_lowered_without_a_mesh(tmp_path: Path) -> None:
     model, shape = model_of(LLAMA, tmp_path)
     lowered = lower_decoder(parametrized(model), shape, SPECS["decode"])
     assert lowered.weight_shardings == {}

@@ -413,14 +413,11 @@ def test_logprobs_are_of_the_models_own_logits(vocab: int) -> None:
     picked = expected[np.arange(3), chosen.token]
     np.testing.assert_allclose(chosen.logprob, picked, rtol=1e-6, atol=1e-5)
     assert chosen.token[1] != order[1, 0]
-
-
-def test_logprobs_that_nobody_wants_are_zero() -> None:
     chosen = choose(np.ones((2, V), np.float32), [Sampling(), Sampling()])
     assert not any(np.any(value) for value in chosen[1:])
 
 
-def test_history_counts_tokens_of_live_rows_as_the_host_does() -> None:
+def test_history_counts_tokens_of_live_rows_as_the_host_does_in_a_small_program() -> None:
     history = np.stack([history_row(PROMPT, GENERATED, V)] * 4)
     recorded = jax.jit(record)(history, np.int32([7, 7, -1, V - 1]), np.int32([1, 0, 1, 1]))
     expected = [
@@ -430,9 +427,6 @@ def test_history_counts_tokens_of_live_rows_as_the_host_does() -> None:
         history_row(PROMPT, [*GENERATED, V - 1], V),
     ]
     assert np.array_equal(recorded, expected)
-
-
-def test_history_of_many_rows_is_that_of_each_row_alone_and_a_small_program() -> None:
     rows = 65
     random = np.random.default_rng(3)
     history = random.integers(0, 9, (rows, V), dtype=np.int32)

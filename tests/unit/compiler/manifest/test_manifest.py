@@ -106,9 +106,6 @@ def test_a_good_manifest_says_what_it_means(directory: Path) -> None:
     text = GOOD.replace("{batch}, ", "").replace("buckets = { batch = [8, 1] }\n", "")
     assert read(directory, text).programs[0].expand() == (({}, {}),)
     assert manifest.targets == (target("cpu-x86-64-v3"),)
-
-
-def test_static_values_are_multiplied_with_buckets(directory: Path) -> None:
     extra = 'static = { mode = ["fast", "exact mode"], on = [true] }\n'
     manifest = read(directory, GOOD.replace("buckets = {", f"{extra}buckets = {{"))
     specs = [spec for spec in program_specs(manifest) if spec.section]
@@ -294,14 +291,11 @@ name = "cpu-x86-64-v3"
 """
 
 
-def test_shapes_of_an_encoder_come_back_ascending(directory: Path) -> None:
+def test_an_encoders_shapes_come_back_ascending_and_mistakes_are_told(directory: Path) -> None:
     found = read(directory, ENCODER)
     assert found.encode is not None
     assert found.encode.shapes == ((1, 16), (1, 128), (8, 32))
     assert found.generate is None
-
-
-def test_a_mistake_in_an_encoders_shapes_is_told(directory: Path) -> None:
     decoder = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16]\n[encode]"
     for old, new, told in (
         ("[1, 16]", "[1, 0]", "m.toml:8: encode.shapes[1][1]: expected "),
@@ -360,14 +354,11 @@ def test_a_missing_manifest_names_the_one_that_may_be_meant(directory: Path) -> 
     assert caught.value.hint == f"did you mean {directory / 'demo.toml'}?"
 
 
-def test_shapes_are_parsed() -> None:
+def test_a_shape_string_has_a_dtype_and_sizes() -> None:
     assert parse_shape("float32[{batch}, 128]", {"batch": 8}) == ("float32", (8, 128), False)
     assert parse_shape("int32[]", {}) == ("int32", (), False)
     assert parse_shape(" bfloat16 [ 2 ]", {}) == ("bfloat16", (2,), False)
     assert parse_shape("weak float32[]", {}) == ("float32", (), True)
-
-
-def test_bad_shapes_are_refused() -> None:
     for text in (
         *("", "float32", "float32[", "float32[2,]", "float32[-1]", "float32[0]", "f32[2]", "[2]"),
         *("float32[2]x", "float32[{batch]", "float32[{b-c}]", "float32[99999999999]", "float32[٣]"),

@@ -88,7 +88,9 @@ def write_weights(directory: Path, rename: Callable[[str], str]) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_all_modules_are_read(directory: Path) -> None:
+def test_all_modules_are_read_and_every_file_that_decides_is_named_for_keys(
+    directory: Path,
+) -> None:
     layout = read_layout(directory)
     assert (layout.pooling, layout.normalized, layout.max_tokens) == (("mean",), True, 10)
     assert [(part.name, part.inputs, part.outputs) for part in layout.dense] == [("2_Dense", 4, 3)]
@@ -97,13 +99,11 @@ def test_all_modules_are_read(directory: Path) -> None:
     names = open_encoder(directory).names
     assert "sentence.2_Dense.linear.weight" in names
     assert open_encoder(directory).read("sentence.2_Dense.linear.weight").shape == (4, 3)
-
-
-def test_a_plain_directory_is_mean_pooling_without_normalisation(directory: Path) -> None:
-    (directory / "modules.json").unlink()
-    layout = read_layout(directory)
-    assert (layout.pooling, layout.dense, layout.normalized) == (("mean",), (), False)
-    assert model_registry.describe_encoder(config_file.load_encoder(directory)).max_tokens == 12
+    names = {str(file.relative_to(directory)) for file in read_layout(directory).files}
+    assert names == {
+        *("modules.json", "config.json", "sentence_bert_config.json"),
+        *("1_Pooling/config.json", "2_Dense/config.json"),
+    }
 
 
 def test_a_transformer_in_a_directory_of_its_own_is_found(directory: Path) -> None:
@@ -118,17 +118,13 @@ def test_a_transformer_in_a_directory_of_its_own_is_found(directory: Path) -> No
     assert len(open_encoder(directory).names) > 10
 
 
-def test_a_longer_max_seq_length_than_positions_is_capped(directory: Path) -> None:
+def test_a_plain_directory_is_mean_pooling_within_its_positions(directory: Path) -> None:
     edit(directory / "sentence_bert_config.json", max_seq_length=512)
     assert model_registry.describe_encoder(config_file.load_encoder(directory)).max_tokens == 12
-
-
-def test_every_file_that_decides_is_named_for_keys(directory: Path) -> None:
-    names = {str(file.relative_to(directory)) for file in read_layout(directory).files}
-    assert names == {
-        *("modules.json", "config.json", "sentence_bert_config.json"),
-        *("1_Pooling/config.json", "2_Dense/config.json"),
-    }
+    (directory / "modules.json").unlink()
+    layout = read_layout(directory)
+    assert (layout.pooling, layout.dense, layout.normalized) == (("mean",), (), False)
+    assert model_registry.describe_encoder(config_file.load_encoder(directory)).max_tokens == 12
 
 
 POOLING, DENSE = "1_Pooling/config.json", "2_Dense/config.json"

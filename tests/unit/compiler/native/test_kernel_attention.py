@@ -263,9 +263,7 @@ def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernels: ctypes.CDLL, tok
         np.testing.assert_array_equal(run(row, kernels)[0][0], together[b])
 
 
-def test_a_query_that_is_no_number_gives_no_number_and_spoils_no_other(
-    kernels: ctypes.CDLL,
-) -> None:
+def test_what_is_no_number_reaches_those_who_see_it_alone(kernels: ctypes.CDLL) -> None:
     for tokens in (1, 5, 40):
         case = drawn(
             4,
@@ -285,9 +283,6 @@ def test_a_query_that_is_no_number_gives_no_number_and_spoils_no_other(
         expected = reference(case)[0]
         out[0, tokens - 1, 2] = expected[0, tokens - 1, 2] = 0
         assert_close(out, expected)
-
-
-def test_a_value_that_is_no_number_reaches_those_who_see_it_alone(kernels: ctypes.CDLL) -> None:
     case = drawn(5, size=16, slots=400, tokens=1, length=np.ones(1), start=np.array([299]))
     case.values[0, 0, 200] = np.nan
     assert np.isnan(run(case, kernels)[0]).all()

@@ -198,8 +198,8 @@ def test_without_a_compiler_there_are_no_kernels_and_a_sentence_says_so(
     assert find_kernels(toolchain(), cache, sources=TOY) == found
 
 
-def test_cxx_with_an_unbalanced_quote_is_a_usage_error(
-    cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+def test_cxx_is_a_command_or_zig_alone(
+    cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch, fake_compiler: Path
 ) -> None:
     cxx = "g++ -DNAME='a"
     monkeypatch.setenv("CXX", cxx)
@@ -207,6 +207,9 @@ def test_cxx_with_an_unbalanced_quote_is_a_usage_error(
         build_kernels(toolchain(), cache, sources=TOY)
     assert repr(cxx) in str(caught.value)
     assert caught.value.hint
+    monkeypatch.setenv("CXX", "zig")
+    without_kernels(cache)
+    assert not fake_compiler.exists()
 
 
 def test_a_compiler_that_fails_leaves_the_next_to_try_and_then_tells_why(
@@ -235,14 +238,6 @@ def test_a_compiler_under_two_names_is_tried_once(
     monkeypatch.setenv("CXX", "g++")
     without_kernels(cache)
     assert told.read_text().count("\n") == 1
-
-
-def test_cxx_zig_leaves_the_compilers_of_the_machine_alone(
-    fake_compiler: Path, cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "zig")
-    without_kernels(cache)
-    assert not fake_compiler.exists()
 
 
 def test_what_is_no_library_of_kernels_is_an_error(
@@ -302,15 +297,7 @@ def test_the_headers_are_those_of_the_jaxlib_that_compiles(tmp_path: Path) -> No
     assert ffi_headers(pinned) is None
 
 
-def test_the_same_compiler_makes_the_same_bytes_at_another_place(
-    toy_library: Any, cache: DirectoryStore, tmp_path: Path
-) -> None:
-    sources = tmp_path / "a longer name" / "sources"
-    shutil.copytree(TOY, sources)
-    assert built(cache, sources=sources) == toy_library[0]
-
-
-def test_a_library_needs_nothing_but_glibc(toy_library: Any) -> None:
+def test_a_library_needs_nothing_but_a_glibc_that_jaxlib_lacks(toy_library: Any) -> None:
     """Not libstdc++ or libgcc, which a server may lack; and glibc no later than that it was built on."""
     told = read_shared_library(toy_library[1])
     assert set(told.needed) <= {
@@ -320,9 +307,6 @@ def test_a_library_needs_nothing_but_glibc(toy_library: Any) -> None:
     assert told.glibc == toy_library[0].glibc
     here = Fingerprint.current().glibc or "0"
     assert library._numbers(told.glibc or "0") <= library._numbers(here)
-
-
-def test_a_glibc_that_jaxlib_wants_anyway_is_not_asked_for() -> None:
     for glibc, needed in (("2.35", "2.35"), ("2.28", "2.28"), ("2.27", None), ("2.9", None)):
         assert needed_glibc(glibc) == needed
 

@@ -51,7 +51,9 @@ def attach_text(path: Path, subject: Descriptor, text: str = "signed") -> Descri
     return attach(path, subject, TYPE, EMPTY, [Part(TYPE, text.encode())], NOTES)
 
 
-def test_what_is_attached_is_found_by_its_subject(bundle_dir: Path) -> None:
+def test_what_is_attached_has_a_manifest_as_oci_says_and_is_found_by_its_subject(
+    bundle_dir: Path,
+) -> None:
     bundle, target = subject_of(bundle_dir), targets_of(bundle_dir)["cpu-host"]
     before = load(bundle_dir).digest
     layer = Part(TYPE, b"signed", {"org.opencontainers.image.title": "signature"})
@@ -70,9 +72,6 @@ def test_what_is_attached_is_found_by_its_subject(bundle_dir: Path) -> None:
     assert blob(bundle_dir, first.config.digest).read_bytes() == b"{}"
     assert load(bundle_dir).digest == before
     assert audit(bundle_dir, lambda *_: None).digest == before
-
-
-def test_a_manifest_of_what_is_attached_is_as_oci_says(bundle_dir: Path) -> None:
     at = attach_text(bundle_dir, subject_of(bundle_dir))
     manifest = json.loads(blob(bundle_dir, at.digest).read_bytes())
     assert manifest["schemaVersion"] == 2

@@ -115,23 +115,6 @@ def layout_and_keys(found: Planned) -> tuple[str, list[str]]:
     return found.plan.model.matrices, digests
 
 
-def test_other_targets_and_compilers_change_neither_layout_nor_program(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: tuple[Any, bytes]
-) -> None:
-    (tmp_path / "made.so").write_bytes(toy_library[1])
-    write_compiler(tmp_path, monkeypatch, f"cp {tmp_path}/made.so $out")
-    targets = ("cuda-l4", "cpu-x86-64-v2", "cpu-host")
-    found = [
-        planned(tmp_path / "gpu", model, "cuda-l4"),
-        planned(tmp_path / "all", model, *targets),
-        planned(tmp_path / "only", model, *targets, only=("cuda-l4",)),
-    ]
-    monkeypatch.setenv("PATH", "/nonexistent")  # no compiler
-    found.append(planned(tmp_path / "bare", model, *targets))
-    first, *others = map(layout_and_keys, found)
-    assert others == [first] * 3
-
-
 def compile_digests(found: Planned, name: str) -> dict[str, str]:
     """The keys of the executables of a target, by program."""
     [target] = (each for each in found.plan.targets if each.name == name)
@@ -392,18 +375,3 @@ def test_code_configuration_and_config_json_are_in_the_key_of_a_lowering(
     with monkeypatch.context() as patch:
         patch.setattr(program_keys, "code_digest", lambda *modules: f"sha256:of changed {modules}")
         assert changed(key()) == ["our code"]
-
-
-def test_the_platforms_of_a_program_are_in_the_key_of_its_executable(
-    model: Path, tmp_path: Path
-) -> None:
-    found = planned(tmp_path / "m", model, "cpu-x86-64-v3")
-    toolchain = find_toolchain(found.plan.targets[0])
-    assert toolchain is not None
-    source = jobs.Source(f"sha256:{1:064x}", ("cpu", "cuda", "tpu"))
-    turned = replace(source, platforms=source.platforms[::-1])
-    spec = found.plan.specs[0]
-    digests = {
-        compile_key(found.plan.manifest, spec, toolchain, each).digest for each in (source, turned)
-    }
-    assert len(digests) == 2

@@ -99,7 +99,7 @@ def test_calls_that_differ_in_sizes_are_buckets_of_one_section(
     assert buckets(*calls) == found
 
 
-def test_static_values_are_combined_as_sizes_are() -> None:
+def test_static_values_are_combined_and_other_dtypes_are_sections_of_their_own() -> None:
     calls = [
         call(f"float32[{size}]", static={"mode": mode, "deep": True})
         for size in (1, 2)
@@ -110,9 +110,6 @@ def test_static_values_are_combined_as_sizes_are() -> None:
     assert found["static"] == {"mode": ["fast", "exact"], "deep": [True]}
     both = programs(call("float32[1]", static={"n": 1}), call("float32[1]", static={"n": True}))
     assert [each["static"] for each in both] == [{"n": [1, True]}]
-
-
-def test_other_dtypes_ranks_and_donations_are_sections_of_their_own() -> None:
     found = programs(
         call("float32[8]"),
         call("int32[8]"),

@@ -63,7 +63,7 @@ def test_what_an_identity_signs_runs_under_a_policy_that_names_it(
 
 
 def test_a_wrong_token_configuration_or_option_is_refused_before_the_network(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "sigstore.json"
     config.write_text("{}")
@@ -78,11 +78,6 @@ def test_a_wrong_token_configuration_or_option_is_refused_before_the_network(
     for options in ((), ("--key", "a.pem", "--keyless"), ("--key", "a.pem", "--sigstore", "a")):
         with pytest.raises(UsageError, match=r"expected one of|expected --keyless beside"):
             run(["sign", "bundle", *options])
-
-
-def test_without_an_identity_the_error_says_where_to_get_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     monkeypatch.setattr("id.detect_credential", lambda audience: None)
     with pytest.raises(UsageError, match="expected an identity to sign with, found none") as raised:
         keyless_signer(None, None)

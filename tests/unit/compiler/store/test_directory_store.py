@@ -36,10 +36,6 @@ def test_a_sealed_text_is_another_one_in_every_store_and_the_same_in_every_proce
     secret.write_bytes(b"cut")
     assert DirectoryStore.open(cache.root).seal("password") != sealed
     assert secret.stat().st_size == 32
-
-
-def test_what_cannot_be_written_still_seals(tmp_path: Path) -> None:
-    """A plan writes nothing, and a cache may be read-only."""
     store = DirectoryStore(tmp_path / "absent")
     assert store.seal("a") == store.seal("a") != DirectoryStore(tmp_path / "absent").seal("a")
     assert not (tmp_path / "absent").exists()

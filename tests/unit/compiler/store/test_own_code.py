@@ -215,12 +215,14 @@ def test_all_that_runs_changes_the_digest(package: Edit) -> None:
     assert len({*found}) == len(found)
 
 
-def test_what_an_import_runs_changes_the_digest_of_all_that_the_module_defines(
+def test_what_an_import_runs_is_in_all_digests_and_a_root_that_is_gone_is_an_error(
     package: Edit,
 ) -> None:
     before = code_digest(f"{MAIN}:run")
     package(HELPER, lambda source: f"{source}\nprint(1)\n")
     assert code_digest(f"{MAIN}:run") != before
+    with pytest.raises(ValueError, match=r"found nothing at prejit\.compiler\.main:gone"):
+        code_digest(f"{MAIN}:gone")
 
 
 def test_a_module_that_moves_changes_no_digest(package: Edit) -> None:
@@ -229,12 +231,6 @@ def test_a_module_that_moves_changes_no_digest(package: Edit) -> None:
     package(MAIN, replaced("prejit.compiler.base.helper", "prejit.compiler.helping"))
     assert HELPER not in own_code.reached(MAIN)
     assert code_digest(MAIN) == before
-
-
-def test_a_root_that_is_gone_is_an_error(package: Edit) -> None:
-    """Its step would have a digest without its code."""
-    with pytest.raises(ValueError, match=r"found nothing at prejit\.compiler\.main:gone"):
-        code_digest(f"{MAIN}:gone")
 
 
 def test_a_root_package_has_a_digest_and_is_in_no_other(package: Edit) -> None:

@@ -101,14 +101,18 @@ def test_the_longest_prompt_context_sentence_and_batch_of_today_are_still_served
     assert {(32, 256), (1, 24)} <= {*found.table.shapes}
 
 
-def test_requests_beyond_the_longest_context_are_counted_and_break_nothing() -> None:
+def test_requests_beyond_the_context_are_counted_and_too_small_a_budget_is_an_error() -> None:
     log = decoder_log([LoggedGeneration(500, 100), LoggedGeneration(10, 10)])
     today = Generate(batch=(1,), prompt=(16,), context=(128,))
     assert decoder_buckets(log, today).beyond == 1
     assert suggest_decoder(log, 12, today).beyond == 1
+    with pytest.raises(UsageError, match="one size of each axis, found 1"):
+        suggest_decoder(decoder_log([LoggedGeneration(8, 8)]), 1)
+    with pytest.raises(UsageError, match="at least 3 programs"):
+        suggest_encoder(LoggedRequests({}, {LoggedEncoding(8): 1}, {}), 2)
 
 
-def test_padding_is_what_steps_chunks_and_rows_compute() -> None:
+def test_padding_is_what_steps_chunks_and_rows_compute_at_the_times_of_a_log() -> None:
     # 20 tokens in chunks of 16: 16 + 8; steps at lengths 21 and 22 in a context of 32.
     log = decoder_log([LoggedGeneration(20, 2, batch=1)])
     table = Generate(batch=(2,), prompt=(8, 16), context=(16, 32))
@@ -119,21 +123,11 @@ def test_padding_is_what_steps_chunks_and_rows_compute() -> None:
     log = LoggedRequests({}, {LoggedEncoding(10, 3): 2}, {})
     (axis,) = encoder_buckets(log, Encode(((1, 64), (4, 16)))).axes
     assert (axis.needed, axis.computed) == (60, 128)
-
-
-def test_times_of_a_log_decide_its_batches() -> None:
     log = LoggedRequests({LoggedGeneration(8, 8): 1}, {}, {1: 1.0, 3: 9.0, 4: 0.1})
     found = suggest_decoder(log, 9)
     assert isinstance(found.table, Generate)
     assert found.table.batch == (1, 4)
     assert decoder_buckets(log, found.table).axes[2].needed == pytest.approx(28.4)
-
-
-def test_a_budget_that_holds_no_buckets_is_an_error() -> None:
-    with pytest.raises(UsageError, match="one size of each axis, found 1"):
-        suggest_decoder(decoder_log([LoggedGeneration(8, 8)]), 1)
-    with pytest.raises(UsageError, match="at least 3 programs"):
-        suggest_encoder(LoggedRequests({}, {LoggedEncoding(8): 1}, {}), 2)
 
 
 WEIGHTS = st.dictionaries(st.integers(1, 18), st.integers(1, 9), min_size=1, max_size=8)

@@ -56,7 +56,7 @@ def wrong(given: TargetTable, at: Path, mesh: Mesh | None = None) -> tuple[str, 
     return caught.value.key, str(caught.value)
 
 
-def test_an_entry_of_the_catalogue_says_all_that_its_platform_needs() -> None:
+def test_the_catalogue_says_all_that_its_platforms_need() -> None:
     assert [target(name).name for name in names()] == list(names())
     assert catalogue().keys() >= {
         *("cpu-x86-64-v2", "cpu-x86-64-v3", "cpu-x86-64-v4"),
@@ -79,22 +79,13 @@ def test_an_entry_of_the_catalogue_says_all_that_its_platform_needs() -> None:
         # Its requirement must be one that a bundle can hold.
         needs = found.requirement("0.12.0", plugin="libtpu 0.0.51", device_memory_bytes=1)
         assert from_json(Requirement, to_json(needs), "here") == needs
-
-
-def test_each_level_contains_the_one_below() -> None:
     v2, v3, v4 = (set(target(f"cpu-x86-64-v{level}").cpu_features or ()) for level in (2, 3, 4))
     assert v2 < v3 < v4
     assert v4 - v3 == {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
-
-
-def test_the_host_target_has_no_limits() -> None:
     host = target("cpu-host")
     assert (host.cpu, host.cpu_features, host.xla_max_isa) == (None, None, None)
     assert host.architecture == platform.machine()
     assert can_build(host) is None
-
-
-def test_an_unknown_target_is_reported_with_the_nearest_and_all() -> None:
     with pytest.raises(UsageError) as caught:
         target("cpu-x86-v3")
     assert "expected a target, one of cpu-host, cpu-x86-64-v2," in str(caught.value)

@@ -250,7 +250,7 @@ def test_an_instruction_needs_its_extensions_and_no_more() -> None:
         assert set(used) == {"64bit", *extensions.split()}, instruction
 
 
-def test_instructions_of_all_objects_and_sections_count_and_data_does_not() -> None:
+def test_instructions_of_all_objects_count_as_llvm_may_use_them_and_data_does_not() -> None:
     by_name = {names: bytes.fromhex(digits) for digits, names in INSTRUCTIONS}
     serialized = executable(code(RET, by_name["avx"]), code(by_name["fma"]), code(RET))
     assert used_features(serialized) == ("64bit", "avx", "fma")
@@ -258,13 +258,12 @@ def test_instructions_of_all_objects_and_sections_count_and_data_does_not() -> N
     assert used_features(executable()) == ()
     # An extension that LLVM was not allowed counts all the same.
     assert used_features(executable(code(AVX512), declared="+sse2")) == ("avx512f",)
-
-
-def test_tzcnt_is_an_extension_only_where_llvm_may_use_it() -> None:
     contents = code(TZCNT + RET)
     assert used_features(executable(contents, declared="+64bit,+sse2")) == ("64bit",)
     assert used_features(executable(contents, declared="+64bit,-bmi,+sse2")) == ("64bit",)
     assert used_features(executable(contents, declared="+64bit,+bmi")) == ("64bit", "bmi")
+    contents = elf([(EXECUTABLE, RET), (0, b"\0prefix_kernel\0")])
+    assert used_features(executable(contents, symbols=["prefix_kernel", "kernel"])) == ("64bit",)
 
 
 DECLARED = "+64bit,+avx,-avx2,+prefer-no-gather,+sse2,+warp"
@@ -304,11 +303,6 @@ def test_what_llvm_never_chooses_is_not_needed_by_code_that_cannot_be_read() -> 
     assert used_features(unreadable) == ("avx", "sse2")
 
 
-def test_a_function_is_found_in_the_string_table_of_its_object() -> None:
-    contents = elf([(EXECUTABLE, RET), (0, b"\0prefix_kernel\0")])
-    assert used_features(executable(contents, symbols=["prefix_kernel", "kernel"])) == ("64bit",)
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -342,7 +336,7 @@ def test_random_bytes_are_refused_and_random_code_needs_something_known(content:
 # Names
 
 
-def test_every_extension_of_iced_is_decided() -> None:
+def test_every_extension_of_iced_is_decided_by_a_name_of_machines() -> None:
     """A new iced that knows of new ones ends here, and not in a bundle."""
     import iced_x86
 
@@ -350,9 +344,6 @@ def test_every_extension_of_iced_is_decided() -> None:
     decided = [LLVM_NAMES.keys(), EVERYWHERE, NEVER_COMPILED]
     assert known == set().union(*decided)
     assert len(known) == sum(map(len, decided))
-
-
-def test_names_are_those_that_machines_are_compared_by() -> None:
     # `crc32` is sse4.2 in a fingerprint; `sahf` is recognized by its instructions.
     assert {*LLVM_NAMES.values(), "crc32", "sahf"} == set(CPU_FEATURES)
     assert len(set(LLVM_NAMES.values())) == len(LLVM_NAMES)

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import py_compile
-import shutil
 import sqlite3
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.lower.lowering import lower
 from prejit.compiler.pipeline.lower.tracing import remember
 from prejit.compiler.pipeline.plan import Lowered, plan_build
-from prejit.compiler.pipeline.reuse import TRACED, planned_executables
+from prejit.compiler.pipeline.reuse import planned_executables
 from prejit.compiler.pipeline.workspace import Workspace, find_code
 from prejit.compiler.progress import Quiet
 from prejit.compiler.sharing.layered import LayeredStore
@@ -273,18 +272,6 @@ def test_what_a_trace_read_and_changes_is_noticed(tmp_path: Path, case: Noticed)
         made.write(name, case.before.get(name))
     made.directory = made.directory.rename(tmp_path / "moved")
     assert made.trace() == set()
-
-
-def test_a_module_that_shadows_another_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "helper.py").write_text(TWO)
-    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
-    found = project(tmp_path, SCALED)
-    del sys.modules["helper"]  # as in a new process
-    found.write("helper.py", THREE)
-    assert found.changed()
 
 
 def test_a_module_that_the_process_had_imported_before_stands_for_nothing(
@@ -770,22 +757,6 @@ def test_a_variable_is_noticed_however_often_code_was_observed(
     assert noted.count("MY_FACTOR") == 600
 
 
-def test_a_manifest_that_moves_with_its_modules_is_not_traced_again(tmp_path: Path) -> None:
-    """And what is kept holds no path of the machine, so that others can use it."""
-    model = times("int((HERE / 'n').read_text())", f"{HERE}\nimport helper")
-    found = Project(tmp_path / "p", {"p": "model:f"}, model=model, helper="")
-    found.write("n", "2")
-    assert found.trace() == {"p"}
-    shutil.move(found.directory, tmp_path / "elsewhere" / "deeper")
-    found.directory = tmp_path / "elsewhere" / "deeper"
-    assert found.trace() == set()
-    kept = [path.read_text() for path in tmp_path.glob("cache/v1/actions/*/*.json")]
-    assert len(kept) == 2
-    assert not [text for text in kept if str(tmp_path) in text or os.path.expanduser("~/") in text]
-    found.write("n", "3")
-    assert found.changed()
-
-
 def test_an_unfinished_entry_is_not_used(tmp_path: Path) -> None:
     """A build that is killed leaves the names of inputs without the trace, or a file that is cut off."""
     found = project(tmp_path, SCALED, helper=TWO)
@@ -1025,18 +996,6 @@ def test_retracing_finds_what_no_second_trace_shows(
         found.trace(retrace=True)
     assert "the program that an earlier build traced from the same inputs" in str(caught.value)
     assert str(caught.value.hint).startswith("a file that it reads by other means than open() may")
-
-
-def test_objects_of_python_are_traced_at_every_build(tmp_path: Path) -> None:
-    made = Project(tmp_path / "p", {"p": "math:floor"})
-    manifest = read_manifest(made.directory / "m.toml")
-    object.__setattr__(manifest, "path", None)
-    plan = plan_build(manifest, made.store)
-    [found] = planned_executables(plan, made.store)
-    assert (found.state, found.why) == (
-        TRACED,
-        "math:floor is an object of Python, which every build traces",
-    )
 
 
 def test_hooks_are_gone_after_a_trace(tmp_path: Path) -> None:

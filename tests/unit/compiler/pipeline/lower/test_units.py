@@ -45,16 +45,9 @@ def test_every_program_is_in_one_unit_and_no_unit_has_two_sections(
     assert all(len({each.spec.section for each in unit}) == 1 for unit in units)
 
 
-def test_another_build_waits_for_one_program_of_a_model_and_not_for_several() -> None:
+def test_units_are_neither_too_large_nor_too_small() -> None:
     assert [len(unit) for unit in split([model("decode", n) for n in range(5)], 2)] == [1] * 5
-
-
-def test_buckets_are_not_traced_twice_because_units_are_small() -> None:
-    """Each unit has a program that is traced a second time."""
     assert all(len(unit) >= 4 for unit in split([function("f", n) for n in range(40)], 64))
-
-
-def test_all_processes_have_work_where_one_section_has_all_programs() -> None:
     assert len(split([function("f", n) for n in range(400)], 4)) >= 16
 
 

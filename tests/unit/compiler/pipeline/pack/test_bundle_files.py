@@ -93,9 +93,6 @@ def test_a_pack_that_was_damaged_is_made_again(tmp_path: Path) -> None:
     layer.content.write_bytes(b"twoone")
     assert pack("type", "programs", frames, cache)[0] == layer
     assert layer.content.read_bytes() == b"onetwo"
-
-
-def test_a_frame_that_is_gone_is_named(tmp_path: Path) -> None:
     cache = DirectoryStore.open(tmp_path)
     with pytest.raises(BuildError, match="decode: expected the compressed form"):
         pack("type", "programs", {"decode": Segment(0, 3, digest_of(b"one"), 0, "")}, cache)
