@@ -84,9 +84,7 @@ class Scaled:
         return x * self.factor
 
 
-def test_a_function_gets_the_pytrees_and_a_module_the_parameters_that_were_given(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_functions_get_the_pytrees_that_were_given(tmp_path: Path, options: dict[str, Any]) -> None:
     def add(params: Any, x: Any) -> Any:
         assert isinstance(params, Pair)
         assert isinstance(params.right, list)
@@ -208,9 +206,7 @@ def test_a_mistake_in_python_is_reported_as_one_in_a_file(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_that_is_missing_and_a_target_that_is_none_are_errors(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_a_missing_file_and_target_are_errors(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(StoreError, match=r"missing\.toml: cannot read the manifest"):
         prejit.compiler.plan(tmp_path / "missing.toml", cache=options["cache"])
     manifest = Manifest("score", programs=[scoring()], targets=["cpu-host"])
@@ -269,9 +265,7 @@ def test_a_program_has_the_arguments_of_an_example_call() -> None:
         (keyed, {"z": 1}, "program 'keyed': args: missing a required argument: 'x'"),
     ],
 )
-def test_an_example_call_with_mistakes_is_an_error(
-    function: Any, arguments: dict[str, Any], problem: str
-) -> None:
+def test_an_example_call_must_fit(function: Any, arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises(ManifestError) as caught:
         prejit.compiler.program(function, **arguments)
     assert problem in str(caught.value)
@@ -306,9 +300,7 @@ def test_a_static_argument_that_no_bundle_can_hold_is_an_error(value: Any) -> No
         prejit.compiler.build(by_hand)
 
 
-def test_keys_of_a_dict_and_dimensions_that_no_bundle_can_hold_are_errors(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_odd_keys_and_dimensions_are_errors(tmp_path: Path, options: dict[str, Any]) -> None:
     for key in (1.5, (1, 2), b"a", None):
         one = prejit.compiler.program(leaves, {"a": {key: "float32[2]"}})
         with pytest.raises(BuildError, match=r"keys are texts or integers, found the k") as caught:
@@ -320,9 +312,7 @@ def test_keys_of_a_dict_and_dimensions_that_no_bundle_can_hold_are_errors(
     assert not (tmp_path / "leaves").exists()
 
 
-def test_a_build_of_functions_without_a_name_is_an_error(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_a_build_of_programs_has_a_name(tmp_path: Path, options: dict[str, Any]) -> None:
     one = prejit.compiler.program(score, tree(), "float32[2,4]")
     with pytest.raises(UsageError, match="there are 2 programs"):
         prejit.compiler.build([one, one], tmp_path, **options)
@@ -345,9 +335,7 @@ def of(name: str, function: Any) -> Manifest:
     return Manifest(name, programs=[program], targets=["cpu-host"])
 
 
-def test_several_manifests_share_what_they_compile_and_one_that_fails_ends_no_other(
-    tmp_path: Path,
-) -> None:
+def test_several_manifests_share_and_one_that_fails_ends_no_other(tmp_path: Path) -> None:
     ended: list[Any] = []
     requests = [(of(n, f), ()) for n, f in (("a", double), ("no", broken), ("b", double))]
     settings = BuildSettings(cache=tmp_path / "cache", workers=1)

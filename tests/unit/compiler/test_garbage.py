@@ -133,9 +133,7 @@ def test_files_of_a_clock_that_was_wrong_grow_old_from_now_on(root: Path) -> Non
     assert gone(collect(root, days=30)) == {"results": 1, "contents": 2, "reasons": 1}
 
 
-def test_a_clock_that_jumps_forward_costs_a_running_build_nothing_but_compiles(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_jumps_costs_compiles(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = DirectoryStore.open(root)  # a build runs
     later = time.time() + 400 * 86_400
     with monkeypatch.context() as patch:
@@ -211,9 +209,7 @@ with cache.blob_writer() as blob:
     assert not list((root / "v1" / "temp").iterdir())
 
 
-def test_nobody_opens_the_cache_while_all_of_it_is_collected_and_files_in_use_stay(
-    root: Path, tmp_path: Path
-) -> None:
+def test_files_in_use_stay_and_nobody_opens_a_collected_cache(root: Path, tmp_path: Path) -> None:
     code = """
 print("ready", flush=True)
 DirectoryStore.open(Path(sys.argv[1]))
@@ -265,9 +261,7 @@ def environment(root: Path, name: str, *, python: str = sys.executable) -> Path:
     return path
 
 
-def test_environments_go_when_they_are_not_used_or_not_whole(
-    default: Path, environments_root: Path
-) -> None:
+def test_unused_and_half_environments_go(default: Path, environments_root: Path) -> None:
     used, unused, half, _, running = (
         environment(environments_root, name, python=python)
         for name, python in {

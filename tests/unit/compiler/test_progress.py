@@ -115,9 +115,7 @@ def test_only_a_terminal_that_can_redraw_gets_the_live_display(
 
 
 @pytest.mark.parametrize("no_color", [False, True])
-def test_the_live_display_shows_what_runs_and_what_is_left(
-    monkeypatch: pytest.MonkeyPatch, no_color: bool
-) -> None:
+def test_the_live_display_shows_it_all(monkeypatch: pytest.MonkeyPatch, no_color: bool) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -160,9 +158,7 @@ def test_the_time_left_counts_what_is_under_way(monkeypatch: pytest.MonkeyPatch)
     assert progress._seconds_left() == 0
 
 
-def test_a_start_that_was_told_late_does_not_shorten_the_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_late_start_shortens_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "_now", clock := Clock())
     stream = io.StringIO()
     with Plain(stream) as progress:

@@ -132,9 +132,7 @@ def step(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("given", [Scaled(X), Counted(X)], ids=name_of)
-def test_steps_that_would_not_make_a_class_as_often_as_jax_are_refused(
-    given: Any, tmp_path: Path, build_cache: Path
-) -> None:
+def test_other_steps_are_refused(given: Any, tmp_path: Path, build_cache: Path) -> None:
     options: dict[str, Any] = {"cache": build_cache, "quiet": True}
     found = "code changes its parts each time"
     repeated = Program("step", fn=step, args=[given], repeat=(1, 2), carry=(0,))

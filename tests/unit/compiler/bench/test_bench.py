@@ -125,9 +125,7 @@ def test_what_is_within_the_tolerance_is_the_same(
 
 
 @given(st.data(), times, st.integers(3, 40))
-def test_a_neighbour_that_slows_some_samples_down_is_no_regression(
-    data: st.DataObject, speed: float, count: int
-) -> None:
+def test_a_busy_neighbour_is_no_regression(data: st.DataObject, speed: float, count: int) -> None:
     """However many samples it hits: where one of them shows the old speed, the bundle still has it."""
     noise = st.lists(st.floats(1, 50), min_size=count, max_size=count)
     noisy = [speed * x for x in data.draw(noise)]
@@ -136,9 +134,7 @@ def test_a_neighbour_that_slows_some_samples_down_is_no_regression(
 
 
 @given(st.lists(times, min_size=1, max_size=40), st.lists(times, min_size=1, max_size=40))
-def test_both_directions_agree_and_nothing_is_worse_than_itself(
-    one: list[float], other: list[float]
-) -> None:
+def test_both_directions_agree(one: list[float], other: list[float]) -> None:
     turned = {"worse": "better", "better": "worse"}
     there = verdict(one, other)
     assert verdict(other, one) == turned.get(there, there)
@@ -225,9 +221,7 @@ def test_ratios_in_turns_cancel_what_slows_a_turn_down(turns: list[tuple[float, 
     assert ratio_in_turns([[2.0], [], [2.0]], [[1.0], [1.0], []]) == Ratio(2, 2, 2, 2), "both sides"
 
 
-def test_the_error_names_every_row_that_is_worse_and_of_two_measurements_the_better_counts() -> (
-    None
-):
+def test_the_error_names_every_row_that_is_worse_by_its_better_time() -> None:
     first = report(row("a", [2.0] * 3), row("b", [1.0] * 3))
     found = better_of(first, report(row("a", [1.0] * 3), row("c", [1.0] * 3)))
     assert [(one.name, one.p50) for one in found.rows] == [("a", 1.0), ("b", 1.0)]
@@ -270,9 +264,7 @@ DAMAGES: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("where", "value", "complaint"), DAMAGES)
-def test_a_damaged_baseline_is_told_with_its_key(
-    where: str, value: Any, complaint: str, tmp_path: Path
-) -> None:
+def test_a_damaged_key_is_told(where: str, value: Any, complaint: str, tmp_path: Path) -> None:
     plain = json.loads(json.dumps(FULL.described()))
     *outer, last = [int(key) if key.isdecimal() else key for key in where.split(".")]
     at: Any = plain

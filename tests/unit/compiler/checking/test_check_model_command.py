@@ -59,9 +59,7 @@ def test_a_model_that_passes_ends_with_status_0(capsys: pytest.CaptureFixture[st
     assert lines[-1] == "15 checks: 15 passed, 0 failed"
 
 
-def test_a_failed_check_says_what_to_change_and_ends_with_status_1(
-    directory: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_check_says_a_change(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (directory / "loud.py").write_text("print('hello')\nfrom model import narrow as model\n")
     assert main(["check-model", "loud:model"]) == 1
     printed = capfd.readouterr()
@@ -80,9 +78,7 @@ def test_a_failed_check_says_what_to_change_and_ends_with_status_1(
     )
 
 
-def test_params_replace_the_values_and_a_reference_gives_other_logits(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_params_and_a_reference_count(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_models.random_model(tiny_models.Tiny)
     values = {"places": model.places, "mixing": model.mixing}
     save_file({**values, "embedding": 0 * model.embedding}, directory / "zeros.safetensors")
@@ -98,9 +94,7 @@ def test_params_replace_the_values_and_a_reference_gives_other_logits(
     assert "embedding is in the module alone" in capsys.readouterr().err
 
 
-def test_an_error_of_the_model_has_the_line_of_its_code(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_a_model_has_lines(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-model", "model:reads"]) == 1
     printed = capsys.readouterr().out
     line = (
@@ -128,9 +122,7 @@ def test_the_models_of_the_examples_keep_the_rules(
 
 
 @pytest.mark.thorough
-def test_a_module_of_linen_is_checked_with_its_params(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_linen_is_checked_with_params(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (directory / "own.py").write_text(Path(own_decoders.__file__).read_text())
     variables = flatten_dict(own_decoders.linen_variables(), sep=".")
     save_file({name: np.asarray(leaf) for name, leaf in variables.items()}, "w.safetensors")

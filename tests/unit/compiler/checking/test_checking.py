@@ -44,9 +44,7 @@ def test_models_that_keep_the_rules_pass_every_check() -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "says"), BROKEN, ids=[f"{name} {says:.50}" for name, _, says in BROKEN]
 )
-def test_a_broken_rule_is_found_by_the_check_of_its_name(
-    name: str, kind: type[Layer], says: str
-) -> None:
+def test_a_broken_rule_is_found_by_its_check(name: str, kind: type[Layer], says: str) -> None:
     found = check(kind, name)
     assert found is not None
     assert (found.name, found.passed) == (name, False)

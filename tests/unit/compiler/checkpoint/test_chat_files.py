@@ -122,9 +122,7 @@ def test_a_model_without_any_file_has_no_chat(tmp_path: Path) -> None:
         ({"tokenizer_config_json": "{"}, r"tokenizer_config\.json: cannot read JSON"),
     ],
 )
-def test_a_template_that_cannot_be_read_fails_the_build_by_file_and_line(
-    tmp_path: Path, files: dict[str, str], says: str
-) -> None:
+def test_a_template_that_is_none_is_told(tmp_path: Path, files: dict[str, str], says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         read_chat(model(tmp_path, {}, **files))
 

@@ -216,9 +216,7 @@ def test_a_quantized_checkpoint_is_told_to_come_from_another_model(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["score.weight", "v_head.summary.weight"])
-def test_the_head_of_a_reward_model_is_told_to_come_from_another_model(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_head_of_a_reward_model_is_refused(name: str, tmp_path: Path) -> None:
     tensors = {**llama(), name: np.ones((1, 4), np.float32)}
     with pytest.raises(CheckpointError, match=f"unexpected {name}") as caught:
         _ = open_checkpoint(write(tmp_path, LLAMA, tensors)).names
@@ -422,9 +420,7 @@ def test_a_snapshot_holds_one_format_of_the_weights(hub: type[Hub], tmp_path: Pa
     assert sorted(hub.fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
-def test_flax_weights_are_fetched_where_there_is_nothing_else(
-    hub: type[Hub], tmp_path: Path
-) -> None:
+def test_flax_weights_are_fetched_where_alone(hub: type[Hub], tmp_path: Path) -> None:
     hub.files = {"config.json": b"{}", "flax_model.msgpack": b"2", "pytorch_model.bin": b"3"}
     directory = resolve_source("hf://org/model", tmp_path)
     assert sorted(file.name for file in directory.iterdir()) == [
@@ -461,9 +457,7 @@ def test_a_hub_that_does_not_answer_is_a_network_error(
 @pytest.mark.parametrize(
     ("name", "said"), [("other", "has no such repository"), ("gated", "does not let this account")]
 )
-def test_a_repository_that_cannot_be_read_is_named(
-    hub: type[Hub], name: str, said: str, tmp_path: Path
-) -> None:
+def test_a_closed_repository_is_named(hub: type[Hub], name: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"hf://org/{name}: .* {said}"):
         resolve_source(f"hf://org/{name}", tmp_path)
 
@@ -491,9 +485,7 @@ def assert_equal(read: Tensors, expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing", "params.npz"])
-def test_parameters_of_safetensors_keep_their_types_and_other_formats_are_refused(
-    tmp_path: Path, name: str
-) -> None:
+def test_parameters_keep_their_types_and_have_known_formats(tmp_path: Path, name: str) -> None:
     tensors = {"layer.w": np.ones((2, 3), ml_dtypes.bfloat16), "layer.steps": np.arange(3)}
     save_file(tensors, tmp_path / "p.safetensors")
     assert_equal(read_parameters(tmp_path / "p.safetensors"), tensors)

@@ -142,9 +142,7 @@ def test_a_job_that_does_not_compile_or_kills_its_workers_is_named(site: Site) -
     assert "--executor local" in caught.value.hint
 
 
-def test_a_job_whose_node_died_runs_again_and_one_that_was_killed_gets_more_memory(
-    site: Site,
-) -> None:
+def test_a_lost_job_runs_again_and_a_killed_one_with_more_memory(site: Site) -> None:
     ends = [{"loss": Loss.NODE}, {"body": {"killed": "SIGKILL"}}]
 
     def behave(order: Order) -> Ended:

@@ -134,9 +134,7 @@ def test_what_ray_says_of_a_loss_is_believed(
 
 
 @pytest.mark.parametrize("error", ["WorkerCrashedError", "RaySystemError"])
-def test_a_worker_that_died_with_its_node_is_a_lost_node(
-    cluster: Cluster, ray: RayConnection, error: str
-) -> None:
+def test_a_worker_may_die_with_its_node(cluster: Cluster, ray: RayConnection, error: str) -> None:
     """A job may end two workers, and five nodes. Ray notices the death of the node seconds later."""
     cluster.board.take(7, "b")
     assert ray.begun() == []
@@ -162,9 +160,7 @@ def test_a_worker_that_died_on_a_node_that_lives_counts_against_the_job(
     assert ray.wait(0.0) == [Ended(7, loss=Loss.WORKER)]
 
 
-def test_the_note_of_a_node_may_come_after_the_death_of_its_worker(
-    cluster: Cluster, ray: RayConnection
-) -> None:
+def test_the_note_of_a_node_may_come_late(cluster: Cluster, ray: RayConnection) -> None:
     cluster.outcomes["attempt 7"] = ERRORS["WorkerCrashedError"]()
     assert ray.wait(0.0) == []
     cluster.board.take(7, "b")
@@ -176,9 +172,7 @@ def test_the_note_of_a_node_may_come_after_the_death_of_its_worker(
 
 
 @pytest.mark.parametrize("is_needed", [True, False])
-def test_a_node_that_died_before_it_could_say_anything_is_a_lost_node(
-    cluster: Cluster, ray: RayConnection, is_needed: bool
-) -> None:
+def test_a_silent_node_may_be_lost(cluster: Cluster, ray: RayConnection, is_needed: bool) -> None:
     """An attempt that nobody needs is forgotten."""
     cluster.outcomes["attempt 7"] = ERRORS["WorkerCrashedError"]()
     assert ray.wait(0.0) == []

@@ -65,9 +65,7 @@ def test_what_decides_an_executable_is_in_its_key_and_nothing_else() -> None:
     assert ingredients(replace(one, versions=versions), {}) != ingredients(one, {})
 
 
-def test_cpus_of_one_kind_have_one_key_whatever_name_they_are_sold_by(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cpus_of_one_kind_have_one_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One kind has many names: AMD EPYC 9R14, AMD EPYC 9654."""
     lines = Path("/proc/cpuinfo").read_text()
     found = []
@@ -82,9 +80,7 @@ def test_cpus_of_one_kind_have_one_key_whatever_name_they_are_sold_by(
     assert found[0] == found[1] != found[2]
 
 
-def test_the_cpus_of_a_target_are_in_the_key_and_those_of_the_host_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_cpus_of_the_target_count_and_not_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (replace(HOST, cpus=n) for n in (1, 16))
     assert ingredients(new(few), {}) != ingredients(new(many), {}) == ingredients(new(HOST), {})
     before = ingredients(new(many), {})
@@ -92,9 +88,7 @@ def test_the_cpus_of_a_target_are_in_the_key_and_those_of_the_host_are_not(
     assert ingredients(new(many), {}) == before
 
 
-def test_the_cpus_that_xla_sees_are_in_the_key_where_a_target_cannot_have_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_cpus_that_xla_sees_count_where_no_others_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_count, "_can_answer", lambda: False)
     for cores in (2, 8):
         monkeypatch.setattr(os, "sched_getaffinity", lambda process, n=cores: set(range(n)))
@@ -121,9 +115,7 @@ def test_a_worker_for_cpus_imports_no_jax(tmp_path: Path, run_python: Any) -> No
     )
 
 
-def test_flags_count_unless_they_only_print_and_neither_their_order_nor_their_path_does(
-    tmp_path: Path,
-) -> None:
+def test_flags_count_unless_they_print_but_not_their_order(tmp_path: Path) -> None:
     both = {"XLA_FLAGS": "--xla_b=1 --xla_a=1", "HOME": "/a"}
     turned = {"XLA_FLAGS": "--xla_a=1 --xla_dump_to=/tmp/x --xla_dump_hlo_as_text --xla_b=1"}
     found = ingredients(new(V3), both)

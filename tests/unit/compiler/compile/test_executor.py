@@ -30,9 +30,7 @@ def key_of(program: str) -> Key:
     return Key("compile", program, (("program", program),))
 
 
-def test_a_program_counts_by_its_last_compile_and_a_new_one_by_its_size(
-    store: DirectoryStore,
-) -> None:
+def test_a_program_needs_what_its_last_compile_took(store: DirectoryStore) -> None:
     """Also when the executable is gone, and not where another prejit wrote the result."""
     new = job("f", store.put_blob(b"x" * 1000))
     assert need_of(store, new) == size_need(1000)

@@ -163,9 +163,7 @@ def test_a_build_refuses_what_two_traces_do_not_show(tmp_path: Path, build_cache
 
 
 @pytest.mark.parametrize("generator", [SEEDED, np.random.default_rng()])
-def test_objects_of_python_are_traced_twice_too(
-    tmp_path: Path, build_cache: Path, generator: Any
-) -> None:
+def test_python_objects_are_traced_twice(tmp_path: Path, build_cache: Path, generator: Any) -> None:
     """Each trace draws the next number, with or without a seed."""
     kept = jax.jit(lambda x: x + 1)
     kept(1)
@@ -211,9 +209,7 @@ def test_a_manifest_allows_it_and_forbids_it_again(tmp_path: Path, build_cache: 
         ("uuid.uuid4().int % 7", r"uuid\.uuid4\(\)"),
     ],
 )
-def test_a_module_that_draws_when_it_is_imported_is_refused(
-    tmp_path: Path, draws: str, name: str
-) -> None:
+def test_a_module_that_draws_at_import_is_refused(tmp_path: Path, draws: str, name: str) -> None:
     (tmp_path / "drawn.py").write_text("from drawing import S\n\n\ndef f(x):\n    return x * S\n")
     (tmp_path / "drawing.py").write_text(
         f"import random, time, uuid\nimport numpy as np\n\nS = {draws}\n"
@@ -223,9 +219,7 @@ def test_a_module_that_draws_when_it_is_imported_is_refused(
     assert callable(UserModules(tmp_path).find("drawn:f", "here", impure=True))
 
 
-def test_what_libraries_draw_when_they_are_imported_is_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_may_draw_at_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = tmp_path / "site-packages"
     packages.mkdir()
     (packages / "toydrawing.py").write_text(

@@ -104,9 +104,7 @@ def test_a_pallas_function_is_lowered_for_the_platforms_that_have_it(tmp_path: P
 
 
 @pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "tpu")])
-def test_a_pallas_function_without_a_lowering_says_for_which_platform(
-    platforms: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_pallas_without_a_lowering_is_told(platforms: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(BuildError) as caught:
         lower(tmp_path, KERNEL.format(""), platforms)
     assert "program p: cannot lower mymodel:f for cpu: ValueError: Only interpret" in str(
@@ -172,9 +170,7 @@ def test_a_result_keeps_its_structure(returned: str, tree: str, tmp_path: Path) 
         ),
     ],
 )
-def test_a_result_that_a_bundle_cannot_return_is_refused(
-    returned: str, message: str, hint: str, tmp_path: Path
-) -> None:
+def test_an_odd_result_is_refused(returned: str, message: str, hint: str, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=message) as caught:
         lower(tmp_path, f"def f(x):\n    return {returned}\n")
     assert str(caught.value).startswith(

@@ -324,9 +324,7 @@ def test_a_forbidden_token_is_never_chosen(temperature: float, filters: dict[str
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_may_choose_nothing_chooses_nothing_and_disturbs_nobody(
-    temperature: float,
-) -> None:
+def test_a_row_that_may_choose_nothing_disturbs_nobody(temperature: float) -> None:
     logits = np.random.default_rng(7).standard_normal((2, V)).astype(np.float32)
     nothing = Sampling(
         temperature=temperature,
@@ -346,9 +344,7 @@ def test_a_row_that_may_choose_nothing_chooses_nothing_and_disturbs_nobody(
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_give_no_token_rather_than_an_arbitrary_one(
-    temperature: float, value: float
-) -> None:
+def test_logits_that_are_no_numbers_give_no_token(temperature: float, value: float) -> None:
     logits = np.random.default_rng(9).standard_normal((2, V)).astype(np.float32)
     logits[0, 4] = value
     tokens = choose(logits, [Sampling(temperature=temperature)] * 2).token
@@ -496,9 +492,7 @@ def test_random_bits_are_those_of_threefry(words: tuple[int, ...]) -> None:
 
 @settings(deadline=None, max_examples=examples(10, 25))
 @given(seed=st.integers(0, 2**32 - 1), penalised=st.booleans(), greedy=st.booleans())
-def test_choosing_after_several_tokens_is_choosing_after_each(
-    seed: int, penalised: bool, greedy: bool
-) -> None:
+def test_choosing_after_several_is_after_each(seed: int, penalised: bool, greedy: bool) -> None:
     random = np.random.default_rng(seed)
     rows, count = 2, 4
     logits = jnp.asarray(3 * random.standard_normal((rows, count, V)), jnp.float32)

@@ -482,9 +482,7 @@ def manifests(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(data=manifests())
 @settings(max_examples=examples(30, 60), deadline=None)
-def test_every_right_manifest_is_read_as_it_was_meant(
-    directory: Path, data: dict[str, Any]
-) -> None:
+def test_a_right_manifest_is_read_as_meant(directory: Path, data: dict[str, Any]) -> None:
     manifest = read(directory, toml(data))
     assert manifest.bundle.name == data["bundle"]["name"]
     assert [found.name for found in manifest.targets] == [e["name"] for e in data["target"]]
@@ -568,9 +566,7 @@ def test_a_key_with_any_value_is_read_or_refused(directory: Path, section: str) 
     inserted=st.text("[]{}\"'=.,#\n\\ab1-\0\N{EURO SIGN}", max_size=4),
 )
 @settings(max_examples=examples(60, 300), deadline=None)
-def test_a_manifest_with_its_text_damaged_is_read_or_refused(
-    directory: Path, at: int, length: int, inserted: str
-) -> None:
+def test_a_damaged_text_is_refused(directory: Path, at: int, length: int, inserted: str) -> None:
     read_or_refuse(directory, GOOD[:at] + inserted + GOOD[at + length :])
 
 

@@ -49,9 +49,7 @@ three = st.lists(st.integers(1, BLOCK), min_size=3, max_size=3)
     chunks=st.lists(st.integers(1, BLOCK), min_size=1).filter(lambda sizes: sum(sizes) <= CONTEXT),
     seed=st.integers(0, 9),
 )
-def test_any_split_into_chunks_gives_the_logits_of_one_pass(
-    family: str, chunks: list[int], seed: int
-) -> None:
+def test_any_chunks_give_the_logits_of_one_pass(family: str, chunks: list[int], seed: int) -> None:
     made, tokens = model(family), random_tokens(seed, sum(chunks))
     empty = made.empty(1, seed)
     once = made.feed(empty, tokens, [len(tokens)], CONTEXT)
@@ -96,7 +94,7 @@ def test_rows_of_other_lengths_and_sources_equal_the_rows_alone(
         st.tuples(st.integers(0, CONTEXT + 2), st.integers(0, BLOCK)), min_size=2, max_size=2
     ),
 )
-def test_exactly_the_valid_tokens_within_the_cache_are_written(
+def test_only_valid_tokens_are_written(
     family: str, block: int, rows: list[tuple[int, int]]
 ) -> None:
     starts, lengths = zip(*((start, min(length, block)) for start, length in rows), strict=True)
@@ -270,9 +268,7 @@ def test_the_length_of_a_whispers_source_changes_nothing() -> None:
 
 @with_sources
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_matrices_in_fewer_bits_give_the_logits_of_what_they_stand_for(
-    family: str, dtype: str
-) -> None:
+def test_fewer_bits_give_the_logits_of_what_they_stand_for(family: str, dtype: str) -> None:
     exact, narrow = model(family), model(family, dtype)
     stored = {name for name, values in narrow.weights.items() if values.dtype == dtype}
     matrices = {name for name, values in exact.weights.items() if values.ndim == 2}

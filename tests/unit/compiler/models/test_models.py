@@ -99,9 +99,7 @@ def test_parameters_of_any_module_are_replaced_by_name() -> None:
 
 
 @pytest.mark.parametrize(("context", "factors"), [(10, "short"), (11, "long"), (None, "long")])
-def test_the_longest_context_of_a_bundle_chooses_longropes_factors(
-    context: int | None, factors: str
-) -> None:
+def test_the_longest_context_chooses_longropes_factors(context: int | None, factors: str) -> None:
     long = config({**LLAMA, "rope_scaling": LONGROPE})
     expected = rope.frequencies(config(LLAMA), 6).frequencies / np.array(
         LONGROPE[f"{factors}_factor"]
@@ -158,9 +156,7 @@ def test_the_description_holds_what_the_runtime_needs(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_config_that_cannot_be_used_is_refused(
-    text: str | None, said: str, tmp_path: Path
-) -> None:
+def test_a_config_that_is_none_is_refused(text: str | None, said: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
@@ -325,9 +321,7 @@ _MORE = (
         lambda kind: st.tuples(st.just(kind[0]), mutated(kind[1], _MORE))
     )
 )
-def test_any_config_is_refused_with_an_error_of_ours_or_makes_a_module(
-    drawn: tuple[str, dict[str, Any]],
-) -> None:
+def test_any_config_makes_a_module_or_an_error_of_ours(drawn: tuple[str, dict[str, Any]]) -> None:
     family, config = drawn
     with tempfile.TemporaryDirectory() as name, contextlib.suppress(CheckpointError):
         (Path(name) / "config.json").write_text(to_json(config))
@@ -356,9 +350,7 @@ def test_a_model_is_described_without_torch_or_any_array(tmp_path: Path) -> None
         ({"tie_word_embeddings": True, "scale_decoder_outputs": True}, False),
     ],
 )
-def test_a_t5_has_a_head_of_its_own_where_config_json_says_so(
-    change: dict[str, Any], own: bool, tmp_path: Path
-) -> None:
+def test_a_t5_may_have_its_own_head(change: dict[str, Any], own: bool, tmp_path: Path) -> None:
     names = parameters_of(made(tmp_path, "t5", **change)).keys()
     assert ("lm_head.weight" in names) == own
     layer = "decoder.block.2.layer.2.DenseReluDense"

@@ -88,9 +88,7 @@ def write_weights(directory: Path, rename: Callable[[str], str]) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_all_modules_are_read_and_every_file_that_decides_is_named_for_keys(
-    directory: Path,
-) -> None:
+def test_all_modules_are_read_and_named_for_keys(directory: Path) -> None:
     layout = read_layout(directory)
     assert (layout.pooling, layout.normalized, layout.max_tokens) == (("mean",), True, 10)
     assert [(part.name, part.inputs, part.outputs) for part in layout.dense] == [("2_Dense", 4, 3)]
@@ -175,9 +173,7 @@ def test_what_is_not_built_is_told_with_file_key_and_value(
         ((), "found none"),
     ],
 )
-def test_modules_in_another_order_are_told(
-    directory: Path, kinds: tuple[str, ...], told: str
-) -> None:
+def test_an_order_of_modules_is_told(directory: Path, kinds: tuple[str, ...], told: str) -> None:
     modules = [{"path": k, "type": f"sentence_transformers.models.{k}"} for k in kinds]
     write(directory / "modules.json", modules)
     with pytest.raises(CheckpointError, match=told):
@@ -236,9 +232,7 @@ def test_a_tensor_that_nobody_knows_is_told(directory: Path) -> None:
         ("distilbert", "pre_classifier.weight"),
     ],
 )
-def test_a_head_that_is_what_the_model_is_for_is_dropped(
-    directory: Path, family: str, head: str
-) -> None:
+def test_a_head_of_its_own_is_refused(directory: Path, family: str, head: str) -> None:
     (directory / "modules.json").unlink()
     sizes = DISTILBERT if family == "distilbert" else BERT
     write(directory / "config.json", {**sizes, "model_type": family, "architectures": None})
@@ -266,9 +260,7 @@ def test_a_head_that_is_what_the_model_is_for_is_dropped(
         ("BertForTokenClassification", False),
     ],
 )
-def test_an_architecture_with_a_head_of_its_own_becomes_an_embedder(
-    directory: Path, name: str, built: bool
-) -> None:
+def test_an_architecture_with_a_head_is_refused(directory: Path, name: str, built: bool) -> None:
     edit(directory / "config.json", architectures=[name])
     if built:
         assert open_encoder(directory).names
@@ -301,9 +293,7 @@ def test_a_model_of_another_section_is_sent_there_where_it_can_be(directory: Pat
         ("config.json", b"[NaN]", "which has no NaN"),
     ],
 )
-def test_a_file_that_is_no_json_of_moderate_size_is_refused(
-    file: str, content: bytes, told: str, directory: Path
-) -> None:
+def test_a_file_must_be_small_json(file: str, content: bytes, told: str, directory: Path) -> None:
     (directory / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=told) as raised:
         config_file.load_encoder(directory)

@@ -135,9 +135,7 @@ def test_what_the_user_gives_counts_before_what_was_measured_and_that_before_wha
         ("level", "x86-64-v3"),
     ],
 )
-def test_what_this_machine_measured_under_other_conditions_is_measured_again(
-    name: str, value: Any
-) -> None:
+def test_other_conditions_are_measured_again(name: str, value: Any) -> None:
     own = KnownForms(own=table(measured()))
     assert own.missing([LARGE], HERE) == ()
     there = replace(HERE, **{name: value})
@@ -251,9 +249,7 @@ def test_a_damaged_own_table_is_begun_anew(tmp_path: Path) -> None:
         (lambda d: _times(d, {str(LARGE): {"loop": 1.5}}), "expected nanoseconds"),
     ],
 )
-def test_an_error_in_a_table_names_the_file_and_the_key(
-    change: Any, message: str, tmp_path: Path
-) -> None:
+def test_an_error_names_the_file_and_the_key(change: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "given.json"
     data = json.loads(to_text(table(measured())))
     path.write_text(json.dumps(change(data)))
@@ -263,9 +259,7 @@ def test_an_error_in_a_table_names_the_file_and_the_key(
     assert raised.value.hint is not None
 
 
-def test_a_table_that_is_not_there_or_no_json_is_an_error_where_the_user_named_it(
-    tmp_path: Path,
-) -> None:
+def test_a_table_that_the_user_names_must_be_there(tmp_path: Path) -> None:
     path = tmp_path / "none.json"
     with pytest.raises(StoreError, match="cannot read the table of forms: No such file"):
         read_table(path)
@@ -290,9 +284,7 @@ def _times(data: dict[str, Any], times: dict[str, Any]) -> dict[str, Any]:
     return _section(data, nanoseconds=times)
 
 
-def test_what_was_measured_outlives_changes_of_other_kernels_but_not_of_its_own(
-    tmp_path: Path,
-) -> None:
+def test_measurements_outlive_changes_of_other_kernels(tmp_path: Path) -> None:
     sources = {
         "linear_ffi.cc": '#include <cstdint>\n#include "linear.h"\n#include "xla/ffi/api/ffi.h"\n',
         "linear.h": "",

@@ -289,9 +289,7 @@ def test_what_is_no_number_reaches_those_who_see_it_alone(kernels: ctypes.CDLL) 
     assert np.isfinite(run(replace(case, window=99), kernels)[0]).all()
 
 
-def test_a_bfloat16_cache_is_rounded_to_even_and_keeps_what_is_no_number(
-    kernels: ctypes.CDLL,
-) -> None:
+def test_a_bfloat16_cache_is_rounded_to_even(kernels: ctypes.CDLL) -> None:
     case = drawn(
         6,
         size=8,

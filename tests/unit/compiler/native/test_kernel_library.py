@@ -148,9 +148,7 @@ def test_what_decides_the_library_is_in_its_key(
     assert compiles(toolchain(), sources)
 
 
-def test_a_compiler_is_tried_first_by_its_identity_and_recorded_with_all_that_decides(
-    fake_compiler: Path, cache: DirectoryStore
-) -> None:
+def test_a_compiler_is_found_by_its_identity(fake_compiler: Path, cache: DirectoryStore) -> None:
     """A rebuild takes the compiler of the bundle, where it is, and not the first one of its machine."""
     first, other = Path(os.environ["PATH"]) / "g++", Path(os.environ["PATH"]) / "clang++"
     other.write_text(first.read_text().replace("g++ (Fake 1-2) 1.2.3", "clang version 19.1.7"))
@@ -185,9 +183,7 @@ def test_a_damaged_library_is_made_again(fake_compiler: Path, cache: DirectorySt
     assert cache.read_blob(first.digest) is not None
 
 
-def test_without_a_compiler_there_are_no_kernels_and_a_sentence_says_so(
-    cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_compiler_is_told(cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CXX", raising=False)
     without_zig(monkeypatch)
@@ -263,9 +259,7 @@ def test_what_is_no_library_of_kernels_is_an_error(
         ("gpu-l4", {}, "for CPUs of x86-64, and gpu-l4 is cuda"),
     ],
 )
-def test_a_target_gets_the_highest_level_that_it_has(
-    name: str, changes: dict[str, Any], expected: str
-) -> None:
+def test_a_target_gets_its_level(name: str, changes: dict[str, Any], expected: str) -> None:
     names = {"gpu-l4": next(n for n in catalogue() if "l4" in n)}
     chain = toolchain(names.get(name, name), **changes)
     found = level_of(chain.target)

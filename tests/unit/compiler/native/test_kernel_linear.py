@@ -195,9 +195,7 @@ def drawn(
 
 @settings(max_examples=examples(20, 60), deadline=None)
 @given(data=st.data())
-def test_odd_sizes_and_flags_give_what_numpy_gives(
-    kernels: ctypes.CDLL, data: st.DataObject
-) -> None:
+def test_any_size_and_flags_are_as_numpys(kernels: ctypes.CDLL, data: st.DataObject) -> None:
     few, many = st.integers(0, 40), st.integers(120, 200)
     rows = data.draw(st.one_of(few, many), label="rows")
     inputs = data.draw(st.one_of(st.integers(0, 100), st.integers(370, 420)), label="inputs")
@@ -215,7 +213,7 @@ def test_odd_sizes_and_flags_give_what_numpy_gives(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 300])
-def test_sizes_of_models_give_what_numpy_gives(
+def test_sizes_of_models_are_as_numpys(
     kernels: ctypes.CDLL, rows: int, dtype: np.dtype[Any]
 ) -> None:
     assert_right(drawn(rows, (rows, 768, 1100), dtype, bias=True, activation=GELU_TANH), kernels)
@@ -257,9 +255,7 @@ def test_a_row_is_another_beside_others(
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_x_is_rounded_at_some_numbers_of_rows_only(
-    kernels: ctypes.CDLL, dtype: np.dtype[Any]
-) -> None:
+def test_x_is_rounded_at_any_number_of_rows(kernels: ctypes.CDLL, dtype: np.dtype[Any]) -> None:
     """Halves between bfloat16 numbers and whole weights, whose sums are exact in every order."""
     random = np.random.default_rng(9)
     halves = [1 + 1 / 256, 1 + 3 / 256, 1 + 1 / 256 + 2**-20, 1 + 3 / 256 - 2**-20, -1 - 1 / 256]

@@ -93,9 +93,7 @@ def test_a_program_calls_the_kernel_with_what_it_expects(centred: bool) -> None:
     np.testing.assert_allclose(np.asarray(found), wanted, rtol=2e-5, atol=2e-4)
 
 
-def test_a_number_that_is_none_stays_in_its_row_and_other_shapes_are_refused(
-    kernels: ctypes.CDLL,
-) -> None:
+def test_a_nan_stays_in_its_row_and_shapes_must_fit(kernels: ctypes.CDLL) -> None:
     x = np.ones((3, 20), np.float32)
     x[1, 7] = np.nan
     found = run(kernels, x, np.ones(20, np.float32), None)

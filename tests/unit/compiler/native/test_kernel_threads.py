@@ -176,9 +176,7 @@ print(helpers())
 """
 
 
-def test_calls_of_two_libraries_at_once_or_after_a_fork_lose_blocks(
-    library: bytes, tmp_path: Path, run_python: Any
-) -> None:
+def test_no_block_is_lost(library: bytes, tmp_path: Path, run_python: Any) -> None:
     for name, content in (("one", library), ("other", another(library))):
         (tmp_path / name).write_bytes(content)
     options = {"env": {"PYTHONWARNINGS": "ignore"}}  # that threads and fork do not go together

@@ -240,7 +240,7 @@ def test_a_plan_writes_nothing(
     assert toolchain.tuned is not None
 
 
-def test_a_plan_of_what_a_store_has_imports_neither_jax_nor_what_reads_models(
+def test_a_plan_imports_neither_jax_nor_models(
     model: Path, tmp_path: Path, run_python: Any
 ) -> None:
     found = planned(tmp_path / "m", model, "cpu-host")
@@ -257,9 +257,7 @@ def test_a_plan_of_what_a_store_has_imports_neither_jax_nor_what_reads_models(
     )
 
 
-def test_weights_that_do_not_fit_are_refused_by_a_plan_that_lowers_nothing(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_plan_refuses_weights_that_do_not_fit(model: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(model, tmp_path / "model"))
     found = planned(tmp_path / "m", copy, "cpu-host")
     found.lower_all()
@@ -272,9 +270,7 @@ def test_weights_that_do_not_fit_are_refused_by_a_plan_that_lowers_nothing(
         plan_of_user(manifest, cache=cache)
 
 
-def test_a_model_that_was_not_fetched_is_planned_without_a_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def snapshot(repository: str, **options: Any) -> str:

@@ -73,9 +73,7 @@ def other_library(toy_library: tuple[Any, bytes]) -> bytes:
     return bytes(content)
 
 
-def test_equal_kernels_are_equal_whatever_made_them(
-    kernel_recipe: Recipe, old: Recorded, tmp_path: Path
-) -> None:
+def test_equal_kernels_are_equal(kernel_recipe: Recipe, old: Recorded, tmp_path: Path) -> None:
     new = recorded(kernel_recipe, tmp_path / "new", {**CONDITIONS, "flags": "-O2"})
     assert {each.verdict for each in compare(old, new)} == {"equal"}
 
@@ -161,9 +159,7 @@ def test_a_program_that_differs_beside_its_kernels_is_a_finding(
     assert by_kind(compare(old, new))["executable"].verdict == "differs"
 
 
-def test_a_rebuild_without_kernels_says_what_made_them(
-    kernel_recipe: Recipe, old: Recorded, tmp_path: Path
-) -> None:
+def test_a_rebuild_may_lack_kernels(kernel_recipe: Recipe, old: Recorded, tmp_path: Path) -> None:
     def without(config: Any) -> Any:
         [program] = config.programs
         program = dataclasses.replace(program, kernels=None)
@@ -223,9 +219,7 @@ def test_a_program_says_which_operations_differ() -> None:
         ({"b": 2.0, "a": 1.0}, "the same tensors in another order or place", True),
     ],
 )
-def test_weights_name_the_tensors_that_differ(
-    after: dict[str, float], text: str, harmless: bool
-) -> None:
+def test_weights_name_their_tensors(after: dict[str, float], text: str, harmless: bool) -> None:
     def layer(values: dict[str, float], note: str) -> bytes:
         arrays: dict[str, Any] = {
             name: np.full(3, value, np.float32) for name, value in values.items()

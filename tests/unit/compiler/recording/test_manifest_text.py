@@ -93,9 +93,7 @@ NAMED = [call(arguments=[["batch", array(f"float32[{size}]")]]) for size in (1, 
         ),
     ],
 )
-def test_calls_that_differ_in_sizes_are_buckets_of_one_section(
-    calls: list[dict[str, Any]], found: list[Any]
-) -> None:
+def test_calls_of_other_sizes_are_buckets(calls: list[dict[str, Any]], found: list[Any]) -> None:
     assert buckets(*calls) == found
 
 

@@ -52,9 +52,7 @@ def here(first: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(first, tmp_path / "here", symlinks=True))
 
 
-def test_a_build_reports_what_it_did_and_what_changed_since_the_last_one(
-    first: Path, here: Path
-) -> None:
+def test_a_build_reports_what_it_did_and_what_changed(first: Path, here: Path) -> None:
     report = read(first)
     assert report["change"] is None
     assert report["origins"] == {"compiled": 1}
@@ -75,9 +73,7 @@ def test_a_build_reports_what_it_did_and_what_changed_since_the_last_one(
     assert not found["change"]["changed"]
 
 
-def test_a_build_that_changes_nothing_leaves_the_report_and_one_without_makes_it(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_of_no_change_stays(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [here / "out" / f"demo.report.{kind}" for kind in ("json", "html")]
     before = [(path.stat().st_ino, path.stat().st_mtime_ns) for path in paths]
     built = made(here)

@@ -59,9 +59,7 @@ def test_the_critical_path_goes_back_to_what_each_step_waited_for() -> None:
     st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20), st.booleans()), max_size=12),
     st.integers(0, 5),
 )
-def test_a_critical_path_covers_the_whole_build_and_a_lane_holds_one_step_at_a_time(
-    spans: list[tuple[int, int, bool]], rest: int
-) -> None:
+def test_a_critical_path_covers_a_build(spans: list[tuple[int, int, bool]], rest: int) -> None:
     steps = [
         Step(f"s{n}", float(start), float(start + length), "p" if worker else "")
         for n, (start, length, worker) in enumerate(spans)

@@ -42,9 +42,7 @@ def round_trip(place: Repository, tmp_path: Path) -> None:
     assert decode(result, KEY, ()) == RESULT_OF_KEY
 
 
-def test_a_registry_holds_results_and_contents_and_the_login_of_docker_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_registry_takes_dockers_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with registry("me:secret") as host:
         with pytest.raises(RemoteError):
@@ -57,9 +55,7 @@ def test_a_registry_holds_results_and_contents_and_the_login_of_docker_is_used(
         round_trip(Repository(f"oci://{host}/store"), tmp_path)
 
 
-def test_a_registry_may_be_slow_or_ask_for_more_and_one_that_is_not_there_is_an_error(
-    tmp_path: Path,
-) -> None:
+def test_a_registry_may_be_slow_and_one_that_is_gone_is_told(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens
         with pytest.raises(RemoteError, match="oci://127"):

@@ -128,9 +128,7 @@ def at_once(count: int, run: Callable[[int], object]) -> None:
         each.join()
 
 
-def test_of_machines_that_create_a_file_at_once_one_succeeds_and_all_see_it(
-    connect: Connect,
-) -> None:
+def test_of_machines_that_create_a_file_one_succeeds(connect: Connect) -> None:
     created = dict[bytes, bool]()
     machines = [(connect(), lease(f"machine {number}")) for number in range(4)]
 
@@ -274,9 +272,7 @@ def test_a_request_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("cut_at", [(2500, 700), (0, 3000)])
-def test_a_download_that_is_cut_goes_on_where_it_was(
-    cut_at: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_download_goes_on(cut_at: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is restarted must not end the build of a machine that was just reading from it."""
     monkeypatch.setattr(remote_module, "PAUSES_SECONDS", (0.0, 0.0))
     content = bytes(range(250)) * 12

@@ -146,9 +146,7 @@ def key_file(directory: Path, name: str) -> Path:
     return path
 
 
-def test_the_first_keys_cannot_be_checked_and_the_command_says_so(
-    stable: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_first_keys_cannot_be_checked(stable: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = key_file(stable.parent, "second")
     assert main(["channel", "add-signature", str(stable), "--key", str(key)]) == 0
     said = capsys.readouterr().err
@@ -156,9 +154,7 @@ def test_the_first_keys_cannot_be_checked_and_the_command_says_so(
     assert f"cannot check that {key} is one of the channel's first keys" in said
 
 
-def test_a_mistyped_file_is_said_to_begin_a_channel(
-    stable: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistyped_file_begins_a_channel(stable: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key, mistyped = key_file(stable.parent, "a"), stable.with_name("stabel.json")
     command = ["channel", "release", "FILE", str(BUNDLE), "--name", "stable", "--key", str(key)]
     for file, begins in ((stable, False), (mistyped, True)):

@@ -62,9 +62,7 @@ def test_what_an_identity_signs_runs_under_a_policy_that_names_it(
     assert sign(bundle_dir, keyless_signer(token(), config)).added == 0, "it has signed all"
 
 
-def test_a_wrong_token_configuration_or_option_is_refused_before_the_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_sign_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "sigstore.json"
     config.write_text("{}")
     for given in ("", "no token", token(seconds=-60), token(audience="another")):

@@ -58,9 +58,7 @@ def fake(wanted: EnvironmentSpec, python: str = sys.executable) -> Path:
         ),
     ],
 )
-def test_a_pin_a_constraint_or_an_accelerator_gets_one_of_its_own(
-    target: Target, pinned: list[str]
-) -> None:
+def test_a_pin_or_an_accelerator_gets_one_of_its_own(target: Target, pinned: list[str]) -> None:
     assert environments.spec_for(HOST, "0.10.2") is None
     assert environments.spec_for(replace(HOST, jax="0.10.2"), "0.10.2") is None
     wanted = environments.spec_for(target, "0.10.2")
@@ -69,9 +67,7 @@ def test_a_pin_a_constraint_or_an_accelerator_gets_one_of_its_own(
     assert wanted.constraints == target.constraints
 
 
-def test_all_that_is_installed_decides_the_key_and_nothing_else_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_that_is_installed_decides_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [
         replace(WANTED, requirements=("jax==0.12.0.1", "jaxlib==0.12.0")),
         replace(WANTED, constraints=()),
@@ -85,9 +81,7 @@ def test_all_that_is_installed_decides_the_key_and_nothing_else_does(
     assert WANTED.key not in keys
 
 
-def test_an_environment_that_is_there_is_used_without_a_process_or_a_network(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_there_needs_neither_process_nor_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*arguments: object, **options: object) -> None:
         raise AssertionError(arguments)
 
@@ -118,9 +112,7 @@ def test_half_an_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ((path / "bin").is_dir(), environments.find(WANTED)) == (True, None)
 
 
-def test_a_directory_that_cannot_be_written_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_place_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREJIT_ENVIRONMENTS")
     monkeypatch.setenv("PREJIT_CACHE", "/mine")
     assert environments.root() == Path("/mine/environments/v1")
@@ -177,9 +169,7 @@ def start_worker(environment: Environment) -> subprocess.Popen[str]:
     )
 
 
-def test_a_worker_sees_prejit_alone_and_holds_its_environment_so_that_gc_leaves_it(
-    bare: Environment,
-) -> None:
+def test_a_worker_sees_prejit_alone_and_holds_its_environment(bare: Environment) -> None:
     """It finds its own code, and stops at the first package that is missing."""
     with environments.locked(bare.path), start_worker(bare) as worker:
         with pytest.raises(subprocess.TimeoutExpired):

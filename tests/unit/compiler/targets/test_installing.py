@@ -54,9 +54,7 @@ global.timeout='5'
     assert translated("global.find-links='https://x.example/a,b'\n", {}) is None
 
 
-def test_a_relative_directory_of_wheels_is_found_from_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wheels").mkdir()
     listed = ":env:.find-links='wheels'\n:env:.no-index='1'\n"

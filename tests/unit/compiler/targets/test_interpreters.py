@@ -20,9 +20,7 @@ from prejit.runtime.errors import BuildError
         *(("0.9.1", (3, 11), True), ("0.99.0", (3, 12), False), ("1.0", (3, 12), False)),
     ],
 )
-def test_a_jax_that_we_do_not_know_wants_what_its_neighbour_wants(
-    jax: str, lowest: tuple[int, int], known: bool
-) -> None:
+def test_an_unknown_jax_is_as_its_neighbour(jax: str, lowest: tuple[int, int], known: bool) -> None:
     found = interpreters.pythons(jax)
     assert found[0] == lowest
     assert (found[1] < (4, 0)) == known

@@ -6,10 +6,7 @@ import json
 
 import pytest
 
-from prejit.compiler.pipeline.lower.lowerer_process import (
-    error_of,
-    plain_error,
-)
+from prejit.compiler.pipeline.lower.lowerer_process import error_of, plain_error
 from prejit.runtime.errors import (
     BuildError,
     CheckpointError,

@@ -274,9 +274,7 @@ def test_what_a_trace_read_and_changes_is_noticed(tmp_path: Path, case: Noticed)
     assert made.trace() == set()
 
 
-def test_a_module_that_the_process_had_imported_before_stands_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_import_is_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be older than its file, and what it read is not known."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "helper.py").write_text(TWO)
@@ -626,9 +624,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["toylib", "toydeep"])
-def test_the_version_of_a_distribution_that_changes_is_noticed(
-    tmp_path: Path, installed: Path, name: str
-) -> None:
+def test_another_version_is_noticed(tmp_path: Path, installed: Path, name: str) -> None:
     found = project(tmp_path, times("FACTOR", "from toylib import FACTOR"))
     metadata = installed / f"{name}-1.dist-info" / "METADATA"
     metadata.write_text(metadata.read_text().replace("Version: 1", "Version: 2"))
@@ -648,9 +644,7 @@ toylib-1.dist-info/RECORD,,
 """
 
 
-def test_a_distribution_that_is_installed_again_under_its_version_is_noticed(
-    tmp_path: Path, installed: Path
-) -> None:
+def test_the_same_version_installed_again_is_noticed(tmp_path: Path, installed: Path) -> None:
     record = installed / "toylib-1.dist-info" / "RECORD"
     record.write_text(RECORD.format(content="abc", other="a machine"))
     found = project(tmp_path, times("FACTOR", "from toylib import FACTOR"))
@@ -688,9 +682,7 @@ def test_a_setting_of_jax_that_changes_is_noticed(tmp_path: Path) -> None:
     assert found.changed()
 
 
-def test_the_number_of_devices_that_code_sees_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_devices_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flag = "--xla_force_host_platform_device_count"
     monkeypatch.setenv("XLA_FLAGS", f"{flag}=2")
     found = project(tmp_path, times("len(jax.devices())", "import jax"))
@@ -702,9 +694,7 @@ def test_the_number_of_devices_that_code_sees_is_noticed(
         assert found.trace() == {"p"}
 
 
-def test_no_shared_store_learns_anything_of_a_variable_that_code_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_shared_store_learns_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A password has few values to try: not even its digest may leave this machine."""
     monkeypatch.setenv("MY_PIN", "1234")
     monkeypatch.setenv("JAX_MY_SETTING", "2")
@@ -742,9 +732,7 @@ def test_no_shared_store_learns_anything_of_a_variable_that_code_reads(
     assert {name for name, found in manifests.items() if found.trace()} == {"pin"}
 
 
-def test_a_variable_is_noticed_however_often_code_was_observed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_is_always_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.13 counts the changes of a class, and notices no more than a thousand."""
     noted = list[str]()
     observer = Observer(str(tmp_path))
@@ -864,9 +852,7 @@ def once(make):
 
 
 @pytest.mark.parametrize("modules", SHARED.values(), ids=SHARED.keys())
-def test_what_one_section_leaves_for_another_is_noticed(
-    tmp_path: Path, modules: tuple[str, str]
-) -> None:
+def test_what_a_section_leaves_is_noticed(tmp_path: Path, modules: tuple[str, str]) -> None:
     one, two = modules
     found = Project(
         tmp_path / "project", {"one": "one:f", "two": "two:f"}, registry=REGISTRY, two=two
@@ -946,9 +932,7 @@ def f(x):
 """
 
 
-def test_a_build_traces_once_and_one_program_of_a_section_twice(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_build_traces_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     more = 'args = { x = "float32[{n}]" }\nbuckets = { n = [1, 2, 3] }\n'
     made = Project(tmp_path / "p", {"p": f"model:f\n{more}"}, model=PRINTS)
     made.trace()
@@ -968,9 +952,7 @@ IMPURE = {
 
 
 @pytest.mark.parametrize("module", IMPURE.values(), ids=IMPURE.keys())
-def test_a_function_that_is_not_pure_is_refused_with_the_operation(
-    tmp_path: Path, module: str
-) -> None:
+def test_an_impure_function_is_refused_with_its_operation(tmp_path: Path, module: str) -> None:
     made = Project(tmp_path / "p", {"p": "model:f\nimpure = true"}, model=module)
     line = next(n for n, text in enumerate(module.splitlines(), 1) if "*" in text)
     for _ in range(2):  # it is in no cache
@@ -982,9 +964,7 @@ def test_a_function_that_is_not_pure_is_refused_with_the_operation(
         )
 
 
-def test_retracing_finds_what_no_second_trace_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retracing_finds_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the order of a set, which differs between processes."""
     monkeypatch.setattr(builtins, "hidden_factor", 2, raising=False)
     found = project(tmp_path, times("builtins.hidden_factor", "import builtins"))

@@ -37,9 +37,7 @@ programs = st.tuples(st.integers(0, 40), st.integers(0, 90), st.integers(0, 5)).
 
 
 @given(programs, st.integers(1, 64))
-def test_every_program_is_in_one_unit_and_no_unit_has_two_sections(
-    left: list[PlannedProgram], processes: int
-) -> None:
+def test_every_program_is_in_one_unit(left: list[PlannedProgram], processes: int) -> None:
     units = split(left, processes)
     assert list(chain(*units)) == left
     assert all(len({each.spec.section for each in unit}) == 1 for unit in units)
@@ -64,9 +62,7 @@ def test_units_are_neither_too_large_nor_too_small() -> None:
         ([], 16, 0),
     ],
 )
-def test_a_process_is_started_where_it_is_worth_its_start(
-    left: list[PlannedProgram], limit: int, count: int
-) -> None:
+def test_a_process_is_worth_its_start(left: list[PlannedProgram], limit: int, count: int) -> None:
     assert process_count(left, limit) == count
 
 

@@ -38,9 +38,7 @@ def tensors(values: dict[str, np.ndarray]) -> list[PackedTensor]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(values=st.dictionaries(st.text("abc.λ", min_size=1, max_size=6), arrays, max_size=6))
-def test_safetensors_reads_what_we_write_and_every_tensor_is_aligned(
-    tmp_path: Path, values: dict[str, np.ndarray]
-) -> None:
+def test_safetensors_reads_what_we_write(tmp_path: Path, values: dict[str, np.ndarray]) -> None:
     values = {name: v for name, v in values.items() if not name.startswith(GAP_PREFIX)}
     cache = DirectoryStore.open(tmp_path)
     with cache.blob_writer() as blob:

@@ -63,9 +63,7 @@ def test_tokens_with_which_an_answer_begins_keep_their_order(tmp_path: Path) -> 
     ("name", "value"),
     [("bos_token_id", "2"), *(("eos_token_id", each) for each in (1.0, True, [1, "2"], {"id": 2}))],
 )
-def test_special_tokens_of_another_type_fail_the_build(
-    tmp_path: Path, name: str, value: object
-) -> None:
+def test_special_tokens_have_a_type(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(CheckpointError, match=rf"generation_config.json: {name}: expected a token"):
         ids_of(tmp_path, {}, {name: value})
     with pytest.raises(CheckpointError, match=rf"/config.json: {name}: expected a token"):
