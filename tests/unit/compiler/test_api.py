@@ -149,57 +149,41 @@ def dotted() -> Program:
     return scoring({"a.b": np.ones(1, np.float32), "a": {"b": np.ones(1, np.float32)}})
 
 
-@pytest.mark.parametrize(
-    ("manifest", "problems"),
-    [
-        (
-            lambda: Manifest("s", programs=[scoring(buckets={"batch": [0]})], targets=["cpu-host"]),
-            ["program[0].buckets.batch[0]: expected an integer from 1 to"],
-        ),
-        (
-            lambda: Manifest("s", programs=[scoring(args={"x": "float33[4]"})], targets=[]),
-            [
-                "target: missing; expected at least one",
-                "program[0].args.x: expected a dtype (did you mean",
-            ],
-        ),
-        (
-            lambda: Manifest("s", programs=[scoring(fn=3)], targets=["cpu-host"]),
-            [
-                'program[0].function: expected "package.module:attribute", or the path of a jax.export '
-                'artifact or of StableHLO; found "3"'
-            ],
-        ),
-        (
-            lambda: Manifest("s", targets=["cpu-host"], model=Model("no-such-directory")),
-            ["generate: missing", "model.source: expected a directory"],
-        ),
-        (
-            lambda: Manifest("s", targets=["cpu-host"], model=Model(module=scoring, params={})),
-            ["generate: missing"],
-        ),
-        (
-            lambda: Manifest("s", targets=["cpu-host"], model=Model(module="model")),
-            ["generate: missing", 'model.module: expected "package.module:attribute"'],
-        ),
-        (
-            lambda: Manifest("s", programs=[dotted()], targets=["cpu-host"]),
-            ["params: expected different names of leaves, found 'a.b' twice"],
-        ),
-        (
-            lambda: Manifest("s", programs=[scoring({"a": object()})], targets=["cpu-host"]),
-            ["params: a: expected an array of one of"],
-        ),
-    ],
-)
+MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        {"programs": lambda: [scoring(buckets={"batch": [0]})]},
+        ["program[0].buckets.batch[0]: expected an integer from 1 to"],
+    ),
+    (
+        {"programs": lambda: [scoring(args={"x": "float33[4]"})], "targets": lambda: []},
+        ["target: missing; expected at least one", "program[0].args.x: expected a dtype (did you"],
+    ),
+    (
+        {"programs": lambda: [scoring(fn=3)]},
+        ['program[0].function: expected "package.module:attribute", or the path'],
+    ),
+    (
+        {"model": lambda: Model("no-such-directory")},
+        ["generate: missing", "model.source: expected a directory"],
+    ),
+    ({"model": lambda: Model(module=scoring, params={})}, ["generate: missing"]),
+    ({"programs": lambda: [dotted()]}, ["params: expected different names of leaves, found 'a.b'"]),
+    (
+        {"programs": lambda: [scoring({"a": object()})]},
+        ["params: a: expected an array of one of"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "problems"), MISTAKES)
 def test_a_mistake_in_python_is_reported_as_one_in_a_file(
-    manifest: Any, problems: list[str], tmp_path: Path, options: dict[str, Any]
+    given: dict[str, Any], problems: list[str], tmp_path: Path, options: dict[str, Any]
 ) -> None:
+    made = {"targets": ["cpu-host"], **{name: make() for name, make in given.items()}}
     with pytest.raises(ManifestError) as caught:
-        prejit.compiler.build(manifest(), tmp_path / "out", **options)
+        prejit.compiler.build(Manifest("s", **made), tmp_path / "out", **options)
     text = str(caught.value)
-    for problem in problems:
-        assert problem in text
+    assert all(problem in text for problem in problems)
     assert len(text.splitlines()) == len(problems)
     assert text.startswith("manifest '")
     assert caught.value.hint

@@ -239,17 +239,6 @@ def test_a_call_of_another_structure_says_how_to_call(bundle: Bundle) -> None:
     assert str(caught.value.hint).startswith("give its arguments by position (1);")
 
 
-@pytest.mark.parametrize("way", ["call", "bind", "jit"])
-def test_a_program_that_is_not_there_names_the_nearest(way: str, bundle: Bundle) -> None:
-    function = jit(double, bundle=bundle, name="duoble", on_miss="error")
-    call = {"jit": lambda name, x: function(x)}.get(way) or getattr(bundle, way)
-    with pytest.raises(
-        UsageError, match=r"no program 'duoble' \(did you mean 'double'\?\)"
-    ) as raised:
-        call("duoble", X)
-    assert "another exception" not in "".join(traceback.format_exception(raised.value))
-
-
 class Dropping(nnx.Module):
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
@@ -258,10 +247,6 @@ class Dropping(nnx.Module):
 
     def __call__(self, x: Any) -> Any:
         return self.dropout(self.linear(x))
-
-
-def test_params_of_nnx_are_its_state_without_random_state(bundle: Bundle) -> None:
-    np.testing.assert_allclose(bundle.call("m", X), Dropping()(X), rtol=1e-5)
 
 
 def test_params_that_no_bundle_has_can_be_left_out(options: dict[str, Any]) -> None:

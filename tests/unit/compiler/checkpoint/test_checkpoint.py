@@ -19,6 +19,7 @@ import pytest
 from flax import serialization, traverse_util
 from safetensors.numpy import save_file
 from tests.parity.cases import shapes_of
+from tests.unit.compiler.models import small_models
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.checkpoint.source import resolve_source
@@ -30,24 +31,12 @@ from prejit.runtime.errors import CheckpointError, ManifestError, NetworkError
 Tensors = dict[str, np.ndarray[Any, Any]]
 
 GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 11,
-    "n_positions": 8,
-    "n_embd": 6,
-    "n_head": 2,
-    "n_layer": 1,
-    "n_inner": None,
-    "tie_word_embeddings": True,
+    **{**small_models.GPT2, "vocab_size": 11, "n_positions": 8, "n_embd": 6, "n_head": 2},
+    **{"n_layer": 1, "n_inner": None, "tie_word_embeddings": True},
 }
 LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 11,
-    "hidden_size": 4,
-    "intermediate_size": 10,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 6,
+    **{**small_models.LLAMA, "vocab_size": 11, "hidden_size": 4, "intermediate_size": 10},
+    **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1},
     "tie_word_embeddings": False,
 }
 

@@ -39,10 +39,6 @@ def lower(
     return lower_function(user, program, ProgramSpec("p", "call", {}, "p"), at, platforms)
 
 
-def results(program: LoweredProgram) -> list[str]:
-    return [str(array) for array in program.results]
-
-
 # Callbacks
 
 CALLBACKS = {
@@ -76,16 +72,6 @@ def test_a_callback_is_refused_by_its_name_and_line(line: str, around: str, tmp_
     assert f"{CALLBACKS[line]} at {tmp_path / 'mymodel.py'}:{LINES + 2}" in message
     assert message.startswith(f"{tmp_path / 'm.toml'}: program p: cannot lower mymodel:f: ")
     assert "no Python" in str(caught.value.hint)
-
-
-def test_several_callbacks_are_named_at_once(tmp_path: Path) -> None:
-    with pytest.raises(BuildError) as caught:
-        lower(
-            tmp_path,
-            "def f(x):\n    jax.debug.print('{}', x)\n    return jax.pure_callback(np.sin, x, x)\n",
-        )
-    assert f"jax.debug.print at {tmp_path / 'mymodel.py'}:{LINES + 2}, " in str(caught.value)
-    assert f"jax.pure_callback at {tmp_path / 'mymodel.py'}:{LINES + 3}" in str(caught.value)
 
 
 # Platforms
@@ -177,32 +163,3 @@ def test_an_odd_result_is_refused(returned: str, message: str, hint: str, tmp_pa
         f"{tmp_path / 'm.toml'}: program p: cannot lower mymodel:f: "
     )
     assert hint in str(caught.value.hint)
-
-
-def test_nodes_of_other_types_come_back_as_dicts_and_tuples(tmp_path: Path) -> None:
-    module = """
-Pair = collections.namedtuple("Pair", "left right")
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Data:
-    inside: jax.Array
-
-class Bare:
-    def __init__(self, x): self.x = x
-
-jax.tree_util.register_pytree_node(Bare, lambda bare: ((bare.x,), None), lambda _, xs: Bare(*xs))
-
-def f(x):
-    y = x[0, 0]
-    ordered = collections.OrderedDict(b=y, a=y)
-    return [Pair(y, Data(y)), Bare(y), ordered, 1.0]
-"""
-    assert results(lower(tmp_path, module)) == [
-        '[0,"left"] float32[]',
-        '[0,"right","inside"] float32[]',
-        "[1,0] float32[]",
-        '[2,"b"] float32[]',
-        '[2,"a"] float32[]',
-        "[3] weak float32[]",
-    ]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from flax import nnx
+from tests.unit.compiler.models import small_models
 
 from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
 from prejit.compiler.lowering.export import LoweredProgram
@@ -24,47 +25,20 @@ from prejit.runtime.format.arrays import Array, Mesh
 
 BATCH, COUNT, CONTEXT, WIDTH, VOCABULARY = 4, 8, 16, 64, 96
 GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": VOCABULARY,
-    "n_positions": CONTEXT,
-    "n_embd": WIDTH,
-    "n_head": 8,
-    "n_layer": 2,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
+    **{**small_models.GPT2, "vocab_size": VOCABULARY, "n_positions": CONTEXT},
+    **{"n_embd": WIDTH, "n_head": 8, "bos_token_id": 0, "eos_token_id": 1},
 }
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 8,
-    "attention_bias": True,
-    "mlp_bias": True,
-    "max_position_embeddings": CONTEXT,
-    "tie_word_embeddings": False,
+_SIZES = {
+    **{**small_models.LLAMA, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT},
+    **{"hidden_size": WIDTH, "intermediate_size": 160, "tie_word_embeddings": False},
+    **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8},
 }
-PHI3 = {
-    "model_type": "phi3",
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": CONTEXT,
-    "sliding_window": 5,
-    "pad_token_id": 0,
-}
+LLAMA = {**_SIZES, "attention_bias": True, "mlp_bias": True}
+PHI3 = {**_SIZES, "model_type": "phi3", "head_dim": 4, "sliding_window": 5, "pad_token_id": 0}
 GEMMA3 = {
-    **LLAMA,
-    "model_type": "gemma3_text",
+    **{**_SIZES, "model_type": "gemma3_text", "attention_bias": True},
     "layer_types": ["sliding_attention", "full_attention"],
     "final_logit_softcapping": 30.0,
-    "mlp_bias": False,
 }
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "phi3": PHI3, "gemma3_text": GEMMA3}
 SPECS = {

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from jax import export
 from tests.extent import every_second, examples
 
 from prejit.compiler.lowering.sampling_programs import (
@@ -28,7 +27,6 @@ from prejit.compiler.lowering.sampling_programs import (
 )
 from prejit.runtime.generation.options import Sampling
 from prejit.runtime.generation.sampling import arrays, history_row
-from prejit.runtime.machine.fingerprint import PLATFORMS
 
 V = 40
 PROMPT = [1, 2, 2, 5, 30]
@@ -206,19 +204,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "frequency": {"frequency_penalty": -0.6},
     "bias": {"logit_bias": {3: 2.0, 5: -1.0, 39: -np.inf}},
 }
-PROCESSORS["filters"] = {**PROCESSORS["top_p"], "top_k": 12, "min_p": 0.05, "temperature": 1.4}
-PROCESSORS["penalties"] = {
-    **PROCESSORS["repetition"],
-    **PROCESSORS["presence"],
-    **PROCESSORS["frequency"],
-}
-PROCESSORS["all"] = {
-    **PROCESSORS["filters"],
-    **PROCESSORS["penalties"],
-    **PROCESSORS["bias"],
-    "top_k": 20,
-    "top_p": 0.95,
-}
+_FILTERS = {**PROCESSORS["top_p"], "top_k": 12, "min_p": 0.05, "temperature": 1.4}
+_PENALTIES = PROCESSORS["repetition"] | PROCESSORS["presence"] | PROCESSORS["frequency"]
+_ALL = {**_FILTERS, **_PENALTIES, **PROCESSORS["bias"], "top_k": 20, "top_p": 0.95}
+PROCESSORS |= {"filters": _FILTERS, "penalties": _PENALTIES, "all": _ALL}
 
 
 @pytest.mark.parametrize("name", every_second(PROCESSORS))
@@ -466,18 +455,6 @@ def test_history_is_recorded_in_place_in_a_loop_of_steps(rows: int) -> None:
     assert compiled.memory_analysis().alias_size_in_bytes == 4 * rows * vocab
     copy = f"= s32[{rows},{vocab}]{{1,0}} copy("
     assert not [line for line in compiled.as_text().splitlines() if copy in line]
-
-
-def test_sampling_lowers_once_for_every_platform() -> None:
-    shapes = sampling_shapes(2, V)
-    logits = jax.ShapeDtypeStruct((2, V), jnp.float32)
-    history = jax.ShapeDtypeStruct((2, V), jnp.int32)
-    position = jax.ShapeDtypeStruct((2,), jnp.int32)
-    exported = export.export(sampled, platforms=PLATFORMS)(logits, shapes, history, position)
-    assert exported.platforms == PLATFORMS
-    found = inputs_of([Sampling(), Sampling(temperature=1.0, logit_bias={2: 1.0})], V)
-    for shape, value in zip(shapes, found, strict=True):
-        assert (shape.shape, shape.dtype) == (value.shape, value.dtype)
 
 
 @settings(deadline=None, max_examples=examples(15, 50))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -323,26 +322,6 @@ def test_what_says_where_a_row_stands_never_leads_out_of_the_cache(kernels: ctyp
     length = np.array([4, most, 4, most], np.int32)
     out, _, _ = run(replace(case, start=start, query_start=start, length=length), kernels)
     assert out.shape == case.query.shape
-
-
-def test_calls_from_many_threads_get_each_its_own_result(kernels: ctypes.CDLL) -> None:
-    sizes = {"batch": 2, "kv_heads": 3, "group": 2, "size": 64, "slots": 300}
-    works = [drawn(i, tokens=(1, 4, 64)[i % 3], **sizes) for i in range(6)]
-    expected = [reference(case)[0] for case in works]
-    wrong: list[int] = []
-
-    def work(i: int) -> None:
-        for _ in range(8):
-            out = run(works[i], kernels)[0]
-            if np.abs(out - expected[i]).max() > TOLERANCE:
-                wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
 
 
 def test_shapes_that_do_not_fit_are_refused_and_not_read(kernels: ctypes.CDLL) -> None:

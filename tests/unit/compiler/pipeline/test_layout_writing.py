@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.layouts import blob, subject_of, write_root
+from tests.threads import in_threads
 
 from prejit.compiler.pipeline import layout_writing as writing
 from prejit.compiler.pipeline.layout_writing import (
@@ -110,14 +110,7 @@ def test_attaching_again_changes_nothing(bundle_dir: Path) -> None:
 
 def test_two_that_attach_at_once_lose_nothing(bundle_dir: Path) -> None:
     subject = subject_of(bundle_dir)
-    threads = [
-        threading.Thread(target=attach_text, args=(bundle_dir, subject, str(number)))
-        for number in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, lambda number: attach_text(bundle_dir, subject, str(number)))
     found = attached(bundle_dir, subject.digest)
     texts = {blob(bundle_dir, each.layers[0].digest).read_bytes() for each in found}
     assert texts == {b"%d" % number for number in range(8)}

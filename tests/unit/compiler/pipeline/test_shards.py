@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
+from tests.threads import in_threads
 
 from prejit.compiler.pipeline.shards import MAX_SHARDS, Packed, Packing, Shard, Turn
 from prejit.compiler.progress import Quiet
@@ -46,22 +46,16 @@ def packing(store: DirectoryStore, number: int, bundle: str = "demo") -> Packing
 
 
 def test_one_shard_packs_and_the_others_learn_of_it(store: DirectoryStore) -> None:
-    together = threading.Barrier(4)
     found = list[tuple[int, Packed | Turn]]()
 
     def run(number: int) -> None:
         with packing(store, number) as mine:
-            together.wait(60)
             other = mine.wait("x", Quiet())
             if other is Turn.NOW:
                 mine.finish(f"digest {number}")
             found.append((number, other))
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(1, 5)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    in_threads(4, lambda number: run(number + 1))
     [packer] = [number for number, other in found if other is Turn.NOW]
     assert {other for _, other in found if other is not Turn.NOW} == {
         Packed(packer, f"digest {packer}")

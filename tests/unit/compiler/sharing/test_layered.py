@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+from tests.threads import in_threads
 from tests.unit.compiler.sharing.fixtures import Memory, private_key
 
 from prejit.compiler.sharing.layered import LayeredStore
@@ -241,11 +242,9 @@ class Sharing(Machine):
 def test_machines_that_share_a_build_make_a_result_once(tmp_path: Path, place: Memory) -> None:
     first, second = (Sharing(tmp_path / name, Tier(place)) for name in "ab")
     made = list[Sharing]()
-    together = threading.Barrier(2)
 
     def build(machine: Sharing) -> None:
         assert machine.store.get(KEY) is None
-        together.wait(60)
         with machine.store.making(KEY) as held:
             assert held
             if machine.store.get(KEY) is None:
@@ -253,11 +252,7 @@ def test_machines_that_share_a_build_make_a_result_once(tmp_path: Path, place: M
                 digest = machine.store.put_blob(CONTENT)
                 machine.store.put(KEY, {"executable": digest}, blobs=[digest])
 
-    threads = [threading.Thread(target=build, args=(each,)) for each in (first, second)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    in_threads(2, lambda number: build((first, second)[number]))
     assert len(made) == 1
     for each in (first, second):
         assert each.local.get(KEY, verify=True) is not None

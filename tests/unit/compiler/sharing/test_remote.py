@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from tests.store_servers import azurite, docker_registry, moto, nginx
+from tests.threads import in_threads
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, Memory, http_store, registry, s3_store
 
 from prejit.compiler.sharing import objects
@@ -114,20 +115,6 @@ def lease(owner: str) -> bytes:
     return encode(SharedResult(KEY, {"owner": owner}, {}), None)
 
 
-def at_once(count: int, run: Callable[[int], object]) -> None:
-    together = threading.Barrier(count)
-
-    def begin(number: int) -> None:
-        together.wait(60)
-        run(number)
-
-    threads = [threading.Thread(target=begin, args=(number,)) for number in range(count)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-
-
 def test_of_machines_that_create_a_file_one_succeeds(connect: Connect) -> None:
     created = dict[bytes, bool]()
     machines = [(connect(), lease(f"machine {number}")) for number in range(4)]
@@ -136,7 +123,7 @@ def test_of_machines_that_create_a_file_one_succeeds(connect: Connect) -> None:
         machine, content = machines[number]
         created[content] = machine.create(AC, content)
 
-    at_once(len(machines), create)
+    in_threads(len(machines), create)
     assert sum(created.values()) == 1, created
     winner = next(content for content, has_won in created.items() if has_won)
     place, other = connect(), connect()
@@ -197,7 +184,7 @@ def test_one_machine_has_the_lease_until_it_gives_it_back(connect: Connect) -> N
     machines = [Leases(Tier(connect()), f"machine {number}", 3600.0) for number in range(4)]
     held = dict[int, object]()
     try:
-        at_once(len(machines), lambda number: held.update({number: machines[number].take(KEY)}))
+        in_threads(len(machines), lambda number: held.update({number: machines[number].take(KEY)}))
         [owner] = [number for number, each in held.items() if each is not None]
         other = machines[owner - 1]
         assert other.take(KEY) is None
@@ -233,7 +220,7 @@ def test_a_slow_store_still_gives_a_file_to_one(monkeypatch: pytest.MonkeyPatch)
             super().write(path, content)  # type: ignore[arg-type]
 
     place, created = Slow(), dict[int, bool]()
-    at_once(2, lambda number: created.update({number: claim(place, AC, b"machine %d" % number)}))
+    in_threads(2, lambda number: created.update({number: claim(place, AC, b"machine %d" % number)}))
     assert sorted(created.values()) == [False, True]
     assert created[1], "the last one that wrote has it"
 

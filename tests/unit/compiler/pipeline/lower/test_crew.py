@@ -154,29 +154,24 @@ def test_programs_are_those_of_the_builds_own_process(project: Callable[..., Pro
     assert made.open(made.plan(store), store) is None
 
 
-def test_a_decoder_of_the_user_is_the_same(project: Callable[..., Project]) -> None:
-    model = (
-        '[model]\nmodule = "code_of_crew:nnx_decoder"\n[generate]\nbatch = [1]\nprompt = [8]\n'
-        "context = [16, 32]\n"
-    )
-    made = project(Path(own_decoders.__file__).read_text(), more=model)
+SIZES = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16, 32]\n"
+
+
+@pytest.mark.parametrize("kind", ["own", "published"])
+def test_a_decoder_is_the_same(project: Callable[..., Project], tmp_path: Path, kind: str) -> None:
+    source = 'module = "code_of_crew:nnx_decoder"'
+    if kind == "published":
+        source = f"source = {json.dumps(str(write_random('gpt2', tmp_path / 'gpt2')))}"
+    code = Path(own_decoders.__file__).read_text()
+    made = project(code, more=f"[model]\n{source}\n{SIZES}")
     expected = forms(made.lower(made.store("one")))
     assert forms(made.lower_apart(made.store("two"))) == expected
-    plan = made.plan(made.store("two"))
-    known = made.plan(made.store("one")).own
-    assert plan.own is not None
-    assert known is not None
-    # Not their values, which the processes of tests compute with other settings of XLA.
-    assert plan.own.parameters.keys() == known.parameters.keys()
+    plan, known = made.plan(made.store("two")), made.plan(made.store("one")).own
     assert forms({each.spec.name: each for each in plan.programs}) == expected
-
-
-def test_a_published_decoder_is_the_same(project: Callable[..., Project], tmp_path: Path) -> None:
-    source = write_random("gpt2", tmp_path / "gpt2")
-    sizes = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16, 32]\n"
-    made = project("", more=f"[model]\nsource = {json.dumps(str(source))}\n{sizes}")
-    expected = forms(made.lower(made.store("one")))
-    assert forms(made.lower_apart(made.store("two"))) == expected
+    if kind == "own":  # not their values, which the processes of tests compute with other settings
+        assert plan.own is not None
+        assert known is not None
+        assert plan.own.parameters.keys() == known.parameters.keys()
 
 
 def test_retracing_traces_as_often_as_the_build(project: Callable[..., Project]) -> None:
@@ -197,22 +192,22 @@ def test_retracing_traces_as_often_as_the_build(project: Callable[..., Project])
     assert traced.read_text() == expected
 
 
-def test_a_mistake_reads_as_in_the_builds_process(project: Callable[..., Project]) -> None:
-    made = project("def f(x):\n    return x @ x.missing\n", SECTIONS[0])
-    assert _error(lambda: made.lower_apart(made.store("one"))) == _error(
-        lambda: made.lower(made.store("two"))
-    )
-
-
-def test_a_missing_module_is_found_before_lowering(project: Callable[..., Project]) -> None:
-    made = project("", SECTIONS[0].replace("code_of_crew", "code_of_nobody"))
+@pytest.mark.parametrize("module", ["code_of_crew", "code_of_nobody"])
+def test_a_mistake_reads_as_in_the_builds_process(
+    project: Callable[..., Project], module: str
+) -> None:
+    """A module that is not there is found before anything is lowered."""
+    section = SECTIONS[0].replace("code_of_crew", module)
+    made = project("def f(x):\n    return x @ x.missing\n", section)
     plan = made.plan(made.store("one"))
 
-    def check_apart() -> None:
+    def apart() -> None:
         with made.crew(plan, made.store("one")) as crew:
             crew.check()
+            assert module == "code_of_crew"
+            crew.lower(plan, plan.programs, None, chosen=True)
 
-    assert _error(check_apart) == _error(lambda: made.lower(made.store("two")))
+    assert _error(apart) == _error(lambda: made.lower(made.store("two")))
 
 
 def _error(call: Callable[[], object]) -> tuple[type[PrejitError], str]:

@@ -272,6 +272,9 @@ def test_what_a_trace_read_and_changes_is_noticed(tmp_path: Path, case: Noticed)
         made.write(name, case.before.get(name))
     made.directory = made.directory.rename(tmp_path / "moved")
     assert made.trace() == set()
+    # What is kept holds no path of the machine, so that others can use it.
+    kept = [path.read_text() for path in tmp_path.glob("cache/v1/actions/*/*.json")]
+    assert not [text for text in kept if str(tmp_path) in text or os.path.expanduser("~/") in text]
 
 
 def test_an_earlier_import_is_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -623,13 +626,16 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return packages
 
 
-@pytest.mark.parametrize("name", ["toylib", "toydeep"])
-def test_another_version_is_noticed(tmp_path: Path, installed: Path, name: str) -> None:
+def test_another_version_is_noticed(tmp_path: Path, installed: Path) -> None:
     found = project(tmp_path, times("FACTOR", "from toylib import FACTOR"))
-    metadata = installed / f"{name}-1.dist-info" / "METADATA"
-    metadata.write_text(metadata.read_text().replace("Version: 1", "Version: 2"))
-    assert found.why() == f"version of {name}: 1 -> 2"
-    assert found.trace() == {"p"}
+    unread = Project(tmp_path / "unread", {"q": "other:f"}, other=times("len(os.sep)", "import os"))
+    assert unread.trace() == {"q"}
+    for name in ("toylib", "toydeep"):
+        metadata = installed / f"{name}-1.dist-info" / "METADATA"
+        metadata.write_text(metadata.read_text().replace("Version: 1", "Version: 2"))
+        assert found.why() == f"version of {name}: 1 -> 2"
+        assert found.trace() == {"p"}
+        assert unread.trace() == set()
 
 
 RECORD = """\
@@ -654,16 +660,6 @@ def test_the_same_version_installed_again_is_noticed(tmp_path: Path, installed: 
     record.write_text(RECORD.format(content="def", other="a machine"))
     assert found.why().startswith("version of toylib: 1 sha256:")
     assert found.trace() == {"p"}
-
-
-def test_what_code_does_not_read_changes_nothing(
-    tmp_path: Path, installed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = project(tmp_path, times("len(os.sep)", "import os"))
-    metadata = installed / "toylib-1.dist-info" / "METADATA"
-    metadata.write_text(metadata.read_text().replace("Version: 1", "Version: 2"))
-    monkeypatch.setenv("MY_FACTOR", "3")
-    assert found.trace() == set()
 
 
 @pytest.fixture
@@ -797,24 +793,6 @@ def test_code_that_starts_a_process_is_traced_at_every_build(tmp_path: Path, run
     assert found.trace() == set()
 
 
-def test_a_changed_module_changes_only_the_programs_that_use_it(tmp_path: Path) -> None:
-    """Every section is traced again, and gives the program that is compiled already."""
-    found = Project(
-        tmp_path / "project",
-        {"a": "one:f", "b": "one:g", "c": "two:f"},
-        one="def f(x):\n    return x * 2\n\n\ndef g(x):\n    return x * 4\n",
-        two="def f(x):\n    return x - 4\n",
-    )
-    assert found.trace() == {*"abc"}
-    before = found.lowered
-    found.write("one.py", (found.directory / "one.py").read_text().replace("x * 2", "x * 3"))
-    assert found.trace() == {*"abc"}
-    assert [name for name in "abc" if found.lowered[name].portable != before[name].portable] == [
-        "a"
-    ]
-    assert found.trace() == set()
-
-
 SHARED = {
     "a registry": (
         "import registry\n\nregistry.known['factor'] = {}\n\n\ndef f(x):\n    return x + 1\n",
@@ -871,16 +849,6 @@ def test_what_a_section_leaves_is_noticed(tmp_path: Path, modules: tuple[str, st
     assert found.lowered["two"].portable != before.portable
 
 
-def test_a_module_that_is_no_longer_imported_counts_no_more(tmp_path: Path) -> None:
-    found = project(tmp_path, SCALED, helper=TWO, other=TWO)
-    found.write("model.py", SCALED.replace("helper", "other"))
-    assert found.trace() == {"p"}
-    found.write("helper.py", "FACTOR = 9\n")
-    assert found.trace() == set()
-    found.write("other.py", "FACTOR = 9\n")
-    assert found.trace() == {"p"}
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -900,20 +868,6 @@ def test_a_section_that_changes_is_traced_again(tmp_path: Path, before: str, aft
     made.write_manifest({"p": f"model:f\n{after}"})
     assert len(made.trace()) == 1
     assert made.trace() == set()
-
-
-def test_each_static_value_and_bucket_has_its_program(tmp_path: Path) -> None:
-    more = (
-        'args = { x = "float32[{n}]" }\nbuckets = { n = [1, 2] }\n'
-        'static = { mode = ["sum", "mean"], k = [1, 2] }\n'
-    )
-    model = "def f(x, mode, k):\n    return getattr(x, mode)() * k\n"
-    made = Project(tmp_path / "p", {"p": f"model:f\n{more}"}, model=model)
-    assert len(made.trace()) == 8
-    assert len({each.portable for each in made.lowered.values()}) == 8
-    text = (made.directory / "m.toml").read_text()
-    made.write("m.toml", text.replace('["sum", "mean"]', '["sum", "mean", "max"]'))
-    assert made.trace() == {f"p/n{n}-mode=max-k={k}" for n in (1, 2) for k in (1, 2)}
 
 
 PRINTS = """
@@ -986,16 +940,15 @@ def test_hooks_are_gone_after_a_trace(tmp_path: Path) -> None:
 
     def hooks() -> tuple[object, ...]:
         return (
-            builtins.__import__,
-            os.stat,
-            type(os.environ).__getitem__,
-            SourceFileLoader.get_code,
-            sys.modules["_frozen_importlib"]._gcd_import,
-            threading.Thread.start,
-            sys.modules["_posixsubprocess"].fork_exec,
-            tensorstore.open,
-            tensorstore.KvStore.open,
-            safetensors.numpy.safe_open,
+            *(
+                builtins.__import__,
+                os.stat,
+                type(os.environ).__getitem__,
+                SourceFileLoader.get_code,
+            ),
+            *(sys.modules["_frozen_importlib"]._gcd_import, threading.Thread.start),
+            *(sys.modules["_posixsubprocess"].fork_exec, safetensors.numpy.safe_open),
+            *(tensorstore.open, tensorstore.KvStore.open),
         )
 
     before = hooks()
