@@ -48,7 +48,6 @@ def scoring(params: Any = None, **changes: Any) -> Program:
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
-    """Where a build of one test goes."""
     return {"cache": tmp_path / "cache", "workers": 1, "quiet": True}
 
 
@@ -264,8 +263,6 @@ def test_an_example_call_must_fit(function: Any, arguments: dict[str, Any], prob
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A static argument that no bundle can hold."""
-
     factor: int = 2
 
 

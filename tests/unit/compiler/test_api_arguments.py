@@ -42,7 +42,6 @@ def told_apart(x: Any, k: Any) -> Any:
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
-    """Where a build of one test goes."""
     return {"output": tmp_path / "out", "cache": tmp_path / "cache", "workers": 1, "quiet": True}
 
 

@@ -45,13 +45,11 @@ def store(cache: DirectoryStore, key: Key, *contents: bytes) -> None:
 
 @pytest.fixture
 def default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The default cache, which nobody has written to."""
     monkeypatch.setenv("PREJIT_CACHE", str(tmp_path / "none"))
     return tmp_path / "none"
 
 
 def age(directory: Path, days: float) -> None:
-    """Makes everything in a directory so much older."""
     for path in directory.rglob("*"):
         if not path.is_symlink():
             then = path.stat().st_mtime - days * 86_400

@@ -29,15 +29,11 @@ def silent_log() -> Iterator[None]:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
     def isatty(self) -> bool:
         return True
 
 
 class Clock:
-    """A clock that somebody sets."""
-
     seconds = 0.0
 
     def __call__(self) -> float:
@@ -45,7 +41,6 @@ class Clock:
 
 
 def build(progress: Progress) -> None:
-    """A build of four programs: one cached, two compiled, one failed."""
     progress.add(4)
     progress.cached()
     for program in ("a", "b", "c"):
@@ -56,7 +51,6 @@ def build(progress: Progress) -> None:
 
 
 def without_times(text: str) -> str:
-    """The text with every number of seconds as N."""
     return re.sub(r"\d+(\.\d+)? s\b", "N s", text)
 
 

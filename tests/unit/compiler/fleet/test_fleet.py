@@ -89,7 +89,6 @@ def save(machines: Sequence[Machine], directory: Path) -> Path:
 
 
 def helped(report: FleetReport) -> dict[str, Fingerprint]:
-    """The machines that fall back now and are not beyond help."""
     beyond = {name for group in report.beyond_help for name in group.machines}
     return {
         machine.name: machine.fingerprint
@@ -208,7 +207,6 @@ def test_no_fewer_targets_would_do(
 
 
 def _alike(machine: Fingerprint) -> Target:
-    """The target that is exactly this machine."""
     return Target(
         "own",
         machine.platform,

@@ -54,7 +54,6 @@ name = "cpu-x86-64-v3"
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory as manifests expect it."""
     path = tmp_path_factory.mktemp("manifests")
     (path / "demo-model").mkdir()
     (path / "checkpoint").mkdir()
@@ -65,7 +64,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(directory: Path, text: str) -> Manifest:
-    """Reads text as a manifest."""
     path = directory / "m.toml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     return read_manifest(path)
@@ -84,7 +82,6 @@ def read_or_refuse(directory: Path, text: str) -> None:
 
 
 def problems(directory: Path, text: str) -> list[str]:
-    """The lines of the error that text gives, without the directory."""
     with pytest.raises(ManifestError) as caught:
         read(directory, text)
     return str(caught.value).replace(f"{directory}/", "").split("\n")
@@ -385,7 +382,6 @@ def test_no_dtype_of_jax_is_missing_and_none_is_invented() -> None:
 
 
 def toml_value(value: Any) -> str:
-    """A value on one line."""
     if isinstance(value, dict):
         pairs = (f"{toml_key(key)} = {toml_value(item)}" for key, item in value.items())
         return "{" + ", ".join(pairs) + "}"
@@ -395,13 +391,11 @@ def toml_value(value: Any) -> str:
 
 
 def toml_key(key: str) -> str:
-    """A key, quoted where it has to be."""
     bare = key and not set(key) - set(string.ascii_letters + string.digits + "_-")
     return key if bare else json.dumps(key)
 
 
 def toml(data: dict[str, Any]) -> str:
-    """A document; every section on a line of its own."""
     return "".join(f"{toml_key(key)} = {toml_value(value)}\n" for key, value in data.items())
 
 
@@ -510,7 +504,6 @@ VALUES = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of every node below value."""
     pairs: Any = ()
     if isinstance(value, dict):
         pairs = value.items()

@@ -42,7 +42,6 @@ KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A model with all kinds of modules."""
     modules = [
         {"path": f"{n}_{kind}" if n else "", "type": f"sentence_transformers.models.{kind}"}
         for n, kind in enumerate(KINDS)
@@ -71,7 +70,6 @@ def write(file: Path, content: Any) -> None:
 
 
 def edit(file: Path, **changes: Any) -> None:
-    """Changes keys of a JSON object."""
     write(file, {**json.loads(file.read_text()), **changes})
 
 

@@ -36,7 +36,6 @@ def kernels(request: pytest.FixtureRequest, build_cache: Path) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def in_xla(build_cache: Path) -> str:
-    """The name by which XLA knows the attention of the highest level that this machine runs."""
     library = kernel_builds.product_library(kernel_builds.highest_level(), build_cache)
     name = "test_kernel_attention"
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library.prejit_attention), platform="cpu")

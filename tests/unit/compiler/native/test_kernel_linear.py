@@ -34,8 +34,6 @@ DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int8))
 
 @pytest.fixture(scope="module")
 def libraries(build_cache: Path) -> Callable[[str], ctypes.CDLL]:
-    """Compiles the kernel of a level, once, with what chooses its multiplier."""
-
     @functools.cache
     def library_of(level: str) -> ctypes.CDLL:
         sources = (*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE)

@@ -58,8 +58,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with its store."""
-
     plan: Plan
     store: DirectoryStore
 
@@ -96,7 +94,6 @@ def planned(
     only: tuple[str, ...] = (),
     mesh: str = "",
 ) -> Planned:
-    """The plan of a manifest in a directory, which has a build cache too."""
     at.mkdir(exist_ok=True)
     manifest = at / "m.toml"
     manifest.write_text(

@@ -40,7 +40,6 @@ def read(output: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of `twice`, its report and the cache of its build."""
     directory = tmp_path_factory.mktemp("first")
     made(directory)
     return directory
@@ -48,7 +47,6 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(first: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
     return Path(shutil.copytree(first, tmp_path / "here", symlinks=True))
 
 

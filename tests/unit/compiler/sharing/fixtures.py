@@ -96,7 +96,6 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def content(self) -> bytes:
-        """The body of the request."""
         return self.rfile.read(int(self.headers.get("content-length", 0)))
 
     def reply(self, status: int, content: bytes = b"", **headers: str) -> None:

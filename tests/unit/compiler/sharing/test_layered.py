@@ -231,8 +231,6 @@ def test_a_strangers_key_explains_none(tmp_path: Path, place: Memory, ingredient
 
 
 class Sharing(Machine):
-    """A machine that shares a build."""
-
     def __init__(self, directory: Path, tier: Tier) -> None:
         super().__init__(directory, tier)
         leases = Leases(tier, str(directory))

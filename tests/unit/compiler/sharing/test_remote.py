@@ -68,7 +68,6 @@ CONTENTS = (b"executable" * 1000, os.urandom(100_000))
 
 @pytest.fixture
 def files() -> dict[str, bytes]:
-    """What the small registry holds."""
     return {}
 
 
@@ -226,8 +225,6 @@ def test_a_slow_store_still_gives_a_file_to_one(monkeypatch: pytest.MonkeyPatch)
 
 
 class Hiccup(Memory):
-    """Requests fail at first."""
-
     left = 1
 
     def _check(self) -> None:

@@ -81,7 +81,6 @@ def test_an_error_after_signatures_were_attached_says_so(bundle_dir: Path) -> No
 
 
 def damaged_file(bundle: Path, kind: str) -> Path:
-    """Flip a byte of a file of a bundle."""
     root = json.loads((bundle / "index.json").read_bytes())
     listed = next(at for at in root["manifests"] if at.get("artifactType") == PARTS_MEDIA_TYPE)
     target = index_of(bundle)["manifests"][0]

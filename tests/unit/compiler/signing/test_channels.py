@@ -34,7 +34,6 @@ BUNDLE = Path(__file__).parents[3] / "format" / "v1" / "chunks"
 
 @pytest.fixture
 def stable(tmp_path: Path) -> Path:
-    """A channel that key a released twice."""
     file = tmp_path / "stable.json"
     for _ in range(2):
         release_bundle(file, BUNDLE, "stable", [signer("a")], days=30)

@@ -183,7 +183,6 @@ def test_the_default_directory_follows_the_environment(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def writer(cache: DirectoryStore) -> Iterator[subprocess.Popen[str]]:
-    """A process in the middle of writing a blob."""
     code = """
 with DirectoryStore(Path(sys.argv[1])).blob_writer() as blob:
     blob.write(b"half" * 10000)

@@ -24,7 +24,6 @@ READ = cache(definitions)
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A copy of our sources."""
     at, unwanted = tmp_path_factory.mktemp("sources"), shutil.ignore_patterns("*.so", "*.pyc")
     return {
         name: Path(shutil.copytree(root, at / name, ignore=unwanted))
@@ -155,7 +154,6 @@ SOURCES = {
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
-    """Edits one of SOURCES."""
     monkeypatch.setattr(own_code, "_ROOTS", {"prejit.compiler": tmp_path})
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "__init__.py").touch()

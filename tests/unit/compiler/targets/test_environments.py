@@ -34,7 +34,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fake(wanted: EnvironmentSpec, python: str = sys.executable) -> Path:
-    """The files that `find` looks at."""
     path = environments.root() / wanted.key
     (path / "bin").mkdir(parents=True)
     (path / "bin" / "python").symlink_to(python)
@@ -154,7 +153,6 @@ with environments.locked(Path(sys.argv[1])):
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """An environment without any package."""
     path = tmp_path_factory.mktemp("environments") / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
     return Environment(path, path / "bin" / "python", {})

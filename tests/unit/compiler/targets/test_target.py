@@ -50,7 +50,6 @@ def table(**given: Any) -> TargetTable:
 
 
 def wrong(given: TargetTable, at: Path, mesh: Mesh | None = None) -> tuple[str, str]:
-    """The key and the problem that a table is refused with."""
     with pytest.raises(TableError) as caught:
         resolve(given, at, mesh)
     return caught.value.key, str(caught.value)

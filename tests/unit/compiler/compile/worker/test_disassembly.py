@@ -125,7 +125,6 @@ def elf(sections: Iterable[tuple[int, bytes]], machine: int = 62) -> bytes:
 
 
 def field(number: int, content: bytes) -> bytes:
-    """A field of a protobuf message."""
     size = len(content)
     digits = [size >> shift & 127 for shift in range(0, max(size.bit_length(), 1), 7)]
     return bytes([number << 3 | 2, *(digit | 128 for digit in digits[:-1]), digits[-1]]) + content
@@ -199,7 +198,6 @@ def compiled(level: str, portable: bytes, tmp_path_factory: pytest.TempPathFacto
 
 
 def object_files(serialized: bytes) -> tuple[bytes, ...]:
-    """The ELF objects whose instructions `used_features` reads."""
     return disassembly._objects(disassembly._compilation_result(serialized))
 
 

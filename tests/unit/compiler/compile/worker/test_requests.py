@@ -20,8 +20,6 @@ from prejit.compiler.targets.toolchain import host_toolchain
 
 
 def _small_loop(bits: jax.Array, table: jax.Array, at: jax.Array, scale: jax.Array) -> jax.Array:
-    """A loop that XLA makes a kernel of, with several arguments."""
-
     def body(
         number: int, state: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:

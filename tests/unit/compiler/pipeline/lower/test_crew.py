@@ -60,8 +60,6 @@ SECTIONS = (
 
 
 class Notes(Progress):
-    """A display that keeps its lines."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []

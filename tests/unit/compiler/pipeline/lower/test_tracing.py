@@ -83,7 +83,6 @@ class Project:
         )
 
     def write(self, name: str, content: str | bytes | None) -> None:
-        """Write a file; None: delete it."""
         path = self.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if content is None:
@@ -136,7 +135,6 @@ def project(tmp_path: Path, model: str, more: str = "", **modules: str) -> Proje
 
 
 def times(factor: str, head: str = "") -> str:
-    """A module whose function multiplies by a factor."""
     return f"{head}\n\n\ndef f(x):\n    return x * {factor}\n"
 
 
@@ -156,7 +154,6 @@ class Noticed(NamedTuple):
 
 
 def numbers(value: float) -> bytes:
-    """An array of NumPy in a file."""
     np.save(written := io.BytesIO(), np.float32(value))
     return written.getvalue()
 

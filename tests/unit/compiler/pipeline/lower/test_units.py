@@ -22,7 +22,6 @@ def function(section: str, number: int) -> PlannedProgram:
 
 
 def model(kind: str, number: int) -> PlannedProgram:
-    """A program of a published model."""
     spec = ProgramSpec(f"{kind}/{number}", kind, {"context": number})
     return PlannedProgram(spec, key=Key("lower", spec.name, (("number", str(number)),)))
 

@@ -33,8 +33,6 @@ X = "float32[{n}, 4]"
 
 
 class Notes(Quiet):
-    """Keeps lines."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
