@@ -41,32 +41,23 @@ HOST = Fingerprint("cpu", "x86_64", LEVELS["v3"], "0.12.0.1", "Some CPU", 4, 1 <
 DEFAULTS = {"xla_flags": (), "environment": ()}
 
 
-def gpu(target: str = "cuda-l4", **other: Any) -> Fingerprint:
+def device(target: str, **told: Any) -> Fingerprint:
     known = catalogue()[target]
-    told: dict[str, Any] = {
-        "platform": "cuda",
-        "plugin": f"jax-cuda13-pjrt {other.get('jaxlib', HOST.jaxlib)}",
-        "cuda": "13.0.96",
-        "driver": "580.95.05",
-        "device_kind": known.device_kind,
-        "compute_capability": known.compute_capability,
-        "device_count": 1,
-        "device_memory_bytes": known.memory_bytes,
-    }
-    return dataclasses.replace(HOST, **{**told, **other})
+    same = {"device_kind": known.device_kind, "device_memory_bytes": known.memory_bytes}
+    return dataclasses.replace(HOST, **{**same, "platform": known.platform, **told})  # type: ignore[arg-type]
+
+
+def gpu(target: str = "cuda-l4", **other: Any) -> Fingerprint:
+    told: dict[str, Any] = {"cuda": "13.0.96", "driver": "580.95.05", "device_count": 1}
+    told["plugin"] = f"jax-cuda13-pjrt {other.get('jaxlib', HOST.jaxlib)}"
+    told["compute_capability"] = catalogue()[target].compute_capability
+    return device(target, **{**told, **other})
 
 
 def tpu(target: str = "tpu-v5e", **other: Any) -> Fingerprint:
     known = catalogue()[target]
-    told: dict[str, Any] = {
-        "platform": "tpu",
-        "plugin": "libtpu 0.0.50",
-        "device_kind": known.device_kind,
-        "device_count": known.device_count,
-        "topology": known.topology,
-        "device_memory_bytes": known.memory_bytes,
-    }
-    return dataclasses.replace(HOST, **{**told, **other})
+    told = {"device_count": known.device_count, "topology": known.topology}
+    return device(target, **{"plugin": "libtpu 0.0.50", **told, **other})
 
 
 def needs(target: str, jaxlib: str = "0.12.0.1", **other: Any) -> tuple[str, Requirement]:

@@ -82,20 +82,18 @@ def test_a_written_table_is_read_as_it_was(entries: list[Measured]) -> None:
     assert to_text(found.merged(FormTable())) == to_text(FormTable().merged(found))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "float16 1 x 2 x 3 (out,in)",
-        "int8 0 x 2 x 3 (out,in)",
-        "int8 1 x 2 (out,in)",
-        "int8 1 x 2 x 3",
-        "int8 1 x 2 x 3 (out,in) ",
-        "int8 01 x 2 x 3 (out,in)",
-    ],
-)
-def test_what_is_no_product_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a product such as"):
-        Product.parse(text)
+def test_what_is_no_product_is_refused() -> None:
+    right = "int8 1 x 2 x 3 (out,in)"
+    assert str(Product.parse(right)) == right
+    for old, new in (
+        ("int8", "float16"),
+        ("1 x", "0 x"),
+        (" x 3", ""),
+        (" (out,in)", ""),
+        ("8", "8 "),
+    ):
+        with pytest.raises(ValueError, match="expected a product such as"):
+            Product.parse(right.replace(old, new))
 
 
 def test_the_fastest_form_that_a_product_has_is_taken_if_it_is_clearly_faster() -> None:
@@ -122,23 +120,13 @@ def test_what_the_user_gives_counts_before_what_was_measured_and_that_before_wha
     assert KnownForms().choice(LARGE, HERE).form == KERNEL
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("cpu", "Intel Xeon"),
-        ("cpus", 16),
-        ("jaxlib", "0.12.0.1"),
-        ("compiler", "zig 0.17.0"),
-        ("kernels", "sha256:2"),
-        ("level", "x86-64-v3"),
-    ],
-)
-def test_other_conditions_are_measured_again(name: str, value: Any) -> None:
+def test_other_conditions_are_measured_again() -> None:
     own = KnownForms(own=table(measured()))
     assert own.missing([LARGE], HERE) == ()
-    there = replace(HERE, **{name: value})
-    assert own.missing([LARGE], there) == (LARGE,)
-    assert own.choice(LARGE, there).measured == measured()  # until it is
+    for name in ("cpu", "cpus", "jaxlib", "compiler", "kernels", "level"):
+        there = replace(HERE, **{name: 16 if name == "cpus" else "another"})
+        assert own.missing([LARGE], there) == (LARGE,), name
+        assert own.choice(LARGE, there).measured == measured()  # until it is
 
 
 def test_what_ships_and_small_matrices_are_measured_only_if_asked() -> None:

@@ -31,7 +31,6 @@ from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 TYPE = "application/vnd.example+json"
 NOTES = {"org.example.note": "a note"}
 
@@ -45,6 +44,10 @@ def targets_of(path: Path) -> dict[str, Descriptor]:
 def attached(path: Path, digest: str | None = None) -> tuple[Referrer, ...]:
     with Layout(path) as layout:
         return referrers(layout, read_root(layout), digest)
+
+
+def described(at: Descriptor) -> dict[str, Any]:
+    return {"mediaType": at.mediaType, "digest": at.digest, "size": at.size}
 
 
 def attach_text(path: Path, subject: Descriptor, text: str = "signed") -> Descriptor:
@@ -70,30 +73,20 @@ def test_what_is_attached_is_found_and_as_oci_says(bundle_dir: Path) -> None:
     assert blob(bundle_dir, first.config.digest).read_bytes() == b"{}"
     assert load(bundle_dir).digest == before
     assert audit(bundle_dir, lambda *_: None).digest == before
-    at = attach_text(bundle_dir, subject_of(bundle_dir))
-    manifest = json.loads(blob(bundle_dir, at.digest).read_bytes())
-    assert manifest["schemaVersion"] == 2
-    assert manifest["artifactType"] == TYPE
-    assert manifest["config"] == {
+    manifest = json.loads(blob(bundle_dir, of_bundle.digest).read_bytes())
+    assert (manifest["schemaVersion"], manifest["artifactType"]) == (2, TYPE)
+    empty = {
         "mediaType": "application/vnd.oci.empty.v1+json",
         "digest": digest_of(b"{}"),
         "size": 2,
     }
-    subject = subject_of(bundle_dir)
-    assert manifest["subject"] == {
-        "mediaType": subject.mediaType,
-        "digest": subject.digest,
-        "size": subject.size,
-    }
-    [listed] = [
-        each
-        for each in json.loads((bundle_dir / "index.json").read_bytes())["manifests"]
-        if each["digest"] == at.digest
-    ]
+    assert manifest["config"] == empty
+    assert manifest["subject"] == described(bundle)
+    entries = json.loads((bundle_dir / "index.json").read_bytes())["manifests"]
+    [listed] = [each for each in entries if each["digest"] == of_bundle.digest]
     assert listed["artifactType"] == TYPE
-    assert listed["annotations"] == {
-        "org.opencontainers.image.ref.name": f"attached-{at.digest[7:19]}"
-    }
+    name = f"attached-{of_bundle.digest[7:19]}"
+    assert listed["annotations"] == {"org.opencontainers.image.ref.name": name}
 
 
 def test_attaching_again_changes_nothing(bundle_dir: Path) -> None:
@@ -231,16 +224,9 @@ def test_another_bundle_keeps_what_refers_to_its_target(bundle_dir: Path, recipe
     [found] = attached(bundle_dir)
     assert found.descriptor == kept
     files = {file.name for file in (bundle_dir / "blobs" / "sha256").iterdir()}
-    assert files == {
-        digest.removeprefix("sha256:")
-        for digest in (
-            *blobs,
-            digest_of(index),
-            kept.digest,
-            found.config.digest,
-            *(at.digest for at in found.layers),
-        )
-    }
+    kept_files = (*blobs, digest_of(index), kept.digest, found.config.digest)
+    of_layers = (at.digest for at in found.layers)
+    assert files == {each.removeprefix("sha256:") for each in (*kept_files, *of_layers)}
 
 
 def test_what_has_lost_a_file_is_not_kept(bundle_dir: Path, recipe: Any) -> None:
@@ -268,12 +254,9 @@ def test_a_copy_gets_things_attached_too(bundle_dir: Path) -> None:
 def listed(path: Path, content: bytes, **changes: Any) -> None:
     """Lists a manifest in `index.json` whatever it says."""
     blob(path, digest_of(content)).write_bytes(content)
-    at = {
-        "mediaType": "application/vnd.oci.image.manifest.v1+json",
-        "digest": digest_of(content),
-        "size": len(content),
-        "artifactType": TYPE,
-    }
+    kind = "application/vnd.oci.image.manifest.v1+json"
+    at = {"mediaType": kind, "digest": digest_of(content), "size": len(content)}
+    at["artifactType"] = TYPE
     root = json.loads((path / "index.json").read_bytes())
     write_root(path, [*root["manifests"], {**at, **changes}])
 
@@ -282,10 +265,6 @@ def manifest_of(subject: Any, changes: Any = None) -> bytes:
     config = {"mediaType": TYPE, "digest": digest_of(b"{}"), "size": 2}
     plain = {"schemaVersion": 2, "config": config, "layers": [], "subject": subject}
     return json.dumps(plain | (changes or {})).encode()
-
-
-def described(at: Descriptor) -> dict[str, Any]:
-    return {"mediaType": at.mediaType, "digest": at.digest, "size": at.size}
 
 
 def test_a_manifest_without_an_artifact_type_has_that_of_its_config(bundle_dir: Path) -> None:
