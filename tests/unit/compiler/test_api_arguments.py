@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import traceback
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -167,25 +165,6 @@ def test_a_ref_that_no_bundle_changes_is_refused(bundle: Bundle, options: dict[s
         np.testing.assert_array_equal(function(ref), X * 2)
 
 
-@pytest.mark.parametrize("way", ["call", "bind", "jit"])
-@pytest.mark.parametrize("is_warm", [False, True])
-def test_a_deleted_array_is_named(way: str, is_warm: bool, bundle: Bundle) -> None:
-    gone = jnp.asarray(X)
-    gone.delete()
-    function = jit(double, bundle=bundle, on_miss="error")
-    methods: dict[str, Any] = {"jit": lambda name, x: function(x)}
-    call = methods.get(way) or getattr(bundle, way)
-    if is_warm:
-        for _ in range(2):
-            call("double", jnp.asarray(X)) if way != "bind" else None
-    expected = RuntimeError if way == "jit" else UsageError
-    with pytest.raises(expected, match="deleted") as caught:
-        call("double", gone)
-    text = "".join(traceback.format_exception(caught.value))
-    assert re.search(r"\b(0|x)\b.* was deleted or donated", text)
-    assert "pass on what that call returned, or a copy" in text
-
-
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "fixed": ({}, 'sizes; or add a bucket to the manifest, or set open_sizes = ["batch"]'),
     "padded": ({"pad": ["batch"]}, "sizes or less; or add a bucket"),
@@ -220,22 +199,13 @@ def test_a_call_of_another_structure_says_how_to_call(bundle: Bundle) -> None:
     by_name = "give its arguments by name (by, x, mode)"
     calls: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         ((X, X), {"mode": "times"}, f"{by_name}; `prejit inspect`"),
-        ((), {"x": X, "mode": "times"}, f"{by_name}; `prejit inspect`"),
         ((), {"x": X, "by": X, "much": 1, "mode": "times"}, by_name),
-        (
-            (),
-            {"x": X, "by": X, "mode": "minus"},
-            "give a value that was built, or add this one to `s",
-        ),
-        ((), {"x": X, "by": X}, "give a value that was built"),
+        ((), {"x": X, "by": X, "mode": "minus"}, "give a value that was built, or add this one to"),
     ]
     for args, kwargs, hint in calls:
         with pytest.raises(UsageError) as caught:
             bundle.call("shifted", *args, **kwargs)
         assert str(caught.value.hint).startswith(hint)
-    with pytest.raises(UsageError) as caught:
-        bundle.call("double", x=X)
-    assert str(caught.value.hint).startswith("give its arguments by position (1);")
 
 
 class Dropping(nnx.Module):
@@ -251,22 +221,17 @@ class Dropping(nnx.Module):
 def test_params_that_no_bundle_has_can_be_left_out(options: dict[str, Any]) -> None:
     kernel, ones = np.ones((4, 3), np.float32), np.ones(3, np.float32)
     count = {"rngs": {"count": np.uint32(0)}}
+    dropping, kept = "nnx.Not(nnx.RngState)", {"kernel": kernel, "bias": ones}
+    of_params = {"linear": kept, "dropout": count}
+    both = r"linear\.bias is in the module alone; linear\.scale is in params alone"
     for params, problem, hint in (
         (
             nnx.state(Dropping()),
             "dropout.rngs.key: expected an array, found a random key",
-            "nnx.Not(nnx.RngState)",
+            dropping,
         ),
-        (
-            {"linear": {"kernel": kernel, "bias": ones}, "dropout": count},
-            "dropout.rngs.count is in params alone",
-            "nnx.Not(nnx.RngState)",
-        ),
-        (
-            {"linear": {"kernel": kernel, "scale": ones}},
-            r"linear\.bias is in the module alone; linear\.scale is in params alone",
-            "nnx.Param alone leaves out",
-        ),
+        (of_params, "dropout.rngs.count is in params alone", dropping),
+        ({"linear": {"kernel": kernel, "scale": ones}}, both, "nnx.Param alone leaves out"),
     ):
         with pytest.raises(ManifestError, match=problem) as caught:
             build(Program("m", fn=Dropping(), args=[X], params=params), **options)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.unit.compiler.store.test_directory_store import python as started
 
 from prejit.compiler import garbage
 from prejit.compiler.garbage import Collection, collect
@@ -71,17 +72,7 @@ def gone(collection: Collection) -> dict[str, int]:
 @contextmanager
 def python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """A process that has printed "ready"; it ends with the block."""
-    setup = (
-        "import sys\nfrom pathlib import Path\n"
-        "from prejit.compiler.store.directory_store import DirectoryStore\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", setup + code, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with started(code, *arguments) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         try:

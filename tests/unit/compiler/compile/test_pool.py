@@ -24,7 +24,6 @@ from prejit.compiler.compile import pool, worker_process
 from prejit.compiler.compile.executor import collect, find_compiled, need_of, size_need
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool, default_workers
-from prejit.compiler.compile.worker.worker_compile import compress
 from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.progress import Plain
 from prejit.compiler.store.directory_store import DirectoryStore
@@ -576,11 +575,3 @@ def test_a_killed_job_runs_again_alone(place: Place, beside: list[tuple[str, ...
         assert len(workers.compiled) == len(found) == 5
     assert [each for each in beside if "greedy" in each][-1] == ("greedy",)
     assert len(beside) == 6, "each of the others once, and it twice"
-
-
-def test_a_frame_has_its_size_and_a_checksum_and_equal_contents_have_equal_frames() -> None:
-    content = bytes(range(256)) * 8
-    frame = compress(content)
-    assert compress(content) == frame
-    parameters = zstandard.get_frame_parameters(frame)
-    assert (parameters.content_size, parameters.has_checksum) == (len(content), True)

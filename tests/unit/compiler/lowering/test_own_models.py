@@ -290,13 +290,3 @@ def test_a_mistake_is_explained(mistake: str) -> None:
     assert expected in str(caught.value)
     assert str(caught.value).startswith("m.toml: model.")
     assert caught.value.hint
-
-
-def test_params_of_another_shape_are_named() -> None:
-    own = {name: read() for name, read in find(EQUINOX).exact.values.items()}
-    with pytest.raises(ManifestError) as caught:
-        find(EQUINOX, params={**own, "head.weight": np.ones((64, 3), np.float32)})
-    assert str(caught.value) == (
-        "m.toml: model.params: head.weight: expected float32[64, 97], as in equinox_decoder; "
-        "found float32[64, 3]"
-    )
