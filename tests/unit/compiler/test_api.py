@@ -189,12 +189,19 @@ def test_a_mistake_in_python_is_reported_as_one_in_a_file(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_file_and_target_are_errors(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_missing_file_target_or_name_is_an_error(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(StoreError, match=r"missing\.toml: cannot read the manifest"):
         prejit.compiler.plan(tmp_path / "missing.toml", cache=options["cache"])
     manifest = Manifest("score", programs=[scoring()], targets=["cpu-host"])
     with pytest.raises(UsageError, match="expected a target of manifest 'score', one of cpu-host"):
         prejit.compiler.build(manifest, tmp_path, targets=("cpu-hots",), **options)
+    one = prejit.compiler.program(score, tree(), "float32[2,4]")
+    with pytest.raises(UsageError, match="there are 2 programs"):
+        prejit.compiler.build([one, one], tmp_path, **options)
+    with pytest.raises(UsageError, match="expected a manifest or programs, found function at 0"):
+        prejit.compiler.build([score], tmp_path, **options)  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="the manifest has the name"):
+        prejit.compiler.build(tmp_path / "m.toml", tmp_path, name="other", **options)
 
 
 def test_a_build_shows_its_progress_and_what_soon_cannot_be_read_unless_it_is_quiet(
@@ -291,16 +298,6 @@ def test_odd_keys_and_dimensions_are_errors(tmp_path: Path, options: dict[str, A
     with pytest.raises(BuildError, match="expected at most 64 dimensions, found 65"):
         prejit.compiler.build(prejit.compiler.program(leaves, shape), tmp_path, **options)
     assert not (tmp_path / "leaves").exists()
-
-
-def test_a_build_of_programs_has_a_name(tmp_path: Path, options: dict[str, Any]) -> None:
-    one = prejit.compiler.program(score, tree(), "float32[2,4]")
-    with pytest.raises(UsageError, match="there are 2 programs"):
-        prejit.compiler.build([one, one], tmp_path, **options)
-    with pytest.raises(UsageError, match="expected a manifest or programs, found function at 0"):
-        prejit.compiler.build([score], tmp_path, **options)  # type: ignore[list-item]
-    with pytest.raises(UsageError, match="the manifest has the name"):
-        prejit.compiler.build(tmp_path / "m.toml", tmp_path, name="other", **options)
 
 
 def double(x: Any) -> Any:

@@ -134,7 +134,9 @@ def test_the_live_display_shows_it_all(monkeypatch: pytest.MonkeyPatch, no_color
     assert bool(colours) != no_color
 
 
-def test_the_time_left_counts_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_counts_what_is_under_way_and_late_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(progress_module, "_now", clock := Clock())
     progress = Quiet()
     progress.add(6)
@@ -150,9 +152,6 @@ def test_the_time_left_counts_what_is_under_way(monkeypatch: pytest.MonkeyPatch)
     assert progress._seconds_left() == 14
     clock.seconds = 60.0
     assert progress._seconds_left() == 0
-
-
-def test_a_late_start_shortens_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "_now", clock := Clock())
     stream = io.StringIO()
     with Plain(stream) as progress:

@@ -80,15 +80,14 @@ def test_cpus_of_one_kind_have_one_key(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert found[0] == found[1] != found[2]
 
 
-def test_the_cpus_of_the_target_count_and_not_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpus_of_the_target_count_or_those_that_xla_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     few, many = (replace(HOST, cpus=n) for n in (1, 16))
     assert ingredients(new(few), {}) != ingredients(new(many), {}) == ingredients(new(HOST), {})
     before = ingredients(new(many), {})
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
     assert ingredients(new(many), {}) == before
-
-
-def test_the_cpus_that_xla_sees_count_where_no_others_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_count, "_can_answer", lambda: False)
     for cores in (2, 8):
         monkeypatch.setattr(os, "sched_getaffinity", lambda process, n=cores: set(range(n)))
@@ -126,7 +125,7 @@ def test_flags_count_unless_they_print_but_not_their_order(tmp_path: Path) -> No
     assert ingredients(new(V3), last[0]) != ingredients(new(V3), last[1]), "XLA takes the last"
 
 
-def test_whatever_describes_a_gpu_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_describes_a_gpu_and_our_code_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = (
         replace(L4, memory_bytes=1),
         replace(L4, xla_flags=("--xla_gpu_autotune_level=0",)),
@@ -138,9 +137,6 @@ def test_whatever_describes_a_gpu_is_in_the_key(monkeypatch: pytest.MonkeyPatch)
     # A limit that all GPUs share is no field of a target.
     monkeypatch.setattr(toolchain, "gpu_config", lambda on: f"{gpu_config(on)}\nmended: 1")
     assert ingredients(for_gpu(), {}) != before
-
-
-def test_our_code_that_compiles_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = ingredients(new(V3), {})
     monkeypatch.setattr(compile_key, "code_digest", lambda *modules: f"sha256:of mended {modules}")
     after = ingredients(new(V3), {})

@@ -80,7 +80,7 @@ def test_a_job_runs_again_for_as_long_as_a_loss_may_be_no_fault_of_its_own() -> 
     assert schedule.unfinished == 0
 
 
-def test_a_straggler_runs_again_where_a_core_is_idle_and_the_first_result_wins() -> None:
+def test_only_a_job_that_has_begun_and_is_late_by_the_speed_of_all_runs_again() -> None:
     schedule = a_schedule(slots=2, slow=2)
     first = running(schedule)
     assert schedule.decide(STRAGGLER_SECONDS) == [], "three times 2 s are not over"
@@ -90,9 +90,6 @@ def test_a_straggler_runs_again_where_a_core_is_idle_and_the_first_result_wins()
     assert schedule.finished(second.attempt, 101)
     assert schedule.decide(101) == [Cancel(first.attempt)]
     assert not schedule.finished(first.attempt, 102), "its result came too late"
-
-
-def test_only_a_job_that_has_begun_and_is_late_by_the_speed_of_all_is_a_straggler() -> None:
     schedule = a_schedule(slots=1, slow=2, next=1)
     running(schedule)
     assert schedule.decide(1000) == []

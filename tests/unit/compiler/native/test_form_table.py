@@ -204,12 +204,22 @@ def test_the_table_does_not_grow_with_every_version(tmp_path: Path) -> None:
     assert {"0.10.30", "0.10.29"} <= kept
 
 
-def test_a_damaged_own_table_is_begun_anew(tmp_path: Path) -> None:
+def test_a_damaged_own_table_is_begun_anew_and_one_that_the_user_names_must_be_there(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "forms.json"
     path.write_text(to_text(table(measured()))[:-9])
     assert read_own(path) == FormTable()
     merge_into(path, table(measured(SMALL)))
     assert read_table(path) == table(measured(SMALL))
+    path = tmp_path / "none.json"
+    with pytest.raises(StoreError, match="cannot read the table of forms: No such file"):
+        read_table(path)
+    assert read_own(path) == FormTable()
+    for content in (b"", b"\xff", b"[" * 100_000, b'{"version": 1,}'):
+        path.write_bytes(content)
+        with pytest.raises(RejectError, match="expected a table of forms"):
+            read_table(path)
 
 
 @pytest.mark.parametrize(
@@ -239,17 +249,6 @@ def test_an_error_names_the_file_and_the_key(change: Any, message: str, tmp_path
         read_table(path)
     assert str(path) in str(raised.value)
     assert raised.value.hint is not None
-
-
-def test_a_table_that_the_user_names_must_be_there(tmp_path: Path) -> None:
-    path = tmp_path / "none.json"
-    with pytest.raises(StoreError, match="cannot read the table of forms: No such file"):
-        read_table(path)
-    assert read_own(path) == FormTable()
-    for content in (b"", b"\xff", b"[" * 100_000, b'{"version": 1,}'):
-        path.write_bytes(content)
-        with pytest.raises(RejectError, match="expected a table of forms"):
-            read_table(path)
 
 
 def _section(data: dict[str, Any], **changed: Any) -> dict[str, Any]:

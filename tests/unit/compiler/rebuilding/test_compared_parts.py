@@ -73,9 +73,24 @@ def other_library(toy_library: tuple[Any, bytes]) -> bytes:
     return bytes(content)
 
 
-def test_equal_kernels_are_equal(kernel_recipe: Recipe, old: Recorded, tmp_path: Path) -> None:
+def test_equal_kernels_are_equal_and_a_rebuild_without_says_what_made_them(
+    kernel_recipe: Recipe, old: Recorded, tmp_path: Path
+) -> None:
     new = recorded(kernel_recipe, tmp_path / "new", {**CONDITIONS, "flags": "-O2"})
     assert {each.verdict for each in compare(old, new)} == {"equal"}
+
+    def without(config: Any) -> Any:
+        [program] = config.programs
+        program = dataclasses.replace(program, kernels=None)
+        return dataclasses.replace(config, kernels=None, programs=(program,))
+
+    bare = kernel_recipe.configured(without).layered(
+        lambda layers: tuple(each for each in layers if each.media_type != KERNELS_MEDIA_TYPE)
+    )
+    kernels = by_kind(compare(old, recorded(bare, tmp_path / "new", {})))["kernels.so"]
+    assert kernels.verdict == "differs"
+    assert "the rebuild has none, which " in kernels.detail
+    assert "no C++ compiler made them here" in kernels.detail
 
 
 DECIDED = {  # what decided the kernels: its value here, and how both are shown
@@ -147,21 +162,6 @@ def test_a_program_that_differs_beside_its_kernels_is_a_finding(
     changed = changed.configured(with_frame).with_content(EXECUTABLES_MEDIA_TYPE, frame)
     new = recorded(changed, tmp_path / "new")
     assert by_kind(compare(old, new))["executable"].verdict == "differs"
-
-
-def test_a_rebuild_may_lack_kernels(kernel_recipe: Recipe, old: Recorded, tmp_path: Path) -> None:
-    def without(config: Any) -> Any:
-        [program] = config.programs
-        program = dataclasses.replace(program, kernels=None)
-        return dataclasses.replace(config, kernels=None, programs=(program,))
-
-    bare = kernel_recipe.configured(without).layered(
-        lambda layers: tuple(each for each in layers if each.media_type != KERNELS_MEDIA_TYPE)
-    )
-    kernels = by_kind(compare(old, recorded(bare, tmp_path / "new", {})))["kernels.so"]
-    assert kernels.verdict == "differs"
-    assert "the rebuild has none, which " in kernels.detail
-    assert "no C++ compiler made them here" in kernels.detail
 
 
 def elf(content: bytes) -> bytes:

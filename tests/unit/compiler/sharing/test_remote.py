@@ -275,7 +275,7 @@ def test_a_cut_download_goes_on(cut_at: tuple[int, ...], monkeypatch: pytest.Mon
     assert got == content
 
 
-def test_the_last_used_stay_and_a_dry_run_removes_nothing() -> None:
+def test_the_last_used_stay_an_old_lease_goes_and_a_store_that_fails_is_named() -> None:
     place = Memory(files={f"cas/{n}": b"x" * 10 for n in range(5)})
     for dry_run in (True, False):
         assert len(place.files) == 5
@@ -283,9 +283,16 @@ def test_the_last_used_stay_and_a_dry_run_removes_nothing() -> None:
         assert (done.removed, done.freed_bytes, done.kept, done.kept_bytes) == (3, 30, 2, 20)
     assert set(place.files) == {"cas/3", "cas/4"}
     assert evict(place, 20).removed == 0
+    old, new = f"{LEASES}{'a' * 56}", f"{LEASES}{'b' * 56}"
 
+    class Dated(Memory):
+        def listed(self) -> Iterator[RemoteFile]:
+            yield RemoteFile(old, 1, 0.0)
+            yield RemoteFile(new, 1, 2.0 * DAY_SECONDS)
 
-def test_a_store_that_fails_or_makes_room_itself_is_named() -> None:
+    remote = Dated(files={old: b"x", new: b"x"})
+    evict(remote, 0)
+    assert set(remote.files) == {new}
     with pytest.raises(StoreError, match="no route"):
         evict(Memory(fails="memory://: no route to host"), 0)
     for remote in (Objects("http://127.0.0.1:9/x"), Repository("oci://127.0.0.1:9/team/store")):
@@ -309,19 +316,6 @@ def test_the_lease_of_a_machine_that_died_stays_for_its_successor(connect: Conne
     assert third.take(KEY) is None
     for each in (dead, second, third):
         each.close()
-
-
-def test_an_old_lease_goes() -> None:
-    old, new = f"{LEASES}{'a' * 56}", f"{LEASES}{'b' * 56}"
-
-    class Dated(Memory):
-        def listed(self) -> Iterator[RemoteFile]:
-            yield RemoteFile(old, 1, 0.0)
-            yield RemoteFile(new, 1, 2.0 * DAY_SECONDS)
-
-    remote = Dated(files={old: b"x", new: b"x"})
-    evict(remote, 0)
-    assert set(remote.files) == {new}
 
 
 def machine(directory: Path, remote: Remote) -> tuple[LayeredStore, list[str]]:

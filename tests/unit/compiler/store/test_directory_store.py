@@ -160,15 +160,9 @@ def test_a_result_without_its_blob_is_not_stored(cache: DirectoryStore) -> None:
 
 
 @pytest.mark.parametrize("root", ["file", "file/below"])
-def test_an_unusable_directory_is_reported_at_once(tmp_path: Path, root: str) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="cannot write the build cache") as caught:
-        DirectoryStore.open(tmp_path / root)
-    assert caught.value.hint is not None
-    assert "PREJIT_CACHE" in caught.value.hint
-
-
-def test_the_default_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_directory_follows_the_environment_and_must_be_usable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, root: str
+) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.delenv("PREJIT_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -179,6 +173,11 @@ def test_the_default_directory_follows_the_environment(monkeypatch: pytest.Monke
     assert default_root() == Path("/xdg/prejit/build")
     monkeypatch.setenv("PREJIT_CACHE", "/mine")
     assert default_root() == Path("/mine")
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot write the build cache") as caught:
+        DirectoryStore.open(tmp_path / root)
+    assert caught.value.hint is not None
+    assert "PREJIT_CACHE" in caught.value.hint
 
 
 @pytest.fixture

@@ -91,8 +91,14 @@ def test_the_catalogue_says_all_that_its_platforms_need() -> None:
     assert caught.value.hint == "did you mean 'cpu-x86-64-v3'?"
 
 
-def test_a_pinned_version_is_part_of_the_name(tmp_path: Path) -> None:
-    """Or a bundle could not carry a target for two versions."""
+def test_a_table_goes_before_the_catalogue_and_a_pin_into_the_name(tmp_path: Path) -> None:
+    given = table(name="cuda-l4", memory_bytes=20_000_000_000, xla_flags=("--xla_a=1",))
+    found = resolve(given, tmp_path, None)
+    assert found.memory_bytes == 20_000_000_000
+    assert found.xla_flags == ("--xla_a=1",)
+    assert resolve(table(name="cpu-host", cpus=2), tmp_path, None).cpus == 2
+    assert resolve(table(name="cpu-host"), tmp_path, None) == target("cpu-host")
+    assert found.gpu == target("cuda-l4").gpu
     pinned = resolve(table(name="cpu-x86-64-v3", jax="0.12.0.1"), tmp_path, None)
     assert pinned.name == "cpu-x86-64-v3-jax0.12.0.1"
     assert pinned.jax == "0.12.0.1"
@@ -103,16 +109,6 @@ def test_a_pinned_version_is_part_of_the_name(tmp_path: Path) -> None:
         UsageError, match=r"--target: expected a target of m\.toml, one of cpu-x86-64-v3, cpu-x86"
     ):
         chosen(both, ["cpu-x86-64-v4"], "m.toml")
-
-
-def test_a_table_goes_before_the_catalogue(tmp_path: Path) -> None:
-    given = table(name="cuda-l4", memory_bytes=20_000_000_000, xla_flags=("--xla_a=1",))
-    found = resolve(given, tmp_path, None)
-    assert found.memory_bytes == 20_000_000_000
-    assert found.xla_flags == ("--xla_a=1",)
-    assert resolve(table(name="cpu-host", cpus=2), tmp_path, None).cpus == 2
-    assert resolve(table(name="cpu-host"), tmp_path, None) == target("cpu-host")
-    assert found.gpu == target("cuda-l4").gpu
 
 
 def test_a_fingerprint_is_a_target(tmp_path: Path) -> None:
