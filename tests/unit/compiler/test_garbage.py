@@ -73,7 +73,6 @@ def gone(collection: Collection) -> dict[str, int]:
 def python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """A process that has printed "ready"; it ends with the block."""
     with started(code, *arguments) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         try:
             yield process

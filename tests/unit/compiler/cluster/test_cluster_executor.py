@@ -36,7 +36,6 @@ Behave = Callable[[Order], Ended | None]
 
 def compiled_by(store: DirectoryStore, order: Order) -> Ended:
     program = store.read_blob(order.source.program)
-    assert program is not None
     content = program * 2
     digest = store.put_blob(content)
     segment = Segment(0, len(content), digest, len(content), digest)
@@ -139,7 +138,6 @@ def test_a_job_that_does_not_compile_or_kills_its_workers_is_named(site: Site) -
     with site.executor(cluster) as executor:
         with pytest.raises(BuildError, match="2 attempts ended without an answer") as caught:
             executor.submit(site.job("p")).result(60)
-    assert caught.value.hint is not None
     assert "--executor local" in caught.value.hint
 
 
@@ -195,7 +193,6 @@ def test_programs_and_executables_go_through_the_shared_store(site: Site, tmp_pa
         for digest in inputs_of(order.source):
             bring(remote, node, digest)
         answer = compiled_by(node, order)
-        assert answer.body is not None
         send(remote, node, answer.body["result"]["executable"]["digest"])
         return answer
 

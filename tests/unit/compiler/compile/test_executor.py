@@ -42,7 +42,6 @@ def test_a_program_needs_what_its_last_compile_took(store: DirectoryStore) -> No
     older = Key("compile", "f", (("program", "an older one"),))
     store.put(older, result.to_plain(), blobs=[digest])
     path = store.blob_path(digest)
-    assert path is not None
     path.unlink()
     need = need_of(store, new)
     assert (need.seconds, need.cores) == (4.0, 2)

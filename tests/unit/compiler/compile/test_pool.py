@@ -180,7 +180,6 @@ def test_a_real_program_is_compiled_for_each_target_and_runs(place: Place) -> No
     for result in found.values():
         segment = result.executable
         frame = place.cache.read_blob(segment.digest)
-        assert frame is not None
         assert len(frame) == segment.size
         serialized = zstandard.ZstdDecompressor().decompress(frame)
         assert len(serialized) == segment.raw_size
@@ -290,18 +289,16 @@ def test_xla_tells_of_an_unknown_flag(place: Place, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_store_or_a_worker_that_cannot_be_used_is_reported(place: Place) -> None:
-    damaged, breaks = place.job("a", "ok:"), f"break-cache:{place.cache.root / 'v1' / 'temp'}"
-    path = place.cache.blob_path(damaged.source.program)
-    assert path is not None
-    path.write_bytes(b"damaged")
-    with pytest.raises(BuildError, match="expected sha256:"):
-        place.run(damaged)
-    with pytest.raises(StoreError, match="cannot write the build cache"):
-        place.run(place.job("b", breaks))
     nowhere = replace(place, command=("/nonexistent",))
     with pytest.raises(BuildError, match="3 of 3 programs") as caught:
         place.run(*(nowhere.job(f"p{n}", f"ok:{n}") for n in range(3)))
     assert str(caught.value).count("cannot start a worker process, /nonexistent") == 3
+    damaged, breaks = place.job("a", "ok:"), f"break-cache:{place.cache.root / 'v1' / 'temp'}"
+    place.cache.blob_path(damaged.source.program).write_bytes(b"damaged")
+    with pytest.raises(BuildError, match="expected sha256:"):
+        place.run(damaged)
+    with pytest.raises(StoreError, match="cannot write the build cache"):
+        place.run(place.job("b", breaks))
 
 
 def test_only_a_result_of_our_form_is_taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,6 @@ def test_a_trace_that_fails_has_its_line(tmp_path: Path, line: str, message: str
 def test_a_module_with_the_name_of_one_of_python_is_an_error(tmp_path: Path, name: str) -> None:
     found = project(tmp_path, "", **{name: "def f(x):\n    return x\n"})
     manifest = found.plan.manifest.path
-    assert manifest is not None
     manifest.write_text(MANIFEST.replace("mymodel", name))
     with pytest.raises(
         ManifestError, match=rf"expected '{name}' to be {tmp_path}/{name}.py"

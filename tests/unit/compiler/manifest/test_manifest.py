@@ -90,7 +90,6 @@ def problems(directory: Path, text: str) -> list[str]:
 def test_a_good_manifest_says_what_it_means(directory: Path) -> None:
     manifest = read(directory, GOOD)
     assert manifest.bundle.name == "demo"
-    assert manifest.model is not None
     assert manifest.resolve(manifest.model.source) == directory / "demo-model"
     assert manifest.generate == Generate(batch=(1, 4), prompt=(16, 64), context=(128,))
     (program,) = manifest.programs
@@ -290,7 +289,6 @@ name = "cpu-x86-64-v3"
 
 def test_an_encoders_shapes_come_back_ascending_and_mistakes_are_told(directory: Path) -> None:
     found = read(directory, ENCODER)
-    assert found.encode is not None
     assert found.encode.shapes == ((1, 16), (1, 128), (8, 32))
     assert found.generate is None
     decoder = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16]\n[encode]"

@@ -174,7 +174,6 @@ def test_one_program_under_two_names_has_two_versions() -> None:
 def test_a_damaged_library_is_made_again(fake_compiler: Path, cache: DirectoryStore) -> None:
     first = built(cache)
     path = cache.blob_path(first.digest)
-    assert path is not None
     path.write_bytes(b"x" * first.size)
     assert find_kernels(toolchain(), cache, sources=TOY) is None
     assert built(cache) == first
@@ -271,7 +270,6 @@ def test_the_build_host_has_the_level_of_its_own_features(monkeypatch: pytest.Mo
 
 def test_the_headers_are_those_of_the_jaxlib_that_compiles(tmp_path: Path) -> None:
     own = ffi_headers(toolchain())
-    assert own is not None
     assert (own / "xla/ffi/api/ffi.h").is_file()
     elsewhere = tmp_path / "lib/python3.12/site-packages/jaxlib/include/xla/ffi/api"
     elsewhere.mkdir(parents=True)

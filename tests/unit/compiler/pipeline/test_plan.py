@@ -63,7 +63,6 @@ class Planned:
 
     @cached_property
     def model(self) -> ModelSource:
-        assert self.plan.model is not None
         return read_model(self.plan.manifest, self.plan.model)
 
     @property
@@ -80,7 +79,6 @@ class Planned:
     def kernels(self) -> TargetKernels:
         [target] = self.plan.targets
         toolchain = find_toolchain(target)
-        assert toolchain is not None
         library = build_kernels(toolchain, self.store)
         assert isinstance(library, KernelLibrary)
         return kernels_of(library, toolchain, self.plan.forms)
@@ -106,7 +104,6 @@ def planned(
 
 
 def layout_and_keys(found: Planned) -> tuple[str, list[str]]:
-    assert found.plan.model is not None
     digests = [each.key.digest for each in found.plan.programs if each.key is not None]
     assert len(digests) == len(found.plan.programs)
     return found.plan.model.matrices, digests
@@ -116,7 +113,6 @@ def compile_digests(found: Planned, name: str) -> dict[str, str]:
     """The keys of the executables of a target, by program."""
     [target] = (each for each in found.plan.targets if each.name == name)
     toolchain = find_toolchain(target)
-    assert toolchain is not None
     kernels = {}
     for each in found.plan.targets:  # as a build does, for all before the first program
         if (tools := find_toolchain(each)) is not None:
@@ -187,9 +183,7 @@ def test_a_plan_makes_nothing_and_names_what_a_build_compiles(
 
     [target] = found.plan.targets
     toolchain = find_toolchain(target)
-    assert toolchain is not None
     for program in once_more.plan.programs:
-        assert program.lowered is not None
         made = source_of(found.space.with_plan(once_more.plan), program, program.lowered, kernels)
         key = compile_key(found.plan.manifest, program.spec, toolchain, made)
         found.store.put(key, {"not": "an executable"})
@@ -197,7 +191,6 @@ def test_a_plan_makes_nothing_and_names_what_a_build_compiles(
     assert once_more.reasons() == {"its last result is gone from the cache, or was damaged"}
 
     program = once_more.plan.programs[0]
-    assert program.lowered is not None
     portable = jobs.Source(program.lowered.portable.raw_digest, program.lowered.platforms)
     empty = Native(f"sha256:{0:064x}", ())  # without products
     for with_kernels in (None, kernels):
@@ -213,7 +206,6 @@ def test_a_plan_writes_nothing(
     monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "environments"))
     l4 = target_table.target("cuda-l4")
     spec = environments.spec_for(l4, versions("jax")["jax"])
-    assert spec is not None
     environment = environments.root() / spec.key
     (environment / "bin").mkdir(parents=True)
     (environment / "bin" / "python").symlink_to(sys.executable)
@@ -233,7 +225,6 @@ def test_a_plan_writes_nothing(
     assert found.reasons() == {"first build of this program"}
     assert sorted(tmp_path.rglob("*")) == before
     toolchain = find_toolchain(tuned)
-    assert toolchain is not None
     assert toolchain.tuned is not None
 
 
@@ -330,7 +321,6 @@ def test_code_configuration_and_config_json_are_in_the_key_of_a_lowering(
 
     def key(at: Path = model) -> Key:
         found = planned(tmp_path / "m", at, "cpu-host").plan.programs[0].key
-        assert found is not None
         return found
 
     def changed(new: Key) -> Sequence[str]:

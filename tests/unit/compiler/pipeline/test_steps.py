@@ -158,7 +158,6 @@ def main(manifest_file: Path, output: Path) -> None:
 
     if not manifest.has_own_model and manifest.model is not None and manifest.mesh is None:
         plan = plan_build(manifest, store)
-        assert plan.model is not None
         read = workspace.read_model(manifest, plan.model)
         space = Workspace(plan, lambda: read, UserCode, store, Quiet())
         for program in plan.programs:

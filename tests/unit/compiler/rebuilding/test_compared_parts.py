@@ -132,7 +132,6 @@ def test_a_bundle_that_records_the_version_of_its_compiler_alone_names_that(
     old = recorded(kernel_recipe.configured(by_another), tmp_path / "old", {})
     new = recorded(with_library(kernel_recipe, other_library), tmp_path / "new")
     here = new.targets["cpu-host"].config.kernels
-    assert here is not None
     kernels = by_kind(compare(old, new))["kernels.so"]
     assert kernels.detail.endswith(f"; compiler clang 19.1.7 there, {here.compiler} here")
 

@@ -38,7 +38,6 @@ def round_trip(place: Repository, tmp_path: Path) -> None:
     assert place.download(CAS, got.extend)
     assert got == CONTENT
     result = place.read(AC, 10_000)
-    assert result is not None
     assert decode(result, KEY, ()) == RESULT_OF_KEY
 
 

@@ -73,7 +73,6 @@ def test_an_error_after_signatures_were_attached_says_so(bundle_dir: Path) -> No
     beside.mkdir()
     with pytest.raises(StoreError, match=r"cannot write: .* signatures were attached to") as raised:
         sign(bundle_dir, signer("a"))
-    assert raised.value.hint is not None
     assert "then sign again" in raised.value.hint
     beside.rmdir()
     assert not sign(bundle_dir, signer("a")).added  # they have stayed

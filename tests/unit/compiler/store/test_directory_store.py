@@ -73,7 +73,6 @@ def test_what_was_stored_is_found(cache: DirectoryStore) -> None:
         blob.write(memoryview(content)[10:])
     assert (blob.digest, blob.size) == (digest, 5000)
     path = cache.blob_path(digest)
-    assert path is not None
     assert path.read_bytes() == content == cache.read_blob(digest)
     cache.put(KEY, {"executable": digest, "sizes": [1, 2]}, blobs=[digest])
     assert cache.get(KEY, verify=True) == {"executable": digest, "sizes": [1, 2]}
@@ -98,7 +97,6 @@ def test_a_flipped_bit_in_a_blob_heals(cache: DirectoryStore) -> None:
     content = b"executable" * 3
     digest = cache.put_blob(content)
     path = cache.blob_path(digest)
-    assert path is not None
     for at in range(len(content)):
         damaged = bytearray(content)
         damaged[at] ^= 1 << at % 8
@@ -116,7 +114,6 @@ def test_a_blob_of_another_size_or_content_is_a_miss(cache: DirectoryStore) -> N
     digest = cache.put_blob(content)
     cache.put(KEY, {}, blobs=[digest])
     path = cache.blob_path(digest)
-    assert path is not None
     for size in (0, 5, 29, 31):
         path.write_bytes((content * 2)[:size])
         assert cache.get(KEY) is None
@@ -176,7 +173,6 @@ def test_the_default_directory_follows_the_environment_and_must_be_usable(
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot write the build cache") as caught:
         DirectoryStore.open(tmp_path / root)
-    assert caught.value.hint is not None
     assert "PREJIT_CACHE" in caught.value.hint
 
 
@@ -189,7 +185,6 @@ with DirectoryStore(Path(sys.argv[1])).blob_writer() as blob:
     sys.stdin.read()
 """
     with python(code, cache.root) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "writing\n"
         yield process
         process.kill()
@@ -233,7 +228,6 @@ print(len(list((cache.root / "v1" / "temp").iterdir())))
 def test_a_healed_blob_stays(cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = cache.put_blob(b"content")
     path = cache.blob_path(digest)
-    assert path is not None
     path.write_bytes(b"c0ntent")
     same, healer = os.path.samestat, threading.Thread(target=cache.put_blob, args=[b"content"])
 

@@ -51,7 +51,6 @@ def test_the_suggested_lines_can_be_pasted_into_the_manifest(
     before, _, rest = MANIFEST.partition("[generate]")
     manifest.write_text(before + pasted + rest[rest.index("[[target]]") :])
     sizes = read_manifest(manifest).generate
-    assert sizes is not None
     assert (sizes.batch, sizes.prompt, sizes.context) == ((1,), (24, 64), (32, 128))
     assert "the batches are those of today" in printed
 

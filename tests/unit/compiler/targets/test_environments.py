@@ -61,7 +61,6 @@ def test_a_pin_or_an_accelerator_gets_one_of_its_own(target: Target, pinned: lis
     assert environments.spec_for(HOST, "0.10.2") is None
     assert environments.spec_for(replace(HOST, jax="0.10.2"), "0.10.2") is None
     wanted = environments.spec_for(target, "0.10.2")
-    assert wanted is not None
     assert [text for text in wanted.requirements if "==" in text] == pinned
     assert wanted.constraints == target.constraints
 
@@ -141,7 +140,6 @@ with environments.locked(Path(sys.argv[1])):
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert waiting.stdout is not None
         assert waiting.stdout.readline() == "started\n"
         time.sleep(0.2)
         environments.lock_path(path).unlink()

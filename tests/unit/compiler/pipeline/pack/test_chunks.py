@@ -61,6 +61,5 @@ def test_a_layer_has_one_digest_wherever_it_is(size: int, tmp_path: Path) -> Non
         for each, store in ((made, stores[0]), (in_file, stores[1]), (in_file, stores[1]))
     ]
     for chunks in found:
-        assert chunks is not None
         assert chunks["application/x"].verity == verity_of(content)
         assert chunks == found[0]
