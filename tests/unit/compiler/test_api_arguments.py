@@ -47,8 +47,6 @@ def options(tmp_path: Path) -> dict[str, Any]:
 def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
     """A bundle of all functions that a test calls: one build for all tests."""
     output = tmp_path_factory.mktemp("functions")
-    dropping = Dropping()
-    sized: dict[str, Any] = {"args": ["float32[{batch}, 4]"], "buckets": {"batch": [2, 8]}}
     opened: dict[str, Any] = {"buckets": {"n": (2,), "m": (2,)}, "open_sizes": ("n", "m")}
     programs = [
         program(double, X),
@@ -56,9 +54,7 @@ def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
         Program("whole", fn=lambda a, x: x, args=[None, X]),
         program(renamed, Renamed(X, X + 1, X + 2)),
         *(Program(n, fn=told_apart, args=[X], static={"k": each}) for n, each in STATIC.items()),
-        *(Program(name, fn=double, **sized, **way) for name, (way, _) in WAYS.items()),
         Program("shifted", fn=shifted, args={"x": X, "by": X}, static={"mode": ["times", "plus"]}),
-        Program("m", fn=dropping, args=[X], params=nnx.state(dropping, nnx.Not(nnx.RngState))),
         *(
             Program(n, fn=fn, args=["float32[{n}, {m}]"], **opened)
             for n, (fn, *_) in BY_SIZES.items()
@@ -163,32 +159,6 @@ def test_a_ref_that_no_bundle_changes_is_refused(bundle: Bundle, options: dict[s
     function = jit(reading, bundle=bundle, name="double")
     with pytest.warns(FallbackWarning, match="expected an array, found a Ref"):
         np.testing.assert_array_equal(function(ref), X * 2)
-
-
-WAYS: dict[str, tuple[dict[str, Any], str]] = {
-    "fixed": ({}, 'sizes; or add a bucket to the manifest, or set open_sizes = ["batch"]'),
-    "padded": ({"pad": ["batch"]}, "sizes or less; or add a bucket"),
-    "opened": ({"open_sizes": ["batch"]}, 'sizes; or load the bundle with on_mismatch="jit"'),
-}
-
-
-def test_a_batch_that_no_bucket_has_names_the_buckets_and_how_to_open_them(bundle: Bundle) -> None:
-    for name, (_, step) in WAYS.items():
-        with pytest.raises(UsageError) as caught:
-            bundle.call(name, np.ones((100, 4), np.float32))
-        hint = f"the buckets have batch 2, 8: pass arrays of these {step}"
-        assert hint in str(caught.value.hint)
-        for width, hint in (
-            (3, "axis 1 of 0: expected 4 in every bucket, found 3"),
-            (0, "pass at least"),
-        ):
-            with pytest.raises(UsageError) as caught:
-                bundle.call(name, np.ones((1, width), np.float32))
-            assert str(caught.value.hint).startswith(hint)
-        for other in (np.ones((2, 4), np.int32), np.ones(2, np.float32)):
-            with pytest.raises(UsageError) as caught:
-                bundle.call(name, other)
-            assert "shapes and dtypes" in str(caught.value.hint)
 
 
 def shifted(x: Any, by: Any, *, mode: str = "times") -> Any:

@@ -371,17 +371,6 @@ def test_bench_measures_every_program(
     assert "cannot write" in capsys.readouterr().err
 
 
-def test_wrong_options_are_told_before_anything_is_measured(
-    settled_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for option, value in (("--runs", 0), ("--seconds", "nan"), ("--tolerance", "inf")):
-        assert run("bench", settled_dir, option, value) == 2
-        assert f"error[usage]: Invalid value for '{option}'" in capsys.readouterr().err
-    (tmp_path / "b.json").write_text("{}")
-    assert run("bench", settled_dir, "--baseline", tmp_path / "b.json") == 2
-    assert "start-up" not in capsys.readouterr().err
-
-
 def test_a_failed_process_keeps_its_own_exit_status(bundle_dir: Path, tmp_path: Path) -> None:
     """What happens to a fresh process is no misuse of `bench`."""
     use = {"program": "tick", "prompt": [], "new_tokens": 0}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 from tests import own_decoders
 
@@ -119,15 +117,6 @@ def test_the_models_of_the_examples_keep_the_rules(
     assert four in text, f"{code}: expected the sizes of a model of 4 layers"
     (directory / "example.py").write_text(text.replace(four, " = 512, 2, 128, "))
     assert main(["check-model", "example:model"]) == 0, capsys.readouterr()
-
-
-@pytest.mark.thorough
-def test_linen_is_checked_with_params(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (directory / "own.py").write_text(Path(own_decoders.__file__).read_text())
-    variables = flatten_dict(own_decoders.linen_variables(), sep=".")
-    save_file({name: np.asarray(leaf) for name, leaf in variables.items()}, "w.safetensors")
-    options = ["--params", "w.safetensors"]
-    assert main(["check-model", "own:linen_decoder", *options]) == 0, capsys.readouterr()
 
 
 WRONG: list[tuple[list[str], str, str | None]] = [  # arguments, error, hint

@@ -193,15 +193,6 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
         _ = open_checkpoint(write(tmp_path, GPT2, tensors)).names
 
 
-def test_a_quantized_checkpoint_is_told_to_come_from_another_model(tmp_path: Path) -> None:
-    name = "transformer.h.0.mlp.c_fc.weight"
-    tensors = as_torch(gpt2())
-    tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
-    with pytest.raises(CheckpointError, match=f"{name} is F8_E4M3, expected a float") as caught:
-        _ = open_checkpoint(write(tmp_path, GPT2, tensors)).names
-    assert "take the checkpoint in float32, bfloat16 or float16" in str(caught.value.hint)
-
-
 @pytest.mark.parametrize("name", ["score.weight", "v_head.summary.weight"])
 def test_the_head_of_a_reward_model_is_refused(name: str, tmp_path: Path) -> None:
     tensors = {**llama(), name: np.ones((1, 4), np.float32)}
@@ -388,11 +379,20 @@ def test_a_source_is_beside_the_manifest_or_refused(tmp_path: Path, source: str)
         resolve_source(source, tmp_path)
 
 
-def test_a_snapshot_holds_one_format_of_the_weights(hub: type[Hub], tmp_path: Path) -> None:
-    hub.files |= {"flax_model.msgpack": b"2", "pytorch_model.bin": b"3", "tokenizer.json": b"[]"}
-    directory = resolve_source("hf://org/model@main", tmp_path)
+def test_a_snapshot_holds_all_that_a_build_reads_and_one_format_of_the_weights(
+    hub: type[Hub], tmp_path: Path
+) -> None:
+    read = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    read |= {"chat_template.jinja", "additional_chat_templates/tool_use.jinja", "LICENSE.md"}
+    read |= {"1_Pooling/config.json", "model.safetensors.index.json"}
+    weights = {f"model{of}.safetensors" for of in ("", "-00001-of-00002")}
+    others = {"pytorch_model.bin", "flax_model.msgpack", "tf_model.h5"}
+    hub.files = dict.fromkeys((*read, *weights, *others), b"1")
+    directory = resolve_source("hf://org/model@main", tmp_path, weights=False)
     assert directory.name == hub.commit
-    assert sorted(hub.fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert {*hub.fetched} == read
+    assert resolve_source("hf://org/model@main", tmp_path) == directory
+    assert {*hub.fetched} == read | weights
 
 
 def test_flax_weights_are_fetched_where_alone(hub: type[Hub], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from prejit.compiler.manifest.shape_string import parse_shape
 from prejit.compiler.manifest.specs import program_specs
 from prejit.compiler.targets.target_table import names as target_names
 from prejit.compiler.targets.target_table import target
-from prejit.runtime.errors import ManifestError, StoreError
+from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import DTYPES
 
 GOOD = """\
@@ -340,13 +340,6 @@ def test_bad_toml_is_told_with_line_and_column(directory: Path, text: str, place
     path.write_bytes(b'[bundle]\nname = "caf\xe9"\n')
     with pytest.raises(ManifestError, match=r"latin1.toml:2:12: expected UTF-8, found byte 0xe9"):
         read_manifest(path)
-
-
-def test_a_missing_manifest_names_the_one_that_may_be_meant(directory: Path) -> None:
-    (directory / "demo.toml").touch()
-    with pytest.raises(StoreError, match="No such file") as caught:
-        read_manifest(directory / "dmeo.toml")
-    assert caught.value.hint == f"did you mean {directory / 'demo.toml'}?"
 
 
 def test_a_shape_string_has_a_dtype_and_sizes() -> None:

@@ -118,20 +118,6 @@ def test_static_values_are_combined_and_other_dtypes_are_sections_of_their_own()
     assert found[3]["donate"] == ["x"]
 
 
-def test_long_arguments_are_tables() -> None:
-    layers = [
-        [f"layer {n}", {"kind": "dict", "items": [["k", array("float32[4,4]")]]}] for n in range(9)
-    ]
-    given = call(
-        arguments=[["params", {"kind": "dict", "items": layers}], ["x", array("float32[4]")]]
-    )
-    text = made(given).text
-    assert max(map(len, text.splitlines())) < 120
-    [found] = tomllib.loads(text)["program"]
-    assert found["args"]["params"]["layer 3"] == {"k": "float32[4, 4]"}
-    assert found["args"]["x"] == "float32[4]"
-
-
 def test_what_toml_cannot_write_is_made_by_python() -> None:
     pair = {"kind": "tuple", "items": [[0, array("float32[1]")], [1, {"kind": "none"}]]}
     more = {"kind": "tuple", "items": [[0, array("float32[2]")], [1, {"kind": "none"}]]}

@@ -173,15 +173,13 @@ def test_a_recording_gets_what_this_machine_recorded_before(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("command", "name"),
+    "command",
     [
-        ("python serve.py --port 80", "serve"),
-        ("python -m my_package.My_Server", "my-server"),
-        ("/usr/bin/gunicorn serve:app", "gunicorn"),
-        ("./Start.sh", "start"),
-        ("python ---.py", "recorded"),
+        *("python serve.py --port 80: serve", "python -m my_package.My_Server: my-server"),
+        *("/usr/bin/gunicorn serve:app: gunicorn", "./Start.sh: start", "python ---.py: recorded"),
     ],
 )
-def test_the_bundle_has_the_name_of_the_program(command: str, name: str) -> None:
+def test_the_bundle_has_the_name_of_the_program(command: str) -> None:
+    command, _, name = command.rpartition(": ")
     assert default_name(command.split()) == name
     assert bundle_name(name) == name

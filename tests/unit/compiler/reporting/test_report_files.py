@@ -11,9 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from prejit.compiler.api import BuildSettings, build, build_all, program
-from prejit.compiler.manifest.manifest import Manifest, Program
-from prejit.compiler.manifest.reading import check_manifest
+from prejit.compiler.api import build, program
+from prejit.compiler.manifest.manifest import Program
 from prejit.compiler.pipeline.build_interface import Built
 from prejit.compiler.progress import Quiet
 from prejit.compiler.reporting import report_files
@@ -104,15 +103,3 @@ def test_a_program_from_a_shared_store_names_it(here: Path, tmp_path: Path) -> N
     ((origin, count),) = read(here)["origins"].items()
     assert shared in origin
     assert count == 1
-
-
-def test_manifests_of_one_command_have_a_report_each(here: Path) -> None:
-    programs = [program(twice, jnp.ones(3))]
-    requests = [
-        (check_manifest(Manifest(name, programs=programs, targets=["cpu-host"])), ())
-        for name in ("one", "two")
-    ]
-    build_all(requests, here, BuildSettings(cache=here / "cache", workers=1), done=lambda _: None)
-    found = [json.loads((here / f"{name}.report.json").read_bytes()) for name in ("one", "two")]
-    assert [report["bundle"] for report in found] == ["one", "two"]
-    assert [len(report["programs"]) for report in found] == [1, 1]

@@ -16,24 +16,6 @@ def compiling(program: str, start: float, end: float) -> Step:
     return Step(f"compiling {program}", start, end, program, "cpu-host")
 
 
-def test_programs_that_compile_side_by_side_are_in_lanes_of_their_own() -> None:
-    steps = [
-        Step("lowering b", 0.0, 1.0),
-        compiling("a", 0.0, 5.0),
-        compiling("b", 1.0, 2.0),
-        compiling("c", 2.0, 3.0),
-        Step("packing weights", 0.5, 2.0),
-        Step("waiting for another build", 2.0, 2.001),
-    ]
-    assert [(each.lane, each.what) for each in place(steps)] == [
-        ("worker 1", "compiling a"),
-        ("build", "lowering b"),
-        ("build 2", "packing weights"),
-        ("worker 2", "compiling b"),
-        ("worker 2", "compiling c"),
-    ]
-
-
 def test_the_critical_path_goes_back_to_what_each_step_waited_for() -> None:
     steps = [
         Step("lowering a", 0.5, 1.0),

@@ -370,11 +370,3 @@ def test_the_command_makes_room(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert removed("--max-size", "0") == 3
     assert not [*(shared / "cas").iterdir()]
     assert (shared / "other" / "file").exists()
-
-
-@pytest.mark.parametrize(
-    "options", [["--max-size", "1GB"], ["--store", "x"], ["--store", "x", "--max-size", "much"]]
-)
-def test_half_a_request_removes_nothing(options: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UsageError):
-        run(["gc", "--cache", str(tmp_path), *options])

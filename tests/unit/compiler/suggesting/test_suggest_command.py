@@ -70,16 +70,3 @@ def test_compile_times_come_from_a_report_and_count_every_target(
     report.write_text("[]")
     with pytest.raises(UsageError, match="expected the report of a build"):
         run(["suggest", str(lengths), *arguments])
-
-
-def test_a_log_needs_a_budget_and_the_requests_of_the_manifests_model(
-    lengths: Path, manifest: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(UsageError, match="expected a budget of programs"):
-        run(["suggest", str(lengths)])
-    assert run(["suggest", str(lengths), "--programs", "6"]) == 0
-    assert "the batches are a guess" in capsys.readouterr().out
-    log = lengths.with_name("log.jsonl")
-    log.write_text('{"length": 3}\n')
-    with pytest.raises(UsageError, match="expected requests to a decoder"):
-        run(["suggest", str(log), "--manifest", str(manifest)])
