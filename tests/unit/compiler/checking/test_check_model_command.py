@@ -105,9 +105,8 @@ def test_an_error_of_a_model_has_lines(directory: Path, capsys: pytest.CaptureFi
     assert f"({directory}/model.py, line {line + 1})" in printed
 
 
-@pytest.mark.parametrize(
-    "example", ["state_space", pytest.param("mixture_of_experts", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("example", ["state_space", "mixture_of_experts"])
 def test_the_models_of_the_examples_keep_the_rules(
     example: str, directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
