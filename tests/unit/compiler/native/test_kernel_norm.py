@@ -21,7 +21,9 @@ from .kernel_builds import LEVELS
 EPSILON = 1e-3
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(LEVELS[0], marks=pytest.mark.thorough), *LEVELS[1:]]
+)
 def kernels(request: pytest.FixtureRequest, build_cache: Path) -> ctypes.CDLL:
     """The library of a level, as bundles have it."""
     return kernel_builds.product_library(request.param, build_cache)
