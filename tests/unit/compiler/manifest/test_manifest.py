@@ -133,10 +133,6 @@ source = "demo-model" => source = "demo-model"\nparams = "score.safetensors"
     6: model.params: expected module beside it, whose parameters they are; a source has its own weights
 source = "demo-model" => module = "m:m"\nparams = "scores.safetensors"
     6: model.params: expected a .safetensors file ... ; found none (did you mean "score.safetensors"?)
-source = "demo-model" => module = "m:m"\nparams = []
-    6: model.params: expected the path of a .safetensors file or of an orbax directory; found []
-source = "demo-model" => module = "m:m"\nevaluation = "LICENSE"
-    6: model.evaluation: expected source beside it, a directory with tokenizer.json
 source = "demo-model"\ndtype = "float32"\n => module = "m:m"\n[mesh]\ntensor = 2\n
     6: mesh: expected none beside model.module: a mesh splits a model with ...
 source = "demo-model"\ndtype = "float32"\n\n[generate]\nbatch = [4, 1]\nprompt = [64, 16]\ncontext = [128]\n => module = "m:m"\n[encode]\nshapes = [[1, 8]]\n
@@ -149,8 +145,6 @@ context = [128] => context = [128]\ncache_dtype = "int8"
     7: model.evaluation: expected a file at "LICENCE", ... ; found none (did you mean "LICENSE"?)
 "float32"\n => "int8"\naccuracy = false\nevaluation = "LICENSE"\n
     8: model.evaluation: expected none beside accuracy = false, which measures nothing
-"float32"\n => "int8"\naccuracy = "no"\n
-    7: model.accuracy: expected true or false; found "no"
 [128]\n => [128]\n[[program]]\nname = "f"\nfunction = "m:f"\nargs = {}\nstatic = { mode = [1.5] }\nmask = 2.5\n
     16: program[0].static.mode[0]: expected a text, an integer or a boolean; found 1.5
     17: program[0].mask: expected the name or the position of an argument; found 2.5
@@ -160,16 +154,12 @@ context = [128] => context = [128]\ncache_dtype = "int8"
     10: generate.batch[2]: expected an integer from 1 to 2147483647; found "x"
 [4, 1] => [4, 1, 4]
     9: generate.batch[2]: expected each size once; found 4 again
-[128] => []
-    11: generate.context: expected a list of different positive integers such as [1, 8]; found []
 [64, 16] => [64, 256]
     10: generate.prompt[1]: expected at most 128, the longest context; found 256
 context = [128] => context = [128, 16]\ndraft_tokens = 16
     12: generate.draft_tokens: expected an integer of 0 to 64, below every context; found 16
 context = [128] => context = [128, 8]
     10: generate.prompt: expected one of at most 8, the shortest context; found [64, 16]
-context = [128] => context = [128]\ndraft_tokens = true
-    12: generate.draft_tokens: expected an integer of 0 to 64, below every context; found true
 [generate]\nbatch = [4, 1]\nprompt = [64, 16]\ncontext = [128]\n => (nothing)
     generate: missing; [model] needs a [generate] table with batch, prompt ...
 [model]\nsource = "demo-model"\ndtype = "float32"\n => (nothing)
@@ -189,12 +179,8 @@ args = { x = "float32[{batch}, 128]" } => (nothing)
     13: program[0].args: missing; expected a table of keyword arguments, a ...
 args = { => donate = ["y"]\nargs = {
     16: program[0].donate[0]: expected an argument, one of "x"; found "y"
-args = { => static = { x = [1] }\nargs = {
-    16: program[0].static.x: expected a name that args has not; found "x"
 args = { => repeat = [5]\nargs = {
     16: program[0].repeat: expected carry beside it, which names the arguments that come back
-args = { => repeat = [5]\ncarry = ["y"]\nargs = {
-    17: program[0].carry[0]: expected an argument, one of "x"; found "y"
 args = { => pad = ["bach"]\nargs = {
     16: program[0].pad[0]: undefined bucket variable "bach" (did you mean "batch"?); defined: batch
 args = { => mask = "x"\nargs = {
@@ -224,15 +210,9 @@ name = "demo" => name = "demo.report.json"
     18: program[0].params: expected a .safetensors file or an orbax ... ; found a FIFO
 buckets = { batch => reads = ["/dev/zero"]\nbuckets = { batch
     17: program[0].reads[0]: expected a file or directory at ... ; found a device or a socket
-buckets = { batch => pad = {}\nbuckets = { batch
-    17: program[0].pad: expected a list of variables of buckets, or "unchecked"; found {}
-"cpu-x86-64-v3" => "cpu-x86-64-v3"\nxla_flags = [1]
-    22: target[0].xla_flags[0]: expected a text; found 1
 "cpu-x86-64-v3" => "cpu-x86-64-v3"\ngpu = { core_count = 1, bandwidth_bytes = 1, l2_bytes = 1, clock = 1 }
     22: target[0].gpu.clock_mhz: missing; expected an integer
     22: target[0].gpu.clock: unknown key (did you mean "clock_mhz"?) ...
-name = "demo" => name = "demo"\nlicense = 2026-11-20
-    3: bundle.license: expected the path of a file; found "2026-11-20"
 """  # noqa: E501
 """What is written in place of what, and the lines of the error, in which ... stands for any text."""
 LARGE = (

@@ -130,7 +130,6 @@ POOLING, DENSE = "1_Pooling/config.json", "2_Dense/config.json"
     ("file", "changes", "told"),
     [
         (POOLING, {"pooling_mode_mean_tokens": False}, "to be true, found none"),
-        (POOLING, {"pooling_mode_mean_tokens": 1}, "pooling_mode_mean_tokens: expected true or"),
         (POOLING, {"pooling_mode_median": True}, "pooling_mode_median: expected one of"),
         (POOLING, {"pooling_mode": "median"}, 'pooling_mode: expected "cls" or .* found "median"'),
         (POOLING, {"word_embedding_dimension": 5}, "word_embedding_dimension: expected 4.*found 5"),
@@ -144,10 +143,8 @@ POOLING, DENSE = "1_Pooling/config.json", "2_Dense/config.json"
         ),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case: expected false"),
         ("sentence_bert_config.json", {"max_seq_length": "9"}, "max_seq_length: expected"),
-        ("sentence_bert_config.json", {"query_length": 3}, "query_length: expected one of"),
         ("config_sentence_transformers.json", {"default_prompt_name": "q"}, "default_prompt_name"),
         ("config.json", {"hidden_act": "mish"}, 'hidden_act: .*found "mish"'),
-        ("config.json", {"is_decoder": True}, "is_decoder: expected false, found true"),
         ("config.json", {"model_type": "gpt2"}, 'for .encode., found "gpt2"'),
     ],
 )
@@ -167,7 +164,6 @@ def test_what_is_not_built_is_told_with_file_key_and_value(
     [
         (("Transformer", "Pooling", "CNN"), r"\[2\].type: expected one of"),
         (("Transformer", "Normalize", "Pooling"), "found Transformer, Normalize, Pooling"),
-        (("Pooling",), "found Pooling"),
         ((), "found none"),
     ],
 )
@@ -225,7 +221,6 @@ def test_a_tensor_that_nobody_knows_is_told(directory: Path) -> None:
     ("family", "head"),
     [
         ("bert", "classifier.weight"),
-        ("bert", "qa_outputs.weight"),
         ("roberta", "classifier.dense.weight"),
         ("distilbert", "pre_classifier.weight"),
     ],
@@ -252,9 +247,7 @@ def test_a_head_of_its_own_is_refused(directory: Path, family: str, head: str) -
     [
         ("BertModel", True),
         ("BertForMaskedLM", True),
-        ("BertForPreTraining", True),
         ("BertForSequenceClassification", False),
-        ("BertForNextSentencePrediction", False),
         ("BertForTokenClassification", False),
     ],
 )
@@ -287,7 +280,6 @@ def test_a_model_of_another_section_is_sent_there_where_it_can_be(directory: Pat
         ("modules.json", b"[" * 3000 + b"]" * 3000, "nested too deeply"),
         ("modules.json", b"[1" + b"0" * 5000 + b"]", "cannot read"),
         ("modules.json", b"[" + b" " * (16 << 20) + b"]", "expected at most 16777216 bytes"),
-        ("1_Pooling/config.json", b"[NaN]", "which has no NaN"),
         ("config.json", b"[NaN]", "which has no NaN"),
     ],
 )
