@@ -90,9 +90,8 @@ def test_a_pack_that_was_damaged_is_made_again(tmp_path: Path) -> None:
     layer.content.write_bytes(b"twoone")
     assert pack("type", "programs", frames, cache)[0] == layer
     assert layer.content.read_bytes() == b"onetwo"
-    cache = DirectoryStore.open(tmp_path)
     with pytest.raises(BuildError, match="decode: expected the compressed form"):
-        pack("type", "programs", {"decode": Segment(0, 3, digest_of(b"one"), 0, "")}, cache)
+        pack("type", "programs", {"decode": Segment(0, 4, digest_of(b"gone"), 0, "")}, cache)
 
 
 def test_a_bundle_that_no_reader_takes_is_not_made(recipe: Any) -> None:
