@@ -382,7 +382,7 @@ def test_a_snapshot_holds_all_that_a_build_reads_and_one_format_of_the_weights(
     read |= {"1_Pooling/config.json", "model.safetensors.index.json"}
     weights = {f"model{of}.safetensors" for of in ("", "-00001-of-00002")}
     others = {"pytorch_model.bin", "flax_model.msgpack", "tf_model.h5"}
-    hub.files = dict.fromkeys((*read, *weights, *others), b"1")
+    hub.files = {name: name.encode() for name in (*read, *weights, *others)}
     directory = resolve_source("hf://org/model@main", tmp_path, weights=False)
     assert directory.name == hub.commit
     assert {*hub.fetched} == read
