@@ -266,6 +266,7 @@ def test_unused_and_half_environments_go(default: Path, environments_root: Path)
         collection = collect(days=30)
     reasons = {found.reason for found in collection.found if found.kind == "environments"}
     assert gone(collection) == {"environments": 3, "locks": 1}
+    assert [found.size for found in collection.found if found.kind == "locks"] == [0]
     assert reasons == {None, "not used", "half made", "broken"}
     assert {path.name for path in environments_root.iterdir()} == {
         *("used", "used.lock", "running", "running.lock")

@@ -178,6 +178,9 @@ def test_a_silent_node_may_be_lost(cluster: Cluster, ray: RayConnection, is_need
 
 def test_what_ray_cannot_run_is_an_error_of_the_job(cluster: Cluster, ray: RayConnection) -> None:
     """A connection that breaks is not: each job would say that Ray cannot run it."""
+    cluster.outcomes["attempt 7"] = {"result": 1}
+    assert ray.wait(0.0) == [Ended(7, body={"result": 1})]
+    ray.start(ORDER, Need(1.0))
     cluster.outcomes["attempt 7"] = ERRORS["RuntimeEnvSetupError"]("no such package")
     [ended] = ray.wait(0.0)
     assert ended.loss is None
