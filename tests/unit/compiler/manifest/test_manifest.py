@@ -156,6 +156,8 @@ context = [128] => context = [128]\ncache_dtype = "int8"
     9: generate.batch[2]: expected each size once; found 4 again
 [64, 16] => [64, 256]
     10: generate.prompt[1]: expected at most 128, the longest context; found 256
+context = [128] => context = [128]\ndraft_tokens = 65
+    12: generate.draft_tokens: expected an integer of 0 to 64, below every context; found 65
 context = [128] => context = [128, 16]\ndraft_tokens = 16
     12: generate.draft_tokens: expected an integer of 0 to 64, below every context; found 16
 context = [128] => context = [128, 8]
