@@ -16,13 +16,8 @@ from pathlib import Path
 
 import pytest
 from tests.store_servers import azurite, docker_registry, moto, nginx
-from tests.unit.compiler.sharing.fixtures import (
-    S3_SETTINGS,
-    Memory,
-    http_store,
-    registry,
-    s3_store,
-)
+from tests.threads import in_threads
+from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, Memory, http_store, registry, s3_store
 
 from prejit.compiler.sharing import objects
 from prejit.compiler.sharing import oci_registry as registry_module
@@ -73,7 +68,6 @@ CONTENTS = (b"executable" * 1000, os.urandom(100_000))
 
 @pytest.fixture
 def files() -> dict[str, bytes]:
-    """What the small registry holds."""
     return {}
 
 
@@ -120,23 +114,7 @@ def lease(owner: str) -> bytes:
     return encode(SharedResult(KEY, {"owner": owner}, {}), None)
 
 
-def at_once(count: int, run: Callable[[int], object]) -> None:
-    together = threading.Barrier(count)
-
-    def begin(number: int) -> None:
-        together.wait(60)
-        run(number)
-
-    threads = [threading.Thread(target=begin, args=(number,)) for number in range(count)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-
-
-def test_of_machines_that_create_a_file_at_once_one_succeeds_and_all_see_it(
-    connect: Connect,
-) -> None:
+def test_of_machines_that_create_a_file_one_succeeds(connect: Connect) -> None:
     created = dict[bytes, bool]()
     machines = [(connect(), lease(f"machine {number}")) for number in range(4)]
 
@@ -144,7 +122,7 @@ def test_of_machines_that_create_a_file_at_once_one_succeeds_and_all_see_it(
         machine, content = machines[number]
         created[content] = machine.create(AC, content)
 
-    at_once(len(machines), create)
+    in_threads(len(machines), create)
     assert sum(created.values()) == 1, created
     winner = next(content for content, has_won in created.items() if has_won)
     place, other = connect(), connect()
@@ -166,10 +144,7 @@ def test_of_machines_that_create_a_file_at_once_one_succeeds_and_all_see_it(
 
 
 def test_who_makes_a_damaged_result_again_replaces_it(
-    connect: Connect,
-    files: dict[str, bytes],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    connect: Connect, files: dict[str, bytes], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if "docker-registry" in request.node.name:
         pytest.skip("it takes no contents that it has: its operator deletes them")
@@ -208,7 +183,7 @@ def test_one_machine_has_the_lease_until_it_gives_it_back(connect: Connect) -> N
     machines = [Leases(Tier(connect()), f"machine {number}", 3600.0) for number in range(4)]
     held = dict[int, object]()
     try:
-        at_once(len(machines), lambda number: held.update({number: machines[number].take(KEY)}))
+        in_threads(len(machines), lambda number: held.update({number: machines[number].take(KEY)}))
         [owner] = [number for number, each in held.items() if each is not None]
         other = machines[owner - 1]
         assert other.take(KEY) is None
@@ -244,14 +219,12 @@ def test_a_slow_store_still_gives_a_file_to_one(monkeypatch: pytest.MonkeyPatch)
             super().write(path, content)  # type: ignore[arg-type]
 
     place, created = Slow(), dict[int, bool]()
-    at_once(2, lambda number: created.update({number: claim(place, AC, b"machine %d" % number)}))
+    in_threads(2, lambda number: created.update({number: claim(place, AC, b"machine %d" % number)}))
     assert sorted(created.values()) == [False, True]
     assert created[1], "the last one that wrote has it"
 
 
 class Hiccup(Memory):
-    """Requests fail at first."""
-
     left = 1
 
     def _check(self) -> None:
@@ -283,9 +256,7 @@ def test_a_request_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("cut_at", [(2500, 700), (0, 3000)])
-def test_a_download_that_is_cut_goes_on_where_it_was(
-    cut_at: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_download_goes_on(cut_at: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is restarted must not end the build of a machine that was just reading from it."""
     monkeypatch.setattr(remote_module, "PAUSES_SECONDS", (0.0, 0.0))
     content = bytes(range(250)) * 12
@@ -304,7 +275,7 @@ def test_a_download_that_is_cut_goes_on_where_it_was(
     assert got == content
 
 
-def test_the_last_used_stay_and_a_dry_run_removes_nothing() -> None:
+def test_the_last_used_stay_an_old_lease_goes_and_a_store_that_fails_is_named() -> None:
     place = Memory(files={f"cas/{n}": b"x" * 10 for n in range(5)})
     for dry_run in (True, False):
         assert len(place.files) == 5
@@ -312,9 +283,16 @@ def test_the_last_used_stay_and_a_dry_run_removes_nothing() -> None:
         assert (done.removed, done.freed_bytes, done.kept, done.kept_bytes) == (3, 30, 2, 20)
     assert set(place.files) == {"cas/3", "cas/4"}
     assert evict(place, 20).removed == 0
+    old, new = f"{LEASES}{'a' * 56}", f"{LEASES}{'b' * 56}"
 
+    class Dated(Memory):
+        def listed(self) -> Iterator[RemoteFile]:
+            yield RemoteFile(old, 1, 0.0)
+            yield RemoteFile(new, 1, 2.0 * DAY_SECONDS)
 
-def test_a_store_that_fails_or_makes_room_itself_is_named() -> None:
+    remote = Dated(files={old: b"x", new: b"x"})
+    evict(remote, 0)
+    assert set(remote.files) == {new}
     with pytest.raises(StoreError, match="no route"):
         evict(Memory(fails="memory://: no route to host"), 0)
     for remote in (Objects("http://127.0.0.1:9/x"), Repository("oci://127.0.0.1:9/team/store")):
@@ -338,19 +316,6 @@ def test_the_lease_of_a_machine_that_died_stays_for_its_successor(connect: Conne
     assert third.take(KEY) is None
     for each in (dead, second, third):
         each.close()
-
-
-def test_an_old_lease_goes() -> None:
-    old, new = f"{LEASES}{'a' * 56}", f"{LEASES}{'b' * 56}"
-
-    class Dated(Memory):
-        def listed(self) -> Iterator[RemoteFile]:
-            yield RemoteFile(old, 1, 0.0)
-            yield RemoteFile(new, 1, 2.0 * DAY_SECONDS)
-
-    remote = Dated(files={old: b"x", new: b"x"})
-    evict(remote, 0)
-    assert set(remote.files) == {new}
 
 
 def machine(directory: Path, remote: Remote) -> tuple[LayeredStore, list[str]]:
@@ -405,12 +370,3 @@ def test_the_command_makes_room(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert removed("--max-size", "0") == 3
     assert not [*(shared / "cas").iterdir()]
     assert (shared / "other" / "file").exists()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [["--max-size", "1GB"], ["--store", "x"], ["--store", "x", "--max-size", "much"]],
-)
-def test_half_a_request_removes_nothing(options: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UsageError):
-        run(["gc", "--cache", str(tmp_path), *options])
