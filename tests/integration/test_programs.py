@@ -123,7 +123,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(run: Run, directory: Path) -> Path:
-    run("build", directory / "mine.toml", "-o", directory / "out")
+    run("build", directory / "mine.toml", "-o", directory / "out", quick=True)
     return directory / "out" / "mine"
 
 
@@ -235,26 +235,26 @@ def test_parameters_of_64_bits_become_those_of_32_as_in_jit(run: Run, tmp_path: 
     assert "'f': params: table: expected int64 whose values are in the range of int32" in error
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ("users_model:denze", "did you mean 'dense'"),
-        ("users_modle:dense", "cannot import 'users_modle'"),
-        ("users_model:Class", "found the class"),
-        ("users_model:not_callable", "expected something to call"),
-        ("users_model:train_step", "cannot lower"),
-    ],
-)
-def test_a_function_that_cannot_be_built_is_an_error_with_its_place(
-    run: Run, directory: Path, function: str, message: str
+BAD = {
+    "users_model:denze": "did you mean 'dense'",
+    "users_modle:dense": "cannot import 'users_modle'",
+    "users_model:Class": "found the class",
+    "users_model:not_callable": "expected something to call",
+    "users_model:train_step": "cannot lower",
+}
+
+
+def test_functions_that_cannot_be_built_are_errors_with_their_places(
+    run: Run, directory: Path
 ) -> None:
-    manifest = directory / "bad.toml"
-    manifest.write_text(
-        f'[bundle]\nname = "bad"\n[[program]]\nname = "p"\nfunction = "{function}"\n'
-        'args = { x = "float32[3]" }\n[[target]]\nname = "cpu-host"\n'
-    )
-    status = 1 if "lower" in message else 2
-    error = run("build", manifest, "-o", directory / "bad", status=status).stderr
-    assert message in error
-    assert "bad.toml" in error
+    manifests = [directory / f"bad{place}.toml" for place in range(len(BAD))]
+    for manifest, function in zip(manifests, BAD, strict=True):
+        manifest.write_text(
+            f'[bundle]\nname = "{manifest.stem}"\n[[program]]\nname = "p"\nfunction = "{function}"\n'
+            'args = { x = "float32[3]" }\n[[target]]\nname = "cpu-host"\n'
+        )
+    error = run("build", *manifests, "-o", directory / "bad", status=1).stderr
+    for manifest, message in zip(manifests, BAD.values(), strict=True):
+        assert message in error
+        assert manifest.name in error
     assert "Traceback" not in error

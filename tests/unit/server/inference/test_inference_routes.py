@@ -246,7 +246,7 @@ def test_the_published_document_of_v2_holds(server: Running) -> None:
         api = operation.ok()
 
         @hypothesis.settings(
-            max_examples=examples(12, 30),
+            max_examples=examples(5, 30),
             deadline=None,
             database=None,
             suppress_health_check=list(hypothesis.HealthCheck),
