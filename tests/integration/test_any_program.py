@@ -389,20 +389,13 @@ def test_a_pipeline_keeps_its_arrays_on_the_device(bundle: Bundle, users_code: A
         np.testing.assert_allclose(np.asarray(means)[number], mean, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(step(text), [mean], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(image, np.tanh(expected), rtol=1e-5, atol=1e-6)
+    again = bundle.bind("denoise", encoded)
+    np.testing.assert_array_equal(again(text, repeat=20), means)
+    np.testing.assert_array_equal(again.read()[0], latent)
+    with pytest.raises(UsageError, match="repeat: expected 1, found 7"):
+        again(text, repeat=7)
     # Its memory was donated to no call.
     np.testing.assert_array_equal(np.asarray(encoded), np.outer(text, text))
-
-
-def test_repeated_steps_are_those_of_one_call(bundle: Bundle) -> None:
-    text = np.linspace(-1, 1, 4, dtype=np.float32)
-    step = bundle.bind("denoise", np.eye(4, dtype=np.float32))
-    means = step(text, repeat=20)
-    assert means.shape == (20,)
-    last, again = bundle.call("denoise", np.eye(4, dtype=np.float32), text, repeat=20)
-    np.testing.assert_array_equal(last, step.read()[0])
-    np.testing.assert_array_equal(means, again)
-    with pytest.raises(UsageError, match="repeat: expected 1, found 7"):
-        step(text, repeat=7)
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (2, 4), (3, 5), (1, 8), (4, 8)])

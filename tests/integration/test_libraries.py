@@ -213,8 +213,13 @@ print(json.dumps(jax.jit(own_code.scaled)(np.linspace(-1, 1, 5, dtype=np.float32
 
 
 def test_the_result_is_that_of_jit(built: Path, project: Path, python: Run) -> None:
+    import jax
+
     plain = json.loads(python(JIT, project).stdout.splitlines()[-1])
-    assert load(built).call("scaled", x=X).tolist() == plain
+    loaded = load(built)
+    assert loaded.call("scaled", x=X).tolist() == plain
+    of_jax = loaded.call("scaled", x=jax.numpy.asarray(X))  # on the client of jax itself
+    np.testing.assert_allclose(of_jax, EXPECTED, rtol=1e-6)
 
 
 def test_keys_hold_the_digest_of_the_library(project: Path, run: Run, tmp_path: Path) -> None:
@@ -351,13 +356,6 @@ def test_the_page_shows_what_works(
     np.testing.assert_array_equal(load(tmp_path / "out/scaled").call("scaled", x=x), x * 2.5)
 
 
-def test_arrays_of_jax_go_to_the_library_on_jaxs_own_client(built: Path) -> None:
-    import jax
-
-    found = load(built).call("scaled", x=jax.numpy.asarray(X))
-    np.testing.assert_allclose(found, EXPECTED, rtol=1e-6)
-
-
 # Damage
 
 
@@ -370,10 +368,7 @@ def contents_of(bundle: Path) -> tuple[Contents, dict[str, bytes]]:
 
 
 @pytest.mark.usefixtures("nothing_is_mapped")
-@pytest.mark.parametrize("place", [0.5, -1])
-def test_a_damaged_library_is_rejected_before_it_is_opened(
-    built: Path, place: float, tmp_path: Path
-) -> None:
+def test_a_damaged_library_is_rejected_before_it_is_opened(built: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(built, copy)
     contents, _ = contents_of(built)
@@ -381,7 +376,7 @@ def test_a_damaged_library_is_rejected_before_it_is_opened(
     digest = contents.config.libraries[0].digest.removeprefix("sha256:")
     blob = copy / "blobs" / "sha256" / digest
     content = bytearray(blob.read_bytes())
-    content[int(place * len(content)) if isinstance(place, float) else place] ^= 1
+    content[-1] ^= 1
     blob.write_bytes(content)
     with pytest.raises(RejectError, match=digest):
         load(copy)

