@@ -128,8 +128,7 @@ def files(bundle: Path) -> dict[str, Path]:
             if file not in found.values():
                 found[whose + role] = file
     found |= _attached(bundle)
-    there = {file for file in bundle.rglob("*") if file.is_file()}
-    assert there == set(found.values()), "a file has no role"
+    assert {file for file in bundle.rglob("*") if file.is_file()} == set(found.values())
     return found
 
 
@@ -227,9 +226,9 @@ def draw_position(bundle: Path, number: int) -> tuple[Damage, str]:
     start = number * step
     end = min(start + step, len(content))
     at = (start, end - 1, random.Random(number).randrange(start, end))[which]
-    role = next(role for role, each in files(bundle).items() if each == file)
-    kind, flipped = f"bit flipped in chunk {number}", bytes([content[at] ^ 1])
-    damage = Damage(kind, (role,), file, ((at, flipped),), len(content))
+    [role] = (role for role, each in files(bundle).items() if each == file)
+    written = ((at, bytes([content[at] ^ 1])),)
+    damage = Damage(f"bit flipped in chunk {number}", (role,), file, written, len(content))
     return damage, ("beside", "early", "late")[when]
 
 
@@ -365,7 +364,8 @@ def _misleading(
         return f"expected {damage.file}, found: {said}"
     if damage.kind in ("cut", "appended") and f"found {damage.size}" not in said:
         return f"expected the size {damage.size}, found: {said}"
-    if damage.kind in IN_PLACE[:4] and damage.file in chunked(bundle):
+    in_place = damage.kind not in ("cut", "appended", *OF_DIRECTORIES)
+    if in_place and damage.file in chunked(bundle):
         place = re.search(r"bytes (\d+) to (\d+): expected blake3 ", said)
         if place is None or not any(int(place[1]) <= at <= int(place[2]) for at in differ):
             return f"expected an offset near {min(differ)}, found: {said}"
