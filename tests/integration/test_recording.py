@@ -139,8 +139,7 @@ def test_a_miss_is_told_with_its_shapes_while_the_program_runs(here: Path, bundl
         "assert input() == 'read'",
         "serve.score(jnp.ones((17, 4)), jnp.float32(2))",
     )
-    words = ["run", str(bundle), "--live", "--report", "--"]
-    words += [sys.executable, "-c", "\n".join(waiting)]
+    words = ["run", str(bundle), "--live", "--", sys.executable, "-c", "\n".join(waiting)]
     with subprocess.Popen(
         [sys.executable, "-m", "prejit.runtime", *words],
         cwd=here,
@@ -158,7 +157,7 @@ def test_a_miss_is_told_with_its_shapes_while_the_program_runs(here: Path, bundl
     assert "found (float32[17,4], float32[])" in rest
     recorded = "arguments: recorded (float32[8,4], float32[]), "
     assert (told + rest).count(f"{recorded}found (float32[16,4], float32[])") == 1
-    assert "miss: jit_score at serve.py:" in told
+    assert "miss: jit_score at " in told
     assert "hint: record this run too (prejit record -o BUNDLE -- COMMAND)" in rest
 
 
