@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,10 +58,6 @@ def start(warm: WarmPython, manifest: Path, tmp_path: Path) -> Start:
     return begin
 
 
-def compiled(errors: str) -> Counter[str]:
-    return Counter(re.findall(r"^compiled (\S+) for", errors, re.MULTILINE))
-
-
 def finished(*processes: WarmProcess) -> tuple[list[dict[str, Any]], Counter[str]]:
     """What all of them print, and what they compiled together."""
     found, programs = [], Counter[str]()
@@ -72,7 +65,7 @@ def finished(*processes: WarmProcess) -> tuple[list[dict[str, Any]], Counter[str
         output, errors = each.communicate()
         assert each.returncode == 0, errors
         found += json.loads(output)
-        programs += compiled(errors)
+        programs += Counter(re.findall(r"^compiled (\S+) for", errors, re.MULTILINE))
     return found, programs
 
 
@@ -109,23 +102,6 @@ def test_shards_that_never_start_are_not_missed(start: Start, tmp_path: Path) ->
     built, programs = finished(start("2/4", tmp_path / "store"))
     assert programs == Counter({f"p/n{n}": 1 for n in BUCKETS})
     assert built[0]["packed_by"] == 2
-
-
-@pytest.mark.thorough
-def test_what_a_killed_shard_began_others_finish(start: Start, tmp_path: Path) -> None:
-    """They wait for its lease for half a minute, and make again only what it did not send."""
-    killed = start("1/3", tmp_path / "store")
-    end = time.monotonic() + 60
-    while len([*(tmp_path / "store").glob("ac/*")]) < 4:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    os.killpg(killed.pid, signal.SIGKILL)
-    _, errors = killed.communicate()
-    built, programs = finished(*(start(f"{n}/3", tmp_path / "store") for n in (2, 3)))
-    assert max(programs.values()) == 1
-    assert set(programs) | set(compiled(errors)) == {f"p/n{n}" for n in BUCKETS}
-    assert len(set(programs) & set(compiled(errors))) <= 1  # the one that it was sending
-    assert any(each["packed_here"] for each in built)
 
 
 def test_a_shard_without_a_store_that_it_may_write_is_refused(
