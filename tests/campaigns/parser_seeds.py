@@ -42,9 +42,7 @@ def fixed_key() -> Any:
     from prejit.compiler.signing.private_key import parse_private_key
 
     pem = ec.derive_private_key(0x5EED, ec.SECP256R1()).private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     return parse_private_key(pem, "the key of the campaign")
 

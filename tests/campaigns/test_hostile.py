@@ -247,10 +247,7 @@ def _tokenizers() -> list[dict[str, Any]]:
         "truncation": None,
         "padding": None,
         "added_tokens": [{"id": 1, "content": "<s>", "special": True, **flags}],
-        "normalizer": {
-            "type": "Sequence",
-            "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}],
-        },
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]},
         "pre_tokenizer": {
             "type": "Split",
             "pattern": {"Regex": r"\s+|\w+|[^\s\w]+"},

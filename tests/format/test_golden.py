@@ -500,10 +500,7 @@ def test_caches_grow_while_a_row_is_at_work() -> None:
     [second] = batch.insert(loaded.request(long, max_new_tokens=20))
     while batch.free < batch.slots:
         step()
-    assert [tokens[first], tokens[second]] == [
-        wanted["token_ids"][0][:8],
-        wanted["token_ids"][1],
-    ]
+    assert [tokens[first], tokens[second]] == [wanted["token_ids"][0][:8], wanted["token_ids"][1]]
     made = {report.program for report in loaded.report() if report.source != "unused"}
     assert "copy/b2-c16-to-b2-c32" in made
 

@@ -109,10 +109,7 @@ with Plain(sys.stderr) as progress:
 
 def start_maker() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", MAKE, JAX],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", MAKE, JAX], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -133,7 +130,7 @@ def test_it_holds_what_was_asked_for_and_two_who_want_it_at_once_make_it_once(
     assert found.versions["jax-cuda13-pjrt"] == JAX
     assert found.versions["numpy"] == "8.0", "constrained"
     assert sorted(path.name for path in offline.iterdir()) == [
-        *(found.path.name, f"{found.path.name}.lock"),
+        *(found.path.name, f"{found.path.name}.lock")
     ]
     if find_uv() is None:
         return

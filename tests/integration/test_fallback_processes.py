@@ -149,7 +149,7 @@ def test_a_larger_context_or_batch_that_is_ready_serves(
     assert compiler.most_at_once == 1
     # Smallest first; the first was taken up before the others were wished for.
     assert compiler.compiled[2:] == [
-        *("decode/b1-c64", "decode/b4-c64", "prefill/b1-t16-c64", "prefill/b4-t16-c64"),
+        *("decode/b1-c64", "decode/b4-c64", "prefill/b1-t16-c64", "prefill/b4-t16-c64")
     ]
 
 

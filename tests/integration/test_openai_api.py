@@ -310,8 +310,7 @@ def chat(client: Any, model: str, *, stream: bool, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "stream"),
-    [("hermes", False), ("hermes", True), ("llama", False), ("mistral", True)],
+    ("name", "stream"), [("hermes", False), ("hermes", True), ("llama", False), ("mistral", True)]
 )
 def test_calls_of_tools_are_taken_out_of_the_text(client: Any, name: str, stream: bool) -> None:
     count = 2 if name == "hermes" else 1

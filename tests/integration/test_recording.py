@@ -67,10 +67,7 @@ def prejit_at(here: Path, tmp_path_factory: pytest.TempPathFactory) -> Prejit:
 
 @pytest.fixture(scope="module")
 def bundle(here: Path, prejit_at: Prejit) -> Path:
-    done = prejit_at(
-        *("record", "-o", "serve", "--json"),
-        *("--", sys.executable, "serve.py"),
-    )
+    done = prejit_at(*("record", "-o", "serve", "--json"), *("--", sys.executable, "serve.py"))
     answer, _, described = done.stdout.partition("\n")
     assert answer.startswith(ANSWER)
     said = json.loads(described)

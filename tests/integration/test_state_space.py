@@ -127,10 +127,7 @@ class Subject:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "state_space",
-        pytest.param("mixture_of_experts", marks=pytest.mark.thorough),
-    ],
+    params=["state_space", pytest.param("mixture_of_experts", marks=pytest.mark.thorough)],
 )
 def subject(request: pytest.FixtureRequest, paths: Callable[[str], Path]) -> Subject:
     bundle = load(paths(request.param), on_mismatch="error")

@@ -216,10 +216,7 @@ def test_an_answer_beside_tools_is_a_call_or_meets_the_format(client: openai.Ope
 
 def test_only_allowed_tools_are_called(client: openai.OpenAI, server: Running) -> None:
     name = {"type": "function", "function": {"name": "now"}}
-    choice: Any = {
-        "type": "allowed_tools",
-        "allowed_tools": {"mode": "required", "tools": [name]},
-    }
+    choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [name]}}
     chat = client.chat.completions.create(
         model="model", messages=USER, tools=[ADD, NOW], tool_choice=choice, max_tokens=100,
         parallel_tool_calls=False,

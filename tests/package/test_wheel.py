@@ -128,7 +128,7 @@ def test_the_extras_bring_the_other_wheels_of_the_same_version(wheels: dict[str,
         assert said[house]["Name"] == f"prejit-{house}"
         assert required(said[house])["prejit"] == f"=={version('prejit')}"
     assert required(said["runtime"]).keys() == {
-        *("jax", "jaxlib", "numpy", "blake3", "zstandard", "tokenizers", "jinja2", "click"),
+        *("jax", "jaxlib", "numpy", "blake3", "zstandard", "tokenizers", "jinja2", "click")
     }
 
 

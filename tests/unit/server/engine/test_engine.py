@@ -543,11 +543,7 @@ def test_mistakes_are_refused_before_they_wait(
     ("name", "error"), [("step", RejectError("a", "b")), ("begin", MemoryError())]
 )
 def test_what_fails_ends_what_runs_and_the_engine_goes_on(
-    engine: Engine,
-    alone: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    error: Exception,
+    engine: Engine, alone: list[Any], monkeypatch: pytest.MonkeyPatch, name: str, error: Exception
 ) -> None:
     original = getattr(Batch, name)
 

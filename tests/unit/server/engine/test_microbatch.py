@@ -69,11 +69,7 @@ def metrics(lane: Lane[Any]) -> RequestMetrics:
 
 
 def submit(
-    lane: Lane[Any],
-    rows: Sequence[int],
-    client: str = "",
-    limits: Limits = NO_LIMITS,
-    **how: Any,
+    lane: Lane[Any], rows: Sequence[int], client: str = "", limits: Limits = NO_LIMITS, **how: Any
 ) -> Future[Any]:
     made = job(rows, **how)
     made.client, made.limits = client, limits

@@ -19,13 +19,7 @@ import schemathesis
 import tritonclient.http as triton
 from schemathesis import checks as schemathesis_checks
 from tests.extent import examples
-from tests.unit.server.running import (
-    CallingEngine,
-    Running,
-    running,
-    served,
-    wait_for,
-)
+from tests.unit.server.running import CallingEngine, Running, running, served, wait_for
 from tritonclient.utils import InferenceServerException
 
 from prejit.runtime import load
