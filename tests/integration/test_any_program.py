@@ -319,9 +319,7 @@ def test_a_saved_state_goes_on_where_it_was(
     other.restore(tmp_path / name)
     assert other(x=X[1], y=Y[1], mode="linear") == after
     smaller = bundle.bind("named_walk", position=np.zeros(3, np.float32))
-    with pytest.raises(
-        Exception, match=r"expected the state of this program, found no 'position'"
-    ) as caught:
+    with pytest.raises(Exception, match="of this program, found no 'position'") as caught:
         smaller.restore(tmp_path / name)
     assert type(caught.value).__name__ == "StoreError"
     assert smaller.read() == {"position": pytest.approx(np.zeros(3))}
@@ -364,10 +362,11 @@ def test_programs_that_were_exported_elsewhere_run(bundle: Bundle) -> None:
     assert rows.tolist() == [6, 6]
 
 
-@pytest.mark.parametrize(
-    ("size", "bucket", "padding"), [(1, 2, 0.5), (2, 2, 0), (3, 8, 0.625), (8, 8, 0)]
-)
-def test_fewer_rows_are_padded_to_the_next_bucket_and_cut(
+ROWS = [(1, 2, 0.5), (2, 2, 0), (3, 8, 0.625), (8, 8, 0)]
+
+
+@pytest.mark.parametrize(("size", "bucket", "padding"), ROWS)
+def test_fewer_rows_are_padded_and_cut(
     size: int, bucket: int, padding: float, bundle: Bundle
 ) -> None:
     x = RANDOM.standard_normal((size, 3), np.float32)
@@ -405,9 +404,8 @@ def test_a_mask_says_what_is_padding(shape: tuple[int, ...], bundle: Bundle) -> 
     tokens = RANDOM.standard_normal(shape, np.float32)
     assert bundle.call("mean", tokens) == pytest.approx(tokens.mean(), rel=1e-5, abs=1e-6)
     valid = np.arange(tokens.size).reshape(shape) % 2 == 0
-    assert bundle.call("mean", tokens, valid) == pytest.approx(
-        tokens[valid].mean(), rel=1e-5, abs=1e-6
-    )
+    expected = pytest.approx(tokens[valid].mean(), rel=1e-5, abs=1e-6)
+    assert bundle.call("mean", tokens, valid) == expected
     assert isinstance(bundle.call("mean", jax.numpy.asarray(tokens)), jax.Array)
 
 
@@ -426,10 +424,7 @@ WRONG_USES: list[tuple[Any, str]] = [
     (lambda b: b.bind("named_walk", position=FOUR), r"position: .*\[3\], found float32\[4\]"),
     (lambda b: b.bind("named_walk", position=THREE)(), r"velocity is missing"),
     (lambda b: b.bind("named_walk", position=THREE).write(x=1), "'x' is no part of the state"),
-    (
-        lambda b: b.call("open_rows", x=X[0], scale=THREE[0]),
-        r"x: .*\[4, 3\], found float32\[4, 8\]",
-    ),
+    (lambda b: b.call("open_rows", x=X[0], scale=THREE[0]), r"x: .*\[4, 3\], .*32\[4, 8\]"),
 ]
 
 
@@ -450,18 +445,16 @@ def test_inspect_shows_how_to_call(run: Run, path: Path) -> None:
     at = lines.index(next(line for line in lines if line.startswith("train state State(params=")))
     assert lines[at + 1 : at + 3] == ["x float32[2, 8]", "y float32[2, 4]"]
     assert lines[at + 3] == 'mode "tanh" or "linear"'
-    assert lines[at + 4].startswith(
-        "-> (State(params={'b': float32[4], 'w': float32[8, 4]}, optimizer=("
-    )
+    state = "State(params={'b': float32[4], 'w': float32[8, 4]}, optimizer=("
+    assert lines[at + 4].startswith(f"-> ({state}")
     assert "rows x float32[batch, 3]" in lines
     assert "normal 0 random key" in lines
 
 
 def test_the_command_line_takes_static_values(run: Run, path: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "key.npy", np.array([0, 7], np.uint32))
-    done = run(
-        "call", path, "normal", "--arg", f"0={tmp_path / 'key.npy'}", "-o", tmp_path, "--json"
-    )
+    given = ("--arg", f"0={tmp_path / 'key.npy'}", "-o", tmp_path, "--json")
+    done = run("call", path, "normal", *given)
     assert json.loads(done.stdout)["results"] == {"result": {"dtype": "float32", "shape": []}}
     wrong = run("call", path, "normal", "--static", "mode=1", "-o", tmp_path, status=2)
     assert "expected a name of a static argument of 'normal'" in wrong.stderr
@@ -473,12 +466,7 @@ BAD_FILES = [
     ("bad.mlir", b"module { func.func @main( }", "", "MLIR cannot read it"),
     ("bad.mlir", b"module { func.func @f() { return } }", "", "expected a function named main"),
     ("bad.mlir", MLIR.format("tensor<?xf32>"), "", "expected a tensor with a static shape"),
-    (
-        "bad.mlir",
-        MLIR.format("tensor<2xf32>"),
-        'args = ["float32[2]"]',
-        "expected no 'args' for StableHLO",
-    ),
+    ("bad.mlir", MLIR.format("tensor<2xf32>"), 'args = ["float32[2]"]', "no 'args' for StableHLO"),
 ]
 
 
@@ -572,10 +560,7 @@ def sharded(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "sharded_code.py").write_text(SHARDED)
     (directory / "m.toml").write_text(SHARDED_MANIFEST)
     random = np.random.default_rng(1)
-    up, down = (
-        random.standard_normal((8, 16), np.float32),
-        random.standard_normal((16, 4), np.float32),
-    )
+    up, down = (random.standard_normal(shape, np.float32) for shape in ((8, 16), (16, 4)))
     save_file({"up": up, "down": down}, directory / "w.safetensors")
     run("build", directory / "m.toml", "-o", directory / "out")
     return directory
@@ -601,9 +586,8 @@ def test_a_mesh_splits_a_function_its_parameters_and_its_state(sharded: Path) ->
     assert step(x=x) == following
     # The new state is split as the old one is: nothing is gathered between steps.
     (entry,) = (entry for entry in bundle.config.programs if entry.name == "step")
-    assert [text for text in entry.results if "up" in text] == [
-        '[0,"w","up"] float32[8,16] @,tensor'
-    ]
+    [split] = (text for text in entry.results if "up" in text)
+    assert split == '[0,"w","up"] float32[8,16] @,tensor'
 
 
 WRONG_SHARDINGS = (

@@ -410,6 +410,7 @@ def test_tables_that_contradict_themselves_are_rejected(built: Path) -> None:
         return (dataclasses.replace(first, calls=calls), second)
 
     other = dataclasses.replace(library, digest="sha256:" + "f" * 64)
+    unnamed = dataclasses.replace(library, handlers={"a b": "c"})
     cuda = dataclasses.replace(config.requirement, platform="cuda")
     forgeries: dict[str, dict[str, Any]] = {
         "expected libraries with the handlers": {"libraries": None},
@@ -419,9 +420,7 @@ def test_tables_that_contradict_themselves_are_rejected(built: Path) -> None:
         "expected a program that calls 'libown.so'": {"programs": (told(None)[0], told(None)[0])},
         "digests, each once": {"libraries": (library, library)},
         "expected each handler once": {"libraries": (library, other)},
-        "expected names of handlers": {
-            "libraries": (dataclasses.replace(library, handlers={"a b": "c"}),)
-        },
+        "expected names of handlers": {"libraries": (unnamed,)},
         "expected digests": {"libraries": (dataclasses.replace(library, digest="../lib"),)},
         "expected libraries for cpu": {"requirement": cuda},
     }
@@ -491,11 +490,7 @@ def test_a_library_that_does_not_serve_is_told_with_its_place_and_a_fix(
     twice = [Library(str(good), {"scale": "ScaleHandler"})] * 2
     typo = [Library(str(good), {"scale": "Scale"})]
     for manifest, complaint, fix in (
-        (
-            of(project, script),
-            "library[0].path: .*script.so: expected a shared lib.*not an ELF",
-            "-f",
-        ),
+        (of(project, script), "library[0].path: .*script.so: expected a shared .*not an ELF", "-f"),
         (of(project, static), "no shared library", "-shared"),
         (of(project, sparc), "expected a library for x86_64 or aarch64", "compile it for"),
         (of(project, arm), "is for aarch64: expected a CPU target.*found cpu-host", "add a target"),
@@ -555,9 +550,7 @@ def test_a_file_that_calls_a_handler_is_bound_or_told(
 
 def test_a_target_without_the_library_is_told(make: Callable[..., Path], compiled: Compile) -> None:
     only = Library(str(compiled()), HANDLERS, ("cpu-x86-64-v3",))
-    with pytest.raises(
-        BuildError, match="target cpu-host: program scaled: it calls scale: "
-    ) as told:
+    with pytest.raises(BuildError, match="target cpu-host: program scaled: it calls ") as told:
         make("scaled", only, targets=("cpu-x86-64-v3", "cpu-host"))
     assert "add a [[library]] that is built for cpu-host" in str(told.value.hint)
 

@@ -130,9 +130,8 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
     tensors = {}
     for name, leaf in flat_parameters(nnx.state(model_registry.make_decoder(loaded))).items():
         values = random.standard_normal(leaf.shape, dtype=np.float32) * np.float32(scale)
-        if parameters_of(model_registry.make_decoder(loaded))[name].in_out != name.endswith(
-            in_out or ("none",)
-        ):
+        is_in_out = parameters_of(model_registry.make_decoder(loaded))[name].in_out
+        if is_in_out != name.endswith(in_out or ("none",)):
             values = np.ascontiguousarray(values.T)  # as it is published
         tensors[name] = values
     save_file(tensors, directory / "model.safetensors")
@@ -177,11 +176,7 @@ def bundles(sources: dict[str, Path], build_all: BuildAll) -> dict[str, Path]:
     """By `llama-1x2`; `llama-one` is of one device."""
     return build_all(
         *(
-            Split(
-                f"{family}-{'one' if mesh is None else f'{mesh[0]}x{mesh[1]}'}",
-                sources[family],
-                mesh,
-            )
+            Split(f"{family}-{'x'.join(map(str, mesh or ['one']))}", sources[family], mesh)
             for family, meshes in MESHES.items()
             for mesh in (None, *meshes)
         )
@@ -241,9 +236,8 @@ def test_two_tensor_devices_write_the_published_text(
     from prejit.runtime import load
 
     source, expected = stories
-    [path] = build_all(
-        Split("stories-1x2", source, (1, 2), batch=1, prompt=16, context=256)
-    ).values()
+    split = Split("stories-1x2", source, (1, 2), batch=1, prompt=16, context=256)
+    [path] = build_all(split).values()
     bundle = load(path, on_mismatch="error")
     result = bundle.generate(expected["prompt_ids"], max_new_tokens=len(expected["ids"]))
     assert result.text == expected["text"]

@@ -277,11 +277,7 @@ MISTAKES: list[tuple[Any, int, str]] = [
     (own_decoders.PlainDecoder, 128, "context: expected at most 96, the max_positions of Plain"),
     (Transposed, 16, "expected the first axis, and no other, to be rows"),
     (Half, 16, "Half: logits: expected float32[1, 97] for 1 rows of one token, found bfloat16["),
-    (
-        Forgetful,
-        16,
-        "Forgetful: logits: expected float32[1, 97] for 1 rows of one token, found None",
-    ),
+    (Forgetful, 16, "Forgetful: logits: expected float32[1, 97] for 1 rows of one token, found N"),
     (Hidden, 16, "large arrays to be parameters, found float32[4000, 97] inside its code"),
     (Raising, 16, "manifest 'own': cannot call Raising: ValueError: not today"),
 ]

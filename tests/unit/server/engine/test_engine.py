@@ -133,17 +133,21 @@ def test_tasks_read_streams_side_by_side(engine: Engine, alone: list[Any]) -> No
         assert all(piece.finish_reason is None for piece in pieces[:-1])
 
 
+def noted_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note the sizes that batches get from here on."""
+    sizes: list[int] = []
+    resize = Batch.resize
+    monkeypatch.setattr(Batch, "resize", lambda self, n: sizes.append(n) or resize(self, n))
+    return sizes
+
+
 def test_requests_that_come_and_go_move_between_batches(
     bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request, then more than fit into two slots, then one again: 1, 4 and 1 rows."""
     monkeypatch.setattr("prejit.server.engine.generation_loop._SHRINK_SECONDS", 0.0)
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
-    sizes: list[int] = []
-    original = Batch.resize
-    monkeypatch.setattr(
-        Batch, "resize", lambda self, slots: sizes.append(slots) or original(self, slots)
-    )
+    sizes = noted_sizes(monkeypatch)
     engine = made(slots=4)
     bundle.prepare()
     first = engine.stream([5], max_new_tokens=72, stop_token_ids=())
@@ -270,9 +274,8 @@ def test_a_conversation_goes_on_after_another_one_took_its_slot(bundle: Bundle, 
     engine = made(slots=1, prefix_memory=4 * MIB)
     text = few_of(engine, LONG[:20])
     few_of(engine, LONG[10:30])
-    few_of(
-        engine, [*text, 3, 4], reused=len(text) - 1
-    )  # the last token of the answer is in no cache
+    # The last token of the answer is in no cache.
+    few_of(engine, [*text, 3, 4], reused=len(text) - 1)
 
 
 def test_a_burst_of_prompts_is_computed_before_a_step_that_decodes_few(
@@ -337,11 +340,7 @@ def test_a_burst_right_after_another_one_finds_the_slots(
     for _ in range(2):
         wait([engine.submit(prompt_of(n), max_new_tokens=6) for n in range(8)], 60)
     assert engine._loop._batch.slots == 4
-    sizes: list[int] = []
-    original = Batch.resize
-    monkeypatch.setattr(
-        Batch, "resize", lambda self, slots: sizes.append(slots) or original(self, slots)
-    )
+    sizes = noted_sizes(monkeypatch)
     engine.generate([1], max_new_tokens=1)
     assert sizes == []
 
@@ -509,9 +508,7 @@ def test_a_mask_that_fails_ends_its_own_request(engine: Engine, alone: list[Any]
     others = [engine.submit(prompt_of(n), **options_of(n)) for n in range(6)]
     with pytest.raises(ZeroDivisionError, match="a caller's mistake"):
         failing.result(60)
-    with pytest.raises(
-        UsageError, match=r"token_mask: expected bool\[48\] or None, found bool\[3\]"
-    ):
+    with pytest.raises(UsageError, match=r"token_mask: expected bool\[48\].* found bool\[3\]"):
         shapes.result(60)
     for future, expected in zip(others, alone, strict=False):
         same(future.result(60), expected)
