@@ -25,11 +25,9 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-
 class Metrics(NamedTuple):
     loss: Any
     norm: Any
-
 
 @struct.dataclass
 class State:
@@ -39,23 +37,18 @@ class State:
     key: Any
     name: str = struct.field(pytree_node=False, default="adam")
 
-
 adam = optax.adam(1e-2)
-
 
 def first_state():
     params = {"w": jnp.ones((8, 4)), "b": jnp.zeros((4,))}
     return State(params, adam.init(params), jnp.int32(0), jax.random.key(0))
 
-
 def example(batch):
     return {"state": first_state(), "x": jnp.zeros((batch, 8)), "y": jnp.zeros((batch, 4))}
-
 
 def loss(params, x, y, mode):
     out = x @ params["w"] + params["b"]
     return jnp.mean(((jnp.tanh(out) if mode == "tanh" else out) - y) ** 2)
-
 
 def train_step(state, x, y, *, mode):
     key, noise = jax.random.split(state.key)
@@ -66,46 +59,36 @@ def train_step(state, x, y, *, mode):
     state = state.replace(params=params, optimizer=optimizer, step=state.step + 1, key=key)
     return state, Metrics(value, jnp.linalg.norm(grads["w"]))
 
-
 def keeps_its_shape(x):
     return {1: x, 2: [x + 1, None, ()], 7: {"a": (), "b": {}}}
-
 
 def walk(position, velocity):
     return {"velocity": velocity * 0.5, "position": position + velocity}
 
-
 def rows(x):
     return {"double": x * 2, "sum": x.sum(1)}
-
 
 def mean(tokens, valid):
     return jnp.where(valid, tokens, 0).sum() / valid.sum()
 
-
 def open_rows(x, scale):
     return {"scaled": x * scale, "order": jnp.argsort(x, 0), "flat": jnp.cumsum(x.reshape(-1))}
 
-
 def encode(text):
     return {"latent": jnp.outer(text, text)}
-
 
 def denoise(latent, text):
     latent = latent * 0.9 + 0.1 * text
     return latent, latent.mean()
 
-
 def decode(latent):
     return jnp.tanh(latent)
-
 
 mlp = equinox.nn.MLP(4, 2, 8, 1, key=jax.random.key(1))
 """
 MANIFEST = """
 [bundle]
 name = "any"
-
 [[program]]
 name = "train"
 function = "users_code:train_step"
@@ -113,41 +96,34 @@ args = "users_code:example"
 buckets = { batch = [2, 4] }
 static = { mode = ["tanh", "linear"] }
 donate = ["state"]
-
 [[program]]
 name = "shape"
 function = "users_code:keeps_its_shape"
 args = ["float32[3]"]
-
 [[program]]
 name = "normal"
 function = "jax.random:normal"
 args = ["key[]"]
-
 [[program]]
 name = "walk"
 function = "users_code:walk"
 args = ["float32[3]", "float32[3]"]
 donate = [0]
-
 [[program]]
 name = "named_walk"
 function = "users_code:walk"
 args = { position = "float32[3]", velocity = "float32[3]" }
 donate = ["position"]
-
 [[program]]
 name = "equinox"
 function = "users_code:mlp"
 args = ["float32[4]"]
-
 [[program]]
 name = "rows"
 function = "users_code:rows"
 args = { x = "float32[{batch}, 3]" }
 buckets = { batch = [2, 8] }
 pad = ["batch"]
-
 [[program]]
 name = "mean"
 function = "users_code:mean"
@@ -155,19 +131,16 @@ args = ["float32[{batch}, {length}]", "bool[{batch}, {length}]"]
 buckets = { batch = [2, 4], length = [4, 8] }
 pad = ["batch", "length"]
 mask = 1
-
 [[program]]
 name = "open_rows"
 function = "users_code:open_rows"
 args = { x = "float32[{batch}, {width}]", scale = "float32[]" }
 buckets = { batch = [4], width = [3] }
 open_sizes = ["batch", "width"]
-
 [[program]]
 name = "encode_text"
 function = "users_code:encode"
 args = ["float32[4]"]
-
 [[program]]
 name = "denoise"
 function = "users_code:denoise"
@@ -175,26 +148,21 @@ args = ["float32[4, 4]", "float32[4]"]
 repeat = [1, 20]
 carry = [0]
 donate = [0]
-
 [[program]]
 name = "decode_image"
 function = "users_code:decode"
 args = ["float32[4, 4]"]
-
 [[program]]
 name = "exported"
 function = "exported.bin"
-
 [[program]]
 name = "symbolic"
 function = "symbolic.bin"
 args = ["float32[{batch}, 3]"]
 buckets = { batch = [1, 5] }
-
 [[program]]
 name = "stablehlo"
 function = "model.mlir"
-
 [[target]]
 name = "cpu-host"
 """
@@ -501,16 +469,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-
 def mlp(params, x):
     return jnp.tanh(x @ params["up"]) @ params["down"]
-
 
 def step(params, state, x):
     value, grads = jax.value_and_grad(lambda w: jnp.mean(mlp(w, x) ** 2))(state["w"])
     w = jax.tree.map(lambda p, g: p - 0.1 * g, state["w"], grads)
     return {"w": w, "n": state["n"] + 1}, value
-
 
 def total(x):
     return jax.shard_map(lambda part: jax.lax.psum(part.sum(), "data"), in_specs=P("data"), out_specs=P())(x)
@@ -518,11 +483,9 @@ def total(x):
 SHARDED_MANIFEST = """
 [bundle]
 name = "sharded"
-
 [mesh]
 data = 2
 tensor = 2
-
 [[program]]
 name = "mlp"
 function = "sharded_code:mlp"
@@ -530,7 +493,6 @@ args = { x = "float32[{batch}, 8]" }
 buckets = { batch = [2, 4] }
 params = "w.safetensors"
 shardings = { x = ["data"], "params.up" = ["", "tensor"], "params.down" = ["tensor"], result = ["data"] }
-
 [[program]]
 name = "step"
 function = "sharded_code:step"
@@ -540,13 +502,11 @@ shardings = { x = ["data"], "state.w.up" = ["", "tensor"], "state.w.down" = ["te
 [program.args]
 x = "float32[4, 8]"
 state = { w = { up = "float32[8, 16]", down = "float32[16, 4]" }, n = "int32[]" }
-
 [[program]]
 name = "total"
 function = "sharded_code:total"
 args = ["float32[6]"]
 shardings = { "0" = ["data"] }
-
 [[target]]
 name = "cpu-host"
 """

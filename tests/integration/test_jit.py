@@ -643,7 +643,6 @@ def test_caches_of_jax_may_be_cleared(bundle_path: Path, events: list[str]) -> N
 STEP = """
 import jax, jax.numpy as jnp
 
-
 def step(state, x):
     def loss(w):
         return jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"]) ** 2)
@@ -662,7 +661,6 @@ from prejit.runtime import UsageError, jit
 
 compiles = []
 monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiles.append(event))
-
 
 grid = Mesh(np.array(jax.devices()).reshape(2, 2), ("rows", "columns"))
 split = lambda array, *axes: jax.device_put(array, NamedSharding(grid, P(*axes)))

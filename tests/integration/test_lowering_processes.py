@@ -33,14 +33,11 @@ name = "cpu-host"
 CODE = """
 import jax.numpy as jnp
 
-
 def score(x):
     return jnp.tanh(x) * 3
 
-
 def mean(x):
     return x.mean(-1)
-
 
 def scale(x):
     return x * 5

@@ -35,22 +35,18 @@ PROMPT, COUNT = [5, 80, 17, 3, 44, 9, 61, 2, 30, 11, 8], 24
 MANIFEST = """
 [bundle]
 name = "{name}"
-
 [model]
 module = "own_decoders:{attribute}"
 dtype = "{dtype}"
 {more}
-
 [generate]
 {sizes}
 draft_tokens = 3
-
 [[program]]
 name = "model"
 function = "own_decoders:scaled"
 args = ["float32[3]"]
 params = "scale.safetensors"
-
 [[target]]
 name = "cpu-host"
 """

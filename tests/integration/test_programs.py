@@ -20,15 +20,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-
 def dense(params, x):
     return jnp.tanh(x @ params["dense"]["kernel"] + params["dense"]["bias"])
-
 
 def several(params, x):
     y = dense(params, x)
     return {"y": y, "moments": (y.mean(), y.std())}
-
 
 def train_step(params, batch):
     def loss(params):
@@ -36,14 +33,11 @@ def train_step(params, batch):
 
     return jax.value_and_grad(loss)(params)
 
-
 def cholesky(a):
     return jnp.linalg.cholesky(a)
 
-
 def half(x):
     return x.astype(jnp.bfloat16) * 2
-
 
 class Norm(nnx.Module):
     def __init__(self, rngs):
@@ -54,7 +48,6 @@ class Norm(nnx.Module):
     def __call__(self, x):
         return self.dropout(self.norm(self.linear(x)))
 
-
 module = Norm(nnx.Rngs(0))
 linen_dense = linen.Dense(16)
 Class = Norm
@@ -64,41 +57,34 @@ not_callable = 3
 MANIFEST = """
 [bundle]
 name = "mine"
-
 [[program]]
 name = "several"
 function = "users_model:several"
 params = "params.safetensors"
 args = { x = "float32[{batch}, 8]" }
 buckets = { batch = [1, 3] }
-
 [[program]]
 name = "train"
 function = "users_model:train_step"
 params = "params-orbax"
 args = { batch = { x = "float32[5, 8]", y = "float32[5, 16]" } }
-
 [[program]]
 name = "cholesky"
 function = "users_model:cholesky"
 args = ["float32[4, 4]"]
-
 [[program]]
 name = "half"
 function = "users_model:half"
 args = { x = "float32[3]" }
-
 [[program]]
 name = "nnx"
 function = "users_model:module"
 args = ["float32[2, 4]"]
-
 [[program]]
 name = "linen"
 function = "users_model:linen_dense"
 params = "linen.safetensors"
 args = ["float32[2, 8]"]
-
 [[target]]
 name = "cpu-host"
 """
