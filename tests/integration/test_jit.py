@@ -594,7 +594,7 @@ def test_a_damaged_bundle_never_runs(bundle_path: Path, tmp_path: Path) -> None:
 
 def test_mistakes_of_the_caller(bundle_path: Path) -> None:
     scored = jit(score, bundle=bundle_path, name="other", on_miss="error")
-    with pytest.raises(UsageError, match="has no program 'other'; its programs are: accumulate, "):
+    with pytest.raises(UsageError, match=r"no program 'other'.*; its programs are: accumulate"):
         scored(jnp.ones(8))
     with pytest.warns(match="x: expected what jax takes"):
         with pytest.raises(TypeError, match="Error interpreting argument"):  # that of jax.jit
