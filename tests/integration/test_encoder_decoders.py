@@ -59,10 +59,14 @@ def translator(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Bundle:
 
 
 @pytest.fixture(scope="module")
-def transcriber(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Bundle:
+def transcriber_dir(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
     at, sizes = tmp_path_factory.mktemp("whisper"), {**SIZES, "context": [28]}
-    path, _ = built(at, run, WHISPER, [WHISPER.frames], sizes)
-    return load(path, on_mismatch="error")
+    return built(at, run, WHISPER, [WHISPER.frames], sizes)[0]
+
+
+@pytest.fixture(scope="module")
+def transcriber(transcriber_dir: Path) -> Bundle:
+    return load(transcriber_dir, on_mismatch="error")
 
 
 def recorded(case: Any) -> list[list[int]]:
@@ -166,12 +170,12 @@ def test_a_spectrogram_of_another_shape_is_told(transcriber: Bundle) -> None:
 
 
 def test_the_command_line_reads_a_spectrogram(
-    transcriber: Bundle, tmp_path: Path, run: Run
+    transcriber_dir: Path, tmp_path: Path, run: Run
 ) -> None:
     prompt, source = requests(WHISPER)[0]
     np.save(tmp_path / "sound.npy", source)
     said = run(
-        *("generate", transcriber.path, "--prompt-ids", ",".join(map(str, prompt))),
+        *("generate", transcriber_dir, "--prompt-ids", ",".join(map(str, prompt))),
         *("--source", tmp_path / "sound.npy", "--max-new-tokens", "5", "--json"),
     )
     assert json.loads(said.stdout)["token_ids"] == recorded(WHISPER)[0][:5]
