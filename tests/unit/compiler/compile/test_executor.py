@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.compile.executor import WORKER_BYTES, need_of, size_need
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
+from prejit.compiler.compile.executor import WORKER_BYTES, need_of, size_need
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain

@@ -191,7 +191,7 @@ def test_a_plan_makes_nothing_and_names_what_a_build_compiles(
     assert once_more.reasons() == {"its last result is gone from the cache, or was damaged"}
 
     program = once_more.plan.programs[0]
-    portable = jobs.Source(program.lowered.portable.raw_digest, program.lowered.platforms)
+    portable = compile_jobs.Source(program.lowered.portable.raw_digest, program.lowered.platforms)
     empty = Native(f"sha256:{0:064x}", ())  # without products
     for with_kernels in (None, kernels):
         assert portable == choose_source(
