@@ -73,7 +73,7 @@ def reporting(show: Callable[[str], None]) -> Report:
     def report(at: Progress) -> None:
         nonlocal shown
         now = time.monotonic()
-        if now - shown < 0.1:
+        if now - shown < 0.1 or not at.moved:
             return
         shown = now
         rate = at.moved / max(now - began, 1e-3)

@@ -20,7 +20,14 @@ from prejit.runtime.format.names import OCI_LAYOUT
 from prejit.runtime.format.root import read_root
 from prejit.runtime.ship.blob_directory import BlobDirectory
 from prejit.runtime.ship.remote_files import RemoteFiles
-from prejit.runtime.ship.repository import PIECE_BYTES, Pieces, Shipment, Tagged, checked
+from prejit.runtime.ship.repository import (
+    MOST_TRANSFERS,
+    PIECE_BYTES,
+    Pieces,
+    Shipment,
+    Tagged,
+    checked,
+)
 
 
 class DirectoryRepository:
@@ -28,7 +35,7 @@ class DirectoryRepository:
 
     def __init__(self, path: str) -> None:
         """Nothing is opened or made yet."""
-        self.name = path
+        self.name, self.most_transfers = path, MOST_TRANSFERS
         self._blobs = BlobDirectory(Path(path))
         self.has, self.write = self._blobs.has, self._blobs.write
 
@@ -85,7 +92,7 @@ class TarRepository:
 
     def __init__(self, path: str) -> None:
         """Nothing is opened or made yet."""
-        self.name = path
+        self.name, self.most_transfers = path, 1
         self._lock = threading.Lock()
         self._out: tarfile.TarFile | None = None
         self._temporary = Path(f"{path}.partial")

@@ -31,7 +31,7 @@ from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.kept_files import cache_root
 from prejit.runtime.ship.blob_directory import BlobDirectory
 from prejit.runtime.ship.reference import Reference
-from prejit.runtime.ship.repository import Shipment
+from prejit.runtime.ship.repository import MOST_TRANSFERS, Shipment
 
 BUNDLES = "PREJIT_BUNDLES"
 """The environment variable that names the store."""
@@ -77,7 +77,7 @@ class MachineStore:
 
     def __init__(self, path: Path) -> None:
         """Nothing is opened or made yet."""
-        self.path, self.name = path, str(path)
+        self.path, self.name, self.most_transfers = path, str(path), MOST_TRANSFERS
         self._blobs = BlobDirectory(path)
         self.has, self.write = self._blobs.has, self._blobs.write
 

@@ -25,7 +25,14 @@ from prejit.runtime.format.root import encode_root, read_root
 from prejit.runtime.ship.reference import Reference
 from prejit.runtime.ship.registry import ANSWER_SECONDS, PLAIN_HTTP
 from prejit.runtime.ship.remote_files import RemoteFiles
-from prejit.runtime.ship.repository import PIECE_BYTES, Pieces, Shipment, Tagged, checked
+from prejit.runtime.ship.repository import (
+    MOST_TRANSFERS,
+    PIECE_BYTES,
+    Pieces,
+    Shipment,
+    Tagged,
+    checked,
+)
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -55,6 +62,7 @@ class ObjectRepository:
                 f"{self.name}: expected https://, found http:// to another machine",
                 hint=f"set {PLAIN_HTTP}={reference.host} if its network is trusted",
             )
+        self.most_transfers = MOST_TRANSFERS
         self._objects = open_objects(reference.place, answer_seconds=ANSWER_SECONDS)
 
     def open(self, tag: str, digest: str) -> RemoteFiles:

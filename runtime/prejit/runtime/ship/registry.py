@@ -35,6 +35,7 @@ from prejit.runtime.format.root import encode_root, read_descriptor
 from prejit.runtime.ship.reference import Reference
 from prejit.runtime.ship.remote_files import RemoteFiles
 from prejit.runtime.ship.repository import (
+    MOST_TRANSFERS,
     PIECE_BYTES,
     Pieces,
     Shipment,
@@ -88,6 +89,7 @@ class Registry:
             ) from error
         self._login = self._logins["bearer"]
         self._lock = threading.Lock()
+        self.most_transfers = MOST_TRANSFERS
 
     # ------------------------------------------------------------------ reading
 
@@ -271,8 +273,16 @@ class Registry:
 
     def remove(self, tag: str) -> None:
         """See `Repository.remove`."""
-        if self.ask("DELETE", f"manifests/{tag}", missing=True) is None:
-            raise StoreError(f"{self.name}:{tag}: not found")
+        if self._manifest(tag) is None:
+            raise StoreError(
+                f"{self.name}:{tag}: not found",
+                hint=f"`prejit ls {self.name}` says which tags there are",
+            )
+        if self.ask("DELETE", f"manifests/{tag}", refused=True) is None:
+            raise StoreError(
+                f"{self.name}:{tag}: this registry deletes no tags",
+                hint="name the digest, which removes all its tags, or use the registry's own interface",
+            )
 
     # ------------------------------------------------------------------ requests
 
@@ -367,7 +377,6 @@ class Registry:
             401: f"log in: docker login {self.host}, or oras login {self.host}",
             403: f"this account may not do that here: log in with another (docker login {self.host})",
             404: "check the name of the repository",
-            405: "this registry does not allow it: remove the tag in its own interface",
             413: "the registry takes no blobs of this size: raise its limit, or that of the proxy before it",
             429: f"wait {_wait(response, 60):.0f} s: the registry limits how often it is asked",
             507: "the quota is used up: remove old tags, or ask for more",

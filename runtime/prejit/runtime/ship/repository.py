@@ -6,10 +6,12 @@ Nothing here or in the kinds of repositories decides what is moved: that is `tra
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
 from prejit.runtime.format.checks.oci import check_manifest
@@ -19,6 +21,8 @@ from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root, encode_root
 
 PIECE_BYTES = 1 << 20
+MOST_TRANSFERS = 8
+"""How many blobs most places take at the same time."""
 Pieces = Callable[[int], Iterator[bytes | memoryview]]
 """Gives the bytes of a blob from a place on, in pieces of any size."""
 
@@ -87,6 +91,10 @@ class Destination(Protocol):
     @property
     def name(self) -> str:
         """Its URL without passwords, or its path."""
+
+    @property
+    def most_transfers(self) -> int:
+        """How many blobs it takes at the same time."""
 
     def has(self, at: Descriptor) -> bool:
         """Return whether a blob is there."""
@@ -163,16 +171,11 @@ def _in_order(attached: Iterable[Referrer], known: set[str]) -> list[Referrer]:
 
 
 def encode_copy(targets: Iterable[Descriptor], others: Iterable[Descriptor]) -> bytes:
-    """Return the bytes of the `index.json` of a copy of targets without the bundle's index."""
-    from prejit.runtime.base.typed_json import to_json
-
-    return to_json(
-        {
-            "mediaType": INDEX_MEDIA_TYPE,
-            "schemaVersion": 2,
-            "manifests": [*targets, *others],
-        }
-    )
+    """Return the bytes of the `index.json` of a copy of targets that lacks the bundle's index."""
+    manifests = [json.loads(to_json(at)) for at in (*targets, *others)]
+    # Its first key says that it is none of the files that a build writes.
+    plain = {"schemaVersion": 2, "mediaType": INDEX_MEDIA_TYPE, "manifests": manifests}
+    return json.dumps(plain).encode("ascii")
 
 
 def checked(

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from prejit.runtime.ship.registry import Registry
 
 _log = logging.getLogger(__name__)
-_TRANSFERS = 8
-"""How many blobs move at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +116,12 @@ def move(
         StoreError, RejectError: something does not arrive, or is not what its digest names. A further
             attempt goes on with what did.
     """
-    with ThreadPoolExecutor(_TRANSFERS, "prejit-ship") as pool:
+    with ThreadPoolExecutor(into.most_transfers, "prejit-ship") as pool:
         there = list(pool.map(into.has, shipment.blobs))
     missing = [at for at, is_there in zip(shipment.blobs, there, strict=True) if not is_there]
     missing.sort(key=lambda at: -at.size)
     counting = _Counting(sum(at.size for at in missing), report)
-    with ThreadPoolExecutor(_TRANSFERS, "prejit-ship") as pool:
+    with ThreadPoolExecutor(into.most_transfers, "prejit-ship") as pool:
         jobs = [pool.submit(_move_one, files, at, into, mounts_from, counting) for at in missing]
         try:
             wait(jobs, return_when=FIRST_EXCEPTION)
