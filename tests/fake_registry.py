@@ -27,6 +27,7 @@ class FakeRegistry:
         blobs: contents by repository and digest.
         manifests: contents by repository and tag or digest.
         user: `name:password` that its token service wants; None: nobody needs to log in.
+        is_basic: whether the user is asked for without a token service.
         has_referrers: whether it knows the referrers API. If not, clients keep tags instead of it.
         has_tag_deletion: whether it deletes tags.
         fault: called with the method and the path of each request; what it returns happens instead of the
@@ -39,6 +40,7 @@ class FakeRegistry:
     blobs: dict[tuple[str, str], bytes] = field(default_factory=dict)
     manifests: dict[tuple[str, str], bytes] = field(default_factory=dict)
     user: str | None = None
+    is_basic: bool = False
     has_referrers: bool = True
     has_tag_deletion: bool = True
     fault: Callable[[str, str], Any] = lambda method, path: None
@@ -108,18 +110,23 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(fault[0], **fault[1])
         elif isinstance(fault, str) and "://" in fault:
             self.reply(307, location=fault)
-        elif state.user and self.headers.get("authorization") != "Bearer right":
-            realm = f'Bearer realm="http://{state.host}/token",service="s",scope="x"'
-            self.reply(401, www_authenticate=realm)
+        elif state.user and self.headers.get("authorization") != self.right():
+            token = f'Bearer realm="http://{state.host}/token",service="s",scope="x"'
+            asked = 'Basic realm="registry"' if state.is_basic else token
+            self.reply(401, www_authenticate=asked)
         else:
             self.act(method, parts.path, parse_qs(parts.query), body, fault)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer  # noqa: N815
 
+    def right(self) -> str:
+        return self.basic() if self.registry.is_basic else "Bearer right"
+
+    def basic(self) -> str:
+        return f"Basic {base64.b64encode((self.registry.user or '').encode()).decode()}"
+
     def token(self) -> None:
-        assert self.registry.user is not None
-        pair = base64.b64encode(self.registry.user.encode()).decode()
-        if self.headers.get("authorization") == f"Basic {pair}":
+        if self.headers.get("authorization") == self.basic():
             self.reply(200, b'{"token": "right"}')
         else:
             self.reply(401)
@@ -139,8 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(202 if gone else 404 if state.has_tag_deletion else 405)
         elif kind == "manifests":
             content = state.manifests.get((name, rest))
-            kind = json.loads(content).get("mediaType", MANIFEST) if content else ""
-            self.send(content, fault, content_type=kind)
+            self.send(content, fault, content_type=_media_type(content or b""))
         elif kind == "blobs":
             self.send(state.blobs.get((name, rest)), fault)
         elif kind == "referrers" and state.has_referrers:
@@ -226,6 +232,13 @@ def _referrers(state: FakeRegistry, name: str, digest: str) -> list[dict[str, An
                 }
             )
     return found
+
+
+def _media_type(content: bytes) -> str:
+    try:
+        return str(json.loads(content)["mediaType"])
+    except (ValueError, KeyError):  # a test has damaged it
+        return MANIFEST
 
 
 def _index(manifests: list[dict[str, Any]]) -> bytes:

@@ -55,6 +55,9 @@ ANSWER_SECONDS = 30.0
 _UPLOAD_BYTES_PER_SECOND = 256 << 10
 """A registry answers once it has stored a blob. It may take this long."""
 _PAUSES_SECONDS = (0.3, 1.0, 3.0, 8.0)
+_MANIFEST_PAUSES_SECONDS = (0.05, 0.2, 0.5)
+"""Pauses before a manifest is sent again. A registry on a file system answers 400 while another machine
+uploads a blob of the manifest: it finds the blob half written."""
 _MOST_PAUSE_SECONDS = 60.0
 """The longest wait that a registry may ask for."""
 _TRY_AGAIN = frozenset({408, 429, 500, 502, 503, 504})
@@ -67,8 +70,19 @@ _REQUESTS = 8
 class Registry:
     """Implements `repository.Repository` for a repository of a registry."""
 
-    def __init__(self, reference: Reference, *, answer_seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(
+        self,
+        reference: Reference,
+        *,
+        answer_seconds: float = ANSWER_SECONDS,
+        pauses: Sequence[float] | None = None,
+    ) -> None:
         """Connect to nothing yet.
+
+        Args:
+            reference: the repository.
+            answer_seconds: how long it may take to answer.
+            pauses: pauses in seconds before each further attempt; None: the usual ones.
 
         Raises:
             UsageError: oras is not installed.
@@ -79,6 +93,7 @@ class Registry:
         is_plain = reference.is_loopback or reference.host in plain
         self._base = f"{'http' if is_plain else 'https'}://{self.host}/v2/{self.repository}/"
         self._answer_seconds = answer_seconds
+        self._pauses = _PAUSES_SECONDS if pauses is None else pauses
         try:
             self._session = _session()
             self._logins = _logins(f"{self.host}/{self.repository}", is_plain, self._session)
@@ -119,38 +134,53 @@ class Registry:
 
     def manifest(self, name: str, where: str) -> tuple[Descriptor, bytes]:
         """Return a manifest or an index by its tag or digest. Raise StoreError where there is none."""
-        found = self._manifest(name)
+        found = self.find_manifest(name)
         if found is None:
             raise StoreError(
                 f"{where}: not found", hint=f"`prejit ls {self.name}` says which tags there are"
             )
         return found
 
-    def _manifest(self, name: str) -> tuple[Descriptor, bytes] | None:
+    def find_manifest(
+        self, name: str, most: int = limits.MAX_INDEX_BYTES
+    ) -> tuple[Descriptor, bytes] | None:
+        """Return a manifest or an index of at most so many bytes; None: there is none."""
         headers = {"Accept": ", ".join(sorted(_DOCUMENTS))}
         response = self.ask("GET", f"manifests/{name}", headers=headers, stream=True, missing=True)
         if response is None:
             return None
-        content = _limited(response, limits.MAX_INDEX_BYTES, f"{self.name}:{name}")
+        content = _limited(response, most, f"{self.name}:{name}")
         kind = response.headers.get("Content-Type", "").partition(";")[0].strip()
         return Descriptor(kind, digest_of(content), len(content)), content
 
     def _fetch(self, at: Descriptor, start: int) -> Iterator[bytes]:
         """Yield a blob's bytes from a place on, for as long as they arrive."""
+        found = self.find_blob(at, start)
+        if found is None:
+            raise StoreError(
+                f"{self.name}@{at.digest}: not found", hint="push the bundle again: it is not whole"
+            )
+        yield from found
+
+    def find_blob(self, at: Descriptor, start: int = 0) -> Iterator[bytes] | None:
+        """Return a blob's bytes from a place on, for as long as they arrive; None: there is none."""
         kind = "manifests" if at.mediaType in _DOCUMENTS else "blobs"
         headers = {"Accept": at.mediaType if kind == "manifests" else "*/*"}
         headers["Accept-Encoding"] = "identity"
         if start:
             headers["Range"] = f"bytes={start}-"
-        response = self.ask("GET", f"{kind}/{at.digest}", headers=headers, stream=True)
-        assert response is not None
+        path = f"{kind}/{at.digest}"
+        response = self.ask("GET", path, headers=headers, stream=True, missing=True)
+        return None if response is None else self._read(response, path, start)
+
+    def _read(self, response: Response, path: str, start: int) -> Iterator[bytes]:
         skipped = start if response.status_code == 200 else 0
         try:
             while piece := response.raw.read(PIECE_BYTES):
                 yield piece[skipped:] if skipped else piece
                 skipped = max(0, skipped - len(piece))
         except Exception as error:  # urllib3's own, which are no OSError
-            raise self._failed(f"{kind}/{at.digest}", error) from error
+            raise self._failed(path, error) from error
         finally:
             response.close()
 
@@ -181,7 +211,7 @@ class Registry:
         response = self.ask("GET", f"referrers/{digest}", stream=True, missing=True)
         if response is not None:
             content = _limited(response, limits.MAX_INDEX_BYTES, f"{self.name} referrers")
-        elif (fallback := self._manifest(_fallback_tag(digest))) is not None:
+        elif (fallback := self.find_manifest(_fallback_tag(digest))) is not None:
             content = fallback[1]
         else:
             return []
@@ -204,7 +234,7 @@ class Registry:
             ]
 
     def _digest(self, tag: str) -> str:
-        found = self._manifest(tag)
+        found = self.find_manifest(tag)
         return "" if found is None else found[0].digest
 
     # ------------------------------------------------------------------ writing
@@ -249,8 +279,7 @@ class Registry:
     def put_manifest(self, name: str, media_type: str, content: bytes) -> Response:
         """Write a manifest under a tag or its digest."""
         headers = {"Content-Type": media_type}
-        for pause in _PAUSES_SECONDS:
-            # A registry on a file system refuses while another machine uploads a blob of the manifest.
+        for pause in _MANIFEST_PAUSES_SECONDS:
             answer = self.ask(
                 "PUT", f"manifests/{name}", headers=headers, data=content, refused=True
             )
@@ -273,7 +302,7 @@ class Registry:
 
     def remove(self, tag: str) -> None:
         """See `Repository.remove`."""
-        if self._manifest(tag) is None:
+        if self.find_manifest(tag) is None:
             raise StoreError(
                 f"{self.name}:{tag}: not found",
                 hint=f"`prejit ls {self.name}` says which tags there are",
@@ -315,7 +344,7 @@ class Registry:
         """
         url = urljoin(self._base, path)
         limit = (self._answer_seconds, seconds or self._answer_seconds)
-        for pause in (*_PAUSES_SECONDS, None):
+        for pause in (*self._pauses, None):
             try:
                 response = self._once(method, url, headers or {}, data, stream, limit)
             except (OSError, ValueError) as error:

@@ -6,10 +6,11 @@ import base64
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
-from tests.unit.compiler.sharing.fixtures import registry
+from tests.fake_registry import fake_registry
 
 from prejit.compiler.sharing.objects import ANSWER_SECONDS
 from prejit.compiler.sharing.oci_registry import Repository
@@ -46,7 +47,8 @@ def test_a_registry_holds_results_and_contents_and_the_login_of_docker_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    with registry("me:secret") as host:
+    with fake_registry(user="me:secret", is_basic=True) as registry:
+        host = registry.host
         with pytest.raises(RemoteError):
             Repository(f"oci://{host}/store").read(AC, 1000)
         pair = base64.b64encode(b"me:secret").decode()
@@ -68,11 +70,21 @@ def test_a_registry_may_take_time_for_a_blob_and_a_manifest_that_finds_half_of_i
     tmp_path: Path,
 ) -> None:
     """A registry on a file system answers 400 while another machine writes the same blob."""
-    with registry(upload_seconds=1.5 * ANSWER_SECONDS) as host:
-        Repository(f"oci://{host}/store").write(CAS, CONTENT)
-    with registry(refused=3) as host:
-        round_trip(Repository(f"oci://{host}/store"), tmp_path)
-    with registry(refused=4) as host:
-        place = Repository(f"oci://{host}/store")
+
+    def slow(method: str, path: str) -> None:
+        if method == "PUT" and "/uploads/" in path:
+            time.sleep(1.5 * ANSWER_SECONDS)
+
+    with fake_registry(fault=slow) as registry:
+        Repository(f"oci://{registry.host}/store").write(CAS, CONTENT)
+    left = [400] * 3
+
+    def refuses(method: str, path: str) -> int | None:
+        return left.pop() if method == "PUT" and "/manifests/" in path and left else None
+
+    with fake_registry(fault=refuses) as registry:
+        place = Repository(f"oci://{registry.host}/store")
+        round_trip(place, tmp_path)
+        left += [400] * 4
         with pytest.raises(RemoteError, match="400"):
             place.write(AC, encode(RESULT_OF_KEY, None))

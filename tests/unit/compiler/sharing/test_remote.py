@@ -15,12 +15,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.fake_registry import fake_registry
 from tests.store_servers import azurite, docker_registry, moto, nginx
 from tests.unit.compiler.sharing.fixtures import (
     S3_SETTINGS,
     Memory,
     http_store,
-    registry,
     s3_store,
 )
 
@@ -72,9 +72,9 @@ CONTENTS = (b"executable" * 1000, os.urandom(100_000))
 
 
 @pytest.fixture
-def files() -> dict[str, bytes]:
-    """What the small registry holds."""
-    return {}
+def files() -> tuple[dict[tuple[str, str], bytes], ...]:
+    """What the small registry holds: blobs and manifests."""
+    return {}, {}
 
 
 @pytest.fixture(params=KINDS)
@@ -82,7 +82,7 @@ def connect(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    files: dict[str, bytes],
+    files: tuple[dict[tuple[str, str], bytes], ...],
 ) -> Iterator[Connect]:
     """`connect()`: one store of a kind, as another machine sees it each time."""
     for module in (objects, registry_module):  # a busy machine is not a store that is down
@@ -110,7 +110,8 @@ def connect(
         elif kind == "http":
             url = f"{stack.enter_context(http_store({}, []))}/store"
         elif kind == "registry":
-            url = f"oci://{stack.enter_context(registry(files=files))}/team/store"
+            registry = stack.enter_context(fake_registry(blobs=files[0], manifests=files[1]))
+            url = f"oci://{registry.host}/team/store"
         else:
             url = str(tmp_path / "shared")
         yield lambda: read_stores(url, {}).tiers[0].remote
@@ -167,7 +168,7 @@ def test_of_machines_that_create_a_file_at_once_one_succeeds_and_all_see_it(
 
 def test_who_makes_a_damaged_result_again_replaces_it(
     connect: Connect,
-    files: dict[str, bytes],
+    files: tuple[dict[tuple[str, str], bytes], ...],
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
@@ -188,9 +189,9 @@ def test_who_makes_a_damaged_result_again_replaces_it(
     for kind in ("ac", "cas"):
         paths = [f"cas/{each.removeprefix('sha256:')}" for each in digests]
         for path in paths if kind == "cas" else [Tier(connect()).path_of(KEY)]:
-            held = [each for each in files if path.partition("/")[2] in each]
-            for each in held:
-                files[each] = files[each][:-7]
+            held = [(some, at) for some in files for at in some if path.partition("/")[2] in at[1]]
+            for some, at in held:
+                some[at] = some[at][:-7]
             if not held:
                 connect().write(path, b"damaged")
         second, notes = machine(f"second {kind}")

@@ -1,4 +1,4 @@
-"""The store of a machine holds each blob once, gets what the machine needs, and nothing that is not allowed."""
+"""The store of a machine holds each blob once, gets what the machine needs, and nothing not allowed."""
 
 from __future__ import annotations
 
