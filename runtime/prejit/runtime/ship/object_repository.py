@@ -9,13 +9,15 @@ Credentials are those of the environment and, where boto3 is installed, those th
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
@@ -23,7 +25,7 @@ from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.names import OCI_LAYOUT
 from prejit.runtime.format.root import encode_root, read_root
 from prejit.runtime.ship.reference import Reference
-from prejit.runtime.ship.registry import ANSWER_SECONDS, PLAIN_HTTP
+from prejit.runtime.ship.registry_client import ANSWER_SECONDS, PLAIN_HTTP
 from prejit.runtime.ship.remote_files import RemoteFiles
 from prejit.runtime.ship.repository import (
     MOST_TRANSFERS,
@@ -225,18 +227,28 @@ def _hint(text: str) -> str:
 
 
 def open_objects(
-    place: str, *, answer_seconds: float, headers: dict[str, str] | None = None
+    url: str,
+    *,
+    answer_seconds: float,
+    transfer_seconds: float = _TRANSFER_SECONDS,
+    retries: bool = True,
+    headers: Mapping[str, str] | None = None,
 ) -> ObjectStore:
     """Return obstore's client for a URL.
 
     Args:
-        place: the URL, of `http://`, `https://`, `s3://`, `gs://` or `az://`.
+        url: of `http://`, `https://`, `s3://`, `gs://` or `az://`. A web server gets the user and password
+            in it, or the bearer token of `$PREJIT_STORE_TOKEN`.
         answer_seconds: how long the store may take to answer, and to send the next piece.
-        headers: sent with each request to a web server; None: a bearer token of `$PREJIT_STORE_TOKEN`.
+        transfer_seconds: how long a request may take as a whole.
+        retries: whether obstore itself asks again.
+        headers: sent with each request to a web server.
 
     Raises:
         UsageError: obstore is not installed, or does not know the URL.
     """
+    parts = urlsplit(url)
+    place = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
     try:
         from obstore import exceptions
         from obstore.store import from_url
@@ -245,20 +257,20 @@ def open_objects(
             f"{place}: expected the package obstore, which reaches buckets and servers, found none",
             hint="pip install 'prejit[ship]'",
         ) from error
-    if headers is None:
-        token = os.environ.get(TOKEN)
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
     seconds = timedelta(seconds=answer_seconds)
     client: dict[str, Any] = {
         "allow_http": True,
         "connect_timeout": seconds,
         "read_timeout": seconds,
-        "timeout": timedelta(seconds=_TRANSFER_SECONDS),
-        "default_headers": headers if place.startswith("http") else {},
+        "timeout": timedelta(seconds=transfer_seconds),
     }
+    if parts.scheme in ("http", "https"):
+        client["default_headers"] = {**(headers or {}), **_authorization(parts)}
     options: dict[str, Any] = {"client_options": client}
-    with contextlib.suppress(ImportError):
-        if place.startswith("s3://") and "AWS_ACCESS_KEY_ID" not in os.environ:
+    if not retries:
+        options["retry_config"] = {"max_retries": 0, "retry_timeout": seconds}
+    if parts.scheme == "s3" and "AWS_ACCESS_KEY_ID" not in os.environ:
+        with contextlib.suppress(ImportError):
             from obstore.auth.boto3 import Boto3CredentialProvider
 
             options["credential_provider"] = Boto3CredentialProvider()
@@ -267,5 +279,15 @@ def open_objects(
     except (exceptions.BaseError, ValueError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise UsageError(
-            f"{place}: expected the URL of a bucket or a server: {reason:.300}"
+            f"{place}: expected the URL of a bucket or a server, found {reason:.300}",
+            hint="give http://, https://, s3://, gs://, az://, oci:// or the path of a directory",
         ) from error
+
+
+def _authorization(parts: SplitResult) -> dict[str, str]:
+    """Return the header that tells a web server who we are."""
+    if parts.username is not None:
+        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
+        return {"Authorization": f"Basic {base64.b64encode(pair).decode('ascii')}"}
+    token = os.environ.get(TOKEN)
+    return {"Authorization": f"Bearer {token}"} if token else {}
